@@ -1,0 +1,269 @@
+"""The loop: inbox → plan → launch, publish the step before, collect → apply."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from localgen.backends.engine.answer import Answer
+from localgen.backends.engine.budget import TokenBudget
+from localgen.backends.engine.intake import Intake
+from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepFailed, StepResult
+from localgen.backends.engine.scheduler import Output, Scheduler
+from localgen.backends.engine.sequence import Sequence, State
+from localgen.backends.engine.stats import Stats, finished
+from localgen.backends.errors import LocalgenError
+from localgen.backends.types import Delta, Failed, Finished, Request, StepEvents
+
+STATS_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Mail = Sequence | _Cancel | Failed | Finished | _Stop
+
+
+class Engine:
+    """Serves requests to one model. submit, cancel and stop may be called from any thread.
+
+    publish: called from the loop's thread with everything one step had to say.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        intake: Intake,
+        *,
+        itl_target_ms: float,
+        max_queue: int,
+        publish: Callable[[StepEvents], None],
+    ) -> None:
+        self._runner = runner
+        self._intake = intake
+        self._publish = publish
+        self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
+        self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
+        self._stats = Stats()
+        self._stats_at_s = 0.0
+        self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
+        self._answers: dict[str, Answer] = {}
+        self._unpublished: list[Output] = []
+        self._stopped: list[Sequence] = []  # reached a stop string while a step was in flight
+        self._deltas: list[Delta] = []
+        self._finished: list[Finished] = []
+        self._failed: list[Failed] = []
+        # a thread of its own, so that a long prompt delays neither the loop nor a cancel
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="intake")
+        self._preparing: set[str] = set()
+        self._preparing_lock = threading.Lock()
+
+    # -- from any thread --------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Take a request; it ends in exactly one Finished or Failed."""
+        with self._preparing_lock:
+            self._preparing.add(request.id)
+        self._preparer.submit(self._prepare, request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request within one step. Unknown ids are ignored."""
+        with self._preparing_lock:
+            if request_id in self._preparing:
+                self._preparing.discard(request_id)
+            else:
+                self._inbox.put(_Cancel(request_id))
+
+    def stop(self) -> None:
+        """Leave `run` after the step in flight."""
+        self._inbox.put(_Stop())
+
+    def _prepare(self, request: Request) -> None:
+        mail: _Mail
+        try:
+            mail = self._intake.prepare(request)
+        except LocalgenError as error:
+            mail = Failed(request.id, error.code, error.message, error.param)
+        except Exception as error:  # a request must end, whatever our bug
+            mail = Failed(request.id, "internal_error", f"{type(error).__name__}: {error}")
+        with self._preparing_lock:
+            if request.id not in self._preparing and isinstance(mail, Sequence):
+                mail = finished(mail, "cancelled", stop=None, completion_tokens=0)
+            self._preparing.discard(request.id)
+            self._inbox.put(mail)
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until stop. StepFailed: every request has failed and the model must be reloaded."""
+        try:
+            while self.step(wait=True):
+                pass
+        except StepFailed as error:
+            self._fail_all(str(error))
+            raise
+        finally:
+            self._preparer.shutdown(wait=False, cancel_futures=True)
+
+    def step(self, *, wait: bool) -> bool:
+        """One turn of the loop; wait: sleep while there is nothing to do. False: told to stop."""
+        self._end_stopped()
+        if not self._receive(wait=wait):
+            return False
+        chunks = self._scheduler.plan()
+        if not chunks:
+            self._refuse_unplaceable()
+            self._flush(idle=True)
+            return True
+        started_s = time.monotonic()
+        ticket = self._runner.launch(chunks)
+        self._flush(idle=False)
+        try:
+            result = self._runner.collect(ticket)
+        except NoRoom:
+            self._make_room()
+            return True
+        self._apply(chunks, result, started_s)
+        return True
+
+    def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
+        now_s = time.monotonic()
+        step_ms = (now_s - started_s) * 1e3
+        outputs = self._scheduler.apply(chunks, result, step_ms)
+        self._stats.step(now_s, step_ms, len(chunks), sum(map(len, chunks)), outputs)
+        self._unpublished += outputs
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Read the inbox; False: told to stop."""
+        idle = not (self._scheduler.has_work or self._unpublished)
+        try:
+            while True:
+                mail = self._inbox.get(block=wait and idle)
+                if isinstance(mail, _Stop):
+                    return False
+                self._open(mail)
+                idle = False
+        except queue.Empty:
+            return True
+
+    def _open(self, mail: Sequence | _Cancel | Failed | Finished) -> None:
+        match mail:
+            case Sequence():
+                self._accept(mail)
+            case _Cancel(request_id):
+                seq = self._scheduler.get(request_id)
+                if seq:
+                    self._cancel(seq)
+            case Failed():
+                self._failed.append(mail)
+                self._stats.ended(mail.request_id, "error")
+            case Finished():
+                self._finished.append(mail)
+                self._stats.ended(mail.request_id, mail.reason)
+
+    def _accept(self, seq: Sequence) -> None:
+        try:
+            self._scheduler.submit(seq)
+        except LocalgenError as error:
+            self._fail(seq, error.code, error.message)
+        else:
+            self._answers[seq.id] = Answer(seq, self._intake.tokenizer)
+
+    def _cancel(self, seq: Sequence) -> None:
+        self._scheduler.end(seq)
+        answer = self._answers.pop(seq.id)
+        rest = answer.rest()
+        if rest:
+            self._deltas.append(rest)
+        self._finish(seq, "cancelled", None, answer.num_tokens)
+
+    def _end_stopped(self) -> None:
+        for seq in self._stopped:
+            if seq.state is not State.ENDED:
+                self._scheduler.end(seq)
+        self._stopped.clear()
+
+    # -- what cannot be computed ------------------------------------------------------------
+
+    def _refuse_unplaceable(self) -> None:
+        """Nobody runs and still the next request does not fit: it never will."""
+        if self._scheduler.running:
+            return
+        for seq in list(self._scheduler.queue):
+            usage = self._runner.usage()
+            self._scheduler.end(seq)
+            self._fail(
+                seq,
+                "out_of_memory",
+                f"{len(seq.tokens):,} tokens do not fit the pool of {usage.free:,} free tokens",
+            )
+
+    def _make_room(self) -> None:
+        """The backend found no room for a planned step: preempt one, keep all others."""
+        if self._scheduler.give_way():
+            return
+        for seq in self._scheduler.running:
+            self._scheduler.end(seq)
+            self._fail(seq, "out_of_memory", "the KV cache has no room for the next token")
+
+    def _fail_all(self, why: str) -> None:
+        for seq in [*self._scheduler.running, *self._scheduler.queue]:
+            if seq.id in self._answers:
+                self._fail(seq, "engine_died", why)
+        self._flush(idle=True)
+
+    def _fail(self, seq: Sequence, code: str, message: str) -> None:
+        self._answers.pop(seq.id, None)
+        self._failed.append(Failed(seq.id, code, message))
+        self._stats.ended(seq.id, "error")
+
+    # -- what is said -----------------------------------------------------------------------
+
+    def _finish(self, seq: Sequence, reason: str, stop: str | None, tokens: int) -> None:
+        self._finished.append(finished(seq, reason, stop=stop, completion_tokens=tokens))
+        self._stats.ended(seq.id, reason)
+
+    def _say(self, output: Output) -> None:
+        answer = self._answers.get(output.seq.id)
+        if answer is None:  # cancelled since, or past its stop string
+            return
+        delta = answer.take(output)
+        if delta:
+            self._deltas.append(delta)
+        reason = "stop" if answer.stopped is not None else output.reason
+        if reason:
+            del self._answers[output.seq.id]
+            self._finish(output.seq, reason, answer.stopped, answer.num_tokens)
+            if not output.reason:
+                self._stopped.append(output.seq)
+
+    def _flush(self, *, idle: bool) -> None:
+        """Publish what is known since the last step, with statistics now and then."""
+        for output in self._unpublished:
+            self._say(output)
+        self._unpublished.clear()
+        now_s = time.monotonic()
+        snapshot = None
+        if idle or now_s - self._stats_at_s >= STATS_INTERVAL_S:
+            snapshot = self._stats.snapshot(
+                now_s, self._scheduler, self._runner.usage(), self._budget.tokens(1)
+            )
+            self._stats_at_s = now_s
+        if self._deltas or self._finished or self._failed or snapshot:
+            self._publish(
+                StepEvents(
+                    tuple(self._deltas), tuple(self._finished), tuple(self._failed), snapshot
+                )
+            )
+            self._deltas, self._finished, self._failed = [], [], []

@@ -1,0 +1,137 @@
+"""From a request to a sequence: template, tokens, limits, checked settings."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, replace
+
+from localgen.backends.engine import sampling
+from localgen.backends.engine.runner import Limits
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.errors import ContextExceeded, InvalidRequest
+from localgen.backends.text.template import ChatTemplate
+from localgen.backends.text.tokenizer import Tokenizer
+from localgen.backends.types import BASE_SAMPLING, Request, SamplingParams
+
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 100
+# more characters than this cannot be a token's share: refuse before spending time on tokenizing
+MAX_CHARS_PER_TOKEN = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """Turns requests for one loaded model into sequences. Safe to call from any thread."""
+
+    limits: Limits
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: SamplingParams
+
+    def prepare(self, request: Request) -> Sequence:
+        """A new sequence. InvalidRequest, ContextExceeded."""
+        started_s = time.monotonic()
+        params = self._params(request.params)
+        sampling.check(params)
+        ctx = self._ctx(request.ctx)
+        tokens = self._tokens(request, ctx)
+        self._fits(len(tokens), ctx)
+        wanted = ctx if params.max_tokens is None else len(tokens) + params.max_tokens
+        ends = frozenset() if params.ignore_eos else self.tokenizer.end_ids
+        return Sequence(
+            id=request.id,
+            tokens=tokens,
+            num_prompt=len(tokens),
+            params=params,
+            ctx=ctx,
+            limit=min(ctx, wanted),
+            stop_ids=ends | frozenset(params.stop_token_ids),
+            client=request.client,
+            priority=request.priority,
+            arrived_s=request.arrived_s or started_s,
+            template_ms=(time.monotonic() - started_s) * 1e3,
+        )
+
+    def _params(self, asked: SamplingParams) -> SamplingParams:
+        """The settings in force, none of them None."""
+        sampling.check_asked(asked)
+        for name in self.limits.unsupported:
+            if getattr(asked, name) not in (None, getattr(BASE_SAMPLING, name)):
+                raise InvalidRequest(f"this backend does not support {name}", param=name)
+        params = asked.with_defaults(self.defaults).with_defaults(BASE_SAMPLING)
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if len(params.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"more than {MAX_STOP_STRINGS} stop strings", param="stop")
+        if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be 0 to {MAX_LOGPROBS}", param="logprobs")
+        for token in (*params.logit_bias, *params.stop_token_ids):
+            if not 0 <= token < self.tokenizer.vocab_size:
+                raise InvalidRequest(
+                    f"token id {token} is outside the vocabulary of {self.tokenizer.vocab_size}"
+                )
+        if params.seed is None:
+            params = replace(params, seed=random.getrandbits(31))
+        return params
+
+    def _ctx(self, asked: int | None) -> int:
+        most = self.limits.max_len
+        if asked is None:
+            return most
+        if asked < 1:
+            raise InvalidRequest("ctx must be at least 1", param="ctx")
+        if asked > most:
+            raise InvalidRequest(
+                f"ctx {asked:,} is more than the {most:,} tokens this model is loaded with: "
+                f"ask for at most {most:,}, or stop the model and load it with a larger --ctx",
+                param="ctx",
+            )
+        return asked
+
+    def _tokens(self, request: Request, ctx: int) -> list[int]:
+        given = [request.messages is not None, request.prompt is not None]
+        if sum(given) + (request.prompt_tokens is not None) != 1:
+            raise InvalidRequest("give exactly one of messages, prompt and prompt_tokens")
+        if request.prompt_tokens is not None:
+            return self._checked(list(request.prompt_tokens))
+        text = request.prompt if request.messages is None else self._render(request)
+        assert text is not None
+        if len(text) > ctx * MAX_CHARS_PER_TOKEN:
+            raise ContextExceeded(
+                f"the prompt is {len(text):,} characters, far more than {ctx:,} tokens of context: "
+                "shorten it",
+                param="prompt",
+            )
+        return self._checked(self.tokenizer.encode(text))
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if min(tokens) < 0 or max(tokens) >= self.tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"a prompt token is outside the vocabulary of {self.tokenizer.vocab_size}",
+                param="prompt",
+            )
+        return tokens
+
+    def _render(self, request: Request) -> str:
+        if not request.messages:
+            raise InvalidRequest("messages is empty", param="messages")
+        if self.template is None:
+            raise InvalidRequest(
+                "this model has no chat template: load it with --chat-template FILE, "
+                "or use plain completion",
+                param="messages",
+            )
+        return self.template.render(request.messages)
+
+    def _fits(self, prompt_tokens: int, ctx: int) -> None:
+        if prompt_tokens >= ctx:
+            most = self.limits.max_len
+            remedy = f", or raise ctx (up to {most:,})" if ctx < most else ""
+            raise ContextExceeded(
+                f"the prompt is {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
+                f"the answer too: shorten the prompt{remedy}",
+                param="messages",
+            )

@@ -1,0 +1,111 @@
+"""The engine in a process of its own: one model, one socket to the server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from localgen.backends.engine import wire
+from localgen.backends.engine.engine import Engine
+from localgen.backends.engine.intake import Intake
+from localgen.backends.engine.runner import ModelRunner, StepFailed
+from localgen.backends.errors import LocalgenError
+from localgen.backends.text.template import ChatTemplate
+from localgen.backends.text.tokenizer import Tokenizer
+from localgen.backends.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """What a backend's loader hands over."""
+
+    info: ModelInfo
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+Loader = Callable[[wire.Load, Callable[[float], None]], LoadedModel]
+
+
+def main(fd: int, load: Loader) -> int:
+    """Serve the socket `fd` until its other end closes; the exit status.
+
+    load: reads a model, reporting the share done (0 to 1). Raises LocalgenError.
+    """
+    logging.basicConfig(format="%(asctime)s engine %(process)d %(levelname)s %(message)s")
+    sock = socket.socket(fileno=fd)
+    return _Process(sock, load).run()
+
+
+class _Process:
+    def __init__(self, sock: socket.socket, load: Loader) -> None:
+        self._sock = sock
+        self._load = load
+        self._messages = wire.receive(sock)
+        self._engine: Engine | None = None
+
+    def run(self) -> int:
+        first = next(self._messages, None)
+        if not isinstance(first, wire.Load):
+            return 1
+        # from here on a thread reads: the server's end of the socket is our reason to exist
+        threading.Thread(target=self._read, args=(self._messages,), daemon=True).start()
+        try:
+            model = self._load(first, lambda share: self._send(wire.Loading(share)))
+        except LocalgenError as error:
+            self._send(wire.LoadError(error.code, error.message))
+            return 1
+        return self._serve(model)
+
+    def _serve(self, model: LoadedModel) -> int:
+        options = model.info.options
+        assert options.itl_target_ms is not None
+        assert options.max_queue is not None
+        self._engine = Engine(
+            model.runner,
+            Intake(
+                limits=model.runner.limits,
+                tokenizer=model.tokenizer,
+                template=model.template,
+                defaults=model.info.sampling,
+            ),
+            itl_target_ms=options.itl_target_ms,
+            max_queue=options.max_queue,
+            publish=self._send,
+        )
+        self._send(wire.Loaded(model.info))
+        try:
+            self._engine.run()
+        except StepFailed as error:
+            log.error("%s", error)
+            return 1
+        return 0
+
+    def _send(self, message: wire.Message) -> None:
+        try:
+            self._sock.sendall(wire.encode(message))
+        except OSError:
+            os._exit(0)  # nobody listens any more
+
+    def _read(self, messages: Iterator[wire.Message]) -> None:
+        try:
+            for message in messages:
+                assert self._engine is not None
+                match message:
+                    case wire.Submit(request):
+                        self._engine.submit(request)
+                    case wire.Cancel(request_id):
+                        self._engine.cancel(request_id)
+                    case _:
+                        raise ValueError(f"unexpected {type(message).__name__}")
+        except (OSError, ValueError) as error:
+            log.error("the server's socket failed: %s", error)
+        # a step may run for seconds and everything here dies with the process: do not wait
+        os._exit(0)

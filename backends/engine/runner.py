@@ -1,0 +1,119 @@
+"""The border between scheduling and a model: tokens go in, tokens come out, never logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.types import PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a loaded model can do; discovered at load, never configured afterwards.
+
+    max_seqs: sequences running at once. max_batch_tokens: tokens in one step.
+    max_outputs: positions sampled in one step. max_len: tokens in one sequence.
+    kv_tokens: tokens in the pool, at least max_len. can_rewind: the cache can be cut back
+    and shared; without it there are no drafts and no prefix reuse. unsupported: fields of
+    SamplingParams that this runner cannot honour; asking for them is an error.
+    """
+
+    max_seqs: int
+    max_batch_tokens: int
+    max_outputs: int
+    max_len: int
+    kv_tokens: int
+    can_rewind: bool
+    unsupported: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A run of tokens of one sequence to compute in one step.
+
+    tokens: at positions start, start+1, …; the last num_drafts of them are proposals.
+    samples: whether the chunk reaches the end of the sequence, so that its last
+    1 + num_drafts positions are sampled.
+    """
+
+    seq: Sequence
+    start: int
+    tokens: list[int]
+    num_drafts: int = 0
+    samples: bool
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """New tokens of one chunk: accepted drafts and the one after; empty while prefilling."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Tokens of the KV pool: used by running sequences, kept as prefixes, free."""
+
+    used: int
+    cached: int
+    free: int
+
+
+StepResult = list[Sampled]
+
+
+class NoRoom(Exception):
+    """The pool has no room for this now, even after dropping every kept prefix."""
+
+
+class StepFailed(Exception):
+    """The model could not compute a step; its state is lost and the engine must end."""
+
+
+class ModelRunner(Protocol):
+    """A loaded model. All calls come from one thread; none but launch while a step is in flight."""
+
+    limits: Limits
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        """Make room for all tokens of `seq`; returns how many of them are in the cache already.
+
+        At least one token is left to compute. NoRoom if fewer than `spare` tokens of the
+        pool would stay free or reclaimable.
+        """
+        ...
+
+    def grow(self, seq: Sequence, n: int) -> bool:
+        """Make room for n tokens beyond those computed; False if the pool is exhausted."""
+        ...
+
+    def launch(self, chunks: Seq[Chunk]) -> Any:
+        """Start a step; returns a ticket for collect. The chunks fit the limits."""
+        ...
+
+    def collect(self, ticket: Any) -> StepResult:
+        """Wait for a step; one Sampled for each chunk, in order. NoRoom, StepFailed."""
+        ...
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Forget what the cache holds of `seq` beyond its first `length` tokens."""
+        ...
+
+    def release(self, seq: Sequence, *, keep: bool) -> None:
+        """Give up the room of `seq`; keep: its computed tokens may serve others as a prefix."""
+        ...
+
+    def usage(self) -> PoolUsage:
+        """How the pool is used now."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. No call may follow."""
+        ...

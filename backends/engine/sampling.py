@@ -1,0 +1,88 @@
+"""Which sampling settings make sense, whatever the backend."""
+
+from __future__ import annotations
+
+import math
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import SamplingParams
+
+# field: (lowest, highest) that means something; values outside are refused
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "top_n_sigma": (-1.0, 100.0),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 0.5),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    "adaptive_target": (-1.0, 1.0),
+    "adaptive_decay": (0.0, 0.99),
+    "mirostat": (0, 2),
+    "mirostat_tau": (0.0, 100.0),
+    "mirostat_eta": (0.0, 1.0),
+    "repeat_penalty": (1e-3, 100.0),
+    "repeat_last_n": (-1, math.inf),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
+    "dry_allowed_length": (0, math.inf),
+    "dry_penalty_last_n": (-1, math.inf),
+}
+
+
+def check(params: SamplingParams) -> None:
+    """InvalidRequest for a value out of range or settings that exclude each other."""
+    for name, (lowest, highest) in _RANGES.items():
+        value = getattr(params, name)
+        if not lowest <= value <= highest:  # NaN fails too
+            most = "" if highest == math.inf else f" to {highest:g}"
+            raise InvalidRequest(f"{name} is {value:g}, it must be {lowest:g}{most}", param=name)
+    for token, bias in params.logit_bias.items():
+        if math.isnan(bias):
+            raise InvalidRequest(f"logit_bias of token {token} is not a number", param="logit_bias")
+    if params.mirostat and not params.temperature:
+        raise InvalidRequest(
+            "mirostat cannot be used with temperature 0 (greedy): set one of them",
+            param="mirostat",
+        )
+    if params.mirostat and is_adaptive(params):
+        raise InvalidRequest(
+            "mirostat and adaptive_target both choose the token: set one of them",
+            param="adaptive_target",
+        )
+    if is_adaptive(params) and not params.temperature:
+        raise InvalidRequest(
+            "adaptive_target cannot be used with temperature 0 (greedy): set one of them",
+            param="adaptive_target",
+        )
+
+
+# what mirostat decides in place of the truncating samplers
+_TRUNCATION = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "dynatemp_range",
+)
+
+
+def check_asked(asked: SamplingParams) -> None:
+    """InvalidRequest if a request asks for mirostat and, explicitly, for what it replaces."""
+    if not asked.mirostat:
+        return
+    for name in _TRUNCATION:
+        if getattr(asked, name) is not None:
+            raise InvalidRequest(f"mirostat replaces {name}: leave one of them out", param=name)
+
+
+def is_adaptive(params: SamplingParams) -> bool:
+    """Whether adaptive-p chooses the token."""
+    return params.adaptive_target is not None and params.adaptive_target >= 0

@@ -1,0 +1,293 @@
+"""Who computes what in the next step: admission, ragged chunks, preemption, ends.
+
+There is no prefill mode and no decode mode. A sequence owes tokens; a step pays some of
+them. Decoding sequences come first, then prompts share what is left of the token budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from localgen.backends.engine.budget import TokenBudget
+from localgen.backends.engine.queue import FairQueue
+from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepResult
+from localgen.backends.engine.sequence import Sequence, State, common_prefix
+from localgen.backends.errors import QueueFull
+from localgen.backends.types import PositionLogprobs
+
+# waiting for another request's prefix pays from about this many tokens on
+MIN_SHARED_TOKENS = 32
+# how far down the queue admission looks in one step
+MAX_LOOKED_AT = 64
+# room kept for each running sequence when another is admitted, so that it is not evicted at once
+SPARE_TOKENS_PER_SEQ = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step gave one sequence. reason: why it ended, if it did (stop or length)."""
+
+    seq: Sequence
+    tokens: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine started."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Scheduler:
+    """Owns every Sequence. Between plan and apply a step is in flight and nothing may change."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        budget: TokenBudget,
+        max_queue: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._limits = runner.limits
+        self._budget = budget
+        self._max_queue = max_queue
+        self._clock = clock
+        self._running: dict[str, Sequence] = {}
+        self.queue = FairQueue()
+        self.counters = Counters()
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Admitted sequences: highest priority first, then oldest. Preemption takes the last."""
+        return sorted(self._running.values(), key=lambda s: (-s.priority, s.arrived_s))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits or runs."""
+        return bool(self._running or len(self.queue))
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The live sequence of that id."""
+        return self._running.get(request_id) or self.queue.get(request_id)
+
+    def submit(self, seq: Sequence) -> None:
+        """Let a new sequence wait for its turn. QueueFull."""
+        if len(self.queue) >= self._max_queue:
+            raise QueueFull(
+                f"{len(self.queue)} requests are waiting, the limit is {self._max_queue}: "
+                "try again later"
+            )
+        self.queue.enter(seq)
+
+    def end(self, seq: Sequence) -> None:
+        """End a live sequence now; what it computed stays as a prefix for others."""
+        if seq.state is State.RUNNING:
+            del self._running[seq.id]
+            self._runner.release(seq, keep=True)
+        else:
+            self.queue.remove(seq)
+        self.queue.leave(seq)
+        seq.state = State.ENDED
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next step; empty when nobody waits or runs."""
+        self._admit()
+        chunks: list[Chunk] = []
+        outputs_left = self._limits.max_outputs
+        for seq in self.running:
+            if seq.is_decoding and seq.state is State.RUNNING:
+                chunk = self._decode_chunk(seq, min(outputs_left, self._limits.max_batch_tokens))
+                if chunk:
+                    chunks.append(chunk)
+                    outputs_left -= 1 + chunk.num_drafts
+        planned = sum(map(len, chunks))
+        budget = min(
+            self._budget.tokens(len(chunks)),
+            self._limits.max_batch_tokens - planned,
+        )
+        return chunks + self._prompt_chunks(budget, outputs_left)
+
+    def _decode_chunk(self, seq: Sequence, outputs_left: int) -> Chunk | None:
+        """The owed token and its drafts; None if the sequence had to be preempted."""
+        drafts = seq.drafts[: max(0, min(outputs_left, seq.limit - len(seq.tokens)) - 1)]
+        while not self._runner.grow(seq, 1 + len(drafts)):
+            if drafts:
+                drafts = []
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return None
+        return Chunk(
+            seq=seq,
+            start=seq.num_computed,
+            tokens=[seq.tokens[-1], *drafts],
+            num_drafts=len(drafts),
+            samples=True,
+        )
+
+    def _prompt_chunks(self, budget: int, outputs_left: int) -> list[Chunk]:
+        """Prompts under a budget: half to the oldest, the rest to whoever has least left.
+
+        A long prompt advances in every step, yet a short one behind it need not wait for it.
+        """
+        prefilling = [seq for seq in self.running if not seq.is_decoding]
+        if not prefilling:
+            return []
+        oldest, others = prefilling[0], sorted(prefilling[1:], key=lambda s: s.num_owed)
+        shares: dict[str, int] = {}
+        left = budget
+        reserved = min(oldest.num_owed, (budget + 1) // 2 if others else budget)
+        left -= reserved
+        for seq in others:
+            shares[seq.id] = min(seq.num_owed, left)
+            left -= shares[seq.id]
+        shares[oldest.id] = min(oldest.num_owed, reserved + left)
+        chunks = []
+        for seq in (oldest, *others):
+            samples = shares[seq.id] == seq.num_owed
+            if shares[seq.id] and (outputs_left or not samples):
+                chunks.append(self._prompt_chunk(seq, shares[seq.id], samples))
+                outputs_left -= samples
+        return chunks
+
+    def _prompt_chunk(self, seq: Sequence, length: int, samples: bool) -> Chunk:
+        end = seq.num_computed + length
+        tokens = seq.tokens[seq.num_computed : end]
+        return Chunk(seq=seq, start=seq.num_computed, tokens=tokens, samples=samples)
+
+    def _admit(self) -> None:
+        """Take waiting sequences in turn while there is room.
+
+        Order is kept: what does not fit blocks those behind it, or a large request would
+        starve. Only a request that waits for a prefix being computed lets others pass.
+        """
+        if not len(self.queue):
+            return
+        for seq in self.queue.in_turn(self._clock())[:MAX_LOOKED_AT]:
+            if self._prefix_in_flight(seq):
+                continue
+            if not self._make_way(seq):
+                return
+
+    def _make_way(self, seq: Sequence) -> bool:
+        """Admit `seq`, preempting sequences of lower priority if need be."""
+        while not self._try_admit(seq):
+            running = self.running
+            if not running or running[-1].priority >= seq.priority:
+                return False
+            self._preempt(running[-1])
+        return True
+
+    def _try_admit(self, seq: Sequence) -> bool:
+        if len(self._running) >= self._limits.max_seqs:
+            return False
+        spare = min(SPARE_TOKENS_PER_SEQ * len(self._running), self._limits.kv_tokens // 8)
+        try:
+            cached = self._runner.admit(seq, spare=spare)
+        except NoRoom:
+            return False
+        self.queue.remove(seq)
+        self._running[seq.id] = seq
+        seq.state, seq.num_computed = State.RUNNING, cached
+        if seq.admitted_s is None:
+            seq.admitted_s, seq.num_cached = self._clock(), cached
+            self.counters.prefix_queries += seq.num_prompt
+            self.counters.prefix_hits += cached
+        return True
+
+    def _prefix_in_flight(self, seq: Sequence) -> bool:
+        """Whether a running request is just computing a prefix that `seq` can share."""
+        if not self._limits.can_rewind:
+            return False
+        usable = seq.tokens[:-1]
+        return any(
+            common_prefix(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
+            for other in self._running.values()
+            if other.num_owed > MIN_SHARED_TOKENS
+        )
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Send a running sequence back to the queue; it will recompute what is lost by then."""
+        del self._running[seq.id]
+        self._runner.release(seq, keep=True)
+        seq.state, seq.num_computed, seq.drafts = State.QUEUED, 0, []
+        seq.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.queue.push(seq)
+
+    # -- results ----------------------------------------------------------------------------
+
+    def apply(self, chunks: list[Chunk], result: StepResult, step_ms: float) -> list[Output]:
+        """Enter the results of a step; sequences that came to their end are released."""
+        now_s = self._clock()
+        outputs = []
+        decoding = sum(chunk.seq.is_decoding for chunk in chunks)
+        prompt_tokens = 0
+        for chunk, sampled in zip(chunks, result, strict=True):
+            seq = chunk.seq
+            if not seq.is_decoding:
+                prompt_tokens += len(chunk)
+            self._advance(chunk, len(sampled.tokens))
+            if sampled.tokens:
+                outputs.append(self._take(seq, sampled.tokens, sampled.logprobs, now_s))
+            self.queue.charge(seq, len(chunk), len(sampled.tokens))
+            if outputs and outputs[-1].seq is seq and outputs[-1].reason:
+                self.end(seq)
+        self._budget.observe(step_ms, prompt_tokens, decoding)
+        self.counters.prompt_tokens += prompt_tokens
+        return outputs
+
+    def give_way(self) -> bool:
+        """The pool turned out too small for a planned step: preempt one; False if none is left."""
+        if len(self._running) < 2:
+            return False
+        self._preempt(self.running[-1])
+        return True
+
+    def _advance(self, chunk: Chunk, num_sampled: int) -> None:
+        """Count what is now in the cache; drafts behind the first mismatch are not."""
+        seq = chunk.seq
+        rejected = chunk.num_drafts + 1 - num_sampled if chunk.samples else 0
+        seq.num_computed = chunk.start + len(chunk) - rejected
+        if rejected:
+            self._runner.rewind(seq, seq.num_computed)
+        seq.drafts = []
+
+    def _take(
+        self,
+        seq: Sequence,
+        tokens: tuple[int, ...],
+        logprobs: tuple[PositionLogprobs, ...],
+        now_s: float,
+    ) -> Output:
+        """Append new tokens up to the first that ends the answer."""
+        reason = None
+        taken = 0
+        for token in tokens:
+            seq.tokens.append(token)
+            taken += 1
+            if token in seq.stop_ids:
+                reason = "stop"
+            elif len(seq.tokens) >= seq.limit:
+                reason = "length"
+            if reason:
+                break
+        if seq.first_token_s is None:
+            seq.first_token_s = now_s
+        seq.last_token_s = now_s
+        seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+        self.counters.generated_tokens += taken
+        return Output(seq, tokens[:taken], logprobs[:taken], reason)

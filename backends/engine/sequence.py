@@ -1,0 +1,77 @@
+"""What one request has computed and still owes. Only the scheduler changes a Sequence."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from localgen.backends.types import SamplingParams
+
+
+class State(enum.Enum):
+    """Where a sequence is in its life."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
+class Sequence:
+    """A request as tokens: the prompt, then what was generated.
+
+    tokens: prompt + answer so far. num_computed: how many of them are in the KV cache.
+    drafts: proposed continuations of `tokens`, verified with the next step, then cleared.
+    params: no sampling field is None. stop_ids: token ids that end the answer.
+    ctx: the context it runs under; limit: most tokens it may hold, at most ctx.
+    Times as in backends/types.py.
+    """
+
+    id: str
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    ctx: int
+    limit: int
+    stop_ids: frozenset[int] = frozenset()
+    client: str = ""
+    priority: int = 0
+    arrived_s: float = 0.0
+    template_ms: float = 0.0
+    state: State = State.QUEUED
+    num_computed: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    drafts: list[int] = field(default_factory=list)
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def num_owed(self) -> int:
+        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the answer has begun and nothing else is owed than its last token."""
+        return self.num_generated > 0 and self.num_owed == 1
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Number of leading tokens that two lists share."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:  # invariant: a[:low] == b[:low], a[:high] != b[:high]
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,193 @@
+"""Counters and clocks of an engine, and the snapshot made of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+
+from localgen.backends.engine.runner import PoolUsage
+from localgen.backends.engine.scheduler import Output, Scheduler
+from localgen.backends.engine.sequence import Sequence, State
+from localgen.backends.types import EngineStats, Finished, SequenceStats, Timings
+
+WINDOW_S = 60.0
+MAX_SAMPLES = 4096
+
+
+class Window:
+    """Timed samples of the last minute."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+
+    def add(self, now_s: float, value: float) -> None:
+        """Remember a sample."""
+        self._samples.append((now_s, value))
+
+    def values(self, now_s: float) -> list[float]:
+        """Samples that are still recent, sorted."""
+        while self._samples and self._samples[0][0] < now_s - WINDOW_S:
+            self._samples.popleft()
+        return sorted(value for _, value in self._samples)
+
+
+class Rate:
+    """Tokens over the busy time in which they were computed, recent first."""
+
+    HALF_LIFE_S = 2.0
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._busy_s = 0.0
+
+    def add(self, tokens: int, busy_s: float) -> None:
+        """Count the work of one step."""
+        decay = math.exp2(-busy_s / self.HALF_LIFE_S)
+        self._tokens = self._tokens * decay + tokens
+        self._busy_s = self._busy_s * decay + busy_s
+
+    @property
+    def per_s(self) -> float:
+        """Tokens per second."""
+        return self._tokens / self._busy_s if self._busy_s else 0.0
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """Nearest-rank percentile of sorted values; 0 of none."""
+    if not ordered:
+        return 0.0
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+class Stats:
+    """What happened, step by step; cheap to feed, a snapshot when somebody looks."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._step_tokens = 0
+        self._step_ms = 0.0
+        self._step_sequences: Counter[int] = Counter()
+        self._requests: Counter[str] = Counter()
+        self._prefill, self._decode = Rate(), Rate()
+        self._ttft_ms, self._itl_ms = Window(), Window()
+        self._last_token_s: dict[str, float] = {}
+
+    def step(
+        self, now_s: float, step_ms: float, sequences: int, tokens: int, outputs: list[Output]
+    ) -> None:
+        """Enter a finished step."""
+        self._steps += 1
+        self._step_tokens += tokens
+        self._step_ms = step_ms
+        self._step_sequences[sequences] += 1
+        generated = sum(len(output.tokens) for output in outputs)
+        if tokens > generated:
+            self._prefill.add(tokens - generated, step_ms / 1e3)
+        else:
+            self._decode.add(generated, step_ms / 1e3)
+        for output in outputs:
+            self._token(output.seq, now_s)
+
+    def _token(self, seq: Sequence, now_s: float) -> None:
+        last_s = self._last_token_s.get(seq.id)
+        if last_s is None:
+            self._ttft_ms.add(now_s, (now_s - seq.arrived_s) * 1e3)
+        else:
+            self._itl_ms.add(now_s, (now_s - last_s) * 1e3)
+        self._last_token_s[seq.id] = now_s
+
+    def ended(self, request_id: str, reason: str) -> None:
+        """A request has come to its end."""
+        self._requests[reason] += 1
+        self._last_token_s.pop(request_id, None)
+
+    def snapshot(
+        self, now_s: float, scheduler: Scheduler, usage: PoolUsage, token_budget: int
+    ) -> EngineStats:
+        """Everything as it is now."""
+        ttft_ms, itl_ms = self._ttft_ms.values(now_s), self._itl_ms.values(now_s)
+        widest = max(self._step_sequences, default=0)
+        running, counters = scheduler.running, scheduler.counters
+        return EngineStats(
+            running=len(running),
+            waiting=len(scheduler.queue),
+            kv_tokens=usage.used + usage.cached + usage.free,
+            kv_used=usage.used,
+            kv_cached=usage.cached,
+            kv_free=usage.free,
+            token_budget=token_budget,
+            step_ms=self._step_ms,
+            prefill_tokens_per_s=self._prefill.per_s,
+            decode_tokens_per_s=self._decode.per_s,
+            ttft_p50_ms=percentile(ttft_ms, 0.5),
+            ttft_p99_ms=percentile(ttft_ms, 0.99),
+            itl_p50_ms=percentile(itl_ms, 0.5),
+            itl_p99_ms=percentile(itl_ms, 0.99),
+            steps_total=self._steps,
+            step_tokens_total=self._step_tokens,
+            step_sequences=tuple(self._step_sequences[n] for n in range(widest + 1)),
+            prompt_tokens_total=counters.prompt_tokens,
+            generation_tokens_total=counters.generated_tokens,
+            prefix_cache_queries_total=counters.prefix_queries,
+            prefix_cache_hits_total=counters.prefix_hits,
+            num_preemptions_total=counters.preemptions,
+            requests_total=dict(self._requests),
+            sequences=tuple(_sequence(seq, now_s) for seq in [*running, *scheduler.queue]),
+        )
+
+
+def _sequence(seq: Sequence, now_s: float) -> SequenceStats:
+    state = "decode" if seq.is_decoding else "prefill"
+    return SequenceStats(
+        request_id=seq.id,
+        client=seq.client,
+        state="queued" if seq.state is State.QUEUED else state,
+        prompt_tokens=seq.num_prompt,
+        cached_tokens=seq.num_cached,
+        computed_tokens=seq.num_computed,
+        generated_tokens=seq.num_generated,
+        ctx=seq.ctx,
+        age_s=now_s - seq.arrived_s,
+    )
+
+
+def timings(seq: Sequence) -> Timings:
+    """Where the time of an ended sequence went."""
+    admitted_s = seq.admitted_s if seq.admitted_s is not None else seq.arrived_s
+    first_s = seq.first_token_s if seq.first_token_s is not None else admitted_s
+    last_s = seq.last_token_s if seq.last_token_s is not None else first_s
+    prompt_n = seq.num_prompt - seq.num_cached if seq.first_token_s is not None else 0
+    prompt_s, predicted_s = first_s - admitted_s, last_s - first_s
+    gaps = seq.num_generated - 1
+    return Timings(
+        cache_n=seq.num_cached,
+        prompt_n=prompt_n,
+        prompt_ms=prompt_s * 1e3,
+        prompt_per_second=prompt_n / prompt_s if prompt_s > 0 else 0.0,
+        predicted_n=seq.num_generated,
+        predicted_ms=predicted_s * 1e3,
+        predicted_per_second=gaps / predicted_s if predicted_s > 0 else 0.0,
+        ttft_ms=(first_s - seq.arrived_s) * 1e3 if seq.first_token_s is not None else 0.0,
+        queue_ms=max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms),
+        template_ms=seq.template_ms,
+    )
+
+
+def finished(seq: Sequence, reason: str, *, stop: str | None, completion_tokens: int) -> Finished:
+    """The good end of a sequence, with what its user should know."""
+    notes = []
+    if seq.num_preemptions:
+        notes.append(f"preempted {seq.num_preemptions}× for lack of room, recomputed")
+    if reason == "length" and len(seq.tokens) >= seq.ctx:
+        notes.append(f"context full: {seq.ctx} tokens")
+    return Finished(
+        request_id=seq.id,
+        reason=reason,
+        timings=timings(seq),
+        prompt_tokens=seq.num_prompt,
+        completion_tokens=completion_tokens,
+        ctx=seq.ctx,
+        seed=seq.params.seed,
+        stop=stop,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,111 @@
+"""Messages between the server and an engine process, over a socket pair.
+
+A frame is a 4-byte little-endian length, then msgpack of [tag, body]. The server sends Load
+once, then Submit and Cancel; the engine answers Loading…, then Loaded or LoadError, then one
+StepEvents a step. End of stream on either side ends the engine.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from localgen.backends.types import LoadOptions, ModelInfo, Request, StepEvents
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+_HEADER_BYTES = 4
+_READ_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """First message to an engine: what to load, under which name, how."""
+
+    name: str
+    path: str
+    options: LoadOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request; it ends in exactly one Finished or Failed."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request now; its Finished (cancelled) follows. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Share of the weights read so far, 0 to 1."""
+
+    progress: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model is ready."""
+
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LoadError:
+    """The model cannot be loaded; the process ends. code as in LocalgenError."""
+
+    code: str
+    message: str
+
+
+Message = Load | Submit | Cancel | Loading | Loaded | LoadError | StepEvents
+
+_KINDS: tuple[type, ...] = (Load, Submit, Cancel, Loading, Loaded, LoadError, StepEvents)
+_TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
+_BODY_DECODERS: list[msgspec.msgpack.Decoder[Message]] = [
+    msgspec.msgpack.Decoder(kind) for kind in _KINDS
+]
+_FRAME_DECODER = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message."""
+    body = _ENCODER.encode((_TAGS[type(message)], message))
+    return len(body).to_bytes(_HEADER_BYTES, "little") + body
+
+
+class Decoder:
+    """Splits a byte stream into messages; keeps what is not yet whole."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Message]:
+        """Messages completed by these bytes. ValueError: not our protocol, or a frame too large."""
+        self._buffer += received
+        while len(self._buffer) >= _HEADER_BYTES:
+            size = int.from_bytes(self._buffer[:_HEADER_BYTES], "little")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"frame of {size} bytes, limit {MAX_FRAME_BYTES}")
+            end = _HEADER_BYTES + size
+            if len(self._buffer) < end:
+                return
+            frame = bytes(self._buffer[_HEADER_BYTES:end])
+            del self._buffer[:end]
+            tag, body = _FRAME_DECODER.decode(frame)
+            yield _BODY_DECODERS[tag].decode(body)
+
+
+def receive(sock: socket.socket) -> Iterator[Message]:
+    """Messages from a blocking socket until the other side closes it."""
+    decoder = Decoder()
+    while received := sock.recv(_READ_BYTES):
+        yield from decoder.feed(received)

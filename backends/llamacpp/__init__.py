@@ -1,0 +1,1 @@
+"""Floor 1: GGUF models through llama.cpp, on CPU, Metal, CUDA or Vulkan."""

@@ -1,0 +1,11 @@
+"""`python -m localgen.backends.llamacpp FD`: an engine process for one GGUF model."""
+
+from __future__ import annotations
+
+import sys
+
+from localgen.backends.engine.process import main
+from localgen.backends.llamacpp.load import load
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), load))

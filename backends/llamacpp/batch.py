@@ -1,0 +1,62 @@
+"""A llama_batch over numpy arrays: filled with slices, not element by element."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+
+from localgen.backends.engine.runner import Chunk
+
+
+class Batch:
+    """Tokens of one step. Rows of sampled positions come in the order of the chunks."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._token = np.zeros(max_tokens, np.int32)
+        self._pos = np.zeros(max_tokens, np.int32)
+        self._seq = np.zeros(max_tokens, np.int32)
+        self._num_seqs = np.ones(max_tokens, np.int32)
+        self._output = np.zeros(max_tokens, np.int8)
+        # each token has one sequence: its pointer leads to its own slot, for ever
+        self._seq_pointers = self._seq.ctypes.data + 4 * np.arange(max_tokens, dtype=np.uintp)
+        self._positions = np.arange(max_tokens, dtype=np.int32)
+        self.native = C.llama_batch(
+            n_tokens=0,
+            token=_pointer(self._token, ctypes.c_int32),
+            embd=None,
+            pos=_pointer(self._pos, ctypes.c_int32),
+            n_seq_id=_pointer(self._num_seqs, ctypes.c_int32),
+            seq_id=ctypes.cast(
+                self._seq_pointers.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))
+            ),
+            logits=_pointer(self._output, ctypes.c_int8),
+        )
+
+    def fill(self, chunks: Sequence[Chunk], lanes: Sequence[int]) -> list[int]:
+        """Write a step; returns the batch index of the first sampled position of each chunk.
+
+        lanes: llama.cpp's sequence id for each chunk. A chunk that samples nothing gets -1.
+        """
+        end = 0
+        rows = []
+        for chunk, lane in zip(chunks, lanes, strict=True):
+            begin, end = end, end + len(chunk)
+            self._token[begin:end] = chunk.tokens
+            self._pos[begin:end] = self._positions[: len(chunk)]
+            self._pos[begin:end] += chunk.start
+            self._seq[begin:end] = lane
+            self._output[begin:end] = 0
+            first = end - 1 - chunk.num_drafts
+            if chunk.samples:
+                self._output[first:end] = 1
+            rows.append(first if chunk.samples else -1)
+        self.native.n_tokens = end
+        return rows
+
+
+def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))

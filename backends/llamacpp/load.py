@@ -1,0 +1,147 @@
+"""Load a GGUF file: settle every option for this machine, and say what was decided."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import llama_cpp.llama_cpp as C
+import psutil
+
+from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.runner import Chunk
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.wire import Load
+from localgen.backends.errors import LoadFailed
+from localgen.backends.llamacpp import sizing
+from localgen.backends.llamacpp.batch import Batch
+from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, library
+from localgen.backends.llamacpp.options import Settings, settle
+from localgen.backends.llamacpp.runner import LlamaRunner
+from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.text.template import ChatTemplate
+from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
+
+MAX_DONORS = 32
+# what is never given to a pool: compute buffers, logits, the rest of the machine
+RESERVED_BYTES = 512 * 1024 * 1024
+_SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "xtc_probability": "general.sampling.xtc_probability",
+    "xtc_threshold": "general.sampling.xtc_threshold",
+    "repeat_last_n": "general.sampling.penalty_last_n",
+    "repeat_penalty": "general.sampling.penalty_repeat",
+    "mirostat": "general.sampling.mirostat",
+    "mirostat_tau": "general.sampling.mirostat_tau",
+    "mirostat_eta": "general.sampling.mirostat_eta",
+}
+
+
+def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
+    """A Loader for engine.process. LocalgenError names the file or option at fault."""
+    started_s = time.monotonic()
+    path = Path(request.path)
+    options = settle(request.options)
+    if not path.is_file():
+        raise LoadFailed(f"cannot load {path}: no such file")
+    model = Model(path, options, on_progress)
+    vocab = Vocab(model)
+    template, source = _template(model, vocab, options)
+    size = sizing.choose(model, options, free_bytes=_free_bytes(model))
+    donors = min(MAX_DONORS, MAX_SEQUENCES - options.parallel) if options.prefix_cache else 0
+    context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
+    can_rewind = _can_rewind(model, context)
+    runner = LlamaRunner(
+        model,
+        context,
+        vocab,
+        max_seqs=options.parallel,
+        max_donors=donors,
+        max_len=size.ctx,
+        can_rewind=can_rewind and options.prefix_cache,
+        threads=options.threads,
+    )
+    notes = list(size.notes)
+    if not can_rewind:
+        notes.append("this architecture cannot rewind its cache: prompts are not reused")
+    if template is None:
+        notes.append("no chat template came with the model: chat needs --chat-template FILE")
+    info = ModelInfo(
+        name=request.name,
+        path=str(path),
+        architecture=model.architecture,
+        description=model.description,
+        params=model.num_params,
+        size_bytes=model.size_bytes,
+        vocab=vocab.vocab_size,
+        ctx_train=model.ctx_train,
+        ctx=size.ctx,
+        kv_tokens=context.kv_tokens,
+        max_seqs=options.parallel,
+        kv_bytes=int(context.kv_tokens * sizing.kv_bytes_per_token(model, options)),
+        layers=model.layers,
+        backend="llamacpp",
+        processor=_processor(model, options),
+        load_ms=(time.monotonic() - started_s) * 1e3,
+        can_rewind=can_rewind,
+        chat_template=source,
+        sampling=_sampling(model),
+        options=options.with_sizes(size.ctx, context.kv_tokens),
+        notes=tuple(notes),
+    )
+    return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)
+
+
+def _free_bytes(model: Model) -> int:
+    """Memory for a KV pool: what is available less the weights, which mmap reads in later."""
+    available = psutil.virtual_memory().available
+    return max(0, available - model.size_bytes - RESERVED_BYTES)
+
+
+def _template(
+    model: Model, vocab: Vocab, options: Settings
+) -> tuple[ChatTemplate | None, str | None]:
+    source = options.chat_template or model.template
+    if source is None:
+        return None, None
+    return ChatTemplate(source, bos=vocab.bos, eos=vocab.eos), source
+
+
+def _sampling(model: Model) -> SamplingParams:
+    """The model's own sampling defaults, from its metadata."""
+    found = {}
+    for field, key in _SAMPLING_KEYS.items():
+        value = model.number(key)
+        if value is not None:
+            found[field] = type(getattr(BASE_SAMPLING, field))(value)
+    return SamplingParams(**found)
+
+
+def _processor(model: Model, options: Settings) -> str:
+    """As `ps` shows it: which share of the layers runs where."""
+    all_layers = model.layers + 1  # llama.cpp counts the output layer too
+    on_gpu = all_layers if options.gpu_layers < 0 else min(options.gpu_layers, all_layers)
+    share = round(100 * on_gpu / all_layers)
+    if share in (0, 100):
+        return "100% GPU" if share else "100% CPU"
+    return f"{100 - share}%/{share}% CPU/GPU"
+
+
+def _can_rewind(model: Model, context: Context) -> bool:
+    """Try it once: compute a few tokens, cut the last ones off. Also reads the weights in."""
+    if model.is_recurrent:
+        return False
+    probe = Sequence(
+        id="probe", tokens=[0, 0, 0, 0], num_prompt=4, params=SamplingParams(), ctx=4, limit=4
+    )
+    batch = Batch(4)
+    batch.fill([Chunk(seq=probe, start=0, tokens=probe.tokens, samples=False)], [0])
+    if C.llama_decode(context.handle, batch.native):
+        raise LoadFailed(f"cannot run {model.path}: {library().reason()}")
+    rewound = context.cut(0, 2) and context.last_position(0) == 1
+    C.llama_memory_clear(context.memory, False)
+    return rewound

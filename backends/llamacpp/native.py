@@ -1,0 +1,270 @@
+"""Handles of llama.cpp and their lifetimes. The only place that loads the library.
+
+Everything that the C side would answer with an abort is checked before it gets there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp.llama_cpp as C
+
+from localgen.backends.errors import InvalidRequest, LoadFailed
+
+if TYPE_CHECKING:
+    from localgen.backends.llamacpp.options import Settings
+
+CACHE_TYPES = {
+    "f32": C.GGML_TYPE_F32,
+    "f16": C.GGML_TYPE_F16,
+    "bf16": 30,  # not named by the binding
+    "q8_0": C.GGML_TYPE_Q8_0,
+    "q5_1": C.GGML_TYPE_Q5_1,
+    "q5_0": C.GGML_TYPE_Q5_0,
+    "q4_1": C.GGML_TYPE_Q4_1,
+    "q4_0": C.GGML_TYPE_Q4_0,
+    "iq4_nl": C.GGML_TYPE_IQ4_NL,
+}
+CACHE_TYPE_BYTES = {
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 34 / 32,
+    "q5_1": 24 / 32,
+    "q5_0": 22 / 32,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+    "iq4_nl": 18 / 32,
+}
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+MAX_SEQUENCES = 256
+_LOG_WARN, _LOG_ERROR, _LOG_CONT = 2, 3, 5
+_LOAD_MODES = {
+    (False, False): C.LLAMA_LOAD_MODE_NONE,
+    (True, False): C.LLAMA_LOAD_MODE_MMAP,
+    (False, True): C.LLAMA_LOAD_MODE_MLOCK,
+    (True, True): C.LLAMA_LOAD_MODE_MMAP_MLOCK,
+}
+
+
+class NativeLog:
+    """What llama.cpp prints: its last errors and warnings, to explain a failure."""
+
+    def __init__(self) -> None:
+        self.problems: deque[str] = deque(maxlen=8)
+        self._level = 0
+        self._callback = C.llama_log_callback(self._take)  # kept: C holds a bare pointer
+        C.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _take(self, level: int, text: bytes, _user: Any) -> None:
+        self._level = self._level if level == _LOG_CONT else level
+        line = text.decode("utf-8", "replace").strip()
+        if line and self._level in (_LOG_WARN, _LOG_ERROR):
+            self.problems.append(line)
+
+    def reason(self) -> str:
+        """The first problem since `clear`, which is usually the cause of the others."""
+        return self.problems[0] if self.problems else "llama.cpp gave no reason"
+
+    def clear(self) -> None:
+        """Forget what was said before."""
+        self.problems.clear()
+
+
+@functools.cache
+def library() -> NativeLog:
+    """Start llama.cpp, once in a process."""
+    log = NativeLog()
+    C.llama_backend_init()
+    return log
+
+
+def supports_gpu() -> bool:
+    """Whether llama.cpp was built with a GPU backend and finds a device for it."""
+    library()
+    return bool(C.llama_supports_gpu_offload())
+
+
+def system_info() -> str:
+    """Instruction sets and features that llama.cpp uses, in its own words."""
+    library()
+    return str(C.llama_print_system_info().decode())
+
+
+class Model:
+    """Weights and vocabulary of a GGUF file.
+
+    on_progress: share read so far, 0 to 1. LoadFailed, naming the file and llama.cpp's reason.
+    """
+
+    def __init__(self, path: Path, options: Settings, on_progress: Callable[[float], None]) -> None:
+        log = library()
+        log.clear()
+        self.path = path
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = options.gpu_layers
+        params.load_mode = _LOAD_MODES[options.mmap, options.mlock]
+        params.progress_callback = _progress_callback(on_progress)
+        self.handle = C.llama_model_load_from_file(str(path).encode(), params)
+        if not self.handle:
+            raise LoadFailed(f"cannot load {path}: {log.reason()}")
+        self.vocab = C.llama_model_get_vocab(self.handle)
+        if not C.llama_model_has_decoder(self.handle) or C.llama_model_has_encoder(self.handle):
+            self.close()
+            raise LoadFailed(f"cannot load {path}: it is not a text-generating decoder model")
+
+    def metadata(self, key: str) -> str | None:
+        """A scalar or string of the GGUF metadata."""
+        size = C.llama_model_meta_val_str(self.handle, key.encode(), None, 0)
+        if size < 0:
+            return None
+        buffer = ctypes.create_string_buffer(size + 1)
+        C.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    def number(self, key: str) -> float | None:
+        """A number of the GGUF metadata; None where it is absent or not one."""
+        try:
+            return float(self.metadata(key) or "")
+        except ValueError:
+            return None
+
+    @property
+    def architecture(self) -> str:
+        """As GGUF names it: llama, qwen3, gemma3, …"""
+        return self.metadata("general.architecture") or "unknown"
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantization in llama.cpp's words."""
+        buffer = ctypes.create_string_buffer(256)
+        C.llama_model_desc(self.handle, buffer, len(buffer))
+        size = f"{self.num_params / 1e6:.1f}M"
+        # llama.cpp does not name sizes that no known model has
+        return buffer.value.decode("utf-8", "replace").replace("?B", size)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(C.llama_model_size(self.handle))
+
+    @property
+    def num_params(self) -> int:
+        """Number of weights."""
+        return int(C.llama_model_n_params(self.handle))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return int(C.llama_model_n_layer(self.handle))
+
+    @property
+    def ctx_train(self) -> int:
+        """Longest sequence the model was trained for, in tokens."""
+        return int(C.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the first layer, or of any where they differ."""
+        return int(C.llama_model_n_head_kv(self.handle))
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Elements of a key and of a value, per head."""
+        usual = int(C.llama_model_n_embd(self.handle)) / max(1, C.llama_model_n_head(self.handle))
+        key = self.number(f"{self.architecture}.attention.key_length")
+        value = self.number(f"{self.architecture}.attention.value_length")
+        return int(key or usual), int(value or usual)
+
+    @property
+    def template(self) -> str | None:
+        """The chat template that came with the model."""
+        source = C.llama_model_chat_template(self.handle, None)
+        return source.decode("utf-8", "replace") if source else None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a state takes the place of (part of) the KV cache."""
+        recurrent = C.llama_model_is_recurrent(self.handle)
+        return bool(recurrent or C.llama_model_is_hybrid(self.handle))
+
+    def close(self) -> None:
+        """Free the weights. Contexts must be closed before."""
+        if self.handle:
+            C.llama_model_free(self.handle)
+            self.handle = None
+
+
+def _progress_callback(on_progress: Callable[[float], None]) -> Any:
+    reported = -1.0
+
+    def take(share: float, _user: Any) -> bool:
+        nonlocal reported
+        if share >= reported + 0.01:
+            reported = share
+            on_progress(share)
+        return True
+
+    return C.llama_progress_callback(take)
+
+
+class Context:
+    """A KV pool of unified cells over a model.
+
+    n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason.
+    """
+
+    def __init__(self, model: Model, options: Settings, *, kv_tokens: int, n_seq_max: int) -> None:
+        log = library()
+        log.clear()
+        if not 0 < n_seq_max <= MAX_SEQUENCES:
+            raise InvalidRequest(f"{n_seq_max} sequences, llama.cpp allows {MAX_SEQUENCES}")
+        params = C.llama_context_default_params()
+        params.n_ctx = kv_tokens
+        params.n_batch = params.n_ubatch = options.max_batch_tokens
+        params.n_seq_max = n_seq_max
+        params.n_outputs_max = n_seq_max  # bounds the logits buffer
+        params.n_threads, params.n_threads_batch = options.threads, options.threads_batch
+        params.flash_attn_type = FLASH_ATTN[options.flash_attn]
+        params.type_k = CACHE_TYPES[options.cache_type_k]
+        params.type_v = CACHE_TYPES[options.cache_type_v]
+        params.kv_unified = True
+        params.swa_full = True  # keep what a sliding window has left behind: it can be shared
+        params.no_perf = True
+        self.handle = C.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
+        self.memory = C.llama_get_memory(self.handle)
+        self.n_seq_max = n_seq_max
+        self.n_batch = int(C.llama_n_batch(self.handle))
+        self.kv_tokens = int(C.llama_n_ctx(self.handle))
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Tag the first `length` cells of one sequence as those of another too."""
+        self._check(source)
+        self._check(target)
+        C.llama_memory_seq_cp(self.memory, source, target, 0, length)
+
+    def cut(self, sequence: int, length: int) -> bool:
+        """Forget all but the first `length` tokens; False if the model cannot."""
+        self._check(sequence)
+        return bool(C.llama_memory_seq_rm(self.memory, sequence, length, -1))
+
+    def last_position(self, sequence: int) -> int:
+        """Position of the last token in the cache; -1 if there is none."""
+        self._check(sequence)
+        return int(C.llama_memory_seq_pos_max(self.memory, sequence))
+
+    def _check(self, sequence: int) -> None:
+        assert 0 <= sequence < self.n_seq_max, sequence
+
+    def close(self) -> None:
+        """Free the pool."""
+        if self.handle:
+            C.llama_free(self.handle)
+            self.handle = None

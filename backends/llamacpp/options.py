@@ -1,0 +1,120 @@
+"""Load options, settled for this machine and this build of llama.cpp."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+import llama_cpp.llama_cpp as C
+import psutil
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.llamacpp.native import (
+    CACHE_TYPES,
+    FLASH_ATTN,
+    MAX_SEQUENCES,
+    supports_gpu,
+)
+from localgen.backends.types import LoadOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """LoadOptions with nothing left open but the sizes, which need the model.
+
+    max_batch_tokens 512 is llama.cpp's own width of a prompt step: larger ones are not
+    faster, and nothing can be cancelled within a step.
+    """
+
+    parallel: int = 32
+    gpu_layers: int = 0
+    threads: int = 1
+    threads_batch: int = 1
+    flash_attn: str = "auto"
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    mmap: bool = True
+    mlock: bool = False
+    prefix_cache: bool = True
+    max_batch_tokens: int = 512
+    itl_target_ms: float = 250.0
+    max_queue: int = 512
+    ctx: int | None = None
+    kv_tokens: int | None = None
+    chat_template: str | None = None
+
+    def with_sizes(self, ctx: int, kv_tokens: int) -> LoadOptions:
+        """The options in force, as a client sees them."""
+        return LoadOptions(**(asdict(self) | {"ctx": ctx, "kv_tokens": kv_tokens}))
+
+
+def settle(asked: LoadOptions) -> Settings:
+    """What was asked, and a choice for the rest. InvalidRequest."""
+    gpu = supports_gpu()
+    given = {name: value for name, value in asdict(asked).items() if value is not None}
+    threads = asked.threads or physical_cores()
+    chosen = {
+        "gpu_layers": -1 if gpu else 0,
+        "threads": threads,
+        "threads_batch": threads,
+        "mmap": bool(C.llama_supports_mmap()),
+    }
+    settings = Settings(**(chosen | given))
+    _check(settings, gpu)
+    return settings
+
+
+def physical_cores() -> int:
+    """Cores that this process may use; hyper-threads of one core do not help a decode."""
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return max(1, min(physical, allowed))
+
+
+def _check(options: Settings, gpu: bool) -> None:
+    """InvalidRequest for options out of range, or that this build of llama.cpp cannot honour."""
+    for name, least in (
+        ("parallel", 1),
+        ("threads", 1),
+        ("threads_batch", 1),
+        ("kv_tokens", 1),
+        ("max_batch_tokens", 1),
+        ("max_queue", 1),
+        ("itl_target_ms", 1),
+        ("gpu_layers", -1),
+    ):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InvalidRequest(f"{name} is {value}, it must be at least {least}", param=name)
+    if options.parallel > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"parallel is {options.parallel}, llama.cpp allows {MAX_SEQUENCES}", param="parallel"
+        )
+    if options.max_batch_tokens < options.parallel:
+        raise InvalidRequest(
+            f"max_batch_tokens {options.max_batch_tokens} is less than parallel "
+            f"{options.parallel}: each running request needs a token in every step",
+            param="max_batch_tokens",
+        )
+    for name, known in (
+        ("flash_attn", FLASH_ATTN),
+        ("cache_type_k", CACHE_TYPES),
+        ("cache_type_v", CACHE_TYPES),
+    ):
+        if getattr(options, name) not in known:
+            raise InvalidRequest(
+                f"{name} is {getattr(options, name)!r}, it must be one of {', '.join(known)}",
+                param=name,
+            )
+    if options.gpu_layers and not gpu:
+        raise InvalidRequest(
+            f"gpu_layers is {options.gpu_layers}, but this build of llama.cpp has no GPU support: "
+            "leave it out, or install llama-cpp-python built for your GPU (see the README)",
+            param="gpu_layers",
+        )
+    if options.flash_attn == "off" and options.cache_type_v not in ("f32", "f16", "bf16"):
+        raise InvalidRequest(
+            f"cache_type_v {options.cache_type_v} needs flash attention: "
+            "use --flash-attn auto, or --cache-type-v f16",
+            param="cache_type_v",
+        )

@@ -1,0 +1,167 @@
+"""ModelRunner over llama.cpp: many sequences in one llama_decode, sampled by C chains."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+
+from localgen.backends.engine.runner import (
+    Chunk,
+    Limits,
+    NoRoom,
+    PoolUsage,
+    Sampled,
+    StepFailed,
+    StepResult,
+)
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.llamacpp import sampler
+from localgen.backends.llamacpp.batch import Batch
+from localgen.backends.llamacpp.lanes import Lanes
+from localgen.backends.llamacpp.native import Context, Model, library
+from localgen.backends.llamacpp.sampler import Logits, Sampler
+from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.types import PositionLogprobs
+
+_DECODE_NO_ROOM = 1
+# below this many candidates in all, handing rows to threads costs more than it saves
+_THREADED_CANDIDATES = 100_000
+
+
+class Ticket:
+    """A step in flight. first_row: where each chunk's sampled rows begin in the batch, or -1."""
+
+    def __init__(self, chunks: Seq[Chunk], first_row: list[int], decoded: Future[int]) -> None:
+        self.chunks = chunks
+        self.first_row = first_row
+        self.decoded = decoded
+
+
+class LlamaRunner:
+    """Owns the context and the pool of one model. See ModelRunner for the calls."""
+
+    def __init__(
+        self,
+        model: Model,
+        context: Context,
+        vocab: Vocab,
+        *,
+        max_seqs: int,
+        max_donors: int,
+        max_len: int,
+        can_rewind: bool,
+        threads: int,
+    ) -> None:
+        self._model, self._context, self._vocab = model, context, vocab
+        self.limits = Limits(
+            max_seqs=max_seqs,
+            max_batch_tokens=context.n_batch,
+            max_outputs=context.n_seq_max,
+            max_len=max_len,
+            kv_tokens=context.kv_tokens,
+            can_rewind=can_rewind,
+        )
+        self.lanes = Lanes(context, max_seqs=max_seqs, max_donors=max_donors, share=can_rewind)
+        self._batch = Batch(context.n_batch)
+        self._samplers: weakref.WeakKeyDictionary[Sequence, Sampler] = weakref.WeakKeyDictionary()
+        # decoding has a thread of its own: the loop publishes the last step meanwhile
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._rows = ThreadPoolExecutor(threads, thread_name_prefix="sample")
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        """As ModelRunner.admit."""
+        cached = self.lanes.admit(seq, spare=spare)
+        if seq not in self._samplers:
+            self._samplers[seq] = Sampler(
+                seq, self._model.vocab, self._vocab.vocab_size, self.limits.max_len
+            )
+        return cached
+
+    def grow(self, seq: Sequence, n: int) -> bool:
+        """As ModelRunner.grow."""
+        return self.lanes.grow(seq, n)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """As ModelRunner.rewind."""
+        self.lanes.rewind(seq, length)
+
+    def release(self, seq: Sequence, *, keep: bool) -> None:
+        """As ModelRunner.release."""
+        self.lanes.release(seq, keep=keep)
+
+    def usage(self) -> PoolUsage:
+        """As ModelRunner.usage."""
+        return self.lanes.usage()
+
+    def launch(self, chunks: Seq[Chunk]) -> Ticket:
+        """As ModelRunner.launch."""
+        tokens = sum(map(len, chunks))
+        outputs = sum(1 + chunk.num_drafts for chunk in chunks if chunk.samples)
+        # llama.cpp aborts the process on these
+        assert 0 < tokens <= self.limits.max_batch_tokens, tokens
+        assert outputs <= self.limits.max_outputs, outputs
+        rows = self._batch.fill(chunks, [self.lanes.index(chunk.seq) for chunk in chunks])
+        library().clear()
+        decoded = self._decoder.submit(C.llama_decode, self._context.handle, self._batch.native)
+        return Ticket(chunks, rows, decoded)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """As ModelRunner.collect."""
+        status = ticket.decoded.result()
+        if status == _DECODE_NO_ROOM:
+            raise NoRoom
+        if status:
+            raise StepFailed(f"llama_decode failed ({status}): {library().reason()}")
+        outputs = sum(1 + chunk.num_drafts for chunk in ticket.chunks if chunk.samples)
+        logits = self._logits(outputs)
+        work, row = [], 0
+        for chunk, index in zip(ticket.chunks, ticket.first_row, strict=True):
+            work.append((chunk, index, logits[row : row + 1 + chunk.num_drafts]))
+            row += 1 + chunk.num_drafts if chunk.samples else 0
+        if outputs > 1 and outputs * self._vocab.vocab_size >= _THREADED_CANDIDATES:
+            return list(self._rows.map(self._sample, *zip(*work, strict=True)))
+        return [self._sample(*item) for item in work]
+
+    def _logits(self, outputs: int) -> Logits:
+        """Rows of the sampled positions, in batch order: float32 [outputs, vocab], C's memory."""
+        shape = (outputs, self._vocab.vocab_size)
+        if not outputs:
+            return np.empty(shape, np.float32)
+        pointer = C.llama_get_logits(self._context.handle)
+        return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), shape)
+
+    def _sample(self, chunk: Chunk, index: int, logits: Logits) -> Sampled:
+        """Sample after the last token and, while the drafts are what is sampled, after those."""
+        if not chunk.samples:
+            return Sampled()
+        chooser = self._samplers[chunk.seq]
+        drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
+        tokens: list[int] = []
+        positions: list[PositionLogprobs] = []
+        for offset in range(1 + chunk.num_drafts):
+            token = chooser.sample(self._context.handle, index + offset, logits[offset])
+            tokens.append(token)
+            if chooser.num_logprobs is not None:
+                positions.append(
+                    sampler.logprobs(logits[offset], token, chooser.num_logprobs, self._text)
+                )
+            if offset == chunk.num_drafts or drafts[offset] != token:
+                break
+        return Sampled(tuple(tokens), tuple(positions))
+
+    def _text(self, token: int) -> str:
+        return self._vocab.piece(token).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """As ModelRunner.close."""
+        self._decoder.shutdown()
+        self._rows.shutdown()
+        for chooser in self._samplers.values():
+            chooser.close()
+        self._context.close()
+        self._model.close()

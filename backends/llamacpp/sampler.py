@@ -1,0 +1,159 @@
+"""Sampling on the C side: a llama.cpp chain for each request, and logprobs from the raw logits."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+from numpy.typing import NDArray
+
+from localgen.backends.engine.sampling import is_adaptive
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.types import PositionLogprobs, SamplingParams, TokenLogprob
+
+Logits = NDArray[np.float32]
+_MIN_KEEP = 1
+_MIROSTAT_CANDIDATES = 100  # m of the paper (Basu et al. 2021)
+_SEED_MASK = 0xFFFFFFFF
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return bool(params.repeat_last_n) and (
+        params.repeat_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
+    )
+
+
+class Sampler:
+    """Chooses the tokens of one request; owns a C chain and its random stream.
+
+    The history counts for penalties: the prompt of `seq` is entered at the start. Lives as
+    long as its sequence, through preemptions, so that the text does not depend on them.
+    """
+
+    def __init__(self, seq: Sequence, vocab: Any, vocab_size: int, ctx: int) -> None:
+        params = seq.params
+        self._is_greedy = params.temperature == 0 and not (
+            params.logit_bias or _has_penalties(params) or params.dry_multiplier
+        )
+        self._chain = None if self._is_greedy else _chain(params, vocab, vocab_size, ctx)
+        self.num_logprobs = params.logprobs
+        if self._chain and (_has_penalties(params) or params.dry_multiplier):
+            for token in seq.tokens[: seq.num_prompt]:
+                C.llama_sampler_accept(self._chain, token)
+
+    def sample(self, context: Any, index: int, logits: Logits) -> int:
+        """The next token. index: position in the batch; logits: its row, float32 [vocab]."""
+        if self._chain is None:
+            return int(logits.argmax())
+        return int(C.llama_sampler_sample(self._chain, context, index))
+
+    def close(self) -> None:
+        """Free the chain."""
+        if self._chain:
+            C.llama_sampler_free(self._chain)
+            self._chain = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _chain(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> Any:
+    """llama.cpp's default order; top-k early, because the others sort what it leaves."""
+    chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+    for part in _parts(params, vocab, vocab_size, ctx):
+        C.llama_sampler_chain_add(chain, part)
+    return chain
+
+
+def _parts(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
+    p: Any = params  # no field is None any more: see Intake
+    parts = _history_parts(p, vocab, vocab_size, ctx)
+    seed = (p.seed or 0) & _SEED_MASK
+    if p.temperature == 0:
+        return [*parts, C.llama_sampler_init_greedy()]
+    temperature = C.llama_sampler_init_temp_ext(
+        p.temperature, p.dynatemp_range, p.dynatemp_exponent
+    )
+    if p.mirostat == 1:
+        chosen = C.llama_sampler_init_mirostat(
+            vocab_size, seed, p.mirostat_tau, p.mirostat_eta, _MIROSTAT_CANDIDATES
+        )
+        return [*parts, temperature, chosen]
+    if p.mirostat == 2:
+        chosen = C.llama_sampler_init_mirostat_v2(seed, p.mirostat_tau, p.mirostat_eta)
+        return [*parts, temperature, chosen]
+    steps: list[tuple[bool, Callable[..., Any], tuple[Any, ...]]] = [
+        (p.top_n_sigma >= 0, C.llama_sampler_init_top_n_sigma, (p.top_n_sigma,)),
+        (p.top_k > 0, C.llama_sampler_init_top_k, (p.top_k,)),
+        (p.typical_p < 1, C.llama_sampler_init_typical, (p.typical_p, _MIN_KEEP)),
+        (p.top_p < 1, C.llama_sampler_init_top_p, (p.top_p, _MIN_KEEP)),
+        (p.min_p > 0, C.llama_sampler_init_min_p, (p.min_p, _MIN_KEEP)),
+        (
+            p.xtc_probability > 0,
+            C.llama_sampler_init_xtc,
+            # its coin has a stream of its own, or it would repeat the draw of the token
+            (p.xtc_probability, p.xtc_threshold, _MIN_KEEP, seed ^ _SEED_MASK),
+        ),
+    ]
+    parts += [make(*arguments) for wanted, make, arguments in steps if wanted]
+    if is_adaptive(p):
+        last = C.llama_sampler_init_adaptive_p(p.adaptive_target, p.adaptive_decay, seed)
+    else:
+        last = C.llama_sampler_init_dist(seed)
+    return [*parts, temperature, last]
+
+
+def _history_parts(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
+    """Logit bias and the samplers that look back: repetition penalties and DRY."""
+    parts = []
+    if p.logit_bias:
+        biases = (C.llama_logit_bias * len(p.logit_bias))(
+            *(C.llama_logit_bias(token, bias) for token, bias in p.logit_bias.items())
+        )
+        parts.append(C.llama_sampler_init_logit_bias(vocab_size, len(biases), biases))
+    if _has_penalties(p):
+        last_n = ctx if p.repeat_last_n == -1 else p.repeat_last_n
+        parts.append(
+            C.llama_sampler_init_penalties(
+                vocab_size, last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
+            )
+        )
+    if p.dry_multiplier:
+        last_n = ctx if p.dry_penalty_last_n == -1 else p.dry_penalty_last_n
+        breakers = [text.encode() for text in p.dry_sequence_breakers or ()]
+        parts.append(
+            C.llama_sampler_init_dry(
+                vocab,
+                p.dry_multiplier,
+                p.dry_base,
+                p.dry_allowed_length,
+                last_n,
+                (ctypes.c_char_p * len(breakers))(*breakers),
+                len(breakers),
+            )
+        )
+    return parts
+
+
+def logprobs(
+    logits: Logits, chosen: int, count: int, text: Callable[[int], str]
+) -> PositionLogprobs:
+    """Log probabilities under the model itself, before any sampler.
+
+    logits: float32 [vocab]. count: how many of the best to list.
+    """
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= math.log(np.exp(values).sum())
+    count = min(count, len(values))
+    best = np.argpartition(-values, count - 1)[:count] if count else np.empty(0, np.int64)
+    best = best[np.argsort(-values[best], kind="stable")]
+
+    def entry(token: int) -> TokenLogprob:
+        return TokenLogprob(token, text(token), float(values[token]))
+
+    return PositionLogprobs(entry(chosen), tuple(entry(int(token)) for token in best))

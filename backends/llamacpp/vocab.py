@@ -1,0 +1,66 @@
+"""A GGUF vocabulary as the engine's Tokenizer."""
+
+from __future__ import annotations
+
+import ctypes
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.llamacpp.native import Model
+
+_PIECE_BYTES = 256
+
+
+class Vocab:
+    """Tokenizer of a loaded model; llama.cpp's tokenizer is safe to call from any thread."""
+
+    def __init__(self, model: Model) -> None:
+        self._handle = model.vocab
+        self.vocab_size = int(C.llama_vocab_n_tokens(self._handle))
+        self.end_ids = frozenset(
+            token for token in range(self.vocab_size) if C.llama_vocab_is_eog(self._handle, token)
+        )
+        self._bos_id = int(C.llama_vocab_bos(self._handle))
+        self._add_bos = bool(C.llama_vocab_get_add_bos(self._handle)) and self._bos_id >= 0
+        self.bos = self._text(self._bos_id)
+        self.eos = self._text(int(C.llama_vocab_eos(self._handle)))
+        self._pieces: dict[int, bytes] = {}
+
+    def _text(self, token: int) -> str:
+        if token < 0:
+            return ""
+        return self._piece(token, special=True).decode("utf-8", "replace")
+
+    def encode(self, text: str) -> list[int]:
+        """As Tokenizer.encode. InvalidRequest for text that has no UTF-8 form."""
+        try:
+            utf8 = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
+        # a token covers at least a byte; the rest is room for a prefix space or the like
+        ids = np.empty(len(utf8) + 8, dtype=np.int32)
+        pointer = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        count = C.llama_tokenize(self._handle, utf8, len(utf8), pointer, len(ids), False, True)
+        if count < 0:
+            raise InvalidRequest(f"the prompt cannot be tokenized (llama.cpp answers {count})")
+        tokens: list[int] = ids[:count].tolist()
+        if self._add_bos and tokens[:1] != [self._bos_id]:
+            tokens.insert(0, self._bos_id)
+        return tokens
+
+    def piece(self, token: int) -> bytes:
+        """As Tokenizer.piece."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._piece(token, special=False)
+        return piece
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        buffer = ctypes.create_string_buffer(_PIECE_BYTES)
+        size = C.llama_token_to_piece(self._handle, token, buffer, len(buffer), 0, special)
+        if size < 0:
+            buffer = ctypes.create_string_buffer(-size)
+            size = C.llama_token_to_piece(self._handle, token, buffer, len(buffer), 0, special)
+        return buffer.raw[: max(0, size)]

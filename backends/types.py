@@ -1,0 +1,309 @@
+"""Values that cross folders: what is asked of an engine, and what it answers.
+
+All are frozen, made of plain types, and travel between processes as they are.
+Times are seconds on the system-wide monotonic clock, durations are milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. None: the model's own default, else BASE_SAMPLING.
+
+    temperature 0 is greedy. mirostat 1 or 2 replaces top_k, top_p, min_p and typical_p.
+    repeat_last_n and dry_penalty_last_n count tokens; -1 is the whole context.
+    logprobs: None for none, n for the n best at each position besides the chosen one.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: tuple[str, ...] | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
+        """These settings, each None replaced by that of `defaults`."""
+        missing = {
+            f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None
+        }
+        return replace(self, **missing)
+
+
+BASE_SAMPLING = SamplingParams(
+    temperature=0.8,
+    top_k=40,
+    top_p=0.95,
+    min_p=0.05,
+    typical_p=1.0,
+    top_n_sigma=-1.0,
+    xtc_probability=0.0,
+    xtc_threshold=0.1,
+    dynatemp_range=0.0,
+    dynatemp_exponent=1.0,
+    adaptive_target=-1.0,
+    adaptive_decay=0.9,
+    mirostat=0,
+    mirostat_tau=5.0,
+    mirostat_eta=0.1,
+    repeat_penalty=1.0,
+    repeat_last_n=64,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    dry_multiplier=0.0,
+    dry_base=1.75,
+    dry_allowed_length=2,
+    dry_penalty_last_n=-1,
+    dry_sequence_breakers=("\n", ":", '"', "*"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat. role: system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation. Exactly one of messages, prompt and prompt_tokens is given.
+
+    client: who asks; waiting clients are served in turn. priority: higher goes first.
+    ctx: cap on prompt + answer in tokens; None is the model's limit.
+    arrived_s: when the server received it; TTFT and queue time start there.
+    """
+
+    id: str
+    messages: tuple[Message, ...] | None = None
+    prompt: str | None = None
+    prompt_tokens: tuple[int, ...] | None = None
+    params: SamplingParams = SamplingParams()
+    client: str = ""
+    priority: int = 0
+    ctx: int | None = None
+    arrived_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its text (bytes that are not UTF-8 replaced) and its log probability."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The chosen token of one position and the best alternatives, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of one request. num_tokens of its answer are now generated in all."""
+
+    request_id: str
+    text: str
+    num_tokens: int
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of one request went, in llama-server's terms plus ttft, queue and template.
+
+    cache_n: prompt tokens taken from the cache; prompt_n: prompt tokens computed.
+    prompt_ms: from admission to the first token. predicted_ms: from the first token to the last.
+    """
+
+    cache_n: int = 0
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    prompt_per_second: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    predicted_per_second: float = 0.0
+    ttft_ms: float = 0.0
+    queue_ms: float = 0.0
+    template_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The one good end of a request. reason: stop, length or cancelled.
+
+    stop: the stop string or end token that ended it. ctx: the limit it ran under.
+    notes: what a user should know of how it was served (preempted, context full).
+    """
+
+    request_id: str
+    reason: str
+    timings: Timings
+    prompt_tokens: int
+    completion_tokens: int
+    ctx: int
+    seed: int | None = None
+    stop: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The one bad end of a request. code and param as in LocalgenError."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceStats:
+    """One request as the engine sees it now. state: queued, prefill or decode."""
+
+    request_id: str
+    client: str
+    state: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    ctx: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot: gauges of this moment, then totals since the engine started.
+
+    kv_*: tokens of the pool; kv_used by running requests, kv_cached kept as prefixes.
+    step_sequences[n]: how many steps computed n sequences at once (index 0 unused).
+    *_per_s, ttft_* and itl_* are over the last minute at most.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_tokens: int = 0
+    kv_used: int = 0
+    kv_cached: int = 0
+    kv_free: int = 0
+    token_budget: int = 0
+    step_ms: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    ttft_p50_ms: float = 0.0
+    ttft_p99_ms: float = 0.0
+    itl_p50_ms: float = 0.0
+    itl_p99_ms: float = 0.0
+    steps_total: int = 0
+    step_tokens_total: int = 0
+    step_sequences: tuple[int, ...] = ()
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    num_preemptions_total: int = 0
+    requests_total: dict[str, int] = field(default_factory=dict)
+    sequences: tuple[SequenceStats, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """Everything one step had to say, in one message. Within a request: deltas, then its end."""
+
+    deltas: tuple[Delta, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    failed: tuple[Failed, ...] = ()
+    stats: EngineStats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded. None: chosen for this machine and reported in ModelInfo.notes.
+
+    ctx: longest sequence in tokens. kv_tokens: size of the shared pool, at least ctx.
+    gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
+    max_batch_tokens: most tokens in one step. itl_target_ms: prefill yields to keep decoding
+    under this. max_queue: waiting requests beyond which new ones are refused.
+    """
+
+    ctx: int | None = None
+    kv_tokens: int | None = None
+    parallel: int | None = None
+    gpu_layers: int | None = None
+    threads: int | None = None
+    threads_batch: int | None = None
+    flash_attn: str | None = None
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    mmap: bool | None = None
+    mlock: bool | None = None
+    prefix_cache: bool | None = None
+    max_batch_tokens: int | None = None
+    itl_target_ms: float | None = None
+    max_queue: int | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a loaded model is, and what was decided for it.
+
+    ctx: longest sequence; kv_tokens: the pool; processor: as `ps` shows it, e.g. `100% CPU`.
+    options: the load options in force, none of them None. notes: why things are as they are.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    description: str
+    params: int
+    size_bytes: int
+    vocab: int
+    ctx_train: int
+    ctx: int
+    kv_tokens: int
+    max_seqs: int
+    kv_bytes: int
+    layers: int
+    backend: str
+    processor: str
+    load_ms: float
+    can_rewind: bool
+    chat_template: str | None
+    sampling: SamplingParams
+    options: LoadOptions
+    notes: tuple[str, ...] = ()
