@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localgen.backends.engine.budget import TokenBudget
-from localgen.backends.engine.queue import FairQueue
+from localgen.backends.engine.queue import FairQueue, level
 from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepResult
 from localgen.backends.engine.sequence import Sequence, State, common_prefix
 from localgen.backends.errors import QueueFull
@@ -105,23 +105,25 @@ class Scheduler:
         """The chunks of the next step; empty when nobody waits or runs."""
         self._admit()
         chunks: list[Chunk] = []
-        outputs_left = self._limits.max_outputs
-        for seq in self.running:
-            if seq.is_decoding and seq.state is State.RUNNING:
-                chunk = self._decode_chunk(seq, min(outputs_left, self._limits.max_batch_tokens))
+        decoding = [seq for seq in self.running if seq.is_decoding]
+        left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
+        for behind, seq in zip(reversed(range(len(decoding))), decoding, strict=True):
+            if seq.state is State.RUNNING:
+                # drafts may take what is left once everybody behind has a token
+                chunk = self._decode_chunk(seq, left - behind)
                 if chunk:
                     chunks.append(chunk)
-                    outputs_left -= 1 + chunk.num_drafts
+                    left -= len(chunk)
         planned = sum(map(len, chunks))
         budget = min(
             self._budget.tokens(len(chunks)),
             self._limits.max_batch_tokens - planned,
         )
-        return chunks + self._prompt_chunks(budget, outputs_left)
+        return chunks + self._prompt_chunks(budget, self._limits.max_outputs - planned)
 
-    def _decode_chunk(self, seq: Sequence, outputs_left: int) -> Chunk | None:
-        """The owed token and its drafts; None if the sequence had to be preempted."""
-        drafts = seq.drafts[: max(0, min(outputs_left, seq.limit - len(seq.tokens)) - 1)]
+    def _decode_chunk(self, seq: Sequence, most: int) -> Chunk | None:
+        """The owed token and its drafts, `most` at most; None if it had to be preempted itself."""
+        drafts = seq.drafts[: max(0, min(most, seq.limit - len(seq.tokens)) - 1)]
         while not self._runner.grow(seq, 1 + len(drafts)):
             if drafts:
                 drafts = []
@@ -183,12 +185,18 @@ class Scheduler:
                 return
 
     def _make_way(self, seq: Sequence) -> bool:
-        """Admit `seq`, preempting sequences of lower priority if need be."""
+        """Admit `seq`, preempting sequences of lower priority if need be.
+
+        Age counts here too, or what has at last had its turn would lose it at once.
+        """
+        now_s = self._clock()
         while not self._try_admit(seq):
-            running = self.running
-            if not running or running[-1].priority >= seq.priority:
+            victim = min(
+                self.running, key=lambda s: (level(s, now_s), -s.arrived_s), default=None
+            )
+            if victim is None or level(victim, now_s) >= level(seq, now_s):
                 return False
-            self._preempt(running[-1])
+            self._preempt(victim)
         return True
 
     def _try_admit(self, seq: Sequence) -> bool:

@@ -26,7 +26,8 @@ class StopMatcher:
         self._held += text
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, self.matched = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+            # the one complete first, as if the text had come character by character
+            at, self.matched = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             shown, self._held = self._held[:at], ""
             return shown
         return self._release(self._held_back())

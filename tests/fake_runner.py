@@ -1,0 +1,138 @@
+"""A runner without a model: the next token is a function of all tokens before it.
+
+It computes nothing, so it checks everything: that chunks continue where the cache ends, that
+growth was asked for, that limits hold and that room is given back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence as Seq
+
+from localgen.backends.engine.runner import Chunk, Limits, NoRoom, PoolUsage, Sampled
+from localgen.backends.engine.sequence import Sequence, common_prefix
+
+VOCAB = 97
+END = 0
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: any fixed function of the whole sequence."""
+    return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def generate(prompt: list[int], limit: int, *, ends: bool = True) -> list[int]:
+    """The answer to a prompt, all alone: up to END or until `limit` tokens are there in all."""
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens))
+        if ends and tokens[-1] == END:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """ModelRunner with a pool of `kv_tokens` in which kept prefixes are evicted whole."""
+
+    def __init__(
+        self, *, kv_tokens: int = 256, max_seqs: int = 4, batch: int = 16, rewinds: bool = True
+    ) -> None:
+        self.limits = Limits(
+            max_seqs=max_seqs,
+            max_batch_tokens=batch,
+            max_outputs=batch,
+            max_len=kv_tokens,
+            kv_tokens=kv_tokens,
+            can_rewind=rewinds,
+        )
+        self.cache: dict[Sequence, list[int]] = {}
+        self.room: dict[Sequence, int] = {}
+        self.donors: list[list[int]] = []
+        self.steps: list[list[tuple[str, int]]] = []
+        self.in_flight = False
+        self.computed = 0
+
+    def usage(self) -> PoolUsage:
+        used, cached = sum(self.room.values()), sum(map(len, self.donors))
+        return PoolUsage(used=used, cached=cached, free=self.limits.kv_tokens - used - cached)
+
+    def _reclaim(self, needed: int) -> bool:
+        while self.usage().free < needed and self.donors:
+            self.donors.pop(0)
+        return self.usage().free >= needed
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        assert not self.in_flight
+        assert len(self.cache) < self.limits.max_seqs
+        sources = [*self.cache.values(), *self.donors] if self.limits.can_rewind else []
+        cached = max((common_prefix(s, seq.tokens[:-1]) for s in sources), default=0)
+        if sum(self.room.values()) + len(seq.tokens) + spare > self.limits.kv_tokens:
+            raise NoRoom
+        self._reclaim(len(seq.tokens) + spare)
+        self.cache[seq] = seq.tokens[:cached]
+        self.room[seq] = len(seq.tokens)
+        return cached
+
+    def grow(self, seq: Sequence, n: int) -> bool:
+        assert not self.in_flight
+        needed = len(self.cache[seq]) + n - self.room[seq]
+        if needed > 0:
+            if not self._reclaim(needed):
+                return False
+            self.room[seq] += needed
+        return True
+
+    def launch(self, chunks: Seq[Chunk]) -> list[Chunk]:
+        assert not self.in_flight
+        assert 0 < sum(map(len, chunks)) <= self.limits.max_batch_tokens
+        assert len({chunk.seq.id for chunk in chunks}) == len(chunks)
+        self.in_flight = True
+        self.steps.append([(chunk.seq.id, len(chunk)) for chunk in chunks])
+        return list(chunks)
+
+    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+        self.in_flight = False
+        return [self._compute(chunk) for chunk in ticket]
+
+    def _compute(self, chunk: Chunk) -> Sampled:
+        cache = self.cache[chunk.seq]
+        assert len(cache) == chunk.start, "a chunk continues where the cache ends"
+        cache += chunk.tokens
+        self.computed += len(chunk)
+        assert len(cache) <= self.room[chunk.seq], "room was asked for"
+        if not chunk.samples:
+            return Sampled()
+        assert len(cache) - chunk.num_drafts == len(chunk.seq.tokens)
+        sampled: list[int] = []
+        drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
+        for offset in range(chunk.num_drafts + 1):
+            sampled.append(next_token(cache[: len(cache) - chunk.num_drafts + offset]))
+            if offset < chunk.num_drafts and drafts[offset] != sampled[-1]:
+                break
+        return Sampled(tuple(sampled))
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        assert self.limits.can_rewind
+        assert not self.in_flight
+        del self.cache[seq][length:]
+        self.room[seq] = length
+
+    def release(self, seq: Sequence, *, keep: bool) -> None:
+        assert not self.in_flight
+        cache = self.cache.pop(seq)
+        del self.room[seq]
+        if keep and self.limits.can_rewind:
+            assert cache[: seq.num_computed] == seq.tokens[: seq.num_computed]
+            self.donors.append(seq.tokens[: seq.num_computed])
+
+    def close(self) -> None:
+        self.donors.clear()
+
+    def check(self) -> None:
+        """Assert that nothing is left of any sequence, and that the pool adds up."""
+        assert not self.cache
+        assert not self.room
+        usage = self.usage()
+        assert usage.used == 0
+        assert usage.free >= 0
+        assert usage.cached + usage.free == self.limits.kv_tokens

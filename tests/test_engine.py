@@ -1,0 +1,273 @@
+"""The loop: every request has exactly one end, whatever happens, and its text is right."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import defaultdict
+
+import pytest
+from fake_runner import END, VOCAB, FakeRunner, generate
+
+from localgen.backends.engine.engine import Engine
+from localgen.backends.engine.intake import Intake
+from localgen.backends.engine.runner import Chunk, NoRoom, Sampled, StepFailed
+from localgen.backends.text.template import ChatTemplate
+from localgen.backends.types import (
+    EngineStats,
+    Failed,
+    Finished,
+    Message,
+    Request,
+    SamplingParams,
+    StepEvents,
+)
+
+
+class LetterTokenizer:
+    """A token is a letter; the same letter for every 26th id."""
+
+    vocab_size = VOCAB
+    end_ids = frozenset({END})
+    bos = ""
+    eos = ""
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + ord(letter) % (VOCAB - 1) for letter in text]
+
+    def piece(self, token: int) -> bytes:
+        return bytes([ord("a") + token % 26])
+
+
+class Log:
+    """What an engine published."""
+
+    def __init__(self) -> None:
+        self.text: dict[str, str] = defaultdict(str)
+        self.ends: dict[str, list[Finished | Failed]] = defaultdict(list)
+        self.stats = EngineStats()
+
+    def __call__(self, events: StepEvents) -> None:
+        for delta in events.deltas:
+            assert delta.request_id not in self.ends, "text after the end"
+            self.text[delta.request_id] += delta.text
+        for end in (*events.finished, *events.failed):
+            self.ends[end.request_id].append(end)
+        self.stats = events.stats or self.stats
+
+
+def make(runner: FakeRunner, log: Log, *, max_queue: int = 100) -> Engine:
+    intake = Intake(
+        limits=runner.limits,
+        tokenizer=LetterTokenizer(),
+        template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
+        defaults=SamplingParams(),
+    )
+    return Engine(runner, intake, itl_target_ms=1e9, max_queue=max_queue, publish=log)
+
+
+def run_until_ended(engine: Engine, log: Log, count: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while len(log.ends) < count:
+        assert time.monotonic() < deadline_s, "not all requests have ended"
+        engine.step(wait=False)
+    engine.step(wait=False)
+
+
+def request(name: str, prompt: str, **params: object) -> Request:
+    given = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request(id=name, prompt=prompt, params=given, arrived_s=time.monotonic())
+
+
+def expected_text(prompt: str, limit: int) -> str:
+    tokenizer = LetterTokenizer()
+    tokens = generate(tokenizer.encode(prompt), limit)
+    return b"".join(tokenizer.piece(t) for t in tokens if t != END).decode()
+
+
+def test_answers_are_what_the_model_says() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    for i in range(10):
+        engine.submit(request(f"{i}", f"prompt {i}", max_tokens=30))
+    run_until_ended(engine, log, 10)
+    for i in range(10):
+        prompt = f"prompt {i}"
+        assert log.text[f"{i}"] == expected_text(prompt, len(prompt) + 30)
+        (end,) = log.ends[f"{i}"]
+        assert isinstance(end, Finished)
+        assert end.prompt_tokens == len(prompt)
+        assert end.timings.cache_n + end.timings.prompt_n == len(prompt)
+        assert end.timings.predicted_n == end.completion_tokens
+    runner.check()
+    assert log.stats.running == log.stats.waiting == log.stats.kv_used == 0
+    assert sum(log.stats.requests_total.values()) == 10
+    assert log.stats.step_sequences[4] > 0, "up to four sequences in one step"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_a_stop_string_over_several_tokens_ends_the_answer(length: int) -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    whole = expected_text("hello", 60)
+    stop = whole[7 : 7 + length]
+    engine.submit(request("r", "hello", max_tokens=55, stop=(stop,)))
+    run_until_ended(engine, log, 1)
+    (end,) = log.ends["r"]
+    assert isinstance(end, Finished)
+    assert end.reason == "stop"
+    assert end.stop == stop
+    assert log.text["r"] == whole[: whole.index(stop)]
+    runner.check()
+
+
+def test_stop_token_ids_and_ignore_eos() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    tokens = generate(LetterTokenizer().encode("hello"), 60)
+    engine.submit(request("id", "hello", max_tokens=50, stop_token_ids=(tokens[3],)))
+    engine.submit(request("on", "hello", max_tokens=200, ignore_eos=True))
+    run_until_ended(engine, log, 2)
+    (by_id,), (on,) = log.ends["id"], log.ends["on"]
+    assert isinstance(by_id, Finished)
+    assert by_id.completion_tokens == tokens.index(tokens[3]) + 1
+    assert isinstance(on, Finished)
+    assert on.completion_tokens == 200
+
+
+def test_the_context_is_a_cap_per_request() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    short = Request(id="r", prompt="hello", ctx=9, params=SamplingParams(ignore_eos=True))
+    engine.submit(short)
+    run_until_ended(engine, log, 1)
+    (end,) = log.ends["r"]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.ctx, end.completion_tokens) == ("length", 9, 4)
+    assert end.notes == ("context full: 9 tokens",)
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "text"),
+    [
+        (request("r", "x" * 300), "context_length_exceeded", "300 tokens, the context is 256"),
+        (Request(id="r", prompt="hi", ctx=1000), "invalid_request", "ctx 1,000 is more than"),
+        (request("r", ""), "invalid_request", "the prompt is empty"),
+        (request("r", "hi", max_tokens=0), "invalid_request", "max_tokens must be at least 1"),
+        (request("r", "hi", logit_bias={VOCAB: 1.0}), "invalid_request", "outside the vocabulary"),
+        (request("r", "hi", temperature=-1.0), "invalid_request", "temperature is -1"),
+        (request("r", "hi", mirostat=2, top_k=5), "invalid_request", "mirostat replaces top_k"),
+        (Request(id="r", messages=()), "invalid_request", "messages is empty"),
+        (Request(id="r", messages=(Message("user", "a"),), prompt="b"), "invalid_request", "one"),
+        (Request(id="r", prompt_tokens=(1, VOCAB)), "invalid_request", "outside the vocabulary"),
+    ],
+)
+def test_bad_requests_fail_with_a_reason_and_disturb_nobody(
+    bad: Request, code: str, text: str
+) -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    engine.submit(request("good", "hello", max_tokens=20))
+    engine.submit(bad)
+    run_until_ended(engine, log, 2)
+    (end,) = log.ends["r"]
+    assert isinstance(end, Failed)
+    assert end.code == code
+    assert text in end.message
+    assert log.text["good"] == expected_text("hello", 25)
+
+
+def test_every_request_ends_once_under_random_cancels_from_other_threads() -> None:
+    log, runner = Log(), FakeRunner(kv_tokens=128, max_seqs=5, batch=24)
+    engine = make(runner, log, max_queue=400)
+    names = [f"r{i}" for i in range(300)]
+
+    def client(mine: list[str], seed: int) -> None:
+        rng = random.Random(seed)
+        for name in mine:
+            engine.submit(request(name, "p" * rng.randint(1, 60), max_tokens=rng.randint(1, 40)))
+            if rng.random() < 0.4:
+                time.sleep(rng.random() / 500)
+                engine.cancel(name)
+                engine.cancel(name)
+
+    threads = [
+        threading.Thread(target=client, args=(names[i::3], i), daemon=True) for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    run_until_ended(engine, log, len(names))
+    assert all(len(log.ends[name]) == 1 for name in names)
+    runner.check()
+    assert log.stats.running == log.stats.waiting == 0
+
+
+def test_queue_full_is_refused_at_once() -> None:
+    log, runner = Log(), FakeRunner(max_seqs=1)
+    engine = make(runner, log, max_queue=3)
+    for i in range(10):
+        engine.submit(request(f"{i}", "hello", max_tokens=50))
+    engine.submit(request("last", "hello"))
+    time.sleep(0.1)  # all are prepared before the loop looks
+    run_until_ended(engine, log, 11)
+    codes = [end.code for ends in log.ends.values() for end in ends if isinstance(end, Failed)]
+    assert codes
+    assert set(codes) == {"queue_full"}
+
+
+class StingyRunner(FakeRunner):
+    """Finds no room in a planned step, now and then, as llama.cpp may."""
+
+    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+        if len(self.steps) % 7 == 3 and len(self.cache) > 1:
+            self.in_flight = False
+            raise NoRoom
+        return super().collect(ticket)
+
+
+def test_no_room_in_a_planned_step_preempts_one_and_loses_nothing() -> None:
+    log, runner = Log(), StingyRunner()
+    engine = make(runner, log)
+    for i in range(6):
+        engine.submit(request(f"{i}", f"prompt {i}", max_tokens=30))
+    run_until_ended(engine, log, 6)
+    for i in range(6):
+        assert log.text[f"{i}"] == expected_text(f"prompt {i}", 38)
+    assert log.stats.num_preemptions_total > 0
+    notes = [note for ends in log.ends.values() for note in getattr(ends[0], "notes", ())]
+    assert any("preempted" in note for note in notes)
+    runner.check()
+
+
+class BrokenRunner(FakeRunner):
+    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+        if len(self.steps) > 5:
+            raise StepFailed("the device is gone")
+        return super().collect(ticket)
+
+
+def test_a_failed_step_ends_every_request_with_the_reason() -> None:
+    log, runner = Log(), BrokenRunner(max_seqs=2)
+    engine = make(runner, log)
+    for i in range(4):
+        engine.submit(request(f"{i}", "hello", max_tokens=100, ignore_eos=True))
+    time.sleep(0.1)
+    with pytest.raises(StepFailed, match="the device is gone"):
+        engine.run()
+    assert len(log.ends) == 4
+    for ends in log.ends.values():
+        (end,) = ends
+        assert isinstance(end, Failed)
+        assert end.code == "engine_died"
+        assert "the device is gone" in end.message
+
+
+def test_stop_leaves_the_loop() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    thread = threading.Thread(target=engine.run, daemon=True)
+    thread.start()
+    engine.stop()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
