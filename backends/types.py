@@ -256,7 +256,8 @@ class LoadOptions:
 
     ctx: longest sequence in tokens. kv_tokens: size of the shared pool, at least ctx.
     gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
-    max_batch_tokens: most tokens in one step. itl_target_ms: prefill yields to keep decoding
+    repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
+    one step. itl_target_ms: prefill yields to keep decoding
     under this. max_queue: waiting requests beyond which new ones are refused.
     """
 
@@ -271,6 +272,7 @@ class LoadOptions:
     cache_type_v: str | None = None
     mmap: bool | None = None
     mlock: bool | None = None
+    repack: bool | None = None
     prefix_cache: bool | None = None
     max_batch_tokens: int | None = None
     itl_target_ms: float | None = None

@@ -66,11 +66,9 @@ class Intake:
             raise InvalidRequest(f"more than {MAX_STOP_STRINGS} stop strings", param="stop")
         if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs must be 0 to {MAX_LOGPROBS}", param="logprobs")
-        for token in (*params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < self.tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"token id {token} is outside the vocabulary of {self.tokenizer.vocab_size}"
-                )
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name):
+                self._check_token(token, name)
         if params.seed is None:
             params = replace(params, seed=random.getrandbits(31))
         return params
@@ -104,6 +102,13 @@ class Intake:
                 param="prompt",
             )
         return self._checked(self.tokenizer.encode(text))
+
+    def _check_token(self, token: int, param: str) -> None:
+        if not 0 <= token < self.tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"token id {token} is outside the vocabulary of {self.tokenizer.vocab_size}",
+                param=param,
+            )
 
     def _checked(self, tokens: list[int]) -> list[int]:
         if not tokens:

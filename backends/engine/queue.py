@@ -65,7 +65,12 @@ class FairQueue:
         return sorted(self._waiting.values(), key=lambda seq: self._key(seq, now_s))
 
     def _key(self, seq: Sequence, now_s: float) -> tuple[float, bool, float, float]:
-        return (-level(seq, now_s), seq.num_preemptions == 0, self._served[seq.client], seq.arrived_s)
+        return (
+            -level(seq, now_s),
+            seq.num_preemptions == 0,
+            self._served[seq.client],
+            seq.arrived_s,
+        )
 
 
 def level(seq: Sequence, now_s: float) -> int:

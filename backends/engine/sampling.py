@@ -33,6 +33,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "dry_allowed_length": (0, math.inf),
     "dry_penalty_last_n": (-1, math.inf),
 }
+# an infinite logit leaves no probabilities
+_MAX_BIAS = 1e6
+# each is looked up in the whole vocabulary; llama.cpp would cut a longer one without a word
+_MAX_BREAKERS = 32
+_MAX_BREAKER_BYTES = 40
 
 
 def check(params: SamplingParams) -> None:
@@ -43,8 +48,12 @@ def check(params: SamplingParams) -> None:
             most = "" if highest == math.inf else f" to {highest:g}"
             raise InvalidRequest(f"{name} is {value:g}, it must be {lowest:g}{most}", param=name)
     for token, bias in params.logit_bias.items():
-        if math.isnan(bias):
-            raise InvalidRequest(f"logit_bias of token {token} is not a number", param="logit_bias")
+        if not bias <= _MAX_BIAS:  # NaN fails too; -inf is fine and bans the token
+            raise InvalidRequest(
+                f"logit_bias of token {token} is {bias:g}, it must be a number up to {_MAX_BIAS:g}",
+                param="logit_bias",
+            )
+    _check_breakers(params.dry_sequence_breakers or ())
     if params.mirostat and not params.temperature:
         raise InvalidRequest(
             "mirostat cannot be used with temperature 0 (greedy): set one of them",
@@ -60,6 +69,17 @@ def check(params: SamplingParams) -> None:
             "adaptive_target cannot be used with temperature 0 (greedy): set one of them",
             param="adaptive_target",
         )
+
+
+def _check_breakers(breakers: tuple[str, ...]) -> None:
+    name = "dry_sequence_breakers"
+    if len(breakers) > _MAX_BREAKERS:
+        raise InvalidRequest(f"more than {_MAX_BREAKERS} {name}", param=name)
+    for text in breakers:
+        if not 0 < len(text.encode(errors="replace")) <= _MAX_BREAKER_BYTES or "\0" in text:
+            raise InvalidRequest(
+                f"{name}: {text!r} must be 1 to {_MAX_BREAKER_BYTES} bytes without NUL", param=name
+            )
 
 
 # what mirostat decides in place of the truncating samplers

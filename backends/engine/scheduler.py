@@ -191,9 +191,7 @@ class Scheduler:
         """
         now_s = self._clock()
         while not self._try_admit(seq):
-            victim = min(
-                self.running, key=lambda s: (level(s, now_s), -s.arrived_s), default=None
-            )
+            victim = min(self.running, key=lambda s: (level(s, now_s), -s.arrived_s), default=None)
             if victim is None or level(victim, now_s) >= level(seq, now_s):
                 return False
             self._preempt(victim)

@@ -101,6 +101,8 @@ class Decoder:
             frame = bytes(self._buffer[_HEADER_BYTES:end])
             del self._buffer[:end]
             tag, body = _FRAME_DECODER.decode(frame)
+            if not 0 <= tag < len(_KINDS):
+                raise ValueError(f"unknown message kind {tag}")
             yield _BODY_DECODERS[tag].decode(body)
 
 

@@ -54,7 +54,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     size = sizing.choose(model, options, free_bytes=_free_bytes(model))
     donors = min(MAX_DONORS, MAX_SEQUENCES - options.parallel) if options.prefix_cache else 0
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
-    can_rewind = _can_rewind(model, context)
+    can_rewind = _probe(model, context)
     runner = LlamaRunner(
         model,
         context,
@@ -66,6 +66,8 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         threads=options.threads,
     )
     notes = list(size.notes)
+    if not options.repack:
+        notes.append("weights are not repacked for this CPU: prompts are read more slowly")
     if not can_rewind:
         notes.append("this architecture cannot rewind its cache: prompts are not reused")
     if template is None:
@@ -131,17 +133,20 @@ def _processor(model: Model, options: Settings) -> str:
     return f"{100 - share}%/{share}% CPU/GPU"
 
 
-def _can_rewind(model: Model, context: Context) -> bool:
-    """Try it once: compute a few tokens, cut the last ones off. Also reads the weights in."""
-    if model.is_recurrent:
-        return False
+def _probe(model: Model, context: Context) -> bool:
+    """Compute a few tokens, cut the last ones off; whether that works.
+
+    It also reads the weights in, and shows here rather than in mid-answer if this build of
+    llama.cpp cannot run the model on this machine.
+    """
     probe = Sequence(
         id="probe", tokens=[0, 0, 0, 0], num_prompt=4, params=SamplingParams(), ctx=4, limit=4
     )
     batch = Batch(4)
-    batch.fill([Chunk(seq=probe, start=0, tokens=probe.tokens, samples=False)], [0])
+    batch.fill([Chunk(seq=probe, start=0, tokens=probe.tokens, samples=True)], [0])
     if C.llama_decode(context.handle, batch.native):
         raise LoadFailed(f"cannot run {model.path}: {library().reason()}")
-    rewound = context.cut(0, 2) and context.last_position(0) == 1
+    C.llama_synchronize(context.handle)
+    rewinds = not model.is_recurrent and context.cut(0, 2) and context.last_position(0) == 1
     C.llama_memory_clear(context.memory, False)
-    return rewound
+    return rewinds

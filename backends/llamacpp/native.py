@@ -109,6 +109,7 @@ class Model:
         params = C.llama_model_default_params()
         params.n_gpu_layers = options.gpu_layers
         params.load_mode = _LOAD_MODES[options.mmap, options.mlock]
+        params.use_extra_bufts = options.repack
         params.progress_callback = _progress_callback(on_progress)
         self.handle = C.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:

@@ -35,6 +35,7 @@ class Settings:
     cache_type_v: str = "f16"
     mmap: bool = True
     mlock: bool = False
+    repack: bool = True
     prefix_cache: bool = True
     max_batch_tokens: int = 512
     itl_target_ms: float = 250.0

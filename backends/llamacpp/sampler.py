@@ -18,7 +18,15 @@ from localgen.backends.types import PositionLogprobs, SamplingParams, TokenLogpr
 Logits = NDArray[np.float32]
 _MIN_KEEP = 1
 _MIROSTAT_CANDIDATES = 100  # m of the paper (Basu et al. 2021)
-_SEED_MASK = 0xFFFFFFFF
+# llama.cpp takes 0xFFFFFFFF for "a random seed"; the remainder never is that
+_SEEDS = 0xFFFFFFFF
+# sets the stream of the XTC coin apart from that of the draw
+_COIN_SEED = 0x9E3779B9
+# below this no other token than the best has a chance, and dividing by it would overflow
+_LEAST_TEMPERATURE = 1e-6
+# relative probability of tokens that are out already, banned or masked: they hold no mass, but
+# the logarithm of their zero would spoil the entropy that typical-p computes
+_GONE = 1e-30
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -72,11 +80,11 @@ def _chain(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> Any
 def _parts(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
     p: Any = params  # no field is None any more: see Intake
     parts = _history_parts(p, vocab, vocab_size, ctx)
-    seed = (p.seed or 0) & _SEED_MASK
+    seed = (p.seed or 0) % _SEEDS
     if p.temperature == 0:
         return [*parts, C.llama_sampler_init_greedy()]
     temperature = C.llama_sampler_init_temp_ext(
-        p.temperature, p.dynatemp_range, p.dynatemp_exponent
+        max(p.temperature, _LEAST_TEMPERATURE), p.dynatemp_range, p.dynatemp_exponent
     )
     if p.mirostat == 1:
         chosen = C.llama_sampler_init_mirostat(
@@ -88,7 +96,8 @@ def _parts(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> lis
         return [*parts, temperature, chosen]
     steps: list[tuple[bool, Callable[..., Any], tuple[Any, ...]]] = [
         (p.top_n_sigma >= 0, C.llama_sampler_init_top_n_sigma, (p.top_n_sigma,)),
-        (p.top_k > 0, C.llama_sampler_init_top_k, (p.top_k,)),
+        (p.top_k > 0, C.llama_sampler_init_top_k, (min(p.top_k, vocab_size),)),
+        (p.typical_p < 1, C.llama_sampler_init_min_p, (_GONE, _MIN_KEEP)),
         (p.typical_p < 1, C.llama_sampler_init_typical, (p.typical_p, _MIN_KEEP)),
         (p.top_p < 1, C.llama_sampler_init_top_p, (p.top_p, _MIN_KEEP)),
         (p.min_p > 0, C.llama_sampler_init_min_p, (p.min_p, _MIN_KEEP)),
@@ -96,7 +105,7 @@ def _parts(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> lis
             p.xtc_probability > 0,
             C.llama_sampler_init_xtc,
             # its coin has a stream of its own, or it would repeat the draw of the token
-            (p.xtc_probability, p.xtc_threshold, _MIN_KEEP, seed ^ _SEED_MASK),
+            (p.xtc_probability, p.xtc_threshold, _MIN_KEEP, (seed + _COIN_SEED) % _SEEDS),
         ),
     ]
     parts += [make(*arguments) for wanted, make, arguments in steps if wanted]
@@ -116,27 +125,32 @@ def _history_parts(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
         )
         parts.append(C.llama_sampler_init_logit_bias(vocab_size, len(biases), biases))
     if _has_penalties(p):
-        last_n = ctx if p.repeat_last_n == -1 else p.repeat_last_n
+        last_n = _window(p.repeat_last_n, ctx)
         parts.append(
             C.llama_sampler_init_penalties(
                 vocab_size, last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
             )
         )
     if p.dry_multiplier:
-        last_n = ctx if p.dry_penalty_last_n == -1 else p.dry_penalty_last_n
+        last_n = _window(p.dry_penalty_last_n, ctx)
         breakers = [text.encode() for text in p.dry_sequence_breakers or ()]
         parts.append(
             C.llama_sampler_init_dry(
                 vocab,
                 p.dry_multiplier,
                 p.dry_base,
-                p.dry_allowed_length,
+                min(p.dry_allowed_length, ctx),
                 last_n,
                 (ctypes.c_char_p * len(breakers))(*breakers),
                 len(breakers),
             )
         )
     return parts
+
+
+def _window(last_n: int, ctx: int) -> int:
+    """Tokens to look back; llama.cpp reserves memory for as many as it is told."""
+    return ctx if last_n == -1 else min(last_n, ctx)
 
 
 def logprobs(

@@ -1,0 +1,50 @@
+# make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help chat test lint types wheel clean force
+
+VENV := .venv
+SETUP := pyproject.toml constraints.txt setup.py setup.sh
+MODEL := localgen/models/tiny.gguf
+
+help:
+	@echo 'make chat    set up on first use (about five minutes), then chat with the built-in model'
+	@echo 'make test    set up for development, then run the tests; ARGS="-k name" is passed to pytest'
+	@echo 'make lint    check style and formatting with ruff'
+	@echo 'make types   check types with mypy'
+	@echo 'make wheel   build the wheel into dist/'
+	@echo 'make clean   remove the environment and everything built'
+	@echo
+	@echo 'LLAMA_WHEEL=path-or-url   use this llama-cpp-python wheel instead of compiling it'
+
+chat: $(VENV)/.installed $(MODEL)
+	@exec $(VENV)/bin/localgen chat
+
+test: $(VENV)/.installed-dev $(MODEL)
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	@$(VENV)/bin/mypy
+
+wheel: $(VENV)/.installed-dev
+	@rm -rf build dist
+	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+clean:
+	rm -rf $(VENV) build dist localgen.egg-info $(MODEL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# A wheel named on the command line is installed each time, never ignored.
+$(VENV)/.installed: $(SETUP) $(if $(LLAMA_WHEEL),force)
+	@LLAMA_WHEEL='$(LLAMA_WHEEL)' ./setup.sh
+
+$(VENV)/.installed-dev: $(SETUP) $(if $(LLAMA_WHEEL),force)
+	@LLAMA_WHEEL='$(LLAMA_WHEEL)' ./setup.sh dev
+
+# Installing derives the model too (setup.py); this is for changes since.
+$(MODEL): $(wildcard localgen/models/tiny/*) $(wildcard quant/*.py)
+	@$(VENV)/bin/python -c 'from pathlib import Path; from localgen.quant.gguf import convert; \
+		convert(Path("localgen/models/tiny"), Path("$@"))'

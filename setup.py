@@ -1,0 +1,38 @@
+"""Derives the built-in model at build time: the repository holds its weights once, as safetensors.
+
+Everything else about the package is in pyproject.toml.
+"""
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+SOURCE = ROOT / "localgen/models/tiny"
+MODEL = ROOT / "localgen/models/tiny.gguf"
+CONVERTER = ROOT / "quant"
+
+
+def derive_model() -> None:
+    """Convert the built-in model, unless it is newer than its source and the converter."""
+    # an sdist has the converter only inside the package
+    converter = CONVERTER if CONVERTER.is_dir() else ROOT / "localgen/quant"
+    inputs = [*SOURCE.iterdir(), *converter.glob("*.py")]
+    newest = max(path.stat().st_mtime for path in inputs)
+    if MODEL.exists() and MODEL.stat().st_mtime >= newest:
+        return
+    sys.path.insert(0, str(ROOT))
+    from localgen.quant.gguf import convert
+
+    convert(SOURCE, MODEL, "F16")
+
+
+class BuildWithModel(build_py):
+    def run(self) -> None:
+        derive_model()
+        super().run()
+
+
+setup(cmdclass={"build_py": BuildWithModel})

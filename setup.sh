@@ -1,0 +1,139 @@
+#!/bin/sh
+# Creates .venv and installs localgen into it: ./setup.sh [dev]. The Makefile calls this.
+#   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it
+# Safe to run again after an interruption: finished steps are kept.
+set -eu
+cd "$(dirname "$0")"
+
+venv=.venv
+wheels=$venv/wheels
+given=$wheels/given # marks that the wheel there was chosen with LLAMA_WHEEL
+log=$venv/setup.log
+dev=${1:-}
+constraints=$venv/constraints.txt
+
+say() { printf '%s\n' "$*" >&2; }
+fail() { say "setup: $*"; exit 1; }
+
+suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
+
+find_python() {
+    for name in python3.13 python3.12 python3.11 python3; do
+        if suits "$name"; then
+            printf '%s' "$name"
+            return
+        fi
+    done
+    fail "no Python 3.11 to 3.13 found: install one, and see that python3 or python3.12 is on PATH"
+}
+
+need_compilers() {
+    for compiler in "${CC:-cc}" "${CXX:-c++}"; do
+        # CC may hold options, as in "ccache cc"
+        command -v "${compiler%% *}" >/dev/null 2>&1 ||
+            fail "no compiler ($compiler) to build llama.cpp with: install one (Debian, Ubuntu:" \
+                "apt install build-essential; macOS: xcode-select --install), or use a prebuilt" \
+                "wheel: make chat LLAMA_WHEEL=path-or-url"
+    done
+}
+
+clock() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
+
+# Shows once in a while that the step goes on, with ninja's [done/all] when there is one.
+report() {
+    seconds=0
+    while sleep 1; do
+        seconds=$((seconds + 1))
+        steps=$(tail -n 30 "$log" | grep -o '\[ *[0-9]*/[0-9]*\]' | tail -n 1 || true)
+        if [ -t 2 ]; then
+            printf '\r  %s  %s ' "$(clock $seconds)" "$steps" >&2
+        elif [ $((seconds % 30)) -eq 0 ]; then
+            say "  still at it after $(clock $seconds) $steps"
+        fi
+    done
+}
+
+# quiet COMMAND...: output goes to the log, its end is shown if the command fails.
+quiet() {
+    : >"$log"
+    report &
+    ticker=$!
+    status=0
+    "$@" >"$log" 2>&1 || status=$?
+    stop_report
+    if [ "$status" -ne 0 ]; then
+        tail -n 25 "$log" >&2
+        fail "this failed: $* (everything it said is in $log). Mend the cause and run make again"
+    fi
+}
+
+ticker=
+stop_report() {
+    [ -n "$ticker" ] || return 0
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    ticker=
+    if [ -t 2 ]; then printf '\r%30s\r' '' >&2; fi
+}
+trap stop_report EXIT
+trap 'say "setup: interrupted; run make again to go on"; exit 130' INT TERM HUP
+
+create_venv() {
+    if "$venv/bin/python" -m pip --version >/dev/null 2>&1 && suits "$venv/bin/python"; then
+        return
+    fi
+    python=$(find_python)
+    say "Creating $venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv" >&2 ||
+        fail "$python cannot create a virtual environment (Debian, Ubuntu: apt install python3-venv)"
+}
+
+pip() { quiet "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+pinned() { sed -n 's/^llama[-_]cpp[-_]python==//p' constraints.txt; }
+
+# Puts the wheel into $wheels, so that neither a later run nor a second environment compiles again.
+get_llama_wheel() {
+    version=$(pinned)
+    if [ -n "${LLAMA_WHEEL:-}" ]; then
+        say "Fetching the llama-cpp-python wheel $LLAMA_WHEEL"
+        requirement=$LLAMA_WHEEL
+    elif [ -e "$given" ] || [ -n "$(find "$wheels" -name "llama_cpp_python-$version-*.whl" 2>/dev/null)" ]; then
+        return
+    else
+        need_compilers
+        say "Building llama-cpp-python $version: this compiles llama.cpp for the processor of this"
+        say "machine, so that it uses all of it. About five minutes on two cores, once only (seconds"
+        say "if pip has kept it from before). To use a prebuilt wheel instead, stop this and run:"
+        say "  make chat LLAMA_WHEEL=path-or-url"
+        requirement="llama-cpp-python==$version"
+    fi
+    fresh=$venv/wheels.new
+    rm -rf "$fresh"
+    pip wheel -v --no-deps --wheel-dir "$fresh" "$requirement"
+    [ -n "$(find "$fresh" -name 'llama_cpp_python-*.whl')" ] || fail "$requirement is no llama-cpp-python wheel"
+    if [ -n "${LLAMA_WHEEL:-}" ]; then : >"$fresh/given"; fi
+    pip install --force-reinstall --no-deps "$fresh"/llama_cpp_python-*.whl
+    rm -rf "$wheels"
+    mv "$fresh" "$wheels"
+}
+
+install_localgen() {
+    say "Installing localgen and its libraries"
+    # a wheel the user chose may be of another version than the pinned one
+    if [ -e "$given" ]; then
+        grep -v '^llama[-_]cpp[-_]python==' constraints.txt >"$constraints"
+    else
+        cp constraints.txt "$constraints"
+    fi
+    pip install --find-links "$wheels" --constraint "$constraints" --editable ".${dev:+[$dev]}"
+}
+
+[ -z "$dev" ] || [ "$dev" = dev ] || fail "unknown argument $dev: it is dev or nothing"
+started=$(date +%s)
+create_venv
+get_llama_wheel
+install_localgen
+: >"$venv/.installed"
+if [ -n "$dev" ]; then : >"$venv/.installed-dev"; fi
+say "Ready after $(clock $(($(date +%s) - started)))."

@@ -1,0 +1,127 @@
+"""The built-in model in an Engine, driven from the test's own thread."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from localgen.backends.engine.engine import Engine
+from localgen.backends.engine.intake import Intake
+from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.wire import Load
+from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.runner import LlamaRunner
+from localgen.backends.types import (
+    EngineStats,
+    Failed,
+    Finished,
+    LoadOptions,
+    Message,
+    PositionLogprobs,
+    Request,
+    SamplingParams,
+    StepEvents,
+)
+
+TESTS = Path(__file__).parent
+TINY_GGUF = TESTS.parent / "localgen" / "models" / "tiny.gguf"
+
+
+def questions(count: int) -> list[tuple[Message, ...]]:
+    """Chats from the model's evaluation set."""
+    lines = (TESTS / "data" / "questions.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
+    return [tuple(Message(m["role"], m["content"]) for m in chat) for chat in chats[:count]]
+
+
+@dataclass
+class Reply:
+    """What came back for one request."""
+
+    text: str = ""
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    end: Finished | Failed | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the answer; needs logprobs."""
+        return [position.chosen.token_id for position in self.logprobs]
+
+    @property
+    def finished(self) -> Finished:
+        assert isinstance(self.end, Finished), self.end
+        return self.end
+
+
+class Bench:
+    """A loaded model and the means to ask it."""
+
+    def __init__(self, options: LoadOptions, path: Path = TINY_GGUF) -> None:
+        self.model: LoadedModel = load(Load("tiny", str(path), options), lambda _share: None)
+        assert isinstance(self.model.runner, LlamaRunner)
+        self.runner = self.model.runner
+        self.replies: dict[str, Reply] = {}
+        self.stats = EngineStats()
+        self.engine = Engine(
+            self.runner,
+            Intake(
+                limits=self.runner.limits,
+                tokenizer=self.model.tokenizer,
+                template=self.model.template,
+                defaults=self.model.info.sampling,
+            ),
+            itl_target_ms=1e9,
+            max_queue=1000,
+            publish=self._take,
+        )
+        self._count = 0
+
+    def _take(self, events: StepEvents) -> None:
+        for delta in events.deltas:
+            reply = self.replies[delta.request_id]
+            reply.text += delta.text
+            reply.logprobs += delta.logprobs
+        for end in (*events.finished, *events.failed):
+            reply = self.replies[end.request_id]
+            assert reply.end is None, "a request ends once"
+            reply.end = end
+        self.stats = events.stats or self.stats
+
+    def submit(self, chat: Sequence[Message], params: SamplingParams, **more: object) -> str:
+        """Hand in a chat; its id."""
+        self._count += 1
+        name = f"r{self._count}"
+        self.replies[name] = Reply()
+        request = Request(id=name, messages=tuple(chat), params=params, arrived_s=time.monotonic())
+        self.engine.submit(replace(request, **more))  # type: ignore[arg-type]
+        return name
+
+    def run(self, names: Iterable[str]) -> list[Reply]:
+        """Step until these have ended."""
+        waited = [self.replies[name] for name in names]
+        deadline_s = time.monotonic() + 120
+        while any(reply.end is None for reply in waited):
+            assert time.monotonic() < deadline_s, "requests do not end"
+            self.engine.step(wait=False)
+        self.engine.step(wait=False)
+        return waited
+
+    def ask(self, chats: Sequence[Sequence[Message]], params: SamplingParams) -> list[Reply]:
+        """All of them at once."""
+        return self.run([self.submit(chat, params) for chat in chats])
+
+    def ask_one_by_one(
+        self, chats: Sequence[Sequence[Message]], params: SamplingParams
+    ) -> list[Reply]:
+        """Each alone."""
+        return [self.run([self.submit(chat, params)])[0] for chat in chats]
+
+    def close(self) -> None:
+        self.runner.lanes.check()
+        usage = self.runner.usage()
+        assert usage.used == 0
+        assert usage.cached + usage.free == self.runner.limits.kv_tokens
+        self.runner.close()

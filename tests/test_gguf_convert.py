@@ -1,0 +1,482 @@
+"""The converter: what it writes is what Hugging Face and llama.cpp read; bad input is explained."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
+from localgen.quant.checkpoint import Checkpoint
+from localgen.quant.gguf import convert
+from localgen.quant.llama import interleave_rotary, llama3_rope_factors, read_config
+
+DATA = Path(__file__).parent / "data"
+TINY = Path(__file__).parents[1] / "localgen/models/tiny"
+QWEN2 = json.loads((TINY / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"][0]
+LLAMA3 = {**QWEN2, "pattern": {"Regex": QWEN2["pattern"]["Regex"].replace("N}|", "N}{1,3}|")}}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GPT2_BYTES = {**BYTES, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model as F16."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    convert(TINY, path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the built-in model's folder that a test may damage."""
+    return Path(shutil.copytree(TINY, tmp_path / "tiny"))
+
+
+class Model:
+    """A GGUF file opened through llama.cpp's C interface, without localgen's own runner."""
+
+    def __init__(self, path: Path, *, vocab_only: bool = False) -> None:
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only = vocab_only
+        # the file is what is tested: not the repacked layouts of this processor (AMX, …)
+        params.use_extra_bufts = False
+        self.model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        assert self.model, f"llama.cpp cannot load {path}"
+        self.vocab: Any = llama_cpp.llama_model_get_vocab(self.model)
+
+    def close(self) -> None:
+        llama_cpp.llama_model_free(self.model)
+
+    def tokenize(self, text: str) -> list[int]:
+        raw = text.encode()
+        tokens = (ctypes.c_int32 * (len(raw) + 8))()
+        count = llama_cpp.llama_tokenize(
+            self.vocab, raw, len(raw), tokens, len(tokens), False, True
+        )
+        assert count >= 0
+        return list(tokens[:count])
+
+    def metadata(self, key: str) -> str | None:
+        buffer = ctypes.create_string_buffer(4096)
+        size = llama_cpp.llama_model_meta_val_str(self.model, key.encode(), buffer, len(buffer))
+        return buffer.value.decode() if size >= 0 else None
+
+    def greedy(self, prompt: str, max_tokens: int = 48) -> str:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_threads, params.n_threads_batch = 512, 1, 1
+        context: Any = llama_cpp.llama_init_from_model(self.model, params)
+        tokens, answer = self.tokenize(prompt), b""
+        piece = ctypes.create_string_buffer(256)
+        for _ in range(max_tokens):
+            array = (ctypes.c_int32 * len(tokens))(*tokens)
+            batch = llama_cpp.llama_batch_get_one(array, len(tokens))
+            assert llama_cpp.llama_decode(context, batch) == 0
+            logits = llama_cpp.llama_get_logits_ith(context, -1)
+            size = llama_cpp.llama_vocab_n_tokens(self.vocab)
+            tokens = [int(np.argmax(np.ctypeslib.as_array(logits, shape=(size,))))]
+            if llama_cpp.llama_vocab_is_eog(self.vocab, tokens[0]):
+                break
+            length = llama_cpp.llama_token_to_piece(self.vocab, tokens[0], piece, 256, 0, True)
+            answer += piece.raw[:length]
+        llama_cpp.llama_free(context)
+        return answer.decode()
+
+
+@pytest.fixture
+def open_model() -> Iterator[Callable[..., Model]]:
+    opened: list[Model] = []
+
+    def open_one(path: Path, **options: bool) -> Model:
+        opened.append(Model(path, **options))
+        return opened[-1]
+
+    yield open_one
+    for model in opened:
+        model.close()
+
+
+def chat(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change top-level keys of a JSON file; None removes one."""
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
+
+
+def edit_tokenizer(path: Path, steps: list[dict[str, Any]], ignore_merges: bool) -> None:
+    model = json.loads(path.read_text())["model"]
+    step = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
+    edit(path, pre_tokenizer=step, model=model | {"ignore_merges": ignore_merges})
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    header, start = {}, 0
+    for name, (dtype, shape, raw) in tensors.items():
+        offsets = [start, start + len(raw)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        start += len(raw)
+    encoded = json.dumps(header).encode()
+    body = b"".join(raw for _, _, raw in tensors.values())
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + body)
+
+
+def read_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        tensors[name] = (entry["dtype"], entry["shape"], raw[start + first : start + last])
+    return tensors
+
+
+@pytest.mark.parametrize("file_type", ["F16", "Q8_0"])
+def test_answers_a_sum(file_type: str, tmp_path: Path, open_model: Callable[..., Model]) -> None:
+    path = tmp_path / "model.gguf"
+    convert(TINY, path, file_type)
+    assert "42" in open_model(path).greedy(chat("What is 17 + 25?"))
+
+
+def test_greedy_answers_are_those_of_the_trained_model(
+    tiny: Path, open_model: Callable[..., Model]
+) -> None:
+    """A wrong permutation or rotary layout leaves single words right but not most answers."""
+    model = open_model(tiny)
+    lines = (DATA / "questions.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    asked = [record for record in records if len(record["messages"]) == 1]
+    right = sum(
+        model.greedy(chat(record["messages"][0]["content"])) == record["answer"] for record in asked
+    )
+    # the checkpoint answers 71% of the whole set exactly (held-out words mostly fail)
+    assert right >= 0.55 * len(asked)
+
+
+@pytest.mark.parametrize(
+    ("pre", "steps", "ignore_merges"),
+    [
+        ("qwen2", [QWEN2, BYTES], False),
+        ("llama-bpe", [LLAMA3, BYTES], True),
+        ("smaug-bpe", [LLAMA3, BYTES], False),
+        ("gpt-2", [GPT2_BYTES], False),
+        ("smollm", [DIGITS, GPT2_BYTES], False),
+    ],
+)
+def test_tokens_agree_with_hugging_face(
+    pre: str,
+    steps: list[dict[str, Any]],
+    ignore_merges: bool,
+    folder: Path,
+    open_model: Callable[..., Model],
+) -> None:
+    edit_tokenizer(folder / "tokenizer.json", steps, ignore_merges)
+    convert(folder, folder / "model.gguf")
+    model = open_model(folder / "model.gguf", vocab_only=True)
+    assert model.metadata("tokenizer.ggml.pre") == pre
+    reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = (DATA / "heldout.txt").read_bytes().decode()
+    for part in [text, *text.splitlines(keepends=True)]:
+        assert model.tokenize(part) == reference.encode(part, add_special_tokens=False).ids
+
+
+def test_weights_are_exact_in_f32_and_bf16(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(TINY)
+    for file_type in ("F32", "BF16"):
+        convert(TINY, tmp_path / "model.gguf", file_type)
+        reader = gguf.GGUFReader(tmp_path / "model.gguf")
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        for name, target, heads in [
+            ("model.layers.3.self_attn.k_proj.weight", "blk.3.attn_k.weight", 2),
+            ("model.layers.3.mlp.down_proj.weight", "blk.3.ffn_down.weight", 0),
+            ("model.embed_tokens.weight", "token_embd.weight", 0),
+            ("model.norm.weight", "output_norm.weight", 0),
+        ]:
+            stored = gguf.dequantize(tensors[target].data, tensors[target].tensor_type)
+            expected = checkpoint.read(name)
+            expected = interleave_rotary(expected, heads) if heads else expected
+            np.testing.assert_array_equal(stored.reshape(expected.shape), expected)
+
+
+def test_q8_0_is_within_half_a_step(tmp_path: Path) -> None:
+    convert(TINY, tmp_path / "model.gguf", "Q8_0")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert tensors["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    stored = tensors["blk.0.ffn_up.weight"]
+    assert stored.tensor_type == gguf.GGMLQuantizationType.Q8_0
+    exact = Checkpoint(TINY).read("model.layers.0.mlp.up_proj.weight").reshape(-1, 32)
+    step = np.abs(exact).max(axis=1, keepdims=True) / 127
+    error = np.abs(gguf.dequantize(stored.data, stored.tensor_type).reshape(-1, 32) - exact)
+    # the step itself is stored in 16 bits
+    assert (error <= step * 0.5 + np.abs(exact) * 2**-10).all()
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (4, 64), (3, 10)])
+def test_rotary_rows_come_back(heads: int, head_dim: int) -> None:
+    weight = np.random.default_rng(7).standard_normal((heads * head_dim, 5)).astype(np.float32)
+    turned = interleave_rotary(weight, heads)
+    back = turned.reshape(heads, head_dim // 2, 2, 5).swapaxes(1, 2).reshape(weight.shape)
+    np.testing.assert_array_equal(back, weight)
+    np.testing.assert_array_equal(turned[:2], weight[[0, head_dim // 2]])
+
+
+def test_metadata(tiny: Path, open_model: Callable[..., Model]) -> None:
+    model = open_model(tiny, vocab_only=True)
+    settings = json.loads((TINY / "tokenizer_config.json").read_text())
+    assert model.metadata("tokenizer.ggml.add_bos_token") == "false"
+    assert model.metadata("tokenizer.chat_template") == settings["chat_template"]
+    assert float(model.metadata("general.sampling.temp") or "nan") == 0.0
+    assert llama_cpp.llama_vocab_eos(model.vocab) == 2
+    assert llama_cpp.llama_vocab_is_eog(model.vocab, 0)
+    control = [
+        token for token in range(4096) if llama_cpp.llama_vocab_is_control(model.vocab, token)
+    ]
+    assert control == [0, 1, 2]
+
+
+def test_sampling_defaults_of_the_model(folder: Path, open_model: Callable[..., Model]) -> None:
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.5, "top_k": 20, "top_p": 0.75, "eos_token_id": 2}'
+    )
+    convert(folder, folder / "model.gguf")
+    model = open_model(folder / "model.gguf", vocab_only=True)
+    found = [model.metadata(f"general.sampling.{key}") for key in ("temp", "top_k", "top_p")]
+    assert [float(value or "nan") for value in found] == [0.5, 20, 0.75]
+
+
+def test_first_token_follows_the_post_processor(
+    folder: Path, open_model: Callable[..., Model]
+) -> None:
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
+    }
+    edit(folder / "tokenizer_config.json", add_bos_token=None)
+    edit(
+        folder / "tokenizer.json",
+        post_processor={"type": "Sequence", "processors": [BYTES, template]},
+    )
+    convert(folder, folder / "model.gguf")
+    model = open_model(folder / "model.gguf", vocab_only=True)
+    assert llama_cpp.llama_vocab_get_add_bos(model.vocab)
+    assert llama_cpp.llama_vocab_bos(model.vocab) == 0
+
+
+def test_sharded_weights_give_the_same_file(folder: Path, tiny: Path) -> None:
+    tensors = read_safetensors(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for shard in range(3):
+        name = f"model-{shard + 1:05d}-of-00003.safetensors"
+        part = dict(list(tensors.items())[shard::3])
+        write_safetensors(folder / name, part)
+        weight_map.update(dict.fromkeys(part, name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    convert(folder, folder / "model.gguf")
+    assert (folder / "model.gguf").read_bytes() == tiny.read_bytes()
+
+
+def test_llama3_rope_factors() -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+    config = read_config(TINY / "config.json", config | {"rope_scaling": scaling})
+    expected = []
+    for i in range(32):
+        frequency = 10000.0 ** (-2 * i / 64)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < 512 / 4:
+            expected.append(1.0)
+        elif wavelength > 512 / 1:
+            expected.append(8.0)
+        else:
+            smooth = (512 / wavelength - 1) / (4 - 1)
+            expected.append(frequency / ((1 - smooth) * frequency / 8 + smooth * frequency))
+    assert expected[0] == 1.0
+    assert expected[-1] == 8.0
+    np.testing.assert_allclose(llama3_rope_factors(config), expected, rtol=1e-6)
+
+
+def test_llama3_rope_is_written_and_loads(folder: Path, open_model: Callable[..., Model]) -> None:
+    rope = {
+        "rope_theta": 10000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    }
+    edit(folder / "config.json", rope_parameters=rope, rope_scaling=None, rope_theta=None)
+    convert(folder, folder / "model.gguf")
+    names = [tensor.name for tensor in gguf.GGUFReader(folder / "model.gguf").tensors]
+    assert "rope_freqs.weight" in names
+    assert open_model(folder / "model.gguf").greedy(chat("What is 17 + 25?"))
+
+
+def test_progress_ends_with_everything(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    convert(TINY, tmp_path / "model.gguf", progress=lambda done, total: seen.append((done, total)))
+    done = [step for step, _ in seen]
+    assert done == sorted(done)
+    assert len(seen) == 56
+    assert seen[-1][0] == seen[-1][1]
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def change(name: str, **changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / name, **changes)
+
+
+def replace_text(name: str, text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return write
+
+
+def truncate(size: int) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+
+    return cut
+
+
+def change_tensor(name: str, replacement: tuple[str, list[int], bytes] | None) -> Any:
+    def rewrite(folder: Path) -> None:
+        tensors = read_safetensors(folder / "model.safetensors")
+        tensors.pop(name, None)
+        if replacement is not None:
+            tensors[name] = replacement
+        write_safetensors(folder / "model.safetensors", tensors)
+
+    return rewrite
+
+
+def split_on_spaces(folder: Path) -> None:
+    step = {**QWEN2, "pattern": {"Regex": " +"}}
+    edit_tokenizer(folder / "tokenizer.json", [step, BYTES], False)
+
+
+NORM = "model.norm.weight"
+INDEX = "model.safetensors.index.json"
+TOO_LARGE = np.full(4096 * 256, 1e6, "<f4").tobytes()
+BAD_FOLDERS: list[tuple[Callable[[Path], None], type[LocalgenError], list[str]]] = [
+    (remove("config.json"), ModelNotFound, ["config.json"]),
+    (remove("tokenizer.json"), ModelNotFound, ["tokenizer.json"]),
+    (remove("model.safetensors"), ModelNotFound, ["model.safetensors"]),
+    (replace_text("config.json", "{"), LoadFailed, ["config.json"]),
+    (replace_text("config.json", "[" * 100_000), LoadFailed, ["config.json"]),
+    (replace_text("tokenizer.json", "[]"), LoadFailed, ["tokenizer.json", "no JSON object"]),
+    (replace_text("tokenizer.json", "{}"), LoadFailed, ["tokenizer.json", "model"]),
+    (replace_text(INDEX, "{}"), LoadFailed, [INDEX, "weight_map"]),
+    (replace_text(INDEX, '{"weight_map": {"a": "b.safetensors"}}'), ModelNotFound, ["b.safe"]),
+    (truncate(5), LoadFailed, ["model.safetensors"]),
+    (truncate(2000), LoadFailed, ["model.safetensors"]),
+    (truncate(1_000_000), LoadFailed, ["model.safetensors", "cut short", "1,000,000"]),
+    (replace_text("model.safetensors", "x" * 4000), LoadFailed, ["model.safetensors"]),
+    (change_tensor(NORM, None), LoadFailed, [NORM]),
+    (change_tensor(NORM, ("F32", [128], bytes(512))), LoadFailed, [NORM, "128", "256"]),
+    (change_tensor(NORM, ("I8", [256], bytes(256))), LoadFailed, [NORM, "I8"]),
+    (change_tensor(NORM, ("F32", [256], bytes(512))), LoadFailed, [NORM, "512"]),
+    (change_tensor("extra", ("F32", [1], bytes(4))), LoadFailed, ["extra"]),
+    (
+        change_tensor("model.embed_tokens.weight", ("F32", [4096, 256], TOO_LARGE)),
+        LoadFailed,
+        ["token_embd.weight", "BF16"],
+    ),
+    (change("config.json", architectures=["MambaForCausalLM"]), LoadFailed, ["MambaForCausalLM"]),
+    (change("config.json", hidden_act="gelu"), LoadFailed, ["config.json", "gelu"]),
+    (change("config.json", hidden_size=None), LoadFailed, ["config.json", "hidden_size"]),
+    (change("config.json", hidden_size="big"), LoadFailed, ["config.json", "big"]),
+    (change("config.json", rope_scaling={"type": "yarn"}), LoadFailed, ["config.json", "yarn"]),
+    (change("config.json", rope_scaling={"type": "linear"}), LoadFailed, ["factor"]),
+    (change("config.json", tie_word_embeddings=False), LoadFailed, ["lm_head.weight"]),
+    (change("generation_config.json", eos_token_id=[0, 1, 2, 3]), LoadFailed, ["4 end tokens"]),
+    (change("generation_config.json", eos_token_id="end"), LoadFailed, ["end"]),
+    (
+        change("generation_config.json", do_sample=True, temperature="hot"),
+        LoadFailed,
+        ["generation_config.json", "temperature"],
+    ),
+    (change("tokenizer.json", normalizer={"type": "NFC"}), LoadFailed, ["NFC"]),
+    (split_on_spaces, LoadFailed, ["tokenizer.json", "pre-tokenizer", " +"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "words"), BAD_FOLDERS)
+def test_bad_folders_are_explained_and_leave_nothing(
+    damage: Callable[[Path], None],
+    error: type[LocalgenError],
+    words: list[str],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    damage(folder)
+    target = tmp_path / "out" / "model.gguf"
+    target.parent.mkdir()
+    with pytest.raises(error) as caught:
+        convert(folder, target)
+    assert type(caught.value) is error
+    assert "\n" not in caught.value.message
+    assert all(word in caught.value.message for word in words), caught.value.message
+    assert list(target.parent.iterdir()) == []
+
+
+def test_a_failed_conversion_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model.gguf"
+    target.write_bytes(b"old")
+
+    def full_disk(self: gguf.GGUFWriter, tensor: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full_disk)
+    with pytest.raises(LoadFailed, match=r"model\.gguf cannot be written: No space left"):
+        convert(TINY, target)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
+        ("model.gguf", b"old")
+    ]
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(TINY, tmp_path / "model.gguf", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"Q4_7.*F16"):
+        convert(TINY, tmp_path / "model.gguf", "Q4_7")
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        convert(tmp_path / "nowhere", tmp_path / "model.gguf")
+    with pytest.raises(LoadFailed, match="missing"):
+        convert(TINY, tmp_path / "missing" / "model.gguf")

@@ -1,0 +1,150 @@
+"""Imports go down only, floor 0 needs next to nothing, and the command line starts light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = {
+    "localgen.cli": 5,
+    "localgen.tui": 4,
+    "localgen.repl": 4,
+    "localgen": 3,
+    "localgen.quant": 2,
+    "localgen.backends.llamacpp": 1,
+    "localgen.backends.cuda": 1,
+    "localgen.backends": 0,
+}
+# on these floors the parts stand side by side and do not know each other
+SEPARATE_FLOORS = {4, 1}
+# the process border speaks msgpack and starts whichever runner the model needs
+PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
+FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
+HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its import name; the linked folders once, by that name."""
+    found = {}
+    for top in ("localgen", "localgen/backends", "localgen/quant", "localgen/tui"):
+        for path in (ROOT / top).resolve().rglob("*.py"):
+            inside = path.relative_to((ROOT / top).resolve()).with_suffix("")
+            found[".".join([*top.split("/"), *inside.parts]).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(module: str) -> Iterator[str]:
+    """Full names of the modules that a module imports anywhere in its text."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = ".".join(parents[: len(parents) + 1 - node.level]) if node.level else ""
+            source = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                whole = f"{source}.{alias.name}"
+                yield whole if whole in MODULES else source
+
+
+def part_of(module: str) -> str:
+    """The longest prefix of a module's name that has a floor."""
+    parts = module.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next(prefix for prefix in prefixes if prefix in FLOORS)
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if imported == "localgen":  # the version
+        return True
+    here, there = part_of(importer), part_of(imported)
+    if here == there:
+        return True
+    if here == "localgen.tui":
+        return imported.startswith("localgen.client")
+    if FLOORS[here] == FLOORS[there]:
+        return FLOORS[here] not in SEPARATE_FLOORS
+    return FLOORS[there] < FLOORS[here] or importer in PROCESS_BORDER
+
+
+def test_every_folder_is_seen() -> None:
+    assert {part_of(module) for module in MODULES} >= {
+        "localgen",
+        "localgen.backends",
+        "localgen.backends.llamacpp",
+        "localgen.quant",
+    }
+    assert len(set(MODULES.values())) == len(MODULES)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("localgen.cli.main", "localgen.client.http", True),
+        ("localgen.server.app", "localgen.cli.main", False),
+        ("localgen.backends.types", "localgen.quant.gguf", False),
+        ("localgen.backends.engine.engine", "localgen.backends.llamacpp.runner", False),
+        ("localgen.backends.llamacpp.runner", "localgen.backends.cuda.runner", False),
+        ("localgen.repl.loop", "localgen.tui.app", False),
+        ("localgen.tui.app", "localgen.server.app", False),
+        ("localgen.tui.app", "localgen.client.http", True),
+    ],
+)
+def test_the_rule(importer: str, imported: str, allowed: bool) -> None:
+    assert may_import(importer, imported) is allowed
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_down_only(module: str) -> None:
+    ours = [name for name in imports(module) if name.split(".")[0] == "localgen"]
+    assert [name for name in ours if not may_import(module, name)] == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_import_names_are_those_of_the_package(module: str) -> None:
+    top_level = {"backends", "quant", "tui", "tests", "benchmarks"}
+    assert [name for name in imports(module) if name.split(".")[0] in top_level] == []
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if FLOORS[part_of(m)] == 0))
+def test_floor_0_needs_only_numpy_and_jinja(module: str) -> None:
+    libraries = {name.split(".")[0] for name in imports(module)} - {"localgen"}
+    allowed = FLOOR_0_LIBRARIES | ({"msgspec"} if module in PROCESS_BORDER else set())
+    assert libraries - sys.stdlib_module_names <= allowed
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import localgen.cli.main",
+        "import sys; sys.argv = ['localgen', '--help']\n"
+        "from localgen.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code",
+    ],
+    ids=["import", "help"],
+)
+def test_the_command_line_starts_light(program: str) -> None:
+    report = "\nimport sys; print('MODULES', *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program + report],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.rpartition("MODULES")[2].split())
+    assert "localgen.cli.main" in loaded
+    assert [name for name in HEAVY if name in loaded] == []

@@ -1,0 +1,231 @@
+"""The llama.cpp runner on the built-in model: text depends on the prompt and nothing else.
+
+Batches of another shape add up in another order, so logits differ by rounding. Where the
+two best lie closer together than NOISE, either may win; such cases are counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+import psutil
+import pytest
+from models import TINY_GGUF, Bench, Reply, questions
+
+from localgen.backends.engine.sequence import Sequence as EngineSequence
+from localgen.backends.types import Finished, LoadOptions, Message, SamplingParams
+
+# logits of this model are of order 10; f16 KV and float32 sums leave differences of 1e-3
+NOISE = 0.02
+MAX_NOISY = 2  # of 40 answers
+
+GREEDY = SamplingParams(temperature=0, max_tokens=100, logprobs=2)
+SAMPLED = SamplingParams(temperature=0.8, max_tokens=80, logprobs=2, seed=7, ignore_eos=True)
+CHATS = questions(40)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(LoadOptions())
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Reply]:
+    """Each chat by itself, in one chunk, with an empty cache."""
+    bench = Bench(LoadOptions(prefix_cache=False))
+    replies = bench.ask_one_by_one(CHATS, GREEDY)
+    bench.close()
+    return replies
+
+
+def noisy(replies: Sequence[Reply], references: Sequence[Reply]) -> int:
+    """Number of answers that differ; asserts that each could: two logits within NOISE."""
+    count = 0
+    for reply, reference in zip(replies, references, strict=True):
+        if reply.tokens == reference.tokens:
+            assert reply.text == reference.text
+            continue
+        pairs = zip(reply.tokens, reference.tokens, strict=False)
+        at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        best, second = reference.logprobs[at].top
+        assert best.logprob - second.logprob < NOISE, (reply.text, reference.text)
+        assert reply.tokens[at] in (best.token_id, second.token_id)
+        count += 1
+    return count
+
+
+def bare_greedy(prompt: Sequence[int], most: int, ends: frozenset[int]) -> list[int]:
+    """Plain llama.cpp, one sequence, one token after the other: nothing of ours."""
+    model = C.llama_model_load_from_file(str(TINY_GGUF).encode(), C.llama_model_default_params())
+    context = C.llama_init_from_model(model, C.llama_context_default_params())
+    vocab_size = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))
+    tokens, new = list(prompt), list(prompt)
+    while len(tokens) - len(prompt) < most:
+        array = (ctypes.c_int32 * len(new))(*new)
+        assert C.llama_decode(context, C.llama_batch_get_one(array, len(new))) == 0
+        row = np.ctypeslib.as_array(C.llama_get_logits_ith(context, -1), (vocab_size,))
+        new = [int(row.argmax())]
+        tokens += new
+        if new[0] in ends:
+            break
+    C.llama_free(context)
+    C.llama_model_free(model)
+    return tokens[len(prompt) :]
+
+
+def test_greedy_text_equals_plain_llama_cpp(bench: Bench, alone: list[Reply]) -> None:
+    tokenizer, template = bench.model.tokenizer, bench.model.template
+    assert template is not None
+    for chat, reply in zip(CHATS[:12], alone, strict=False):
+        prompt = tokenizer.encode(template.render(chat))
+        assert reply.tokens == bare_greedy(prompt, 100, tokenizer.end_ids)
+
+
+def test_text_does_not_depend_on_batch_mates(bench: Bench, alone: list[Reply]) -> None:
+    assert noisy(bench.ask(CHATS, GREEDY), alone) <= MAX_NOISY
+    assert len(bench.stats.step_sequences) > 8, "many sequences went into one llama_decode"
+
+
+@pytest.mark.parametrize("tokens", [4, 7, 33])
+def test_text_does_not_depend_on_chunk_size(tokens: int, alone: list[Reply]) -> None:
+    bench = Bench(LoadOptions(parallel=4, max_batch_tokens=tokens))
+    assert noisy(bench.ask(CHATS, GREEDY), alone) <= MAX_NOISY
+    bench.close()
+
+
+def test_text_does_not_depend_on_cache_hits(bench: Bench, alone: list[Reply]) -> None:
+    chats = CHATS[:25]  # fewer than the prefixes that are kept
+    bench.ask_one_by_one(chats, GREEDY)
+    before = bench.stats.prefix_cache_hits_total
+    again = bench.ask_one_by_one(chats, GREEDY)
+    assert noisy(again, alone[:25]) <= MAX_NOISY
+    prompt_tokens = sum(reply.finished.prompt_tokens for reply in again)
+    cached = sum(reply.finished.timings.cache_n for reply in again)
+    assert cached == bench.stats.prefix_cache_hits_total - before
+    assert cached == prompt_tokens - len(chats), "all but the token that starts the answer"
+    bench.runner.lanes.check()
+
+
+def squeezed() -> Bench:
+    """A pool in which eight long answers do not fit."""
+    return Bench(LoadOptions(parallel=8, ctx=256, kv_tokens=256))
+
+
+def test_text_does_not_depend_on_preemption(bench: Bench) -> None:
+    params = replace(GREEDY, ignore_eos=True)
+    references = bench.ask_one_by_one(CHATS[:16], params)
+    small = squeezed()
+    replies = small.ask(CHATS[:16], params)
+    assert small.stats.num_preemptions_total > 0
+    assert noisy(replies, references) <= MAX_NOISY
+    assert any("preempted" in note for reply in replies for note in reply.finished.notes)
+    small.close()
+
+
+def test_sampled_text_depends_on_the_seed_alone(bench: Bench) -> None:
+    references = bench.ask_one_by_one(CHATS[:16], SAMPLED)
+    small = squeezed()
+    for other in (bench, small):
+        replies = other.ask(CHATS[:16], SAMPLED)
+        same = sum(a.tokens == b.tokens for a, b in zip(references, replies, strict=True))
+        # rounding can move a draw that falls on the border between two tokens
+        assert same >= len(references) - MAX_NOISY
+    assert small.stats.num_preemptions_total > 0
+    small.close()
+    different = bench.ask(CHATS[:16], replace(SAMPLED, seed=8))
+    assert [r.text for r in different] != [r.text for r in references]
+
+
+def test_drafts_change_nothing(bench: Bench, alone: list[Reply]) -> None:
+    """1 + k tokens in one chunk: right drafts are taken, wrong ones rewound."""
+    rng = random.Random(3)
+    scheduler = bench.engine._scheduler
+    answers: dict[str, list[int]] = {}
+    plan = scheduler.plan
+
+    def plan_with_drafts() -> object:
+        for seq in scheduler.running:
+            if seq.is_decoding:
+                seq.drafts = guess(seq, answers[seq.id], rng)
+        return plan()
+
+    scheduler.plan = plan_with_drafts  # type: ignore[method-assign, assignment]
+    names = []
+    for chat, reply in zip(CHATS, alone, strict=True):
+        names.append(bench.submit(chat, GREEDY))
+        answers[names[-1]] = reply.tokens
+    assert noisy(bench.run(names), alone) <= MAX_NOISY
+    generated = bench.stats.generation_tokens_total
+    rows = sum(n * steps for n, steps in enumerate(bench.stats.step_sequences))
+    assert rows < 0.8 * generated, "accepted drafts save steps"
+
+
+def guess(seq: EngineSequence, answer: list[int], rng: random.Random) -> list[int]:
+    done = seq.num_generated
+    right = answer[done : done + rng.randint(0, 3)]
+    return [*right, *(rng.randrange(4096) for _ in range(rng.randint(0, 2)))]
+
+
+def test_the_second_turn_computes_only_what_is_new(bench: Bench) -> None:
+    chat = [Message("user", "What is a KV cache?")]
+    (first,) = bench.ask([chat], GREEDY)
+    chat += [Message("assistant", first.text), Message("user", "What is 17 + 25?")]
+    (second,) = bench.ask([chat], GREEDY)
+    timings = second.finished.timings
+    # all of the first turn but its end token, which was sampled and never computed
+    assert timings.cache_n == first.finished.prompt_tokens + first.finished.completion_tokens - 1
+    assert timings.prompt_n == second.finished.prompt_tokens - timings.cache_n
+    assert timings.prompt_n < 30
+
+
+def test_four_cold_requests_compute_their_system_prompt_once(bench: Bench) -> None:
+    system = Message("system", "You are a helpful machine. " * 60)
+    chats = [[system, Message("user", f"What is {i} + 2?")] for i in range(4)]
+    replies = bench.ask(chats, GREEDY)
+    computed = sum(reply.finished.timings.prompt_n for reply in replies)
+    prompt = min(reply.finished.prompt_tokens for reply in replies)
+    assert prompt > 300
+    assert computed < prompt + 4 * 32
+
+
+def test_500_requests_with_random_cancels_leave_the_pool_whole_and_memory_flat() -> None:
+    bench = Bench(LoadOptions(parallel=8, ctx=512, kv_tokens=1024, max_batch_tokens=64))
+    rng = random.Random(1)
+    process = psutil.Process()
+    resident = []
+    for _ in range(10):
+        names = []
+        for _ in range(50):
+            words = " ".join(rng.choices(["cat", "sum", "17", "blue"], k=rng.randint(1, 80)))
+            length, seed = rng.randint(1, 40), rng.randrange(99)
+            params = SamplingParams(temperature=1, max_tokens=length, seed=seed)
+            names.append(bench.submit([Message("user", words)], params))
+            if rng.random() < 0.5:
+                bench.engine.step(wait=False)
+            if rng.random() < 0.3:
+                bench.engine.cancel(rng.choice(names))
+        bench.run(names)
+        bench.runner.lanes.check()
+        resident.append(process.memory_info().rss)
+    ends = [reply.end for reply in bench.replies.values()]
+    assert len(ends) == 500
+    assert all(isinstance(end, Finished) for end in ends)
+    assert sum(isinstance(end, Finished) and end.reason == "cancelled" for end in ends) > 50
+    assert resident[-1] - resident[4] < 8e6, "memory is flat once warm"
+    bench.close()
+
+
+def test_without_prefix_cache_nothing_is_reused() -> None:
+    bench = Bench(LoadOptions(prefix_cache=False))
+    for _ in range(2):
+        (reply,) = bench.ask([CHATS[0]], GREEDY)
+        assert reply.finished.timings.cache_n == 0
+    assert bench.runner.usage().cached == 0
+    bench.close()
