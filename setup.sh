@@ -37,6 +37,21 @@ need_compilers() {
     done
 }
 
+# GCC before 11.5, 12.4 and 13.3 loses the set-up of AMX tiles (its bug 114098): llama.cpp
+# built with it crashes on a processor that has them, so it has to do without.
+spare_amx() {
+    "${CC:-cc}" --version 2>/dev/null | grep -q 'Free Software Foundation' || return 0
+    case $("${CC:-cc}" -dumpmachine) in x86_64*) ;; *) return 0 ;; esac
+    case $("${CC:-cc}" -dumpfullversion) in
+    11.[0-4].* | 12.[0-3].* | 13.[0-2].*) ;;
+    *) return 0 ;;
+    esac
+    flags='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'
+    CFLAGS="${CFLAGS:-} $flags"
+    CXXFLAGS="${CXXFLAGS:-} $flags"
+    export CFLAGS CXXFLAGS
+}
+
 clock() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
 
 # Shows once in a while that the step goes on, with ninja's [done/all] when there is one.
@@ -102,6 +117,7 @@ get_llama_wheel() {
         return
     else
         need_compilers
+        spare_amx
         say "Building llama-cpp-python $version: this compiles llama.cpp for the processor of this"
         say "machine, so that it uses all of it. About five minutes on two cores, once only (seconds"
         say "if pip has kept it from before). To use a prebuilt wheel instead, stop this and run:"

@@ -70,9 +70,7 @@ def drain(scheduler: Scheduler, runner: FakeRunner, most: int = 100_000) -> None
     raise AssertionError("the schedule does not end")
 
 
-prompts = st.lists(
-    st.lists(st.integers(1, 3), min_size=1, max_size=50), min_size=1, max_size=12
-)
+prompts = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=50), min_size=1, max_size=12)
 
 
 @settings(max_examples=150, deadline=None)
