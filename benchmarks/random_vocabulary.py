@@ -1,0 +1,91 @@
+"""A byte-level BPE vocabulary made of pronounceable nothing, in any size.
+
+Every text round-trips, because all 256 bytes are there. What a random model says comes back
+as the same tokens, because it only ever says whole words (see RandomVocabulary.spoken).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gguf import TokenType
+
+NUM_SPECIAL = 256
+SPACE = "Ġ"  # a space, in GPT-2's printable bytes
+_SPECIAL = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "<|eot_id|>",
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{{ message['content'] }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomVocabulary:
+    """Tokens by id: 256 bytes, merged pieces, then NUM_SPECIAL control tokens as in Llama 3.
+
+    spoken: ids of the pieces that begin with a space, and so are a word of their own.
+    """
+
+    tokens: tuple[str, ...]
+    types: tuple[TokenType, ...]
+    merges: tuple[str, ...]
+    spoken: tuple[int, ...]
+
+    def special_id(self, name: str) -> int:
+        """The id of a control token."""
+        return self.tokens.index(name, len(self.tokens) - NUM_SPECIAL)
+
+
+def random_vocabulary(size: int) -> RandomVocabulary:
+    """A vocabulary of `size` tokens, the same each time. ValueError: no room for the basics."""
+    num_merged = size - 256 - NUM_SPECIAL
+    if num_merged < 26**2 * 2 + 26:
+        raise ValueError(f"{size} tokens are too few, two-letter words alone need 1,890")
+    pairs = list(itertools.islice(_pairs(), num_merged))
+    if len(pairs) < num_merged:
+        raise ValueError(f"{size} tokens are more than the {len(pairs)} words there are")
+    special = [_SPECIAL.get(i, f"<|reserved_special_token_{i}|>") for i in range(NUM_SPECIAL)]
+    tokens = (*_byte_pieces(), *(left + right for left, right in pairs), *special)
+    normal = size - NUM_SPECIAL
+    return RandomVocabulary(
+        tokens=tokens,
+        types=(TokenType.NORMAL,) * normal + (TokenType.CONTROL,) * NUM_SPECIAL,
+        merges=tuple(f"{left} {right}" for left, right in pairs),
+        spoken=tuple(i for i in range(256, normal) if tokens[i][0] == SPACE),
+    )
+
+
+def random_words(count: int, seed: str) -> str:
+    """A text of exactly `count` tokens after a space or at the start, the same for one seed."""
+    draw = random.Random(seed)
+    return " ".join("".join(draw.choices(string.ascii_lowercase, k=2)) for _ in range(count))
+
+
+def _byte_pieces() -> list[str]:
+    """GPT-2's printable character for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = itertools.count(0x100)
+    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
+
+
+def _pairs() -> Iterator[tuple[str, str]]:
+    """Merges: `a b`, `Ġ a`, `Ġ ab`, `ab c`, `Ġ abc`, `Ġab cd`; most useful first."""
+    letters = string.ascii_lowercase
+    two = ["".join(pair) for pair in itertools.product(letters, repeat=2)]
+    yield from itertools.product(letters, letters)
+    yield from ((SPACE, piece) for piece in (*letters, *two))
+    yield from itertools.product(two, letters)
+    yield from ((SPACE, piece + letter) for piece in two for letter in letters)
+    yield from ((SPACE + left, right) for left in two for right in two)

@@ -1,0 +1,67 @@
+"""What `run` and `chat` are given besides options: a model, a prompt, standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from localgen.backends.errors import InvalidRequest
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="Name or path of a model; without: LOCALGEN_MODEL, or the built-in one."),
+]
+PromptArgument = Annotated[str | None, typer.Argument(help="What to answer.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def model_and_prompt(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
+    """Tell a prompt from a model where only one argument was given.
+
+    Words with blanks between them are a prompt, unless they are the path of a file.
+    """
+    usual = os.environ.get("LOCALGEN_MODEL") or None
+    if prompt is None and model is not None and len(model.split()) > 1 and not _is_file(model):
+        return usual, model
+    return model or usual, prompt
+
+
+def whole_prompt(prompt: str | None) -> str:
+    """The prompt: the argument, what is piped in, or both with a blank line between.
+
+    InvalidRequest: there is neither, or the input is not text.
+    """
+    if prompt is not None and _is_terminal():
+        return prompt
+    if _is_terminal():
+        print("the prompt, then Ctrl+D:", file=sys.stderr)
+    parts = [part for part in (prompt, read_input()) if part and part.strip()]
+    if not parts:
+        raise InvalidRequest("no prompt: give it as an argument or on standard input")
+    return "\n\n".join(parts)
+
+
+def read_input() -> str:
+    """Standard input to its end, without its last newline."""
+    if sys.stdin is None:
+        return ""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start:,}"
+        raise InvalidRequest(f"standard input is not UTF-8 text at {place}") from error
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return text.lower().endswith(".gguf") or Path(text).expanduser().exists()
+    except OSError:
+        return False  # too long for a path
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()

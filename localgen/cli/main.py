@@ -1,0 +1,100 @@
+"""`localgen`: finds the command, and turns whatever goes wrong into one line and a status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from localgen import __version__
+from localgen.backends.errors import LocalgenError
+from localgen.cli import exits
+from localgen.cli.commands import LazyGroup
+
+_EPILOG = (
+    "Settings come from LOCALGEN_* variables too: each option of chat and run from its long name, "
+    "--max-tokens from LOCALGEN_MAX_TOKENS. " + exits.table()
+)
+
+app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, add_completion=False, epilog=_EPILOG)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"localgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def localgen(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version)
+    ] = False,
+) -> None:
+    """Run language models on your own machine."""
+
+
+def main() -> None:
+    """The entry of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # a terminal that is not UTF-8 shows ? instead of ending the answer
+            stream.reconfigure(errors="replace")
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line; its exit status. Every error has been told on stderr."""
+    try:
+        status = _invoke(arguments or ["--help"])
+        sys.stdout.flush()
+        return status
+    except LocalgenError as error:
+        return _tell(error.message, exits.status_of(error.code))
+    except typer.TyperException as error:
+        return _tell(_usage_message(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        return _leave_broken_pipe()
+    except Exception as error:  # the last line of defence: a user never sees a traceback
+        return _tell_defect(error)
+
+
+def _invoke(arguments: list[str]) -> int:
+    group = typer.main.get_command(app)
+    returned = group.main(arguments, prog_name="localgen", standalone_mode=False)
+    return returned if isinstance(returned, int) else 0
+
+
+def _usage_message(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "localgen"
+    return f"{error.format_message()} (see {path} --help)"
+
+
+def _tell(message: str, status: int) -> int:
+    from localgen.repl.inert import one_line
+
+    print(f"localgen: {one_line(message)}", file=sys.stderr)
+    return status
+
+
+def _tell_defect(error: Exception) -> int:
+    from localgen.cli import defects
+
+    where = defects.record(error)
+    name = type(error).__name__
+    return _tell(f"a defect of localgen ({name}: {error}); details in {where}", exits.UNEXPECTED)
+
+
+def _leave_broken_pipe() -> int:
+    # the interpreter flushes stdout once more at its end, and would complain again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exits.BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""One prompt, one answer, on standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from localgen.repl import report
+from localgen.repl.conversation import Conversation
+from localgen.repl.inert import inert, one_line
+from localgen.repl.loading import Loading
+from localgen.repl.plain import stream_plain
+from localgen.repl.session import ModelOptions
+
+if TYPE_CHECKING:
+    from localgen.client import Answer, Client
+
+
+def answer_one(
+    client: Client,
+    loading: Loading,
+    model: str | None,
+    prompt: str,
+    options: ModelOptions,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Load the model, answer the prompt on stdout as text or one JSON record, notes on stderr."""
+    with loading:
+        client.connect()
+        info = client.load(model, options.load, loading.progress)
+    if options.verbose:
+        _tell(*info.notes)
+    messages = Conversation(options.system).asking(prompt)
+    stream = client.chat(
+        info.name, messages, options.params, ctx=options.ctx, priority=options.priority
+    )
+    text, answer = stream_plain(stream, _silent if as_json else _write)
+    if as_json:
+        print(json.dumps(_record(prompt, text, answer), ensure_ascii=False))
+    elif not text.endswith("\n"):
+        print(flush=True)
+    _tell(*report.warnings(answer))
+    if options.verbose:
+        _tell(*report.verbose_lines(answer, info.load_ms))
+
+
+def stderr_console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _write(text: str) -> None:
+    # a file gets the text as it is, a terminal must not obey it
+    sys.stdout.write(inert(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def _silent(_text: str) -> None:
+    pass
+
+
+def _tell(*lines: str) -> None:
+    for line in lines:
+        print(one_line(line) if "\n" in line else inert(line), file=sys.stderr)
+
+
+def _record(prompt: str, text: str, answer: Answer) -> dict[str, Any]:
+    return {
+        "model": answer.model,
+        "prompt": prompt,
+        "text": text,
+        "finish_reason": answer.finish_reason,
+        "stop": answer.stop,
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        },
+        "timings": asdict(answer.timings),
+        "ctx": answer.ctx,
+        "seed": answer.seed,
+        "notes": list(answer.notes),
+    }

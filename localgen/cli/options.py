@@ -1,0 +1,167 @@
+"""The options of every command that runs a model, declared once and turned into values once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions, SamplingParams
+from localgen.repl import parameters
+from localgen.repl.session import ModelOptions
+
+OnOffAuto = Literal["auto", "on", "off"]
+_METAVARS = {list[str]: "<str>", list[int]: "<int>"}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option and the field it sets. absent: a value that means the same as no option."""
+
+    field: str
+    kind: Any
+    names: str
+    help: str
+    absent: int | None = None
+
+    @property
+    def variable(self) -> str:
+        """`LOCALGEN_` and the long name."""
+        long = self.names.split()[-1].split("/")[0].removeprefix("--")
+        return "LOCALGEN_" + long.upper().replace("-", "_")
+
+    def parameter(self, panel: str) -> inspect.Parameter:
+        option = typer.Option(
+            *self.names.split(),
+            help=self.help,
+            metavar=_METAVARS.get(self.kind),
+            envvar=self.variable,
+            show_envvar=False,
+            rich_help_panel=panel,
+        )
+        annotated: Any = Annotated  # a type that is only known here
+        kind = annotated[self.kind | None, option]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.field, keyword, default=None, annotation=kind)
+
+
+ASKING = (
+    Flag("ctx", int, "-c --ctx", "Most tokens of prompt and answer together; 0: the model's.", 0),
+    Flag("system", str, "-sys --system", "System prompt."),
+    Flag("priority", int, "--priority", "Higher is served first."),
+    Flag("verbose", bool, "--verbose", "Show load, prompt and generation speed, and TTFT."),
+)
+SAMPLING = (
+    Flag("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
+    Flag("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
+    Flag("temperature", float, "--temp", "Temperature; 0: always the likeliest token."),
+    Flag("top_k", int, "--top-k", "Keep the k likeliest tokens; 0: all."),
+    Flag("top_p", float, "--top-p", "Keep the likeliest tokens up to this probability."),
+    Flag("min_p", float, "--min-p", "Drop tokens below this share of the likeliest."),
+    Flag("typical_p", float, "--typical-p", "Locally typical sampling; 1: off."),
+    Flag("top_n_sigma", float, "--top-n-sigma", "Keep logits within n sigma of the best; -1: off."),
+    Flag("xtc_probability", float, "--xtc-probability", "How often XTC drops the best; 0: off."),
+    Flag("xtc_threshold", float, "--xtc-threshold", "XTC counts tokens above this probability."),
+    Flag("dry_multiplier", float, "--dry-multiplier", "Strength of the DRY penalty; 0: off."),
+    Flag("dry_base", float, "--dry-base", "How DRY grows with the length of the repetition."),
+    Flag("dry_allowed_length", int, "--dry-allowed-length", "Repetitions this long are free."),
+    Flag("dry_penalty_last_n", int, "--dry-penalty-last-n", "Tokens DRY looks at; -1: all."),
+    Flag(
+        "dry_sequence_breakers",
+        list[str],
+        "--dry-sequence-breaker",
+        "Text at which a repetition ends (may be repeated).",
+    ),
+    Flag("mirostat", int, "--mirostat", "Mirostat 1 or 2 instead of top-k, top-p, …; 0: off."),
+    Flag("mirostat_tau", float, "--mirostat-ent", "Mirostat's target entropy."),
+    Flag("mirostat_eta", float, "--mirostat-lr", "Mirostat's learning rate."),
+    Flag("dynatemp_range", float, "--dynatemp-range", "Dynamic temperature: range; 0: off."),
+    Flag("dynatemp_exponent", float, "--dynatemp-exp", "Dynamic temperature: exponent."),
+    Flag("adaptive_target", float, "--adaptive-target", "Adaptive-p: target; below 0: off."),
+    Flag("adaptive_decay", float, "--adaptive-decay", "Adaptive-p: decay."),
+    Flag("repeat_penalty", float, "--repeat-penalty", "Penalty of tokens seen lately; 1: off."),
+    Flag("repeat_last_n", int, "--repeat-last-n", "Tokens the penalties look at; -1: all."),
+    Flag("presence_penalty", float, "--presence-penalty", "Penalty of tokens seen at all."),
+    Flag("frequency_penalty", float, "--frequency-penalty", "Penalty for each time seen."),
+    Flag("logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."),
+    Flag("stop", list[str], "--stop", "Text that ends the answer (may be repeated)."),
+    Flag("stop_token_ids", list[int], "--stop-token", "Token id that ends it (may be repeated)."),
+    Flag("ignore_eos", bool, "--ignore-eos", "Go on past the model's end of text."),
+)
+LOADING = (
+    Flag("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
+    Flag("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),
+    Flag("gpu_layers", int, "-ngl --gpu-layers", "Layers on the GPU; -1: all."),
+    Flag("flash_attn", OnOffAuto, "-fa --flash-attn", "Flash attention."),
+    Flag("cache_type_k", str, "-ctk --cache-type-k", "Type of the cached keys: f16, q8_0, …"),
+    Flag("cache_type_v", str, "-ctv --cache-type-v", "Type of the cached values."),
+    Flag("kv_tokens", int, "--kv-tokens", "Tokens that all requests may cache together."),
+    Flag("parallel", int, "-np --parallel", "Most requests computed at once."),
+    Flag("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),
+    Flag("itl_target_ms", float, "--itl-target-ms", "Prompts yield to keep tokens this close."),
+    Flag("max_queue", int, "--max-queue", "Waiting requests beyond which more are refused."),
+    Flag("prefix_cache", bool, "--prefix-cache/--no-prefix-cache", "Reuse prompts seen before."),
+    Flag("mmap", bool, "--mmap/--no-mmap", "Map the weights instead of reading them."),
+    Flag("mlock", bool, "--mlock/--no-mlock", "Keep the weights from being swapped out."),
+    Flag("chat_template", Path, "--chat-template", "File with a Jinja chat template to use."),
+)
+BACKEND = Flag("backend", Literal["auto", "llamacpp"], "--backend", "What computes the model.")
+
+PANELS = {
+    "Options": (*ASKING, BACKEND),
+    "Sampling": SAMPLING,
+    "Loading (when the model is not loaded yet)": LOADING,
+}
+
+
+def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all of these options; they reach it as one `options` argument."""
+    own = inspect.signature(command, eval_str=True).parameters
+    shared = [flag.parameter(panel) for panel, flags in PANELS.items() for flag in flags]
+
+    def with_options(**given: Any) -> None:
+        mine = {name: given.pop(name) for name in own if name != "options"}
+        command(**mine, options=collect(given))
+
+    keyword_only = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.items()
+        if name != "options"
+    ]
+    setattr(with_options, "__signature__", inspect.Signature([*keyword_only, *shared]))  # noqa: B010
+    with_options.__doc__ = command.__doc__
+    return with_options
+
+
+def collect(given: dict[str, Any]) -> ModelOptions:
+    """The values of the options. LocalgenError: one does not say what it should."""
+    sampling = _given(SAMPLING, given)
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = parameters.logit_bias(sampling["logit_bias"])
+    loading = _given(LOADING, given)
+    if "chat_template" in loading:
+        loading["chat_template"] = _template(loading["chat_template"])
+    asking = _given(ASKING, given)
+    return ModelOptions(params=SamplingParams(**sampling), load=LoadOptions(**loading), **asking)
+
+
+def _given(flags: tuple[Flag, ...], given: dict[str, Any]) -> dict[str, Any]:
+    # an option that was not repeated arrives as None, a repeated one as a list
+    return {
+        flag.field: tuple(value) if isinstance(value, list) else value
+        for flag in flags
+        if (value := given.get(flag.field)) is not None and value != flag.absent
+    }
+
+
+def _template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise InvalidRequest(f"--chat-template {path}: {reason}", param="chat_template") from error

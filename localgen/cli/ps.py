@@ -1,0 +1,31 @@
+"""`localgen ps`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from localgen.cli.arguments import JsonFlag
+
+
+def command(json: JsonFlag = False) -> None:
+    """List the models that are loaded, where they run and how long they stay."""
+    from localgen.cli import tables
+    from localgen.client import Client
+
+    with closing(Client()) as client:
+        running = client.running()
+    if json:
+        tables.print_json(running)
+        return
+    rows = [
+        (
+            model.name,
+            model.id,
+            tables.size(model.size_bytes),
+            model.processor,
+            f"{model.ctx:,}",
+            tables.until(model.until_s, model.active_requests),
+        )
+        for model in running
+    ]
+    tables.print_table(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), rows)

@@ -1,0 +1,29 @@
+"""`localgen stop`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from localgen.backends.errors import ModelNotFound, ServerUnavailable
+
+
+def command(
+    model: Annotated[str | None, typer.Argument(help="Model to unload; all without.")] = None,
+) -> None:
+    """Unload a model. Without one, stop the server and everything it runs."""
+    from localgen.client import Client
+
+    with closing(Client()) as client:
+        if client.health() is None:
+            raise ServerUnavailable("no server is running, nothing to stop")
+        if model is None:
+            client.shutdown()
+            typer.echo("server stopped")
+        elif client.unload(model):
+            typer.echo(f"{model} unloaded")
+        else:
+            loaded = ", ".join(running.name for running in client.running()) or "nothing"
+            raise ModelNotFound(f"{model} is not loaded: there is {loaded}")

@@ -1,0 +1,37 @@
+"""Rows for people and records for programs, on standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from localgen.repl.inert import one_line
+from localgen.repl.report import size as size
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Left-aligned columns with three blanks between, as `ps` and `ollama ps` print them."""
+    cells = [list(head), *([one_line(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("   ".join(padded).rstrip())
+
+
+def print_json(records: Sequence[Any]) -> None:
+    """Dataclasses as one JSON array."""
+    typer.echo(json.dumps([asdict(record) for record in records], ensure_ascii=False, indent=2))
+
+
+def until(until_s: float | None, active_requests: int) -> str:
+    """When an idle model leaves. until_s: seconds from now; None: never."""
+    if active_requests:
+        return f"busy ({active_requests})"
+    if until_s is None:
+        return "forever"
+    minutes = round(until_s / 60)
+    return f"{minutes} minutes from now" if minutes > 1 else f"{until_s:.0f} seconds from now"

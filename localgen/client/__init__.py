@@ -1,0 +1,6 @@
+"""The way into the server that every command takes."""
+
+from localgen.client.answers import Answer, Health, ModelCard, RunningModel, Text
+from localgen.client.client import Client
+
+__all__ = ["Answer", "Client", "Health", "ModelCard", "RunningModel", "Text"]

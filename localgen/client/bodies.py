@@ -1,0 +1,84 @@
+"""Requests and answers as the server's protocol has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from localgen.backends.errors import LocalgenError, ServerUnavailable, error_of
+from localgen.backends.types import SamplingParams, Timings
+from localgen.client.answers import Answer, Text
+from localgen.client.sse import DONE
+
+
+def sampling_fields(params: SamplingParams, *, chat: bool) -> dict[str, Any]:
+    """The settings that were given, under the names of the protocol."""
+    default = SamplingParams()
+    body = {
+        field.name: getattr(params, field.name)
+        for field in fields(params)
+        if getattr(params, field.name) != getattr(default, field.name)
+    }
+    if chat and params.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": params.logprobs}
+    return body
+
+
+def answer_of(events: Iterator[bytes]) -> Iterator[Text | Answer]:
+    """An answer from the events of its stream. ServerUnavailable if they stop too early."""
+    final: dict[str, Any] = {}
+    usage: dict[str, Any] = {}
+    for event in events:
+        if event == DONE:
+            yield _finished(final, usage)
+            return
+        chunk = checked(msgspec.json.decode(event))
+        usage = chunk.get("usage") or usage
+        if "timings" in chunk:
+            final = chunk
+        elif chunk["choices"] and (text := _text(chunk["choices"][0])):
+            yield Text(text, chunk["localgen"]["num_tokens"])
+    raise ServerUnavailable("the server went away in mid-answer")
+
+
+def checked(reply: dict[str, Any]) -> dict[str, Any]:
+    """The reply, unless it is an error."""
+    if "error" in reply:
+        raise _error(reply["error"])
+    return reply
+
+
+def failure(status: int, body: bytes) -> LocalgenError:
+    """The error that a response with this status tells of."""
+    try:
+        return _error(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ServerUnavailable(f"the server answered with status {status}")
+
+
+def _error(error: dict[str, Any]) -> LocalgenError:
+    return error_of(error["code"], error["message"], error["param"])
+
+
+def _text(choice: dict[str, Any]) -> str:
+    text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+    return text
+
+
+def _finished(final: dict[str, Any], usage: dict[str, Any]) -> Answer:
+    served = final["localgen"]
+    return Answer(
+        model=final["model"],
+        finish_reason=final["choices"][0]["finish_reason"],
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        timings=msgspec.convert(final["timings"], Timings),
+        ctx=served["ctx"],
+        seed=served["seed"],
+        stop=served["stop"],
+        notes=tuple(served["notes"]),
+    )

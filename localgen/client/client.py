@@ -1,0 +1,267 @@
+"""A client of the server of this user; it starts one if there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import msgspec
+
+import localgen
+from localgen.backends.errors import ServerUnavailable
+from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
+from localgen.client.answers import Answer, Health, ModelCard, RunningModel, Text
+from localgen.client.bodies import answer_of, checked, failure, sampling_fields
+from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_end
+from localgen.client.sse import DONE, payloads
+from localgen.config import Settings
+from localgen.hub.names import available, for_server
+
+# what this client speaks; a server that speaks another is restarted or refused
+PROTOCOL = 1
+_HEALTH_S = 10.0
+
+
+class Client:
+    """One session. say: gets one line when something happens that a user should know.
+
+    Methods raise LocalgenError: what the server reports, or ServerUnavailable.
+    server_command: what starts a server.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        server_command: Sequence[str] = SERVER_COMMAND,
+    ) -> None:
+        self._settings = settings or Settings.from_environment()
+        self._say = say
+        self._server_command = server_command
+        # the socket is on this machine: no proxy, and an answer takes as long as it takes
+        self._http = httpx.Client(
+            base_url="http://localgen",
+            transport=httpx.HTTPTransport(uds=str(self._settings.socket_path)),
+            timeout=httpx.Timeout(None, connect=_HEALTH_S),
+            headers={"X-Localgen-Session": f"{os.getpid()}-{uuid.uuid4().hex[:8]}"},
+            trust_env=False,
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a request that runs on one is cancelled."""
+        self._http.close()
+
+    def connect(self) -> None:
+        """See to it that a server of our version runs."""
+        self._settings.prepare()
+        found = self.health()
+        if found is None:
+            self._start()
+        elif found.protocol != PROTOCOL or found.version != localgen.__version__:
+            self._meet_other_version(found)
+
+    def health(self) -> Health | None:
+        """Who answers; None: no server."""
+        try:
+            reply = self._http.get("/health", timeout=_HEALTH_S)
+        except httpx.TransportError:
+            return None
+        if reply.status_code != 200:
+            raise failure(reply.status_code, reply.content)
+        return msgspec.convert({"protocol": 0} | reply.json(), Health)
+
+    def load(
+        self,
+        model: str | None,
+        options: LoadOptions,
+        on_progress: Callable[[float], None] = lambda share: None,
+    ) -> ModelInfo:
+        """Load a model unless it is loaded; on_progress gets the share done, 0 to 1."""
+        body = {"model": for_server(model), "options": _given(options), "stream": True}
+        for event in self._events("/v1/models/load", body):
+            if event == DONE:
+                break
+            reply = checked(msgspec.json.decode(event))
+            if "model" in reply:
+                return msgspec.json.decode(event, type=_Loaded).model
+            on_progress(reply["progress"])
+        raise ServerUnavailable(f"the server went away while loading: see {self._log}")
+
+    def chat(
+        self,
+        model: str | None,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        *,
+        ctx: int | None = None,
+        priority: int = 0,
+    ) -> Iterator[Text | Answer]:
+        """Text as it is generated, then one Answer. Closing the generator cancels the request."""
+        turns = [asdict(message) for message in messages]
+        body = {"messages": turns, **sampling_fields(params, chat=True)}
+        return self._generate("/v1/chat/completions", body, model, ctx, priority)
+
+    def complete(
+        self,
+        model: str | None,
+        prompt: str,
+        params: SamplingParams,
+        *,
+        ctx: int | None = None,
+        priority: int = 0,
+    ) -> Iterator[Text | Answer]:
+        """As chat, for text that is continued as it stands."""
+        body = {"prompt": prompt, **sampling_fields(params, chat=False)}
+        return self._generate("/v1/completions", body, model, ctx, priority)
+
+    def models(self) -> list[ModelCard]:
+        """Every model that can be named, and those loaded; starts no server."""
+        if self.health() is None:
+            return [
+                ModelCard(file.name, str(file.path), file.size_bytes, "available", file.source)
+                for file in available()
+            ]
+        cards = self._get("/v1/models")["data"]
+        return [msgspec.convert(card | {"name": card["id"]}, ModelCard) for card in cards]
+
+    def running(self) -> list[RunningModel]:
+        """Models in memory; none without a server."""
+        if self.health() is None:
+            return []
+        return [msgspec.convert(model, RunningModel) for model in self.stats()["models"]]
+
+    def stats(self) -> dict[str, Any]:
+        """Server and models at this moment. ServerUnavailable: no server."""
+        return self._get("/v1/stats")
+
+    def stats_stream(self) -> Iterator[dict[str, Any]]:
+        """stats() again and again, a few times a second, until closed or the server leaves."""
+        with self._talking(), self._http.stream("GET", "/v1/stats?stream=true") as reply:
+            self._check(reply)
+            for event in payloads(reply.iter_raw()):
+                if event == DONE:
+                    return
+                yield checked(msgspec.json.decode(event))
+
+    def unload(self, model: str) -> bool:
+        """Unload a model, in use or not; False: it was not loaded."""
+        if self.health() is None:
+            return False
+        return bool(self._post("/v1/models/unload", {"model": for_server(model)})["unloaded"])
+
+    def shutdown(self) -> bool:
+        """End the server and wait until it has left; False: there was none."""
+        if self.health() is None:
+            return False
+        self._post("/v1/shutdown", {})
+        if not wait_for_end(self._settings):
+            raise ServerUnavailable(f"the server does not end: see {self._log}")
+        return True
+
+    @property
+    def _log(self) -> str:
+        return str(self._settings.log_path)
+
+    def _start(self) -> None:
+        with start_lock(self._settings):
+            if self.health() is not None:
+                return  # another client was faster
+            self._say("starting the server")
+            start_server(self._settings, self._server_command, lambda: self.health() is not None)
+
+    def _meet_other_version(self, found: Health) -> None:
+        ours = f"localgen {localgen.__version__}"
+        theirs = f"the running server is {found.version}"
+        newer = _order(localgen.__version__) > _order(found.version)
+        same_protocol = found.protocol == PROTOCOL
+        if found.active_requests == 0 and (newer or not same_protocol):
+            self._say(f"{theirs}, this is {ours}: restarting it")
+            self.shutdown()
+            self._start()
+        elif same_protocol:
+            busy = f", busy with {found.active_requests} requests" if found.active_requests else ""
+            self._say(f"{theirs}{busy}, this is {ours}")
+        else:
+            raise ServerUnavailable(
+                f"{theirs} and busy, {ours} does not speak its protocol: wait, "
+                f"or end it (process {found.pid})"
+            )
+
+    def _generate(
+        self, path: str, body: dict[str, Any], model: str | None, ctx: int | None, priority: int
+    ) -> Iterator[Text | Answer]:
+        asked = {"stream": True, "stream_options": {"include_usage": True}, "priority": priority}
+        with contextlib.closing(
+            self._events(path, body | asked | {"model": for_server(model), "ctx": ctx})
+        ) as events:
+            yield from answer_of(events)
+
+    def _events(self, path: str, body: dict[str, Any]) -> Generator[bytes, None, None]:
+        """The events that answer a request; closing the generator disconnects, which cancels."""
+        with self._talking(), self._open(path, body) as reply:
+            self._check(reply)
+            yield from payloads(reply.iter_raw())
+
+    @contextlib.contextmanager
+    def _open(self, path: str, body: dict[str, Any]) -> Iterator[httpx.Response]:
+        with contextlib.ExitStack() as stack:
+            try:
+                reply = stack.enter_context(self._http.stream("POST", path, json=body))
+            except httpx.ConnectError:
+                # it left while we were idle: nothing was sent, so start one and ask again
+                self.connect()
+                reply = stack.enter_context(self._http.stream("POST", path, json=body))
+            yield reply
+
+    def _get(self, path: str) -> dict[str, Any]:
+        with self._talking():
+            return self._whole(self._http.get(path))
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        with self._talking():
+            return self._whole(self._http.post(path, json=body))
+
+    def _whole(self, reply: httpx.Response) -> dict[str, Any]:
+        self._check(reply)
+        whole: dict[str, Any] = msgspec.json.decode(reply.content)
+        return whole
+
+    def _check(self, reply: httpx.Response) -> None:
+        if reply.status_code != 200:
+            raise failure(reply.status_code, reply.read())
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise ServerUnavailable(f"no server answers on {self._settings.socket_path}") from error
+        except httpx.HTTPError as error:
+            raise ServerUnavailable(
+                f"the server went away in mid-answer: see {self._log}"
+            ) from error
+
+
+class _Loaded(msgspec.Struct):
+    model: ModelInfo
+
+
+def _given(options: LoadOptions) -> dict[str, Any]:
+    return {name: value for name, value in asdict(options).items() if value is not None}
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))

@@ -1,0 +1,180 @@
+"""Settings from LOCALGEN_* variables, and the folders that server and clients meet in."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from localgen.backends.errors import LocalgenError
+
+DEFAULT_KEEP_ALIVE_S = 300.0
+# sun_path holds 104 bytes on macOS and 108 on Linux, the closing zero included
+SOCKET_PATH_BYTES = (104 if sys.platform == "darwin" else 108) - 1
+
+_DURATION_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class BadSetting(LocalgenError):
+    """A setting or a folder it names cannot be used; the message names the variable."""
+
+    code = "bad_setting"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user may set. keep_alive_s: idle time before unloading and leaving; None: never.
+
+    memory_limit: bytes that models may use together; None: what the machine has available.
+    max_queue: waiting requests per model beyond which new ones are refused; None: the engine's.
+    """
+
+    runtime_dir: Path
+    state_dir: Path
+    keep_alive_s: float | None = DEFAULT_KEEP_ALIVE_S
+    memory_limit: int | None = None
+    max_queue: int | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Settings of this environment. BadSetting names the variable that is wrong."""
+        keep_alive = environ.get("LOCALGEN_KEEP_ALIVE", "").strip()
+        limit = environ.get("LOCALGEN_MEMORY_LIMIT", "").strip()
+        max_queue = environ.get("LOCALGEN_MAX_QUEUE", "").strip()
+        return cls(
+            runtime_dir=_folder(environ, "LOCALGEN_RUNTIME_DIR") or _default_runtime_dir(environ),
+            state_dir=_folder(environ, "LOCALGEN_STATE_DIR") or _default_state_dir(),
+            keep_alive_s=parse_keep_alive(keep_alive) if keep_alive else DEFAULT_KEEP_ALIVE_S,
+            memory_limit=parse_size(limit, "LOCALGEN_MEMORY_LIMIT") if limit else None,
+            max_queue=_parse_count(max_queue, "LOCALGEN_MAX_QUEUE") if max_queue else None,
+        )
+
+    def environment(self) -> dict[str, str]:
+        """The variables that give a child process these settings."""
+        variables = {
+            "LOCALGEN_RUNTIME_DIR": str(self.runtime_dir),
+            "LOCALGEN_STATE_DIR": str(self.state_dir),
+            "LOCALGEN_KEEP_ALIVE": "-1" if self.keep_alive_s is None else f"{self.keep_alive_s}",
+        }
+        if self.memory_limit is not None:
+            variables["LOCALGEN_MEMORY_LIMIT"] = str(self.memory_limit)
+        if self.max_queue is not None:
+            variables["LOCALGEN_MAX_QUEUE"] = str(self.max_queue)
+        return variables
+
+    @property
+    def socket_path(self) -> Path:
+        """Where the server of this user listens."""
+        return self.runtime_dir / "server.sock"
+
+    @property
+    def server_lock_path(self) -> Path:
+        """Locked by the server for as long as it lives."""
+        return self.runtime_dir / "server.lock"
+
+    @property
+    def start_lock_path(self) -> Path:
+        """Locked by the client that is starting a server."""
+        return self.runtime_dir / "start.lock"
+
+    @property
+    def log_path(self) -> Path:
+        """Where a server started by a client, and its engines, write what happens."""
+        return self.state_dir / "server.log"
+
+    def prepare(self) -> None:
+        """Make both folders. BadSetting: unsafe, not writable, or too long for a socket."""
+        _require_short(self.socket_path)
+        _make_private(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
+        _make_private(self.state_dir, "LOCALGEN_STATE_DIR")
+
+
+def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float | None:
+    """Seconds of `30s`, `5m`, `1h` or a number of seconds; None, for ever, of anything below 0."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
+    if match is None:
+        raise BadSetting(f"{variable}={text}: give a time such as 30s, 5m, 1h, 0, or -1 for ever")
+    amount = float(match[1]) * _DURATION_UNITS_S[match[2]]
+    return amount if amount >= 0 else None
+
+
+def parse_size(text: str, variable: str) -> int:
+    """Bytes of a number with an optional K, M, G or T (powers of 1024; `8G`, `8GB`, `8GiB`)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
+    if match is None:
+        raise BadSetting(f"{variable}={text}: give a size such as 8G, 512M or a number of bytes")
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def _parse_count(text: str, variable: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise BadSetting(f"{variable}={text}: give a whole number from 1")
+    return int(text)
+
+
+def _folder(environ: Mapping[str, str], variable: str) -> Path | None:
+    text = environ.get(variable, "")
+    if not text:
+        return None
+    folder = Path(text).expanduser()
+    if not folder.is_absolute():
+        raise BadSetting(f"{variable}={text}: give an absolute path")
+    return folder
+
+
+def _default_runtime_dir(environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_RUNTIME_DIR", "")
+    if base and Path(base).is_absolute():
+        return Path(base) / "localgen"
+    with warnings.catch_warnings():
+        # without XDG_RUNTIME_DIR it takes a folder in /tmp and warns: we check that folder
+        warnings.simplefilter("ignore")
+        return platformdirs.user_runtime_path("localgen", appauthor=False)
+
+
+def _default_state_dir() -> Path:
+    return platformdirs.user_state_path("localgen", appauthor=False)
+
+
+def _require_short(socket_path: Path) -> None:
+    size = len(os.fsencode(socket_path))
+    if size > SOCKET_PATH_BYTES:
+        raise BadSetting(
+            f"{socket_path} has {size} bytes, a socket path may have {SOCKET_PATH_BYTES}: "
+            "set LOCALGEN_RUNTIME_DIR to a shorter folder"
+        )
+
+
+def _make_private(folder: Path, variable: str) -> None:
+    """Make a folder that is ours alone (0700), or refuse one that is not."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid():
+            raise BadSetting(f"{folder} belongs to another user: set {variable} to one of yours")
+        if not stat.S_ISDIR(found.st_mode):
+            raise BadSetting(f"{folder} is not a folder: set {variable} to one")
+        if found.st_mode & 0o022:
+            raise BadSetting(f"others may write to {folder}: chmod 700 it, or set {variable}")
+        _require_safe_parents(folder, variable)
+        folder.chmod(0o700)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise BadSetting(f"cannot use the folder {folder} ({reason}): set {variable}") from error
+
+
+def _require_safe_parents(folder: Path, variable: str) -> None:
+    # whoever may rename a parent could put a socket of his own in our place
+    for parent in folder.resolve().parents:
+        found = parent.stat()
+        replaceable = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.getuid()) or replaceable:
+            raise BadSetting(f"others may replace {parent}: set {variable} to a folder of yours")

@@ -1,0 +1,1 @@
+"""What this machine has, what localgen makes of it, and what would help."""

@@ -1,0 +1,109 @@
+"""What stands in the way of speed, and the way out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localgen.doctor.machine import Machine
+from localgen.doctor.probe import BrokenBuild, LlamaBuild
+
+# llama.cpp's name of a CPU feature: the kernel's
+_CPU_FEATURES = {
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX_VNNI": "avx_vnni",
+    "AVX512": "avx512f",
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+    "AMX_INT8": "amx_int8",
+    "NEON": "asimd",
+    "DOTPROD": "asimddp",
+    "MATMUL_INT8": "i8mm",
+    "SVE": "sve",
+}
+_LOW_MEMORY_BYTES = 1 << 30
+_REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong or slower than need be. error: nothing runs until it is mended."""
+
+    message: str
+    remedy: str
+    error: bool = False
+
+
+def findings(machine: Machine, build: LlamaBuild | BrokenBuild) -> list[Finding]:
+    """Everything worth telling, errors first."""
+    if isinstance(build, BrokenBuild):
+        return [_broken(build), *_of_memory(machine), *_of_driver(machine)]
+    return [
+        *_of_features(machine, build),
+        *_of_gpu(machine, build),
+        *_of_driver(machine),
+        *_of_quota(machine, build),
+        *_of_memory(machine),
+    ]
+
+
+def missing_features(machine: Machine, build: LlamaBuild) -> list[str]:
+    """CPU features that the machine has and the build does not use, in llama.cpp's names."""
+    return [
+        name
+        for name, flag in _CPU_FEATURES.items()
+        if flag in machine.cpu_flags and name not in build.features
+    ]
+
+
+def _broken(build: BrokenBuild) -> Finding:
+    remedy = f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD} llama-cpp-python'
+    return Finding(f"llama.cpp is unusable: {build.reason}", remedy, error=True)
+
+
+def _of_features(machine: Machine, build: LlamaBuild) -> list[Finding]:
+    missing = missing_features(machine, build)
+    if not missing:
+        return []
+    remedy = f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD} llama-cpp-python'
+    return [Finding(f"llama.cpp was built without {', '.join(missing)} of this CPU", remedy)]
+
+
+def _of_gpu(machine: Machine, build: LlamaBuild) -> list[Finding]:
+    if build.gpu:
+        return []
+    for there, maker, switch in (
+        (bool(machine.nvidia) or "NVIDIA" in machine.displays, "NVIDIA", "GGML_CUDA"),
+        (machine.metal, "Apple", "GGML_METAL"),
+        ("AMD" in machine.displays, "AMD", "GGML_VULKAN"),
+    ):
+        if there:
+            remedy = f'CMAKE_ARGS="-D{switch}=ON" {_REBUILD} llama-cpp-python'
+            message = f"there is an {maker} GPU, and llama.cpp was built without {switch}"
+            return [Finding(f"{message}: models run on the CPU", remedy)]
+    return []
+
+
+def _of_driver(machine: Machine) -> list[Finding]:
+    if machine.nvidia_error:
+        return [Finding(machine.nvidia_error, "install or repair the NVIDIA driver")]
+    return []
+
+
+def _of_quota(machine: Machine, build: LlamaBuild) -> list[Finding]:
+    quota = machine.cpu_quota
+    if quota is None or quota >= build.threads:
+        return []
+    message = f"the container allows {quota:.1f} CPUs, models get {build.threads} threads"
+    return [Finding(message, f"-t {max(1, int(quota))}, or LOCALGEN_THREADS={max(1, int(quota))}")]
+
+
+def _of_memory(machine: Machine) -> list[Finding]:
+    available = machine.ram_available_bytes
+    if available >= _LOW_MEMORY_BYTES:
+        return []
+    message = f"{available / 1e9:.1f} GB of {machine.ram_bytes / 1e9:.1f} GB memory is available"
+    return [Finding(message, "close other programs, or use a smaller model or context")]

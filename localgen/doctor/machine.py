@@ -1,0 +1,124 @@
+"""CPU, memory and GPUs, as the operating system tells of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_PCI_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_ASK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """cpu_flags: as the kernel names them. cpu_quota: CPUs that a container allows, if it limits.
+
+    nvidia: GPUs as nvidia-smi lists them. displays: makers of the display adapters on the bus.
+    """
+
+    system: str
+    cpu: str
+    cpu_flags: frozenset[str]
+    physical_cores: int
+    logical_cores: int
+    cpu_quota: float | None
+    ram_bytes: int
+    ram_available_bytes: int
+    nvidia: tuple[str, ...]
+    nvidia_error: str | None
+    metal: bool
+    displays: tuple[str, ...]
+
+
+def look() -> Machine:
+    """This machine, now."""
+    memory = psutil.virtual_memory()
+    gpus, error = _nvidia()
+    return Machine(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=_cpu_name(),
+        cpu_flags=_cpu_flags(),
+        physical_cores=psutil.cpu_count(logical=False) or 1,
+        logical_cores=psutil.cpu_count() or 1,
+        cpu_quota=cpu_quota(_read("/sys/fs/cgroup/cpu.max")),
+        ram_bytes=memory.total,
+        ram_available_bytes=memory.available,
+        nvidia=gpus,
+        nvidia_error=error,
+        metal=sys.platform == "darwin" and platform.machine() == "arm64",
+        displays=_displays(),
+    )
+
+
+def cpu_quota(cpu_max: str) -> float | None:
+    """CPUs that a control group allows. cpu_max: `quota period` in microseconds, or `max …`."""
+    match cpu_max.split():
+        case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period):
+            return int(quota) / int(period)
+    return None
+
+
+def _cpu_name() -> str:
+    if sys.platform == "darwin":
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"]).strip() or platform.machine()
+    names = _cpu_lines("model name")
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> frozenset[str]:
+    lines = _cpu_lines("flags") or _cpu_lines("Features")
+    return frozenset(lines[0].split()) if lines else frozenset()
+
+
+def _cpu_lines(key: str) -> list[str]:
+    pairs = (line.partition(":") for line in _read("/proc/cpuinfo").splitlines())
+    return [value.strip() for name, _, value in pairs if name.strip() == key]
+
+
+def _nvidia() -> tuple[tuple[str, ...], str | None]:
+    """What nvidia-smi lists, or why it does not."""
+    if shutil.which("nvidia-smi") is None:
+        return (), None
+    query = "--query-gpu=name,memory.total,memory.free,driver_version"
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return (), f"nvidia-smi: {error}"
+    if found.returncode:
+        said = (found.stdout + found.stderr).strip().splitlines()
+        return (), f"nvidia-smi: {said[0] if said else f'status {found.returncode}'}"
+    return tuple(line.strip() for line in found.stdout.splitlines() if line.strip()), None
+
+
+def _displays() -> tuple[str, ...]:
+    vendors = (_read(path).strip() for path in Path("/sys/class/drm").glob("card*/device/vendor"))
+    return tuple(sorted({_PCI_MAKERS[vendor] for vendor in vendors if vendor in _PCI_MAKERS}))
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(os.fspath(path)).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

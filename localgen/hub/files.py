@@ -1,0 +1,73 @@
+"""A model as it lies on disk: one GGUF file, or the shards of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from localgen.backends.errors import ModelNotFound
+
+_SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model that can be loaded. path: its only or first file; size_bytes: all of them.
+
+    source: built-in, file or cache (the Hugging Face cache).
+    """
+
+    name: str
+    path: Path
+    size_bytes: int
+    shards: tuple[Path, ...]
+    source: str
+
+
+def stem_of(path: Path) -> str:
+    """The name of a model file without `.gguf` and shard number."""
+    match = _SHARD.match(path.name)
+    return match["stem"] if match else path.stem
+
+
+def shards_of(path: Path) -> tuple[Path, ...]:
+    """Every file of the model that this one belongs to, whether it is there or not."""
+    match = _SHARD.match(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    return tuple(
+        path.with_name(f"{match['stem']}-{index:05d}-of-{match['count']}{path.suffix}")
+        for index in range(1, count + 1)
+    )
+
+
+def model_file(path: Path, *, name: str | None = None, source: str = "file") -> ModelFile:
+    """The model of a file, which may be any of its shards. ModelNotFound names a missing one."""
+    shards = shards_of(path)
+    missing = [shard for shard in shards if not shard.is_file()]
+    if missing and len(shards) == 1:
+        raise ModelNotFound(f"there is no file {path}")
+    if missing:
+        raise ModelNotFound(
+            f"{stem_of(path)} has {len(shards)} shards, {len(missing)} missing: {missing[0]}"
+        )
+    return ModelFile(
+        name=name or stem_of(path),
+        path=shards[0],
+        size_bytes=sum(shard.stat().st_size for shard in shards),
+        shards=shards,
+        source=source,
+    )
+
+
+def models_in(paths: Iterable[Path]) -> list[Path]:
+    """One path for each model among these files, shards counted once; projectors are no models."""
+    first = {
+        shards_of(path)[0]: path
+        for path in sorted(paths)
+        if path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj")
+    }
+    return sorted(first)

@@ -1,0 +1,116 @@
+"""An answer drawn as it comes: whole blocks scroll away for good, only the last one is live."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.segment import Segment, Segments
+from rich.text import Text as Styled
+
+from localgen.repl import report
+from localgen.repl.inert import inert
+from localgen.repl.markdown import block_lines, split_blocks
+
+PAINT_S = 0.08
+_ROWS_KEPT_FREE = 3  # the live line, the blank row above it, the cursor's row
+
+
+class LiveAnswer:
+    """One answer on a console. One thread paints, at a steady rate whatever the token rate.
+
+    On leaving, the whole text stands printed and nothing live is left.
+    """
+
+    def __init__(self, console: Console, *, used: int, limit: int) -> None:
+        self._console = console
+        self._used = used
+        self._limit = limit
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._painter = threading.Thread(target=self._paint_until_done, daemon=True)
+        self._done = threading.Event()
+        self._failure: Exception | None = None
+        self._fresh: deque[str] = deque()
+        self._tail = ""
+        self._printed_any = False
+        self._tokens = 0
+        self._started_s = time.monotonic()
+        self._ttft_s: float | None = None
+
+    def feed(self, text: str, tokens: int) -> None:
+        """More of the answer; tokens: how many there are by now."""
+        if self._ttft_s is None:
+            self._ttft_s = time.monotonic() - self._started_s
+        self._tokens = tokens
+        self._fresh.append(text)
+
+    def speed(self) -> str:
+        """One line: TTFT, rate, tokens and place in the context, as seen from here."""
+        waited_s = time.monotonic() - self._started_s
+        used = self._used + self._tokens
+        return report.live_line(waited_s, self._ttft_s, self._tokens, used, self._limit)
+
+    def __enter__(self) -> LiveAnswer:
+        self._live.start()
+        if self._console.is_terminal:
+            self._painter.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        if self._painter.ident is not None:
+            self._painter.join()
+        self._settle(last=True)
+        self._live.update("")
+        self._live.stop()
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    def _paint_until_done(self) -> None:
+        try:
+            while not self._done.wait(PAINT_S):
+                self._settle()
+                self._live.refresh()
+        except Exception as failure:  # raised again where the answer is awaited
+            self._failure = failure
+
+    def _settle(self, *, last: bool = False) -> None:
+        """Print the blocks that have become whole; the rest is live."""
+        while self._fresh:
+            self._tail += inert(self._fresh.popleft())
+        blocks, self._tail = split_blocks(self._tail)
+        if last:
+            blocks, self._tail = [*blocks, self._tail], ""
+        # the live part shrinks first: printing redraws it in the same write
+        self._live.update(self._live_part())
+        for block in blocks:
+            self._print(block)
+
+    def _print(self, block: str) -> None:
+        rows = block_lines(self._console, block)
+        if not rows:
+            return
+        if self._printed_any:
+            self._console.print()
+        self._console.print(_rows(rows), end="")
+        self._printed_any = True
+
+    def _live_part(self) -> Group:
+        rows = block_lines(self._console, self._tail)
+        # more than fits would push rows into the scroll-back again at every repaint
+        fitting = rows[-max(1, self._console.size.height - _ROWS_KEPT_FREE) :]
+        gap: list[list[Segment]] = [[]] if rows and self._printed_any else []
+        return Group(_rows([*gap, *fitting]), Styled(self.speed(), style="dim", no_wrap=True))
+
+
+def _rows(rows: list[list[Segment]]) -> Segments:
+    return Segments([segment for row in rows for segment in (*row, Segment.line())])

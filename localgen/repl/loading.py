@@ -1,0 +1,46 @@
+"""What the wait for a server and a model looks like: one line that goes away."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from localgen.repl.inert import one_line
+
+
+class Loading:
+    """A line of progress on a terminal, nothing elsewhere. Used as a context."""
+
+    def __init__(self, console: Console, name: str) -> None:
+        self._name = name
+        self._status = Status(_dim(f"loading {name}"), console=console)
+        self._shown = console.is_terminal
+
+    def say(self, message: str) -> None:
+        """What is going on before the load."""
+        self._status.update(_dim(message))
+
+    def progress(self, share: float) -> None:
+        """Share of the weights read, 0 to 1."""
+        self._status.update(_dim(f"loading {self._name} {share:.0%}"))
+
+    def __enter__(self) -> Loading:
+        if self._shown:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._shown:
+            self._status.stop()
+
+
+def _dim(message: str) -> Text:
+    return Text(one_line(message), style="dim", no_wrap=True)

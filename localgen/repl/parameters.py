@@ -1,0 +1,129 @@
+"""Sampling parameters by name, as `/set parameter` takes and `/show parameters` gives them."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any, get_args, get_type_hints
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import BASE_SAMPLING, SamplingParams
+
+# logprobs have nowhere to be shown in a chat
+NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
+ALIASES = {
+    "temp": "temperature",
+    "n": "max_tokens",
+    "num_predict": "max_tokens",
+    "typical": "typical_p",
+    "repetition_penalty": "repeat_penalty",
+}
+_UNSET = ("default", "none", "unset")
+
+
+def with_parameter(params: SamplingParams, name: str, text: str) -> SamplingParams:
+    """The parameters with one set from text; `default` unsets it. InvalidRequest says what fits."""
+    field = field_name(name)
+    default = getattr(SamplingParams(), field)
+    value: Any = default if text.lower() in _UNSET else _value(field, text)
+    return replace(params, **{field: value})
+
+
+def field_name(name: str) -> str:
+    """The field of a name as a user writes it (`top-k`, `temp`)."""
+    asked = name.lower().lstrip("-").replace("-", "_")
+    found = ALIASES.get(asked, asked)
+    if found in NAMES:
+        return found
+    close = difflib.get_close_matches(found, NAMES, n=1)
+    hint = f", did you mean {close[0]}?" if close else f": there is {', '.join(NAMES)}"
+    raise InvalidRequest(f"no parameter {name!r}{hint}", param="parameter")
+
+
+def rows(params: SamplingParams, model: SamplingParams) -> list[tuple[str, str, str]]:
+    """Name, value in force and whose it is (yours, the model's, or localgen's) of each one."""
+    table = []
+    for name in NAMES:
+        sources = ((params, "yours"), (model, "model"), (BASE_SAMPLING, ""))
+        owner, whose = next(
+            ((source, whose) for source, whose in sources if _is_set(getattr(source, name))),
+            (BASE_SAMPLING, ""),
+        )
+        table.append((name, _shown(getattr(owner, name)), whose))
+    return table
+
+
+def logit_bias(pairs: Iterable[str]) -> dict[int, float]:
+    """Biases of `ID=BIAS` pairs. InvalidRequest: not such a pair."""
+    biases = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            wanted = "give ID=BIAS, such as 15043=-1.5"
+            raise InvalidRequest(f"logit bias {pair!r}: {wanted}", param="logit_bias") from error
+    return biases
+
+
+def _value(field: str, text: str) -> Any:
+    kind = _kinds()[field]
+    if field == "logit_bias":
+        return logit_bias(text.replace(",", " ").split())
+    if kind is bool:
+        return _flag(field, text)
+    if kind is tuple:
+        return _words(field, text)
+    try:
+        return kind(text)
+    except ValueError as error:
+        wanted = "a whole number" if kind is int else "a number"
+        raise InvalidRequest(f"{field} {text!r}: give {wanted}", param=field) from error
+
+
+def _words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:
+    # \n is what people stop at, and a line cannot hold one
+    words = tuple(word.replace("\\n", "\n") for word in text.split())
+    if field != "stop_token_ids":
+        return words
+    try:
+        return tuple(int(word) for word in words)
+    except ValueError as error:
+        raise InvalidRequest(f"{field} {text!r}: give whole numbers", param=field) from error
+
+
+def _flag(field: str, text: str) -> bool:
+    if text.lower() not in ("on", "off", "true", "false"):
+        raise InvalidRequest(f"{field} {text!r}: give on or off", param=field)
+    return text.lower() in ("on", "true")
+
+
+def _kinds() -> dict[str, type]:
+    """The plain type of each field: `float` of `float | None`, `tuple` of `tuple[str, ...]`."""
+    return {name: _plain(hint) for name, hint in get_type_hints(SamplingParams).items()}
+
+
+def _plain(hint: Any) -> type:
+    if isinstance(hint, types.UnionType):
+        return _plain(next(part for part in get_args(hint) if part is not types.NoneType))
+    origin: type = getattr(hint, "__origin__", hint)
+    return origin
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value != () and value != {} and value is not False
+
+
+def _shown(value: object) -> str:
+    match value:
+        case None | () | False:
+            return "-"
+        case dict():
+            return " ".join(f"{token}={bias:g}" for token, bias in value.items()) or "-"
+        case tuple():
+            return " ".join(repr(part) for part in value)
+        case float():
+            return f"{value:g}"
+    return str(value)

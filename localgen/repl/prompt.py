@@ -1,0 +1,98 @@
+"""The line editor: history across runs, completion, several lines, $EDITOR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import Output
+
+from localgen.repl import parameters
+from localgen.repl.commands import COMMANDS
+from localgen.repl.quotes import is_open
+
+
+class Completions(Completer):
+    """Commands, their arguments, parameters, saved chats, models and file names."""
+
+    def __init__(
+        self, chats: Callable[[], Iterable[str]], models: Callable[[], Iterable[str]]
+    ) -> None:
+        self._names = {"/save": chats, "/load": chats, "/model": models}
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        before = document.text_before_cursor
+        if not before.startswith("/") or "\n" in before:
+            return
+        word, space, argument = before.partition(" ")
+        if not space:
+            yield from _matching(COMMANDS, word)
+            return
+        yield from _matching(self._choices(word, argument), argument.rpartition(" ")[2])
+        if word in ("/save", "/load", "/model"):
+            rest = Document(argument, len(argument))
+            yield from self._paths.get_completions(rest, event)
+
+    def _choices(self, word: str, argument: str) -> Iterable[str]:
+        if word == "/set" and argument.startswith("parameter "):
+            return parameters.NAMES if argument.count(" ") == 1 else ()
+        if " " in argument:
+            return ()
+        if word in self._names:
+            return self._names[word]()
+        return COMMANDS[word].choices if word in COMMANDS else ()
+
+
+def prompt_session(
+    history_path: Path,
+    completions: Completer,
+    *,
+    input: Input | None = None,
+    output: Output | None = None,
+) -> PromptSession[str]:
+    """The editor of a chat. Its prompt() raises EOFError at Ctrl+D, KeyboardInterrupt at
+    Ctrl+C on an empty line."""
+    # prompts are private, and the editor would create the file for all to read
+    history_path.touch(mode=0o600)
+    return PromptSession(
+        history=FileHistory(str(history_path)),
+        completer=completions,
+        complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
+        multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
+        prompt_continuation="... ",
+        key_bindings=_keys(),
+        input=input,
+        output=output,
+    )
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("c-g")
+    def _edit(event: KeyPressEvent) -> None:
+        event.current_buffer.open_in_editor()
+
+    @keys.add("c-c")
+    def _clear(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt())
+
+    return keys
+
+
+def _matching(words: Iterable[str], start: str) -> Iterator[Completion]:
+    for word in words:
+        if word.startswith(start):
+            yield Completion(word, start_position=-len(start))

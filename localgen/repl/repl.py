@@ -1,0 +1,197 @@
+"""The loop of a chat: read a line, obey or ask, keep what was said."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text as Styled
+
+from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.client import Answer, Text
+from localgen.config import Settings
+from localgen.repl import commands, report
+from localgen.repl.answer import LiveAnswer
+from localgen.repl.conversation import Conversation, Turn
+from localgen.repl.inert import inert, one_line
+from localgen.repl.loading import Loading
+from localgen.repl.plain import close_stream
+from localgen.repl.quotes import unquoted
+from localgen.repl.session import FIRST_BRANCH, ModelOptions, Session
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+    from localgen.client import Client
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back for one prompt. answer: None where Ctrl+C stopped it; speed: seen so far."""
+
+    text: str
+    answer: Answer | None
+    speed: str
+
+
+class Repl:
+    """A session, the console it is shown on, and where its lines come from.
+
+    read: the next line for a given prompt; raises EOFError to leave, KeyboardInterrupt at Ctrl+C.
+    """
+
+    def __init__(self, session: Session, console: Console, read: Callable[[str], str]) -> None:
+        self.session = session
+        self.console = console
+        self.read = read
+
+    def run(self) -> None:
+        """Until the user leaves."""
+        self._greet()
+        while True:
+            try:
+                line = self.read(self._prompt())
+            except KeyboardInterrupt:
+                self._dim("Ctrl+D or /bye leaves")
+                continue
+            except EOFError:
+                return
+            if line.strip() and not self.handle(line):
+                return
+
+    def handle(self, line: str) -> bool:
+        """Obey a command or answer a prompt; False: leave. Errors are told, and change nothing."""
+        try:
+            if commands.is_command(line):
+                return self._obey(line)
+            self._ask(unquoted(line))
+        except LocalgenError as error:
+            self._tell(one_line(error.message), "red")
+        except KeyboardInterrupt:
+            self._tell("stopped", "yellow")
+        return True
+
+    def _obey(self, line: str) -> bool:
+        before = self.session.conversation
+        with Loading(self.console, line.partition(" ")[2]) as loading:
+            outcome = commands.run(self.session, line, loading.progress)
+        match outcome:
+            case commands.Say(text):
+                self._dim(text)
+            case commands.Ask(prompt):
+                self._ask_again(prompt, before)
+            case commands.Leave():
+                return False
+        return True
+
+    def _ask_again(self, prompt: str, before: Conversation) -> None:
+        if self.session.options.params.seed is not None:
+            self._tell("the seed is set, so the answer will be the same", "yellow")
+        kept = False
+        try:
+            kept = self._ask(prompt)
+        finally:
+            if not kept:
+                self.session.change(before)
+
+    def _ask(self, prompt: str) -> bool:
+        """Answer a prompt; whether there is a new turn."""
+        self._ensure_loaded()
+        try:
+            reply = self._stream(prompt)
+        except ServerUnavailable as gone:
+            self._tell(f"{one_line(gone.message)}: starting it again, asking again", "yellow")
+            self._ensure_loaded()
+            reply = self._stream(prompt)
+        if not reply.text and reply.answer is None:
+            self._tell("stopped", "yellow")
+            return False
+        stopped = reply.answer is None or reply.answer.finish_reason == "cancelled"
+        self.session.answered(Turn(prompt, reply.text, stopped), reply.answer)
+        self._report(reply, stopped)
+        return True
+
+    def _stream(self, prompt: str) -> Reply:
+        pieces: list[str] = []
+        stream = self.session.stream(prompt)
+        used = self.session.used_tokens() + len(prompt) // 4
+        shown = LiveAnswer(self.console, used=used, limit=self.session.ctx)
+        try:
+            with shown:
+                for event in stream:
+                    match event:
+                        case Text(text, tokens):
+                            pieces.append(text)
+                            shown.feed(text, tokens)
+                        case Answer():
+                            return Reply("".join(pieces), event, shown.speed())
+        except KeyboardInterrupt:
+            return Reply("".join(pieces), None, shown.speed())
+        finally:
+            close_stream(stream)
+        raise ServerUnavailable("the answer broke off")
+
+    def _ensure_loaded(self) -> None:
+        with Loading(self.console, self.session.model.name) as loading:
+            self.session.ensure_loaded(loading.progress)
+
+    def _report(self, reply: Reply, stopped: bool) -> None:
+        if stopped:
+            self._tell("stopped", "yellow")
+        if reply.answer is None:
+            self._dim(reply.speed + "\n")
+            return
+        for warning in report.warnings(reply.answer):
+            self._tell(one_line(warning), "yellow")
+        self._dim(report.answer_line(reply.answer))
+        if self.session.options.verbose:
+            load_ms = self.session.model.load_ms
+            self._dim("\n".join(report.verbose_lines(reply.answer, load_ms)))
+        self.console.print()
+
+    def _greet(self) -> None:
+        self._dim(report.model_line(self.session.model))
+        for note in self.session.model.notes:
+            self._dim(f"note: {note}")
+        self._dim("/help lists the commands, Ctrl+D leaves")
+
+    def _prompt(self) -> str:
+        branch = self.session.branch
+        return ">>> " if branch == FIRST_BRANCH else f"{inert(branch)} >>> "
+
+    def _dim(self, text: str) -> None:
+        self._tell(inert(text), "dim")
+
+    def _tell(self, text: str, style: str) -> None:
+        self.console.print(Styled(text, style=style), soft_wrap=False)
+
+
+def start_chat(client: Client, loading: Loading, model: str | None, options: ModelOptions) -> None:
+    """Load the model, then chat until the user leaves. LocalgenError: it cannot be loaded."""
+    # the editor takes as long to import as the model to load: do both at once
+    editor = threading.Thread(target=importlib.import_module, args=(f"{__package__}.prompt",))
+    editor.start()
+    session = Session(client, Settings.from_environment().state_dir, options)
+    with loading:
+        client.connect()
+        session.load(model, loading.progress)
+    editor.join()
+    Repl(session, Console(highlight=False), _line_editor(session).prompt).run()
+
+
+def _line_editor(session: Session) -> PromptSession[str]:
+    from localgen.repl import store
+    from localgen.repl.prompt import Completions, prompt_session
+
+    def models() -> list[str]:
+        try:
+            return [card.name for card in session.client.models()]
+        except LocalgenError:
+            return []  # a completion has no place to say that the server is away
+
+    completions = Completions(lambda: store.saved_names(session.state_dir), models)
+    return prompt_session(session.state_dir / "chat_history", completions)

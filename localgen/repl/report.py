@@ -1,0 +1,100 @@
+"""How speed, size and place in the context are written, one line at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localgen.backends.types import ModelInfo, Timings
+
+if TYPE_CHECKING:
+    from localgen.client import Answer
+
+_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def size(size_bytes: float) -> str:
+    """Bytes for people, in powers of 1000 as `ps` and the hubs write them."""
+    unit = 0
+    while size_bytes >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+        size_bytes /= 1000
+        unit += 1
+    digits = 0 if unit == 0 or size_bytes >= 99.95 else 1
+    return f"{size_bytes:.{digits}f} {_BYTE_UNITS[unit]}"
+
+
+def duration(ms: float) -> str:
+    """Milliseconds below a second, seconds above."""
+    return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.2f} s"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def model_line(info: ModelInfo) -> str:
+    """The model in one line: name, what it is, size, context, where it runs."""
+    parts = (
+        info.name,
+        info.description,
+        size(info.size_bytes),
+        f"context {info.ctx:,}",
+        f"{info.backend} {info.processor}",
+    )
+    return " · ".join(part for part in parts if part)
+
+
+def answer_line(answer: Answer) -> str:
+    """What stays under an answer."""
+    timings = answer.timings
+    used = answer.prompt_tokens + answer.completion_tokens
+    ttft = (
+        f"TTFT {duration(timings.ttft_ms)} (queue {duration(timings.queue_ms)}, "
+        f"template {duration(timings.template_ms)}, "
+        f"{answer.cached_tokens:,} cached + {timings.prompt_n:,} new tokens)"
+    )
+    parts = (
+        ttft,
+        *_rate(timings),
+        count(answer.completion_tokens, "token"),
+        f"context {used:,}/{answer.ctx:,}",
+    )
+    return " · ".join(parts)
+
+
+def live_line(waited_s: float, ttft_s: float | None, tokens: int, used: int, limit: int) -> str:
+    """What shows while an answer grows. used: an estimate until the server has counted."""
+    context = f"context ~{used:,}/{limit:,}"
+    if ttft_s is None:
+        return f"waiting {waited_s:.1f} s · {context} · Ctrl+C stops"
+    generating_s = waited_s - ttft_s
+    rate = f"{(tokens - 1) / generating_s:.1f} tokens/s · " if tokens > 1 and generating_s else ""
+    return f"TTFT {duration(ttft_s * 1000)} · {rate}{count(tokens, 'token')} · {context}"
+
+
+def verbose_lines(answer: Answer, load_ms: float) -> list[str]:
+    """Load, prompt and its rate, answer and its rate, TTFT: what `--verbose` prints."""
+    timings = answer.timings
+    prompt_rate = f", {timings.prompt_per_second:.1f} tokens/s" if timings.prompt_per_second else ""
+    return [
+        f"load:       {duration(load_ms)}",
+        f"prompt:     {count(answer.prompt_tokens, 'token')}, {answer.cached_tokens:,} cached, "
+        f"{timings.prompt_n:,} in {duration(timings.prompt_ms)}{prompt_rate}",
+        f"generated:  {count(answer.completion_tokens, 'token')} in "
+        + ", ".join((duration(timings.predicted_ms), *_rate(timings))),
+        f"TTFT:       {duration(timings.ttft_ms)}, queue {duration(timings.queue_ms)}, "
+        f"template {duration(timings.template_ms)}",
+        f"context:    {answer.prompt_tokens + answer.completion_tokens:,}/{answer.ctx:,}",
+    ]
+
+
+def warnings(answer: Answer) -> list[str]:
+    """What the user should know of how the answer was served."""
+    if answer.finish_reason == "length" and not answer.notes:
+        return ["cut at the token limit: -n or /set parameter max_tokens raises it"]
+    return list(answer.notes)
+
+
+def _rate(timings: Timings) -> tuple[str, ...]:
+    # one token has no gap to measure a rate by
+    speed = timings.predicted_per_second
+    return (f"{speed:.1f} tokens/s",) if speed and timings.predicted_n > 1 else ()

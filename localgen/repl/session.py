@@ -1,0 +1,126 @@
+"""The state of one chat: its model, settings and conversations. Only it changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions, ModelInfo, SamplingParams
+from localgen.repl.conversation import Conversation, Turn
+
+if TYPE_CHECKING:
+    from localgen.client import Answer, Client, Text
+
+FIRST_BRANCH = "main"
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What a user asks of a model: how to load it, how to sample, how to be served."""
+
+    params: SamplingParams = SamplingParams()
+    load: LoadOptions = LoadOptions()
+    ctx: int | None = None
+    system: str | None = None
+    priority: int = 0
+    verbose: bool = False
+
+
+class Session:
+    """A conversation with a loaded model, and the branches that were forked from it."""
+
+    def __init__(self, client: Client, state_dir: Path, options: ModelOptions) -> None:
+        self.client = client
+        self.state_dir = state_dir
+        self.options = options
+        self.branches = {FIRST_BRANCH: Conversation(options.system)}
+        self.branch = FIRST_BRANCH
+        self.info: ModelInfo | None = None
+        self.last: Answer | None = None
+
+    @property
+    def conversation(self) -> Conversation:
+        return self.branches[self.branch]
+
+    @property
+    def model(self) -> ModelInfo:
+        """The loaded model; load() comes first."""
+        assert self.info is not None
+        return self.info
+
+    @property
+    def ctx(self) -> int:
+        """The limit of prompt and answer in tokens."""
+        return self.options.ctx or self.model.ctx
+
+    def load(self, name: str | None, on_progress: Progress) -> ModelInfo:
+        """Load a model and talk to it from now on; on an error the old one stays."""
+        # a template is made for one model and would be wrong for the next
+        moved = self.info is not None and name != self.info.name
+        wanted = replace(self.options.load, chat_template=None) if moved else self.options.load
+        self.info = self.client.load(name, wanted, on_progress)
+        self.options = replace(self.options, load=wanted)
+        return self.info
+
+    def ensure_loaded(self, on_progress: Progress) -> None:
+        """The same model with the same options, on a server that may be a new one.
+
+        Both may have left while nothing was asked; a request alone would bring the model back
+        with options of the server's choice.
+        """
+        self.client.connect()
+        self.load(self.model.name, on_progress)
+
+    def stream(self, prompt: str) -> Iterator[Text | Answer]:
+        """An answer to a prompt; the conversation changes only through answered()."""
+        return self.client.chat(
+            self.model.name,
+            self.conversation.asking(prompt),
+            self.options.params,
+            ctx=self.options.ctx,
+            priority=self.options.priority,
+        )
+
+    def answered(self, turn: Turn, answer: Answer | None) -> None:
+        """Keep a turn. answer: None where it was stopped before the server could say more."""
+        self.change(self.conversation.with_turn(turn))
+        self.last = answer
+
+    def change(self, conversation: Conversation) -> None:
+        """Another state of this branch; what was counted of the old one no longer holds."""
+        self.branches[self.branch] = conversation
+        self.last = None
+
+    def fork(self, name: str | None) -> str:
+        """Leave this branch as it is and go on in a copy. InvalidRequest: the name is taken."""
+        name = name or self._free_name()
+        if name in self.branches:
+            raise InvalidRequest(f"there is a branch {name} already: /switch {name}")
+        self.branches[name] = self.conversation
+        self.branch = name
+        return name
+
+    def switch(self, name: str) -> None:
+        """Go on in another branch. InvalidRequest: there is none of that name."""
+        if name not in self.branches:
+            raise InvalidRequest(f"no branch {name}: there is {', '.join(self.branches)}")
+        self.branch = name
+        self.last = None
+
+    def used_tokens(self) -> int:
+        """About how much of the context the conversation takes; exact after a whole answer."""
+        if self.last is not None:
+            return self.last.prompt_tokens + self.last.completion_tokens
+        letters = sum(len(message.content) for message in self.conversation.messages())
+        return letters // 4
+
+    def _free_name(self) -> str:
+        number = len(self.branches)
+        while f"fork{number}" in self.branches:
+            number += 1
+        return f"fork{number}"

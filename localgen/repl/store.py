@@ -1,0 +1,92 @@
+"""Chats as JSON files, under the state folder or wherever the user says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import Message, SamplingParams
+from localgen.repl.conversation import Conversation, from_messages
+
+FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """A conversation, the model it was held with, and the parameters the user had set."""
+
+    model: str
+    params: SamplingParams
+    conversation: Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    role: Literal["system", "user", "assistant"]
+    content: str
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    format: Literal["localgen-chat-1"]
+    model: str
+    parameters: SamplingParams
+    messages: tuple[_Spoken, ...]
+
+
+def chat_path(name: str, state_dir: Path) -> Path:
+    """Where a chat of this name lies: a name alone in the state folder, a path as it is."""
+    if not name or "\0" in name:
+        raise InvalidRequest("give a name or a path")
+    if os.sep in name or name.startswith("~") or name.endswith(".json"):
+        return Path(name).expanduser()
+    return state_dir / "chats" / f"{name}.json"
+
+
+def saved_names(state_dir: Path) -> list[str]:
+    """Names of the chats saved without a path."""
+    return sorted(path.stem for path in (state_dir / "chats").glob("*.json"))
+
+
+def save(path: Path, chat: SavedChat) -> None:
+    """Write a chat, all or nothing. InvalidRequest: cannot, or another kind of file is there."""
+    if path.exists():
+        load(path)  # refuses to replace what is not a chat
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(_file_of(chat))))
+        part.chmod(0o600)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InvalidRequest(f"cannot write {path}: {error.strerror}") from error
+
+
+def load(path: Path) -> SavedChat:
+    """Read a chat. InvalidRequest names the file and what is wrong with it."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_File)
+        stopped = frozenset(at for at, spoken in enumerate(found.messages) if spoken.stopped)
+        messages = [Message(spoken.role, spoken.content) for spoken in found.messages]
+        return SavedChat(found.model, found.parameters, from_messages(messages, stopped))
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} is not a saved chat: {error}") from error
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path} is not a saved chat: {error.message}") from error
+
+
+def _file_of(chat: SavedChat) -> _File:
+    system = chat.conversation.system
+    spoken = [_Spoken("system", system)] if system else []
+    for turn in chat.conversation.turns:
+        spoken += [_Spoken("user", turn.prompt), _Spoken("assistant", turn.answer, turn.stopped)]
+    return _File(FORMAT, chat.model, chat.params, tuple(spoken))

@@ -1,0 +1,234 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import localgen
+from localgen.backends.errors import LocalgenError
+from localgen.backends.types import ModelInfo, Request
+from localgen.server import openai
+from localgen.server.generation import EventStream, GenerationResponse, Job
+from localgen.server.manager import ModelManager
+from localgen.server.openai import ChatFormat, CompletionFormat
+from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
+from localgen.server.state import ServerState
+
+STATS_PERIOD_S = 0.25
+_PROGRESS_PERIOD_S = 0.1
+_log = logging.getLogger("localgen.server")
+
+
+def create_app(
+    manager: ModelManager,
+    state: ServerState,
+    *,
+    leave: Callable[[], None],
+    leaving: Callable[[], bool],
+) -> ASGIApp:
+    """The application. leave: asks the server to end; leaving: whether it does."""
+    app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
+    _add_errors(app)
+    _add_generation(app, manager)
+    _add_models(app, manager, state)
+    _add_server(app, state, leave, leaving)
+    return _arrival_noted(app)
+
+
+def _arrival_noted(app: ASGIApp) -> ASGIApp:
+    """The application behind a clock: TTFT counts from before the body is read."""
+
+    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["arrived_s"] = time.monotonic()
+        await app(scope, receive, send)
+
+    return noted
+
+
+def _add_generation(app: FastAPI, manager: ModelManager) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, http: HttpRequest) -> Response:
+        request = Request(
+            id=uuid.uuid4().hex[:24],
+            messages=tuple(message.to_message() for message in body.messages),
+            params=body.to_params(),
+            client=body.user or _session_of(http),
+            priority=body.priority,
+            ctx=body.ctx,
+            arrived_s=http.scope["arrived_s"],
+        )
+        return GenerationResponse(manager, _job(body, request, ChatFormat.of))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        text = body.prompt if isinstance(body.prompt, str) else None
+        request = Request(
+            id=uuid.uuid4().hex[:24],
+            prompt=text,
+            prompt_tokens=None if isinstance(body.prompt, str) else tuple(body.prompt),
+            params=body.to_params(),
+            client=body.user or _session_of(http),
+            priority=body.priority,
+            ctx=body.ctx,
+            arrived_s=http.scope["arrived_s"],
+        )
+        return GenerationResponse(manager, _job(body, request, CompletionFormat.of))
+
+
+def _job(
+    body: ChatRequest | CompletionRequest,
+    request: Request,
+    format_of: Callable[[str, str], openai.Format],
+) -> Job:
+    return Job(
+        model=body.model,
+        request=request,
+        stream=body.stream,
+        include_usage=body.include_usage,
+        format_of=format_of,
+    )
+
+
+def _session_of(http: HttpRequest) -> str:
+    """Who asks: the session that our clients name, else the connection."""
+    session = http.headers.get("x-localgen-session")
+    if session:
+        return session
+    return f"{http.client.host}:{http.client.port}" if http.client else ""
+
+
+def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None:
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return _json({"object": "list", "data": await asyncio.to_thread(state.models)})
+
+    @app.post("/v1/models/load", response_model=None)
+    async def load(body: LoadRequest) -> Response:
+        events = _load_events(manager, body)
+        if body.stream:
+            return EventStream(events)
+        return _json([event async for event in events][-1])
+
+    @app.post("/v1/models/unload", response_model=None)
+    async def unload(body: UnloadRequest) -> Response:
+        return _json({"unloaded": await manager.unload(body.model)})
+
+
+async def _load_events(
+    manager: ModelManager, body: LoadRequest
+) -> AsyncGenerator[dict[str, Any], None]:
+    """`{"progress": 0.43}` while it loads, then `{"model": …}`, a ModelInfo."""
+    progress = 0.0
+
+    def note(share: float) -> None:
+        nonlocal progress
+        progress = share
+
+    async def load() -> ModelInfo:
+        async with manager.using(body.model, body.to_options(), note) as (_, info):
+            return info
+
+    loading = asyncio.create_task(load())
+    try:
+        while not (await asyncio.wait({loading}, timeout=_PROGRESS_PERIOD_S))[0]:
+            yield {"progress": progress}
+        yield {"model": loading.result()}
+    finally:
+        loading.cancel()
+
+
+def _add_server(
+    app: FastAPI, state: ServerState, leave: Callable[[], None], leaving: Callable[[], bool]
+) -> None:
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        return _json(state.health())
+
+    @app.get("/v1/stats", response_model=None)
+    async def stats(stream: bool = False) -> Response:
+        return EventStream(snapshots()) if stream else _json(state.stats())
+
+    @app.post("/v1/shutdown", response_model=None)
+    async def shutdown() -> Response:
+        leave()
+        return _json({"status": "shutting down"})
+
+    async def snapshots() -> AsyncGenerator[dict[str, Any], None]:
+        while not leaving():
+            yield state.stats()
+            await asyncio.sleep(STATS_PERIOD_S)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(LocalgenError)
+    async def ours(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, LocalgenError)
+        return _error(error.code, error.message, error.param)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        # a misspelt field first: it also makes the right one missing
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        message, param = _validation(problems[0])
+        return _error("invalid_request", message, param)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        place = f"{request.method} {request.url.path}"
+        match error.status_code:
+            case 404:
+                return _error("not_found", f"there is no {place}")
+            case 405:
+                return _error("method_not_allowed", f"{place} is not allowed", None, error.headers)
+            case _:
+                return _error("invalid_request", str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def bug(request: HttpRequest, error: Exception) -> Response:
+        # the traceback goes to the log: Starlette raises it again behind this answer
+        return _error("internal_error", f"{request.url.path} failed: the server's log says why")
+
+
+def _validation(problem: Any) -> tuple[str, str | None]:
+    """One line for the first thing that is wrong with a request, and the field it is in."""
+    steps = [step for step in problem["loc"] if step not in ("body", "query", "str")]
+    steps = [step for step in steps if not str(step).startswith("list[")]
+    field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    field = field.removeprefix(".")
+    match problem["type"]:
+        case "json_invalid":
+            return f"the body is not JSON: {problem['ctx']['error']}", None
+        case "extra_forbidden":
+            return f"unknown field {field}", field
+        case "model_attributes_type" if not field:
+            return "the body must be a JSON object, sent as Content-Type: application/json", None
+        case "missing":
+            return (f"{field} is missing", field) if field else ("the body is missing", None)
+        case _:
+            reason = str(problem["msg"])
+            return (f"{field}: {reason}", field) if field else (reason, None)
+
+
+def _json(value: object, status: int = 200, headers: Any = None) -> Response:
+    return Response(openai.encode(value), status, headers, "application/json")
+
+
+def _error(code: str, message: str, param: str | None = None, headers: Any = None) -> Response:
+    status = openai.STATUS_OF_CODE.get(code, 500)
+    if status == 429:
+        headers = {"Retry-After": "1"}
+    return _json(openai.error_body(code, message, param), status, headers)

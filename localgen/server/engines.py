@@ -1,0 +1,193 @@
+"""One engine process, for asyncio: load, submit, cancel, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from localgen.backends.engine import wire
+from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError, error_of
+from localgen.backends.types import (
+    Delta,
+    EngineStats,
+    Failed,
+    Finished,
+    LoadOptions,
+    ModelInfo,
+    Request,
+    StepEvents,
+)
+from localgen.server.engine_process import EngineOutput, EngineProcess, describe_status
+
+Event = Delta | Finished | Failed
+
+# after its socket closed, a process is given this long to show why; streams wait for it
+_STATUS_WAIT_S = 0.3
+_LEAVE_S = 3.0
+_log = logging.getLogger("localgen.engine")
+
+
+class Stream:
+    """The events of one request, in order; the last one is a Finished or a Failed."""
+
+    __slots__ = ("_engine", "_events", "_request_id", "_wake")
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._events: list[Event] = []
+        self._wake = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """Add an event and wake who waits."""
+        self._events.append(event)
+        self._wake.set()
+
+    async def take(self) -> list[Event]:
+        """Everything that came since the last call, at least one event."""
+        await self._wake.wait()
+        self._wake.clear()
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self) -> None:
+        """End the request in the engine now, if it has not ended; no event follows."""
+        self._engine.cancel(self._request_id)
+
+
+class Engine(asyncio.Protocol):
+    """The server's end of an engine process.
+
+    on_death is called once, when the process is gone for another reason than stop().
+    """
+
+    def __init__(self, process: EngineProcess, name: str, on_death: Callable[[], None]) -> None:
+        self.stats: EngineStats | None = None
+        self.progress = 0.0
+        self._process = process
+        self._name = name
+        self._on_death = on_death
+        self._decoder = wire.Decoder()
+        self._output = EngineOutput(name)
+        self._streams: dict[str, Stream] = {}
+        self._loaded: asyncio.Future[ModelInfo] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._ended: str | None = None  # why nothing can be asked of it any more
+        self._burial: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def active(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    async def load(self, name: str, path: Path, options: LoadOptions) -> ModelInfo:
+        """Load the model; progress is updated meanwhile. Raises what the engine reports."""
+        loop = asyncio.get_running_loop()
+        self._loaded = loop.create_future()
+        assert self._process.process.stdout is not None
+        await loop.connect_read_pipe(lambda: self._output, self._process.process.stdout)
+        transport, _ = await loop.create_connection(lambda: self, sock=self._process.sock)
+        self._transport = transport
+        self._send(wire.Load(name, str(path), options))
+        return await self._loaded
+
+    def submit(self, request: Request) -> Stream:
+        """Hand over a request. EngineDied if the process is gone."""
+        if self._ended is not None:
+            raise EngineDied(self._ended)
+        stream = self._streams[request.id] = Stream(self, request.id)
+        self._send(wire.Submit(request))
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; nothing happens if it has ended."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send(wire.Cancel(request_id))
+
+    def fail_all(self, code: str, message: str) -> None:
+        """End every stream with this error, and the requests in the engine."""
+        for request_id, stream in list(self._streams.items()):
+            self.cancel(request_id)
+            stream.put(Failed(request_id, code, message))
+
+    async def stop(self, reason: str) -> None:
+        """End the process; its memory is free when this returns."""
+        if self._ended is None:
+            self._ended = reason
+        self._fail_load(LoadFailed(reason))
+        self.fail_all(EngineDied.code, reason)
+        if self._transport is None:
+            self._process.sock.close()
+        else:
+            self._transport.close()  # end of stream: the engine leaves
+        await self._process.end(_LEAVE_S)
+
+    def data_received(self, received: bytes) -> None:
+        try:
+            for message in self._decoder.feed(received):
+                self._handle(message)
+        except Exception as error:  # whatever it sent, this engine cannot be trusted any more
+            _log.exception("%s: bad message from the engine", self._name)
+            self._die(f"the engine of {self._name} sent what is not understood: {error}")
+            self._process.process.kill()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._ended is None:
+            self._burial = asyncio.create_task(self._bury())
+
+    async def _bury(self) -> None:
+        status = await self._process.wait(_STATUS_WAIT_S)
+        last = self._output.last_line
+        said = f", its last words: {last[:300]}" if last else ""
+        self._die(f"the engine process of {self._name} {describe_status(status)}{said}")
+        await self._process.end(_LEAVE_S)
+
+    def _die(self, message: str) -> None:
+        if self._ended is not None:
+            return
+        self._ended = message
+        _log.error("%s", message)
+        self._fail_load(LoadFailed(message))
+        self.fail_all(EngineDied.code, message)
+        self._on_death()
+
+    def _handle(self, message: wire.Message) -> None:
+        match message:
+            case StepEvents():
+                self._publish(message)
+            case wire.Loading(progress):
+                self.progress = progress
+            case wire.Loaded(info):
+                assert self._loaded is not None
+                if not self._loaded.done():
+                    self._loaded.set_result(info)
+            case wire.LoadError(code, text):
+                self._ended = text
+                self._fail_load(error_of(code, text))
+            case _:
+                raise ValueError(f"unexpected {type(message).__name__}")
+
+    def _publish(self, events: StepEvents) -> None:
+        if events.stats is not None:
+            self.stats = events.stats
+        for delta in events.deltas:
+            if stream := self._streams.get(delta.request_id):
+                stream.put(delta)
+        ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
+        for end in ends:
+            if stream := self._streams.pop(end.request_id, None):
+                stream.put(end)
+
+    def _fail_load(self, error: LocalgenError) -> None:
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(error)
+
+    def _send(self, message: wire.Message) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.encode(message))

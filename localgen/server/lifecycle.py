@@ -1,0 +1,127 @@
+"""The life of a server: one for a user, from the lock it takes to its leaving when idle.
+
+What a client waits for comes first: the socket listens before anything heavy is imported, and
+an engine process starts beside it. This module imports accordingly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import logging.handlers
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import IO
+
+from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.config import Settings
+from localgen.server.engine_process import EngineCommand, EngineProcess, llamacpp_command
+
+LOG_BYTES = 4 << 20
+EXIT_FAILED = 1
+# a server that leaves may hold the lock this much longer than its socket
+_LOCK_WAIT_S = 15.0
+_BACKLOG = 128
+_log = logging.getLogger("localgen.server")
+
+
+def main() -> int:
+    """The server of a client: logs into a file, leaves when idle. Errors: one line on stderr."""
+    try:
+        settings = Settings.from_environment()
+        settings.prepare()
+        log_to_file(settings)
+        run(settings, idle_exit=True)
+    except LocalgenError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+def run(
+    settings: Settings,
+    *,
+    idle_exit: bool,
+    engine_command: EngineCommand = llamacpp_command,
+) -> None:
+    """Serve until idle (idle_exit), told to leave, or a signal. ServerUnavailable: one runs."""
+    settings.prepare()
+    with _only_server(settings), _listening(settings) as sock:
+        spare = EngineProcess.start(engine_command)
+        from localgen.server.serving import serve
+
+        _log.info("server %d listens on %s", os.getpid(), settings.socket_path)
+        serve(settings, sock, idle_exit=idle_exit, engine_command=engine_command, spare=spare)
+        _log.info("server %d ends", os.getpid())
+
+
+def log_to_file(settings: Settings) -> None:
+    """Log into the state folder, one older file kept."""
+    handler = logging.handlers.RotatingFileHandler(
+        settings.log_path, maxBytes=LOG_BYTES, backupCount=1
+    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+@contextlib.contextmanager
+def _only_server(settings: Settings) -> Iterator[None]:
+    """Hold the lock that makes this the only server of its user."""
+    with open(settings.server_lock_path, "a+") as lock:
+        os.fchmod(lock.fileno(), 0o600)
+        _lock(lock, settings)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _lock(lock: IO[str], settings: Settings) -> None:
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip()
+        if is_listening(settings):
+            raise ServerUnavailable(f"a server runs already (process {owner})")
+        if time.monotonic() > deadline:
+            raise ServerUnavailable(f"an older server (process {owner}) does not end: kill it")
+        time.sleep(0.02)
+
+
+def is_listening(settings: Settings) -> bool:
+    """Whether someone accepts connections on the socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(settings.socket_path))
+        except OSError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _listening(settings: Settings) -> Iterator[socket.socket]:
+    """The socket, 0600; under the lock, whatever lies there is left from a server that died."""
+    path = settings.socket_path
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        raise ServerUnavailable(f"cannot listen on {path}: {error.strerror}") from error
+    finally:
+        os.umask(before)
+    sock.listen(_BACKLOG)
+    try:
+        yield sock
+    finally:
+        path.unlink(missing_ok=True)
+        sock.close()

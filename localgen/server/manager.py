@@ -1,0 +1,277 @@
+"""Which models are in memory: loaded on demand, unloaded when idle, swapped by LRU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from localgen.backends.errors import (
+    LocalgenError,
+    ModelBusy,
+    OutOfMemory,
+    ServerUnavailable,
+)
+from localgen.backends.types import LoadOptions, ModelInfo
+from localgen.config import Settings
+from localgen.hub.files import ModelFile
+from localgen.hub.names import BUILT_IN, resolve
+from localgen.server import memory
+from localgen.server.engine_process import EngineCommand, EngineProcess, llamacpp_command
+from localgen.server.engines import Engine
+from localgen.server.memory import as_gb
+from localgen.server.resident import Resident
+
+# an engine process started before anyone asked waits this long for a model
+SPARE_WAIT_S = 30.0
+_log = logging.getLogger("localgen.server")
+
+
+class ModelManager:
+    """Owns every engine process of a server. For one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        engine_command: EngineCommand = llamacpp_command,
+        spare: EngineProcess | None = None,
+        find: Callable[[str | None], ModelFile] = resolve,
+    ) -> None:
+        self._settings = settings
+        self._engine_command = engine_command
+        self._spare = spare
+        self._started_s = time.monotonic()
+        self._find = find
+        self._residents: list[Resident] = []
+        self._admission = asyncio.Lock()
+        self._last_used_s = time.monotonic()
+        self._closing = False
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """Models loaded or loading, in the order of loading."""
+        return tuple(self._residents)
+
+    @property
+    def active_requests(self) -> int:
+        """Requests that hold a model."""
+        return sum(resident.users for resident in self._residents)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since anything was asked of a model; 0 while something is."""
+        loading = any(resident.info is None for resident in self._residents)
+        return 0.0 if self.active_requests or loading else time.monotonic() - self._last_used_s
+
+    @contextlib.asynccontextmanager
+    async def using(
+        self,
+        name: str | None,
+        options: LoadOptions = LoadOptions(),
+        on_progress: Callable[[float], None] | None = None,
+    ) -> AsyncIterator[tuple[Resident, ModelInfo]]:
+        """The model of that name, loaded if it is not, kept for as long as the block runs.
+
+        Raises ModelNotFound, ModelBusy, OutOfMemory, LoadFailed.
+        """
+        resident, info = await self._hold(name, options, on_progress)
+        try:
+            yield resident, info
+        finally:
+            self._release(resident)
+
+    async def _hold(
+        self,
+        name: str | None,
+        options: LoadOptions,
+        on_progress: Callable[[float], None] | None,
+    ) -> tuple[Resident, ModelInfo]:
+        while True:
+            resident = self._known(name) or await self._admit(await self._locate(name), options)
+            resident.users += 1
+            try:
+                info = await self._loaded(resident, on_progress)
+                resident.require(options)
+                return resident, info
+            except OutOfMemory:
+                # the engine knows better than our estimate: give it what idle models hold
+                self._release(resident)
+                if not await self._evict_one(resident.file):
+                    raise
+            except BaseException:
+                self._release(resident)
+                raise
+
+    def _release(self, resident: Resident) -> None:
+        resident.users -= 1
+        resident.last_used_s = self._last_used_s = time.monotonic()
+
+    async def unload(self, name: str) -> bool:
+        """Unload a model now, in use or not; False if it is not loaded."""
+        resident = self._known(name)
+        if resident is None:
+            try:
+                path = (await asyncio.to_thread(self._find, name)).path
+            except LocalgenError:
+                return False
+            resident = next((r for r in self._residents if r.file.path == path), None)
+        if resident is None:
+            return False
+        await self._remove(resident, f"{resident.file.name} was stopped by `localgen stop`")
+        return True
+
+    async def expire(self) -> None:
+        """Unload what nobody used for the keep-alive time; to be called now and then."""
+        if self._spare and time.monotonic() - self._started_s > SPARE_WAIT_S:
+            await self._drop_spare()
+        for resident in self.residents:
+            if resident.idle and resident.seconds_left(self._settings.keep_alive_s) == 0:
+                await self._remove(resident, f"{resident.file.name} was idle")
+
+    def refuse_new(self) -> None:
+        """From now on nothing is loaded and no request accepted: the server leaves."""
+        self._closing = True
+
+    def fail_all(self, code: str, message: str) -> None:
+        """End every running request with this error."""
+        for resident in self._residents:
+            resident.engine.fail_all(code, message)
+
+    async def close(self) -> None:
+        """End every engine process."""
+        self.refuse_new()
+        await self._drop_spare()
+        ending = [self._remove(resident, "the server ends") for resident in self.residents]
+        await asyncio.gather(*ending)
+
+    def _known(self, name: str | None) -> Resident | None:
+        if self._closing:
+            raise ServerUnavailable("the server is shutting down: try again")
+        wanted = BUILT_IN if name is None else name
+        return next((r for r in self._residents if r.answers_to(wanted)), None)
+
+    async def _locate(self, name: str | None) -> ModelFile:
+        # in a thread: the cache may be large, its disk slow
+        return await asyncio.to_thread(self._find, name)
+
+    async def _admit(self, file: ModelFile, options: LoadOptions) -> Resident:
+        """The resident of a file, begun if there is none: one load, however many ask."""
+        async with self._admission:
+            for resident in self._residents:
+                if resident.file.path == file.path:
+                    return resident
+            await self._make_room(file)
+            if self._closing:
+                raise ServerUnavailable("the server is shutting down: try again")
+            return self._begin(file, options)
+
+    def _begin(self, file: ModelFile, options: LoadOptions) -> Resident:
+        if options.max_queue is None and self._settings.max_queue is not None:
+            options = replace(options, max_queue=self._settings.max_queue)
+        engine = Engine(self._process(), file.name, lambda: self._forget(resident))
+        resident = Resident(
+            file=file,
+            engine=engine,
+            asked=options,
+            estimate_bytes=memory.estimate(file.size_bytes),
+            loading=asyncio.create_task(engine.load(file.name, file.path, options)),
+        )
+        resident.loading.add_done_callback(lambda task: self._finish_load(resident, task))
+        self._residents.append(resident)
+        _log.info("loading %s from %s (process %d)", file.name, file.path, engine.pid)
+        return resident
+
+    def _process(self) -> EngineProcess:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.running():
+            return spare
+        return EngineProcess.start(self._engine_command)
+
+    def _finish_load(self, resident: Resident, task: asyncio.Task[ModelInfo]) -> None:
+        self._last_used_s = resident.last_used_s = time.monotonic()
+        if task.cancelled() or (error := task.exception()) is not None:
+            self._forget(resident)
+            reason = "cancelled" if task.cancelled() else error
+            _log.error("%s was not loaded: %s", resident.file.name, reason)
+            return
+        _log.info("%s is loaded (%.0f ms)", resident.file.name, task.result().load_ms)
+
+    async def _loaded(
+        self, resident: Resident, on_progress: Callable[[float], None] | None
+    ) -> ModelInfo:
+        """Wait for a load, which goes on whoever stops waiting."""
+        while not resident.loading.done():
+            if on_progress is not None:
+                on_progress(resident.engine.progress)
+            await asyncio.wait({resident.loading}, timeout=0.1)
+        return resident.loading.result()
+
+    async def _make_room(self, file: ModelFile) -> None:
+        """Unload idle models, least recently used first, until the next one fits.
+
+        ModelBusy if it would fit without those in use, OutOfMemory if it would not.
+        """
+        need = memory.estimate(file.size_bytes)
+        free = self._free_bytes()
+        idle = self._idle()
+        if need > free + sum(_taken(resident) for resident in idle):
+            raise self._no_room(file, need, free + sum(_taken(resident) for resident in idle))
+        while need > self._free_bytes() and await self._evict_one(file):
+            pass
+
+    def _idle(self) -> list[Resident]:
+        return sorted((r for r in self._residents if r.idle), key=lambda r: r.last_used_s)
+
+    async def _evict_one(self, file: ModelFile) -> bool:
+        """Unload the idle model that was used least recently; False if there is none."""
+        idle = self._idle()
+        if idle:
+            reason = f"{idle[0].file.name} was idle and {file.name} needs its memory"
+            await self._remove(idle[0], reason)
+        return bool(idle)
+
+    def _no_room(self, file: ModelFile, need: int, free: int) -> LocalgenError:
+        busy = [resident for resident in self._residents if not resident.idle]
+        numbers = f"{file.name} needs about {as_gb(need)}, {as_gb(max(0, free))} can be had"
+        if need <= free + sum(_taken(resident) for resident in busy):
+            names = ", ".join(resident.file.name for resident in busy)
+            return ModelBusy(
+                f"{numbers} while in use: {names}; wait, or `localgen stop {busy[0].file.name}`"
+            )
+        limited = self._settings.memory_limit is not None
+        way_out = "raise LOCALGEN_MEMORY_LIMIT" if limited else "free memory"
+        return OutOfMemory(f"{numbers}: take a smaller model or quantization, or {way_out}")
+
+    def _free_bytes(self) -> int:
+        return memory.free_bytes(
+            self._settings.memory_limit,
+            [resident.info for resident in self._residents if resident.info is not None],
+            [resident.estimate_bytes for resident in self._residents if resident.info is None],
+        )
+
+    async def _remove(self, resident: Resident, reason: str) -> None:
+        self._forget(resident)
+        _log.info("unloading: %s", reason)
+        await resident.engine.stop(reason)
+
+    def _forget(self, resident: Resident) -> None:
+        if resident in self._residents:
+            self._residents.remove(resident)
+
+    async def _drop_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.sock.close()
+            await spare.end(1.0)
+            if spare.process.stdout is not None:
+                spare.process.stdout.close()
+
+
+def _taken(resident: Resident) -> int:
+    if resident.info is None:
+        return resident.estimate_bytes
+    return memory.footprint(resident.info)

@@ -1,0 +1,79 @@
+"""One model in memory, or on its way there; changed by the manager alone."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from dataclasses import dataclass, field, fields
+
+from localgen.backends.errors import ModelBusy
+from localgen.backends.types import LoadOptions, ModelInfo
+from localgen.hub.files import ModelFile
+from localgen.server.engines import Engine
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Resident:
+    """users: requests that hold it. last_used_s: when the last one let go (monotonic)."""
+
+    file: ModelFile
+    engine: Engine
+    asked: LoadOptions
+    estimate_bytes: int
+    loading: asyncio.Task[ModelInfo]
+    users: int = 0
+    last_used_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What was loaded; None while it is not, or if it failed."""
+        if not self.loading.done() or self.loading.cancelled() or self.loading.exception():
+            return None
+        return self.loading.result()
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits that stay the same for the same file."""
+        return model_id(self.file)
+
+    @property
+    def state(self) -> str:
+        return "loading" if self.info is None else "loaded"
+
+    @property
+    def idle(self) -> bool:
+        """Whether it could go: loaded, and nobody uses it."""
+        return self.info is not None and self.users == 0
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a user may mean this model by that name."""
+        return name in (self.file.name, str(self.file.path), self.id)
+
+    def seconds_left(self, keep_alive_s: float | None) -> float | None:
+        """Seconds until it is unloaded if nothing uses it from now on; None: never."""
+        if keep_alive_s is None:
+            return None
+        since = time.monotonic() if self.users or self.info is None else self.last_used_s
+        return max(0.0, since + keep_alive_s - time.monotonic())
+
+    def require(self, asked: LoadOptions) -> None:
+        """ModelBusy if an option was asked for that differs from the one in force."""
+        info = self.loading.result()
+        for option in fields(LoadOptions):
+            wanted = getattr(asked, option.name)
+            actual = getattr(info.options, option.name)
+            # what was asked at first may have been rounded: asking the same again is no conflict
+            if wanted not in (None, actual, getattr(self.asked, option.name)):
+                raise ModelBusy(
+                    f"{self.file.name} is loaded with {option.name} {actual}, not {wanted}: "
+                    f"`localgen stop {self.file.name}`, then try again",
+                    param=option.name,
+                )
+
+
+def model_id(file: ModelFile) -> str:
+    """Twelve hex digits that stay the same for the same file."""
+    changed_ns = file.path.stat().st_mtime_ns if file.path.exists() else 0
+    text = f"{file.path}\0{file.size_bytes}\0{changed_ns}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,226 @@
+"""What requests may hold. Everything else is refused, with the name of the field."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions, Message, SamplingParams
+
+# fields that other servers know and this one does not; null, or the value given here, is the same
+# as leaving them out. Naming them makes the error say "not supported" instead of "unknown".
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "service_tier": (),
+    "store": (False,),
+    "metadata": (),
+    "web_search_options": (),
+    "verbosity": (),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
+    "name": (),
+    "refusal": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "audio": (),
+    "annotations": ([],),
+}
+
+
+def _without_unsupported(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
+    if not isinstance(body, dict):
+        return body
+    for name, harmless in unsupported.items():
+        if name in body and body[name] is not None and body[name] not in harmless:
+            raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
+    return {name: value for name, value in body.items() if name not in unsupported}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class TextPart(_Strict):
+    """A part of a message; text is the only kind there is."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One turn. `developer` is what newer clients call `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, body: Any) -> Any:
+        return _without_unsupported(body, _UNSUPPORTED_IN_MESSAGES)
+
+    def to_message(self) -> Message:
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return Message(role, self.content)
+        return Message(role, "".join(part.text for part in self.content))
+
+
+class StreamOptions(_Strict):
+    """include_usage: a last chunk with usage and no choices."""
+
+    include_usage: bool = False
+
+
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+class _Generate(_Strict):
+    """What chat and completions share. The engine checks the ranges of the samplers."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: int = 0
+    ctx: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
+        None
+    )
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    repeat_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    logit_bias: dict[int, float] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, body: Any) -> Any:
+        return _without_unsupported(body, _UNSUPPORTED)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The samplers by name; InvalidRequest if one is given twice under two names."""
+        special = {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "repeat_penalty": _one_of(self, "repeat_penalty", "repetition_penalty"),
+            "stop": tuple(self.stop or ()),
+            "logit_bias": self.logit_bias or {},
+        }
+        plain = {
+            field.name: _frozen(getattr(self, field.name))
+            for field in fields(SamplingParams)
+            if field.name not in special
+        }
+        return SamplingParams(**plain, **special)
+
+
+class ChatRequest(_Generate):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def to_params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self._sampling(
+            max_tokens=_one_of(self, "max_tokens", "max_completion_tokens"),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionRequest(_Generate):
+    """POST /v1/completions. prompt: a text, or the ids of its tokens."""
+
+    prompt: str | list[int]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def to_params(self) -> SamplingParams:
+        return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class LoadRequest(_Strict):
+    """POST /v1/models/load. stream: progress as events, then the model."""
+
+    model: str | None = None
+    options: dict[str, Any] = {}
+    stream: bool = False
+
+    def to_options(self) -> LoadOptions:
+        """InvalidRequest names an unknown option or one of the wrong type."""
+        import msgspec
+
+        known = [field.name for field in fields(LoadOptions)]
+        for name in self.options:
+            if name not in known:
+                raise InvalidRequest(f"unknown load option {name}", param=f"options.{name}")
+        try:
+            return msgspec.convert(self.options, LoadOptions)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"load options: {error}", param="options") from error
+
+
+class UnloadRequest(_Strict):
+    """POST /v1/models/unload."""
+
+    model: str
+
+
+def _one_of(body: BaseModel, name: str, other: str) -> Any:
+    value, alias = getattr(body, name), getattr(body, other)
+    if value is not None and alias is not None and value != alias:
+        raise InvalidRequest(f"{name} is {value} and {other} is {alias}: give one", param=other)
+    return alias if value is None else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

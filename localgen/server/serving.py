@@ -1,0 +1,121 @@
+"""uvicorn around the application, and what happens while it runs and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import socket
+import time
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.config import Settings
+from localgen.server.app import create_app
+from localgen.server.engine_process import EngineCommand, EngineProcess
+from localgen.server.manager import ModelManager
+from localgen.server.state import ServerState
+
+# running answers may go on this long once the server was told to leave
+DRAIN_S = 5.0
+# time for error events to reach their clients after that
+_FLUSH_S = 2
+# a server that unloads at once must still live until its first client has asked
+_LEAST_IDLE_S = 1.0
+_TICK_S = 0.25
+_log = logging.getLogger("localgen.server")
+
+
+def serve(
+    settings: Settings,
+    sock: socket.socket,
+    *,
+    idle_exit: bool,
+    engine_command: EngineCommand,
+    spare: EngineProcess | None,
+) -> None:
+    """Answer on a listening socket until told to leave; all engines have ended then."""
+    # uvicorn raises the signals it caught once more when it is done: by then all is in order
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    asyncio.run(_serve(settings, sock, idle_exit, engine_command, spare))
+
+
+async def _serve(
+    settings: Settings,
+    sock: socket.socket,
+    idle_exit: bool,
+    engine_command: EngineCommand,
+    spare: EngineProcess | None,
+) -> None:
+    manager = ModelManager(settings, engine_command=engine_command, spare=spare)
+    server = _Server(settings, manager)
+    watch = asyncio.create_task(server.watch(idle_exit))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        watch.cancel()
+        await manager.close()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, settings: Settings, manager: ModelManager) -> None:
+        app = create_app(
+            manager,
+            ServerState(settings, manager),
+            leave=self._leave,
+            leaving=lambda: self.should_exit,
+        )
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_FLUSH_S,
+            )
+        )
+        self._settings = settings
+        self._manager = manager
+
+    async def watch(self, idle_exit: bool) -> None:
+        """Unload idle models, and leave when nothing was asked for the keep-alive time."""
+        keep_alive_s = self._settings.keep_alive_s
+        while not self.should_exit:
+            await asyncio.sleep(_TICK_S)
+            await self._manager.expire()
+            if not idle_exit or keep_alive_s is None:
+                continue
+            if self._manager.idle_s >= max(keep_alive_s, _LEAST_IDLE_S):
+                _log.info("idle for %.0f s", self._manager.idle_s)
+                self._leave()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running answers end, then tell the rest; new clients start another server."""
+        self._settings.socket_path.unlink(missing_ok=True)
+        self._manager.refuse_new()
+        deadline = time.monotonic() + DRAIN_S
+        while self._manager.active_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self._manager.fail_all(ServerUnavailable.code, "the server was told to end: try again")
+        await super().shutdown(sockets)
+
+    def _leave(self) -> None:
+        self.should_exit = True
+
+
+class _Connection(H11Protocol):
+    """A connection with a name of its own: Unix sockets have none, fair queueing needs one."""
+
+    _numbers = itertools.count(1)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self.client:
+            self.client = ("local", next(self._numbers))

@@ -1,0 +1,100 @@
+"""What the server tells about itself and its models."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import psutil
+
+import localgen
+from localgen.config import Settings
+from localgen.hub.names import available
+from localgen.server.manager import ModelManager
+from localgen.server.resident import Resident, model_id
+
+# raised when a client of an older or newer version would misunderstand us
+PROTOCOL = 1
+
+
+class ServerState:
+    """Views of the manager for /health, /v1/models and /v1/stats."""
+
+    def __init__(self, settings: Settings, manager: ModelManager) -> None:
+        self._settings = settings
+        self._manager = manager
+        self._started_s = time.monotonic()
+
+    def health(self) -> dict[str, Any]:
+        """Who answers here, and whether it is at work."""
+        return {
+            "status": "ok",
+            "version": localgen.__version__,
+            "protocol": PROTOCOL,
+            "pid": os.getpid(),
+            "active_requests": self._manager.active_requests,
+        }
+
+    def models(self) -> list[dict[str, Any]]:
+        """Every model that can be named, and those loaded from elsewhere. Reads the disk."""
+        loaded = {resident.file.path: resident for resident in self._manager.residents}
+        files = {file.path: file for file in available()}
+        files |= {path: resident.file for path, resident in loaded.items()}
+        return [
+            {
+                "id": file.name,
+                "object": "model",
+                "created": int(path.stat().st_mtime) if path.exists() else 0,
+                "owned_by": "localgen",
+                "path": str(path),
+                "size_bytes": file.size_bytes,
+                "state": loaded[path].state if path in loaded else "available",
+                "source": file.source,
+                "hash": model_id(file),
+            }
+            for path, file in files.items()
+        ]
+
+    def stats(self) -> dict[str, Any]:
+        """Server and models at this moment."""
+        return {
+            "server": self.health()
+            | {
+                "uptime_s": time.monotonic() - self._started_s,
+                "rss_bytes": _rss_bytes(os.getpid()),
+                "keep_alive_s": self._settings.keep_alive_s,
+                "memory_limit": self._settings.memory_limit,
+                "memory_available": psutil.virtual_memory().available,
+            },
+            "models": [self._model(resident) for resident in self._manager.residents],
+        }
+
+    def _model(self, resident: Resident) -> dict[str, Any]:
+        info = resident.info
+        summary = {
+            "name": resident.file.name,
+            "id": resident.id,
+            "path": str(resident.file.path),
+            "state": resident.state,
+            "progress": 1.0 if info else resident.engine.progress,
+            "pid": resident.engine.pid,
+            "rss_bytes": _rss_bytes(resident.engine.pid),
+            "size_bytes": info.size_bytes if info else resident.file.size_bytes,
+            "active_requests": resident.users,
+            "until_s": resident.seconds_left(self._settings.keep_alive_s),
+            "processor": info.processor if info else "",
+            "ctx": info.ctx if info else 0,
+        }
+        if info is not None:
+            # not the template: it is long, and snapshots are frequent
+            summary["info"] = asdict(replace(info, chat_template=None))
+        return summary | {"stats": resident.engine.stats}
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

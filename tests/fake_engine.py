@@ -1,0 +1,173 @@
+"""An engine process without a model: speaks the wire, echoes the words of the prompt slowly.
+
+Run as `python tests/fake_engine.py FD`. The "model" is a file of JSON that says how to behave:
+load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes.
+Words that do something: `!die` ends the process without a goodbye.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from localgen.backends.engine import wire
+from localgen.backends.types import (
+    Delta,
+    EngineStats,
+    Failed,
+    Finished,
+    LoadOptions,
+    ModelInfo,
+    PositionLogprobs,
+    Request,
+    SamplingParams,
+    StepEvents,
+    Timings,
+    TokenLogprob,
+)
+
+MAX_PROMPT = 1000
+
+
+def info_of(load: wire.Load, script: dict[str, Any]) -> ModelInfo:
+    in_force = {"ctx": 2048, "parallel": 4, "mmap": True, "max_queue": 64}
+    asked = {k: v for k, v in dataclasses.asdict(load.options).items() if v is not None}
+    options = LoadOptions(**(in_force | script.get("options", {}) | asked))
+    return ModelInfo(
+        name=load.name,
+        path=load.path,
+        architecture="fake",
+        description="echo",
+        params=6,
+        size_bytes=script.get("size_bytes", Path(load.path).stat().st_size),
+        vocab=100,
+        ctx_train=4096,
+        ctx=options.ctx or 0,
+        kv_tokens=4096,
+        max_seqs=4,
+        kv_bytes=script.get("kv_bytes", 0),
+        layers=1,
+        backend="fake",
+        processor="100% CPU",
+        load_ms=script.get("load_s", 0) * 1e3,
+        can_rewind=True,
+        chat_template=None,
+        sampling=SamplingParams(logit_bias={7: 1.5}),
+        options=options,
+        notes=("a fake",),
+    )
+
+
+class FakeEngine:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.script: dict[str, Any] = {}
+        self.inbox: queue.Queue[wire.Message | None] = queue.Queue()
+        self.running: dict[str, tuple[Request, list[str], int]] = {}
+        self.cancelled = 0
+
+    def send(self, message: wire.Message) -> None:
+        self.sock.sendall(wire.encode(message))
+
+    def read(self) -> None:
+        for message in wire.receive(self.sock):
+            self.inbox.put(message)
+        os._exit(0)
+
+    def load(self) -> bool:
+        load = self.inbox.get()
+        assert isinstance(load, wire.Load)
+        self.script = json.loads(Path(load.path).read_text())
+        print("fake engine loads", load.path, flush=True)
+        with open(load.path + ".loads", "a") as loads:
+            loads.write(f"{os.getpid()}\n")
+        for step in range(10):
+            time.sleep(self.script.get("load_s", 0) / 10)
+            self.send(wire.Loading(step / 10))
+        if "fail" in self.script:
+            self.send(wire.LoadError(self.script.get("code", "load_failed"), self.script["fail"]))
+            return False
+        self.send(wire.Loaded(info_of(load, self.script)))
+        return True
+
+    def accept(self, message: wire.Message | None) -> None:
+        match message:
+            case wire.Submit(request):
+                self.submit(request)
+            case wire.Cancel(request_id):
+                if self.running.pop(request_id, None):
+                    self.cancelled += 1
+
+    def submit(self, request: Request) -> None:
+        text = request.messages[-1].content if request.messages else request.prompt or ""
+        words = text.split()
+        if len(words) > MAX_PROMPT:
+            reason = f"prompt is {len(words)} tokens, context is {MAX_PROMPT}"
+            failed = Failed(request.id, "context_length_exceeded", reason, "messages")
+            return self.send(StepEvents(failed=(failed,)))
+        if len(self.running) >= self.script.get("max_queue", 64):
+            failed = Failed(request.id, "queue_full", "1 request waits already")
+            return self.send(StepEvents(failed=(failed,)))
+        self.running[request.id] = (request, words, 0)
+
+    def run(self) -> None:
+        threading.Thread(target=self.read, daemon=True).start()
+        if not self.load():
+            return
+        while True:
+            if not self.running:
+                self.accept(self.inbox.get())
+            while not self.inbox.empty():
+                self.accept(self.inbox.get())
+            self.step()
+            time.sleep(self.script.get("token_s", 0.0))
+
+    def step(self) -> None:
+        deltas, finished = [], []
+        for request_id, (request, words, done) in list(self.running.items()):
+            most = request.params.max_tokens or len(words)
+            if done < min(most, len(words)):
+                if words[done] == "!die":
+                    os._exit(9)
+                deltas.append(self.delta(request, words[done], done))
+                self.running[request_id] = (request, words, done + 1)
+            else:
+                del self.running[request_id]
+                finished.append(self.finished(request, words, done))
+        requests = {"cancelled": self.cancelled}
+        stats = EngineStats(running=len(self.running), requests_total=requests)
+        self.send(StepEvents(tuple(deltas), tuple(finished), (), stats))
+
+    def delta(self, request: Request, word: str, done: int) -> Delta:
+        text = word if done == 0 else f" {word}"
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if request.params.logprobs is not None:
+            chosen = TokenLogprob(done, text, -0.5)
+            logprobs = (PositionLogprobs(chosen, (chosen,) * request.params.logprobs),)
+        return Delta(request.id, text, done + 1, logprobs)
+
+    def finished(self, request: Request, words: list[str], done: int) -> Finished:
+        ttft_ms = (time.monotonic() - request.arrived_s) * 1e3
+        return Finished(
+            request_id=request.id,
+            reason="stop" if done == len(words) else "length",
+            timings=Timings(cache_n=2, prompt_n=len(words), predicted_n=done, ttft_ms=ttft_ms),
+            prompt_tokens=len(words) + 2,
+            completion_tokens=done,
+            ctx=request.ctx or 2048,
+            seed=request.params.seed,
+            stop="</s>",
+            notes=(f"client {request.client}", json.dumps(dataclasses.asdict(request.params))),
+        )
+
+
+if __name__ == "__main__":
+    FakeEngine(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -1,0 +1,37 @@
+"""The real server over fake engines: `python tests/fake_server.py [VERSION [PROTOCOL]]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import localgen
+from localgen.backends.errors import LocalgenError
+from localgen.config import Settings
+from localgen.server.lifecycle import log_to_file, run
+
+
+def engine_command(fd: int) -> list[str]:
+    return [sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(fd)]
+
+
+def main() -> int:
+    if len(sys.argv) > 1:
+        localgen.__version__ = sys.argv[1]
+    if len(sys.argv) > 2:
+        from localgen.server import state
+
+        state.PROTOCOL = int(sys.argv[2])
+    try:
+        settings = Settings.from_environment()
+        settings.prepare()
+        log_to_file(settings)
+        run(settings, idle_exit=True, engine_command=engine_command)
+    except LocalgenError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

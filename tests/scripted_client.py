@@ -1,0 +1,165 @@
+"""A client that answers from a script, for what stands above it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localgen.backends.errors import ModelNotFound, ServerUnavailable
+from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams, Timings
+from localgen.client import Answer, Client, Health, ModelCard, RunningModel, Text
+
+TIMINGS = Timings(
+    cache_n=12,
+    prompt_n=34,
+    prompt_ms=55.0,
+    prompt_per_second=618.2,
+    predicted_n=3,
+    predicted_ms=73.0,
+    predicted_per_second=41.2,
+    ttft_ms=56.4,
+    queue_ms=0.4,
+    template_ms=1.2,
+)
+
+
+def answer(**changes: Any) -> Answer:
+    """An answer with plausible numbers."""
+    known: dict[str, Any] = {
+        "model": "tiny",
+        "finish_reason": "stop",
+        "prompt_tokens": 46,
+        "cached_tokens": 12,
+        "completion_tokens": 3,
+        "timings": TIMINGS,
+        "ctx": 2048,
+        "seed": 7,
+        "stop": None,
+        "notes": (),
+    }
+    return Answer(**(known | changes))
+
+
+def model_info(name: str = "tiny", **changes: Any) -> ModelInfo:
+    """A loaded model with plausible numbers."""
+    known: dict[str, Any] = {
+        "name": name,
+        "path": f"/models/{name}.gguf",
+        "architecture": "llama",
+        "description": "llama 6M F16",
+        "params": 6_000_000,
+        "size_bytes": 12_000_000,
+        "vocab": 4096,
+        "ctx_train": 2048,
+        "ctx": 2048,
+        "kv_tokens": 8192,
+        "max_seqs": 32,
+        "kv_bytes": 1 << 20,
+        "layers": 4,
+        "backend": "llamacpp",
+        "processor": "100% CPU",
+        "load_ms": 40.0,
+        "can_rewind": True,
+        "chat_template": "{{ messages }}",
+        "sampling": SamplingParams(temperature=0.3),
+        "options": LoadOptions(threads=2),
+    }
+    return ModelInfo(**(known | changes))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A chat request as it reached the client."""
+
+    model: str
+    messages: tuple[Message, ...]
+    params: SamplingParams
+    ctx: int | None
+    priority: int
+
+
+@dataclass
+class Record:
+    """What was asked of the client, in order."""
+
+    asked: list[Asked] = field(default_factory=list)
+    loaded: list[tuple[str | None, LoadOptions]] = field(default_factory=list)
+    connects: int = 0
+    closed_early: int = 0
+    unloaded: list[str] = field(default_factory=list)
+    shutdowns: int = 0
+
+
+Script = Sequence[str | Answer | BaseException]
+
+
+class ScriptedClient(Client):
+    """Plays one script a request: texts, an answer, or an error to raise. Then echoes."""
+
+    def __init__(self, *scripts: Script, running: bool = True) -> None:
+        self.scripts = list(scripts)
+        self.record = Record()
+        self.is_running = running
+        self.names = ("tiny", "other")
+
+    def connect(self) -> None:
+        self.record.connects += 1
+        self.is_running = True
+
+    def load(
+        self, model: str | None, options: LoadOptions, on_progress: Callable[[float], None]
+    ) -> ModelInfo:
+        if (model or "tiny") not in self.names:
+            raise ModelNotFound(f"no model {model!r} here")
+        on_progress(0.5)
+        self.record.loaded.append((model, options))
+        return model_info(model or "tiny")
+
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        *,
+        ctx: int | None = None,
+        priority: int = 0,
+    ) -> Iterator[Text | Answer]:
+        self.record.asked.append(Asked(model, tuple(messages), params, ctx, priority))
+        script = self.scripts.pop(0) if self.scripts else (f"re: {messages[-1].content}", answer())
+        return self._play(script)
+
+    def _play(self, script: Script) -> Iterator[Text | Answer]:
+        try:
+            for tokens, step in enumerate(script, 1):
+                if isinstance(step, BaseException):
+                    raise step
+                yield Text(step, tokens) if isinstance(step, str) else step
+        except GeneratorExit:
+            self.record.closed_early += 1
+            raise
+
+    def models(self) -> list[ModelCard]:
+        return [ModelCard(name, f"/models/{name}.gguf", 12, "idle", "cache") for name in self.names]
+
+    def running(self) -> list[RunningModel]:
+        if not self.is_running:
+            raise ServerUnavailable("no server")
+        return [RunningModel("tiny", "a1b2", 12_000_000, "100% CPU", 2048, 299.0, 0)]
+
+    def stats(self) -> dict[str, Any]:
+        return {"models": [{"name": "tiny", "running": 1, "rate": 41.234}], "uptime_s": 3}
+
+    def unload(self, model: str) -> bool:
+        self.record.unloaded.append(model)
+        return model == "tiny"
+
+    def shutdown(self) -> bool:
+        self.record.shutdowns += 1
+        return True
+
+    def health(self) -> Health | None:
+        return Health("ok", "0.1.0", 1, 123, 0) if self.is_running else None
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,237 @@
+"""Answers on a terminal: the same however they arrive, and never obeyed."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+
+import pytest
+from rich.console import Console
+from scripted_client import answer
+
+from localgen.backends.types import Timings
+from localgen.repl import report
+from localgen.repl.answer import LiveAnswer
+from localgen.repl.inert import inert, one_line
+from localgen.repl.markdown import block_lines, split_blocks
+
+RICH_TEXT = """# A title
+
+Some **bold** text, `code`, a [link](http://a.example/x) and 🙂.
+A second line.
+
+1. one
+
+2. two
+   - nested
+
+   still two
+
+- a
+
+- b
+para
+
+```py
+def f(x):
+
+    return x
+```
+
+| name | value |
+|------|------:|
+| a    |     1 |
+| bb   |    22 |
+
+> quoted
+
+<think>
+never hidden
+</think>
+
+![picture](http://a.example/p.png) &lt;
+
+[ref]: http://hidden.example
+
+last words without a newline"""
+
+
+def console(**changes: object) -> Console:
+    known: dict[str, object] = {"file": io.StringIO(), "width": 60, "height": 24}
+    return Console(**(known | {"highlight": False} | changes))  # type: ignore[arg-type]
+
+
+def pieces(text: str, rng: random.Random) -> list[str]:
+    cuts = sorted(rng.sample(range(len(text) + 1), k=rng.randint(0, len(text))))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def drawn(parts: list[str], **changes: object) -> str:
+    shown = console(**changes)
+    with LiveAnswer(shown, used=10, limit=2048) as live:
+        for number, part in enumerate(parts):
+            live.feed(part, number)
+            if not shown.is_terminal:
+                live._settle()  # every state that a painter could see
+    assert isinstance(shown.file, io.StringIO)
+    return shown.file.getvalue()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_an_answer_looks_the_same_however_it_was_cut(seed: int) -> None:
+    assert drawn(pieces(RICH_TEXT, random.Random(seed))) == drawn([RICH_TEXT])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_blocks_lose_nothing(seed: int) -> None:
+    done: list[str] = []
+    tail = ""
+    for piece in pieces(RICH_TEXT, random.Random(seed)):
+        blocks, tail = split_blocks(tail + piece)
+        done += blocks
+    whole = "".join([*done, tail])
+    assert re.sub(r"\s", "", whole) == re.sub(r"\s", "", RICH_TEXT)
+
+
+def test_nothing_the_model_wrote_is_hidden() -> None:
+    text = drawn([RICH_TEXT])
+    for word in (
+        "<think>",
+        "never hidden",
+        "picture",
+        "p.png",
+        "&lt;",
+        "hidden.example",
+        "a.example/x",
+    ):
+        assert word in text
+    assert "last words" in text
+
+
+def test_lines_of_a_paragraph_stay_lines() -> None:
+    assert drawn(["roses\nviolets\n"]).split("\n")[:2] == ["roses", "violets"]
+
+
+def test_code_can_be_copied() -> None:
+    lines = drawn(["```py\ndef f(x):\n    return x\n```\n"]).split("\n")
+    assert lines[:4] == ["```py", "def f(x):", "    return x", "```"]
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\x7f\x1b]8;;http://evil\x1b\\x\u202eabc\r\n"
+
+
+@pytest.mark.parametrize(
+    "frame", ["{}", "`{}`", "# {}", "```\n{}\n```", "| {} |\n|---|\n", "[{}](x)"]
+)
+def test_a_hostile_answer_is_inert(frame: str) -> None:
+    text = drawn(list(frame.format(HOSTILE)), force_terminal=True, color_system=None)
+    # what rich itself writes to move the cursor and clear rows of the live part
+    text = re.sub(r"\x1b\[(\?25[lh]|\d*[ABK]|\d*G|\d*m|1A\x1b\[2K)", "", text).replace("\r", "")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_inert_does_not_depend_on_cuts(seed: int) -> None:
+    parts = pieces(HOSTILE, random.Random(seed))
+    assert "".join(map(inert, parts)) == inert(HOSTILE)
+
+
+def test_inert_keeps_what_is_text() -> None:
+    text = "tab\tnewline\n 🙂 👩‍👩‍👧 é 中文"
+    assert inert(text) == text
+    assert inert("a\ud800b").encode()
+    assert one_line("a\n b\x1b") == "a b␛"
+
+
+def test_the_live_part_never_outgrows_the_terminal() -> None:
+    shown = console(height=10, force_terminal=True)
+    live = LiveAnswer(shown, used=0, limit=100)
+    live.feed("```\n" + "\n".join(map(str, range(100))), 1)
+    live._settle()
+    rows = shown.render_lines(live._live_part())
+    assert len(rows) <= 9
+    text = "\n".join("".join(segment.text for segment in row) for row in rows)
+    assert "99" in text
+    assert "context ~1/100" in text
+
+
+def test_a_terminal_ends_with_the_whole_text_and_no_live_line() -> None:
+    text = drawn(["one\n\n", "two"], force_terminal=True, color_system=None)
+    last = text.rpartition("\x1b[")[0]
+    assert last.count("one") >= 1
+    assert "two" in last
+    assert "context ~" not in text.rpartition("two")[2]
+
+
+def test_markdown_on_random_text_never_fails() -> None:
+    rng = random.Random(5)
+    marks = [
+        "#",
+        "*",
+        "_",
+        "`",
+        "```",
+        "|",
+        "-",
+        "\n",
+        " ",
+        "a",
+        "1.",
+        ">",
+        "[",
+        "](",
+        ")",
+        "<",
+        "~",
+        "\t",
+    ]
+    for _ in range(300):
+        text = inert("".join(rng.choices(marks, k=40)))
+        blocks, tail = split_blocks(text)
+        for block in (*blocks, tail):
+            block_lines(console(), block)
+
+
+def test_the_line_under_an_answer() -> None:
+    assert report.answer_line(answer()) == (
+        "TTFT 56 ms (queue 0 ms, template 1 ms, 12 cached + 34 new tokens) · 41.2 tokens/s · "
+        "3 tokens · context 49/2,048"
+    )
+
+
+def test_one_token_has_no_rate() -> None:
+    timings = Timings(predicted_n=1, predicted_per_second=1e6, prompt_n=3, ttft_ms=1234)
+    line = report.answer_line(answer(timings=timings, completion_tokens=1))
+    assert "tokens/s" not in line
+    assert line.startswith("TTFT 1.23 s (")
+    assert "1 token ·" in line
+
+
+def test_verbose_lines() -> None:
+    text = "\n".join(report.verbose_lines(answer(), 1530.0))
+    for part in ("1.53 s", "46 tokens, 12 cached", "618.2 tokens/s", "41.2 tokens/s", "TTFT"):
+        assert part in text
+
+
+def test_warnings() -> None:
+    assert report.warnings(answer()) == []
+    assert report.warnings(answer(notes=("preempted once",))) == ["preempted once"]
+    assert "token limit" in report.warnings(answer(finish_reason="length"))[0]
+    noted = answer(finish_reason="length", notes=("the context is full",))
+    assert report.warnings(noted) == ["the context is full"]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.5 KB"),
+        (12e6, "12.0 MB"),
+        (4.66e9, "4.7 GB"),
+        (120e9, "120 GB"),
+    ],
+)
+def test_sizes(size_bytes: float, text: str) -> None:
+    assert report.size(size_bytes) == text

@@ -1,0 +1,260 @@
+"""Each slash command, on a session over a scripted client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripted_client import ScriptedClient, answer
+
+from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.types import LoadOptions
+from localgen.repl import commands
+from localgen.repl.conversation import Conversation, Turn
+from localgen.repl.session import ModelOptions, Session
+
+TURNS = (Turn("one", "1"), Turn("two", "2"))
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    options = ModelOptions(system="be brief", load=LoadOptions(threads=2, chat_template="x"))
+    made = Session(ScriptedClient(), tmp_path, options)
+    made.load(None, lambda _: None)
+    made.change(Conversation("be brief", TURNS))
+    return made
+
+
+def obey(session: Session, line: str) -> str:
+    """What a command says."""
+    outcome = commands.run(session, line, lambda _: None)
+    assert isinstance(outcome, commands.Say)
+    return outcome.text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("/help", True),
+        ("/set system x", True),
+        ("/nonsense", True),
+        ("/?", True),
+        ("/usr/bin is what?", False),
+        (" /help", False),
+        ("/", False),
+        ("/ 2", False),
+        ("1/2", False),
+        ("", False),
+    ],
+)
+def test_what_is_a_command(line: str, expected: bool) -> None:
+    assert commands.is_command(line) is expected
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("/hlep", "/help"), ("/regn", "/regen"), ("/frok", "/fork")]
+)
+def test_an_unknown_command_offers_the_closest(session: Session, typo: str, meant: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"did you mean {meant}"):
+        obey(session, typo)
+
+
+def test_a_word_like_no_command_points_to_help(session: Session) -> None:
+    with pytest.raises(InvalidRequest, match="see /help"):
+        obey(session, "/xyzzyqwv")
+
+
+def test_set_system(session: Session) -> None:
+    obey(session, '/set system """be\nloud"""')
+    assert session.conversation == Conversation("be\nloud", TURNS)
+    obey(session, "/set system")
+    assert session.conversation.system is None
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("temperature 0.5", "temperature", 0.5),
+        ("temp 0", "temperature", 0.0),
+        ("top-k 3", "top_k", 3),
+        ("seed 42", "seed", 42),
+        ("stop END \\n", "stop", ("END", "\n")),
+        ("stop_token_ids 3 4", "stop_token_ids", (3, 4)),
+        ("logit_bias 3=-1.5 4=2", "logit_bias", {3: -1.5, 4: 2.0}),
+        ("ignore_eos on", "ignore_eos", True),
+        ("num_predict 8", "max_tokens", 8),
+    ],
+)
+def test_set_parameter(session: Session, text: str, field: str, value: object) -> None:
+    obey(session, f"/set parameter {text}")
+    assert getattr(session.options.params, field) == value
+    obey(session, f"/set parameter {field} default")
+    assert getattr(session.options.params, field) == getattr(ModelOptions().params, field)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("/set parameter temperature warm", "give a number"),
+        ("/set parameter top_k 1.5", "give a whole number"),
+        ("/set parameter temperatur 1", "did you mean temperature"),
+        ("/set parameter temperature", "name and a value"),
+        ("/set parameter ignore_eos maybe", "on or off"),
+        ("/set parameter logit_bias x", "ID=BIAS"),
+        ("/set parameter stop_token_ids x", "whole numbers"),
+        ("/set parameter logprobs 3", "no parameter"),
+        ("/set ctx 999999", "loaded with 2,048"),
+        ("/set ctx many", "number of tokens"),
+        ("/set nothing", "give system TEXT"),
+        ("/set", "give system TEXT"),
+        ("/show nothing", "give info"),
+        ("/undo 3", "cannot undo 3 of 2"),
+        ("/undo 0", "cannot undo 0 of 2"),
+        ("/undo x", "number of turns"),
+        ("/switch nowhere", "there is main"),
+        ("/fork main", "a branch main already"),
+        ("/load gone", "cannot read"),
+        ("/model gone", "no model 'gone'"),
+    ],
+)
+def test_a_refused_command_says_why_and_changes_nothing(
+    session: Session, line: str, complaint: str
+) -> None:
+    before = (session.conversation, session.options, session.branch, session.info)
+    with pytest.raises(LocalgenError, match=complaint):
+        obey(session, line)
+    assert (session.conversation, session.options, session.branch, session.info) == before
+
+
+def test_set_ctx_and_verbose(session: Session) -> None:
+    obey(session, "/set ctx 512")
+    assert session.ctx == session.options.ctx == 512
+    obey(session, "/set ctx default")
+    assert (session.options.ctx, session.ctx) == (None, 2048)
+    obey(session, "/set verbose")
+    assert session.options.verbose
+    obey(session, "/set verbose off")
+    assert not session.options.verbose
+
+
+def test_show_info(session: Session) -> None:
+    text = obey(session, "/show info")
+    for part in (
+        "tiny",
+        "/models/tiny.gguf",
+        "llama 6M F16",
+        "12.0 MB",
+        "2,048",
+        "100% CPU",
+        "2 t",
+    ):
+        assert part in text
+    assert obey(session, "/show") == text
+
+
+def test_show_parameters_says_whose_they_are(session: Session) -> None:
+    obey(session, "/set parameter top_k 7")
+    rows = {
+        line.split()[0]: line.split()[1:] for line in obey(session, "/show parameters").split("\n")
+    }
+    assert rows["top_k"] == ["7", "yours"]
+    assert rows["temperature"] == ["0.3", "model"]
+    assert rows["top_p"] == ["0.95"]
+    assert rows["max_tokens"] == ["-"]
+
+
+def test_show_template_and_system(session: Session) -> None:
+    assert obey(session, "/show template") == "{{ messages }}"
+    assert obey(session, "/show system") == "be brief"
+
+
+def test_save_and_load(session: Session, tmp_path: Path) -> None:
+    obey(session, "/set parameter top_k 7")
+    assert "2 turns" in obey(session, "/save talk")
+    saved = session.conversation
+    obey(session, "/clear")
+    obey(session, "/set parameter top_k default")
+    assert "talk" in obey(session, "/load")
+    assert "2 turns" in obey(session, "/load talk")
+    assert session.conversation == saved
+    assert session.options.params.top_k == 7
+    obey(session, f"/save {tmp_path}/elsewhere.json")
+    assert (tmp_path / "elsewhere.json").is_file()
+
+
+def test_load_says_when_the_model_is_another(session: Session) -> None:
+    obey(session, "/save talk")
+    obey(session, "/model other")
+    assert "held with tiny, this is other" in obey(session, "/load talk")
+
+
+def test_clear_keeps_the_system_prompt(session: Session) -> None:
+    obey(session, "/clear")
+    assert session.conversation == Conversation("be brief")
+
+
+def test_model_moves_on_without_the_template_of_the_old_one(session: Session) -> None:
+    assert obey(session, "/model").splitlines() == ["tiny", "other"]
+    assert "other" in obey(session, "/model other")
+    assert session.model.name == "other"
+    assert session.conversation.turns == TURNS
+    client = session.client
+    assert isinstance(client, ScriptedClient)
+    assert client.record.loaded[-1] == ("other", LoadOptions(threads=2))
+
+
+def test_regen_asks_the_last_prompt_again(session: Session) -> None:
+    assert commands.run(session, "/regen", lambda _: None) == commands.Ask("two")
+    assert session.conversation.turns == TURNS[:1]
+
+
+def test_regen_needs_a_prompt(session: Session) -> None:
+    obey(session, "/clear")
+    with pytest.raises(InvalidRequest, match="nothing has been asked"):
+        obey(session, "/regen")
+
+
+def test_forks_do_not_know_each_other(session: Session) -> None:
+    obey(session, "/fork side")
+    obey(session, "/undo")
+    assert session.conversation.turns == TURNS[:1]
+    assert "* side · 1 turn" in obey(session, "/switch")
+    obey(session, "/switch main")
+    assert session.conversation.turns == TURNS
+    obey(session, "/fork")
+    assert session.branch == "fork2"
+
+
+def test_undo(session: Session) -> None:
+    assert obey(session, "/undo") == "1 turn left"
+    obey(session, "/undo 1")
+    assert session.conversation == Conversation("be brief")
+
+
+def test_counts_are_forgotten_when_the_conversation_changes(session: Session) -> None:
+    session.answered(Turn("three", "3"), answer())
+    assert session.used_tokens() == 49
+    obey(session, "/undo")
+    assert session.last is None
+    assert session.used_tokens() < 49
+
+
+def test_stats_are_flat(session: Session) -> None:
+    lines = [line.split() for line in obey(session, "/stats").splitlines()]
+    assert lines == [
+        ["models[0].name", "tiny"],
+        ["models[0].running", "1"],
+        ["models[0].rate", "41.2"],
+        ["uptime_s", "3"],
+    ]
+
+
+def test_help_names_every_command(session: Session) -> None:
+    text = obey(session, "/help")
+    assert all(name in text for name in commands.COMMANDS)
+    assert obey(session, "/?") == text
+
+
+@pytest.mark.parametrize("line", ["/bye", "/exit", "/quit"])
+def test_bye(session: Session, line: str) -> None:
+    assert commands.run(session, line, lambda _: None) == commands.Leave()

@@ -1,0 +1,164 @@
+"""Messages between server and engine: what goes in comes out, however the bytes are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import socket
+import threading
+import types
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localgen.backends.engine import wire
+from localgen.backends.types import Delta, Failed, Finished, Request, StepEvents, Timings
+
+KINDS: tuple[type, ...] = typing.get_args(wire.Message)
+SCALARS: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(-(2**63), 2**64 - 1),
+    float: st.floats(allow_nan=False),
+    str: st.text(),
+    type(None): st.none(),
+}
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type made of dataclasses, unions, tuples, dicts and scalars."""
+    if kind in SCALARS:
+        return SCALARS[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([values(argument) for argument in arguments])
+    if origin is tuple:
+        assert arguments[1:] == (...,), kind
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(*(values(argument) for argument in arguments), max_size=3)
+    assert isinstance(kind, type), kind
+    assert dataclasses.is_dataclass(kind), kind
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{name: values(hint) for name, hint in hints.items()})
+
+
+MESSAGES: st.SearchStrategy[wire.Message] = st.one_of([values(kind) for kind in KINDS])
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_message_comes_back_as_it_was(kind: type) -> None:
+    @settings(max_examples=50)
+    @given(values(kind))
+    def round_trip(message: wire.Message) -> None:
+        back = list(wire.Decoder().feed(wire.encode(message)))
+        assert back == [message]
+        assert type(back[0]) is kind
+
+    round_trip()
+
+
+@settings(max_examples=50)
+@given(st.lists(MESSAGES, max_size=4), st.data())
+def test_any_split_of_the_stream_gives_the_same_messages(
+    messages: list[wire.Message], data: st.DataObject
+) -> None:
+    stream = b"".join(map(wire.encode, messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    decoder, back = wire.Decoder(), []
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        back += decoder.feed(stream[begin:end])
+    assert back == messages
+
+
+def test_byte_by_byte_a_message_appears_with_its_last_byte() -> None:
+    events = StepEvents((Delta("a", "🙂", 1),), (), (Failed("b", "queue_full", "later"),))
+    decoder = wire.Decoder()
+    steps = [list(decoder.feed(bytes([byte]))) for byte in wire.encode(events)]
+    assert steps[-1] == [events]
+    assert not any(steps[:-1])
+
+
+def test_floats_that_are_not_finite_travel() -> None:
+    timings = Timings(ttft_ms=math.inf, queue_ms=math.nan)
+    finished = Finished(
+        request_id="a", reason="stop", timings=timings, prompt_tokens=1, completion_tokens=1, ctx=8
+    )
+    (back,) = wire.Decoder().feed(wire.encode(StepEvents(finished=(finished,))))
+    assert isinstance(back, StepEvents)
+    assert back.finished[0].timings.ttft_ms == math.inf
+    assert math.isnan(back.finished[0].timings.queue_ms)
+
+
+def test_an_oversized_frame_is_refused_before_its_body_arrives() -> None:
+    header = (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little")
+    with pytest.raises(ValueError, match=str(wire.MAX_FRAME_BYTES)):
+        list(wire.Decoder().feed(header))
+
+
+def test_the_largest_frame_is_awaited() -> None:
+    header = wire.MAX_FRAME_BYTES.to_bytes(4, "little")
+    assert list(wire.Decoder().feed(header + b"rest to come")) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",  # never used in msgpack
+        msgspec.msgpack.encode("a string"),
+        msgspec.msgpack.encode([0]),
+        msgspec.msgpack.encode([len(KINDS), {}]),  # no such kind
+        msgspec.msgpack.encode([-1, {}]),
+        msgspec.msgpack.encode([2, {"request_id": 5}]),  # Cancel with a number
+        msgspec.msgpack.encode([2, {}]),
+        msgspec.msgpack.encode([1, {"request": {"id": "a", "params": {"top_k": "many"}}}]),
+        wire.encode(wire.Cancel("a"))[4:] + b"\x00",  # more than one value
+    ],
+)
+def test_what_is_not_our_protocol_is_a_value_error(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        list(wire.Decoder().feed(frame(body)))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=80))
+def test_no_garbage_raises_anything_but_value_error(body: bytes) -> None:
+    decoder = wire.Decoder()
+    try:
+        messages = list(decoder.feed(frame(body)))
+    except ValueError:
+        return
+    assert all(isinstance(message, KINDS) for message in messages)
+
+
+def test_receive_ends_with_the_stream_and_crosses_buffers() -> None:
+    big = wire.Submit(Request(id="big", prompt="é" * 600_000))  # several reads long
+    sent: list[wire.Message] = [wire.Cancel("a"), big, wire.Cancel("b")]
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        for message in sent:
+            theirs.sendall(wire.encode(message))
+        theirs.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with ours:
+        assert list(wire.receive(ours)) == sent
+    thread.join()
+
+
+def test_a_stream_cut_within_a_frame_gives_nothing_for_it() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(wire.encode(wire.Cancel("a")) + wire.encode(wire.Cancel("b"))[:-1])
+    with ours:
+        assert list(wire.receive(ours)) == [wire.Cancel("a")]
