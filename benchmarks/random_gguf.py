@@ -76,11 +76,15 @@ def write(shape: Shape, target: Path, *, seed: int = 0) -> None:
     _add_settings(writer, shape)
     _add_vocabulary(writer, vocabulary)
     for tensor in planned:
-        stored, dtype = tensor.shape, np.dtype(np.float32)
-        if tensor.type is not F32:
-            stored = gguf.quant_shape_to_byte_shape(tensor.shape, tensor.type)
-            dtype = np.dtype(np.uint8)
-        writer.add_tensor_info(tensor.name, stored, dtype, _bytes(tensor), raw_dtype=tensor.type)
+        quantized = tensor.type is not F32
+        stored = gguf.quant_shape_to_byte_shape(tensor.shape, tensor.type)
+        writer.add_tensor_info(
+            tensor.name,
+            stored if quantized else tensor.shape,
+            np.dtype(np.uint8 if quantized else np.float32),
+            _bytes(tensor),
+            raw_dtype=tensor.type,
+        )
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         writer.write_header_to_file(partial)

@@ -78,9 +78,11 @@ class FakeEngine:
         self.sock.sendall(wire.encode(message))
 
     def read(self) -> None:
-        for message in wire.receive(self.sock):
-            self.inbox.put(message)
-        os._exit(0)
+        try:
+            for message in wire.receive(self.sock):
+                self.inbox.put(message)
+        finally:  # also when the server was killed with our messages unread
+            os._exit(0)
 
     def load(self) -> bool:
         load = self.inbox.get()
@@ -108,7 +110,7 @@ class FakeEngine:
 
     def submit(self, request: Request) -> None:
         text = request.messages[-1].content if request.messages else request.prompt or ""
-        words = text.split()
+        words = [word for word in text.split(" ") if word]
         if len(words) > MAX_PROMPT:
             reason = f"prompt is {len(words)} tokens, context is {MAX_PROMPT}"
             failed = Failed(request.id, "context_length_exceeded", reason, "messages")

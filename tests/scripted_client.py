@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class ScriptedClient(Client):
         self.is_running = True
 
     def load(
-        self, model: str | None, options: LoadOptions, on_progress: Callable[[float], None]
+        self, model: str | None, options: LoadOptions, on_progress: Callable[[float], None] = print
     ) -> ModelInfo:
         if (model or "tiny") not in self.names:
             raise ModelNotFound(f"no model {model!r} here")
@@ -118,18 +118,18 @@ class ScriptedClient(Client):
 
     def chat(
         self,
-        model: str,
+        model: str | None,
         messages: Sequence[Message],
         params: SamplingParams,
         *,
         ctx: int | None = None,
         priority: int = 0,
-    ) -> Iterator[Text | Answer]:
-        self.record.asked.append(Asked(model, tuple(messages), params, ctx, priority))
+    ) -> Generator[Text | Answer, None, None]:
+        self.record.asked.append(Asked(model or "tiny", tuple(messages), params, ctx, priority))
         script = self.scripts.pop(0) if self.scripts else (f"re: {messages[-1].content}", answer())
         return self._play(script)
 
-    def _play(self, script: Script) -> Iterator[Text | Answer]:
+    def _play(self, script: Script) -> Generator[Text | Answer, None, None]:
         try:
             for tokens, step in enumerate(script, 1):
                 if isinstance(step, BaseException):
@@ -148,7 +148,10 @@ class ScriptedClient(Client):
         return [RunningModel("tiny", "a1b2", 12_000_000, "100% CPU", 2048, 299.0, 0)]
 
     def stats(self) -> dict[str, Any]:
-        return {"models": [{"name": "tiny", "running": 1, "rate": 41.234}], "uptime_s": 3}
+        return {
+            "models": [{"name": "tiny", "running": 1, "rate": 41.234, "info": {}}],
+            "uptime_s": 3,
+        }
 
     def unload(self, model: str) -> bool:
         self.record.unloaded.append(model)

@@ -14,6 +14,7 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 import pytest
 import sampling_reference as ref
+from models import TINY_GGUF
 from numpy.typing import NDArray
 from sampling_cases import CASES, Case
 from sampling_reference import Vector, softmax
@@ -77,15 +78,15 @@ class Bench:
         """n tokens from one chain, none of which enters its history."""
         candidates = (C.llama_token_data * self.vocab.vocab_size)()
         kind = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-        view = np.frombuffer(candidates, kind)
+        view = np.frombuffer(memoryview(candidates), kind)
         fresh = np.zeros(self.vocab.vocab_size, kind)
         fresh["id"], fresh["logit"] = np.arange(len(fresh)), self.logits
         first = ctypes.cast(candidates, ctypes.POINTER(C.llama_token_data))
         chooser = self.sampler(params, history)
-        tokens = []
+        tokens: list[int] = []
         for _ in range(n):
             view[:] = fresh
-            array = C.llama_token_data_array(first, len(fresh), -1, False)
+            array: Any = C.llama_token_data_array(first, len(fresh), -1, False)
             C.llama_sampler_apply(chooser._chain, ctypes.byref(array))
             tokens.append(array.data[array.selected].id)
         return tokens
@@ -104,8 +105,8 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tiny_gguf: Path) -> Iterator[Bench]:
-    bench = Bench(tiny_gguf)
+def bench() -> Iterator[Bench]:
+    bench = Bench(TINY_GGUF)
     yield bench
     bench.close()
 

@@ -195,7 +195,7 @@ def test_markdown_on_random_text_never_fails() -> None:
 
 def test_the_line_under_an_answer() -> None:
     assert report.answer_line(answer()) == (
-        "TTFT 56 ms (queue 0 ms, template 1 ms, 12 cached + 34 new tokens) · 41.2 tokens/s · "
+        "TTFT 56 ms (queue 0 ms, template 1 ms, 12 cached + 34 new) · 41.2 tokens/s · "
         "3 tokens · context 49/2,048"
     )
 

@@ -128,9 +128,9 @@ def test_a_refused_command_says_why_and_changes_nothing(
 
 def test_set_ctx_and_verbose(session: Session) -> None:
     obey(session, "/set ctx 512")
-    assert session.ctx == session.options.ctx == 512
+    assert (session.options.ctx or 0, session.ctx) == (512, 512)
     obey(session, "/set ctx default")
-    assert (session.options.ctx, session.ctx) == (None, 2048)
+    assert (session.options.ctx or 0, session.ctx) == (0, 2048)
     obey(session, "/set verbose")
     assert session.options.verbose
     obey(session, "/set verbose off")
@@ -205,7 +205,7 @@ def test_model_moves_on_without_the_template_of_the_old_one(session: Session) ->
 
 def test_regen_asks_the_last_prompt_again(session: Session) -> None:
     assert commands.run(session, "/regen", lambda _: None) == commands.Ask("two")
-    assert session.conversation.turns == TURNS[:1]
+    assert list(session.conversation.turns) == [TURNS[0]]
 
 
 def test_regen_needs_a_prompt(session: Session) -> None:
@@ -217,10 +217,10 @@ def test_regen_needs_a_prompt(session: Session) -> None:
 def test_forks_do_not_know_each_other(session: Session) -> None:
     obey(session, "/fork side")
     obey(session, "/undo")
-    assert session.conversation.turns == TURNS[:1]
+    assert len(session.conversation.turns) == 1
     assert "* side · 1 turn" in obey(session, "/switch")
     obey(session, "/switch main")
-    assert session.conversation.turns == TURNS
+    assert session.conversation == Conversation("be brief", TURNS)
     obey(session, "/fork")
     assert session.branch == "fork2"
 

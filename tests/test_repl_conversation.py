@@ -85,7 +85,7 @@ def test_where_a_chat_lies(name: str, place: str, tmp_path: Path) -> None:
 def test_saving_does_not_replace_another_kind_of_file(tmp_path: Path) -> None:
     path = tmp_path / "precious.json"
     path.write_text('{"not": "a chat"}')
-    with pytest.raises(InvalidRequest, match="precious.json is not a saved chat"):
+    with pytest.raises(InvalidRequest, match=r"precious\.json is not a saved chat"):
         store.save(path, store.SavedChat("tiny", SamplingParams(), Conversation()))
     assert path.read_text() == '{"not": "a chat"}'
 
@@ -97,7 +97,7 @@ def test_saving_does_not_replace_another_kind_of_file(tmp_path: Path) -> None:
 def test_what_is_not_a_chat_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(InvalidRequest, match="broken.json is not a saved chat"):
+    with pytest.raises(InvalidRequest, match=r"broken\.json is not a saved chat"):
         store.load(path)
 
 

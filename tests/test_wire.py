@@ -72,7 +72,8 @@ def test_any_split_of_the_stream_gives_the_same_messages(
 ) -> None:
     stream = b"".join(map(wire.encode, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    decoder, back = wire.Decoder(), []
+    decoder = wire.Decoder()
+    back: list[wire.Message] = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         back += decoder.feed(stream[begin:end])
     assert back == messages

@@ -9,11 +9,12 @@ from pathlib import Path
 import llama_cpp.llama_cpp as C
 import psutil
 
+from localgen.backends.engine import sampling
 from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.engine.wire import Load
-from localgen.backends.errors import LoadFailed
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, library
@@ -47,7 +48,8 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     path = Path(request.path)
     options = settle(request.options)
     if not path.is_file():
-        raise LoadFailed(f"cannot load {path}: no such file")
+        what = "it is a folder, not a .gguf file" if path.is_dir() else "no such file"
+        raise LoadFailed(f"cannot load {path}: {what}")
     model = Model(path, options, on_progress)
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
@@ -65,7 +67,8 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         can_rewind=can_rewind and options.prefix_cache,
         threads=options.threads,
     )
-    notes = list(size.notes)
+    sampling_defaults, sampling_notes = _sampling(model)
+    notes = [*size.notes, *sampling_notes]
     if not options.repack:
         notes.append("weights are not repacked for this CPU: prompts are read more slowly")
     if not can_rewind:
@@ -91,7 +94,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=can_rewind,
         chat_template=source,
-        sampling=_sampling(model),
+        sampling=sampling_defaults,
         options=options.with_sizes(size.ctx, context.kv_tokens),
         notes=tuple(notes),
     )
@@ -110,17 +113,28 @@ def _template(
     source = options.chat_template or model.template
     if source is None:
         return None, None
-    return ChatTemplate(source, bos=vocab.bos, eos=vocab.eos), source
+    try:
+        return ChatTemplate(source, bos=vocab.bos, eos=vocab.eos), source
+    except InvalidRequest as error:
+        if options.chat_template:
+            raise
+        raise LoadFailed(f"cannot load {model.path}: {error}") from error
 
 
-def _sampling(model: Model) -> SamplingParams:
-    """The model's own sampling defaults, from its metadata."""
+def _sampling(model: Model) -> tuple[SamplingParams, tuple[str, ...]]:
+    """The model's own sampling defaults, from its metadata, and notes on them."""
     found = {}
-    for field, key in _SAMPLING_KEYS.items():
-        value = model.number(key)
-        if value is not None:
-            found[field] = type(getattr(BASE_SAMPLING, field))(value)
-    return SamplingParams(**found)
+    try:
+        for field, key in _SAMPLING_KEYS.items():
+            value = model.number(key)
+            if value is not None:
+                found[field] = type(getattr(BASE_SAMPLING, field))(value)
+        defaults = SamplingParams(**found)
+        sampling.check(defaults.with_defaults(BASE_SAMPLING))
+    except (LocalgenError, ValueError, OverflowError) as error:
+        # or every request that names no settings of its own would fail
+        return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)
+    return defaults, ()
 
 
 def _processor(model: Model, options: Settings) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,20 +42,21 @@ CACHE_TYPE_BYTES = {
 }
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQUENCES = 256
-_LOG_WARN, _LOG_ERROR, _LOG_CONT = 2, 3, 5
+_LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
 _LOAD_MODES = {
     (False, False): C.LLAMA_LOAD_MODE_NONE,
     (True, False): C.LLAMA_LOAD_MODE_MMAP,
     (False, True): C.LLAMA_LOAD_MODE_MLOCK,
     (True, True): C.LLAMA_LOAD_MODE_MMAP_MLOCK,
 }
+_NOT_GENERATING = "it is not a text-generating decoder model"
 
 
 class NativeLog:
-    """What llama.cpp prints: its last errors and warnings, to explain a failure."""
+    """What llama.cpp prints: its first error and first warning, to explain a failure."""
 
     def __init__(self) -> None:
-        self.problems: deque[str] = deque(maxlen=8)
+        self._first: dict[int, str] = {}
         self._level = 0
         self._callback = C.llama_log_callback(self._take)  # kept: C holds a bare pointer
         C.llama_log_set(self._callback, ctypes.c_void_p(0))
@@ -65,15 +65,18 @@ class NativeLog:
         self._level = self._level if level == _LOG_CONT else level
         line = text.decode("utf-8", "replace").strip()
         if line and self._level in (_LOG_WARN, _LOG_ERROR):
-            self.problems.append(line)
+            self._first.setdefault(self._level, line)
 
     def reason(self) -> str:
-        """The first problem since `clear`, which is usually the cause of the others."""
-        return self.problems[0] if self.problems else "llama.cpp gave no reason"
+        """The first error since `clear`, which is usually the cause of the others, in one line."""
+        line = self._first.get(_LOG_ERROR) or self._first.get(_LOG_WARN)
+        # it may quote the file, and must not steer a terminal
+        shown = "".join(c if c.isprintable() else "\ufffd" for c in line or "")
+        return shown or "llama.cpp gave no reason"
 
     def clear(self) -> None:
         """Forget what was said before."""
-        self.problems.clear()
+        self._first.clear()
 
 
 @functools.cache
@@ -117,7 +120,10 @@ class Model:
         self.vocab = C.llama_model_get_vocab(self.handle)
         if not C.llama_model_has_decoder(self.handle) or C.llama_model_has_encoder(self.handle):
             self.close()
-            raise LoadFailed(f"cannot load {path}: it is not a text-generating decoder model")
+            raise LoadFailed(f"cannot load {path}: {_NOT_GENERATING}")
+        if C.llama_vocab_type(self.vocab) == C.LLAMA_VOCAB_TYPE_NONE:
+            self.close()
+            raise LoadFailed(f"cannot load {path}: it has no vocabulary")
 
     def metadata(self, key: str) -> str | None:
         """A scalar or string of the GGUF metadata."""
@@ -241,6 +247,9 @@ class Context:
         if not self.handle:
             raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
         self.memory = C.llama_get_memory(self.handle)
+        if not self.memory:  # an encoder, which llama.cpp runs without a KV cache
+            self.close()
+            raise LoadFailed(f"cannot load {model.path}: {_NOT_GENERATING}")
         self.n_seq_max = n_seq_max
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.kv_tokens = int(C.llama_n_ctx(self.handle))

@@ -85,7 +85,7 @@ def _check(options: Settings, gpu: bool) -> None:
         ("gpu_layers", -1),
     ):
         value = getattr(options, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # NaN fails too
             raise InvalidRequest(f"{name} is {value}, it must be at least {least}", param=name)
     if options.parallel > MAX_SEQUENCES:
         raise InvalidRequest(

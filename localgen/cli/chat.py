@@ -19,12 +19,15 @@ def command(options: ModelOptions, model: ModelArgument = None) -> None:
         raise InvalidRequest("chat takes a model, not a prompt: localgen run answers one prompt")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     prompt = None if at_terminal else whole_prompt(None)
-    from localgen.cli.one_shot import answer_one, stderr_console
+    from rich.console import Console
+
+    from localgen.cli.one_shot import answer_one
     from localgen.client import Client
     from localgen.repl.loading import Loading
     from localgen.repl.repl import start_chat
 
-    loading = Loading(stderr_console(), model or "the built-in model")
+    console = Console(highlight=False, stderr=not at_terminal)
+    loading = Loading(console, model or "the built-in model")
     with closing(Client(say=loading.say)) as client:
         if prompt is not None:
             answer_one(client, loading, model, prompt, options)

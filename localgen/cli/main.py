@@ -55,7 +55,9 @@ def run(arguments: list[str]) -> int:
         return _tell(error.message, exits.status_of(error.code))
     except typer.TyperException as error:
         return _tell(_usage_message(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the shell's prompt gets a line of its own
         return exits.INTERRUPTED
     except BrokenPipeError:
         return _leave_broken_pipe()
@@ -65,8 +67,13 @@ def run(arguments: list[str]) -> int:
 
 def _invoke(arguments: list[str]) -> int:
     group = typer.main.get_command(app)
-    returned = group.main(arguments, prog_name="localgen", standalone_mode=False)
-    return returned if isinstance(returned, int) else 0
+    try:
+        # not group.main(): it has its own idea of Ctrl+C and of broken pipes
+        with group.make_context("localgen", arguments) as context:
+            group.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    return 0
 
 
 def _usage_message(error: typer.TyperException) -> str:

@@ -106,6 +106,7 @@ LOADING = (
     Flag("itl_target_ms", float, "--itl-target-ms", "Prompts yield to keep tokens this close."),
     Flag("max_queue", int, "--max-queue", "Waiting requests beyond which more are refused."),
     Flag("prefix_cache", bool, "--prefix-cache/--no-prefix-cache", "Reuse prompts seen before."),
+    Flag("repack", bool, "--repack/--no-repack", "Copy weights into a faster layout for the CPU."),
     Flag("mmap", bool, "--mmap/--no-mmap", "Map the weights instead of reading them."),
     Flag("mlock", bool, "--mlock/--no-mlock", "Keep the weights from being swapped out."),
     Flag("chat_template", Path, "--chat-template", "File with a Jinja chat template to use."),

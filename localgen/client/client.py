@@ -108,7 +108,7 @@ class Client:
         *,
         ctx: int | None = None,
         priority: int = 0,
-    ) -> Iterator[Text | Answer]:
+    ) -> Generator[Text | Answer, None, None]:
         """Text as it is generated, then one Answer. Closing the generator cancels the request."""
         turns = [asdict(message) for message in messages]
         body = {"messages": turns, **sampling_fields(params, chat=True)}
@@ -122,7 +122,7 @@ class Client:
         *,
         ctx: int | None = None,
         priority: int = 0,
-    ) -> Iterator[Text | Answer]:
+    ) -> Generator[Text | Answer, None, None]:
         """As chat, for text that is continued as it stands."""
         body = {"prompt": prompt, **sampling_fields(params, chat=False)}
         return self._generate("/v1/completions", body, model, ctx, priority)
@@ -202,7 +202,7 @@ class Client:
 
     def _generate(
         self, path: str, body: dict[str, Any], model: str | None, ctx: int | None, priority: int
-    ) -> Iterator[Text | Answer]:
+    ) -> Generator[Text | Answer, None, None]:
         asked = {"stream": True, "stream_options": {"include_usage": True}, "priority": priority}
         with contextlib.closing(
             self._events(path, body | asked | {"model": for_server(model), "ctx": ctx})

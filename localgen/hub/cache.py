@@ -44,10 +44,10 @@ class CachedModel:
 def cached_models() -> list[CachedModel]:
     """GGUF models in the Hugging Face cache (HF_HUB_CACHE, HF_HOME); none if there is no cache."""
     # imported late: most requests name no cached model
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     found: list[CachedModel] = []

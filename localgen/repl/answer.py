@@ -17,6 +17,8 @@ from localgen.repl.inert import inert
 from localgen.repl.markdown import block_lines, split_blocks
 
 PAINT_S = 0.08
+# a long block is slow to draw: the model needs the cores more than the screen does
+PAUSE_PER_PAINT = 9
 _ROWS_KEPT_FREE = 3  # the live line, the blank row above it, the cursor's row
 
 
@@ -77,9 +79,12 @@ class LiveAnswer:
 
     def _paint_until_done(self) -> None:
         try:
-            while not self._done.wait(PAINT_S):
+            pause_s = PAINT_S
+            while not self._done.wait(pause_s):
+                started_s = time.monotonic()
                 self._settle()
                 self._live.refresh()
+                pause_s = max(PAINT_S, PAUSE_PER_PAINT * (time.monotonic() - started_s))
         except Exception as failure:  # raised again where the answer is awaited
             self._failure = failure
 

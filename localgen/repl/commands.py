@@ -204,7 +204,9 @@ def _stats(session: Session, _argument: str, _: Progress) -> Outcome:
 
 def _flat(found: object, name: str) -> list[str]:
     if isinstance(found, dict):
-        inner = [(f"{name}.{key}" if name else str(key), value) for key, value in found.items()]
+        # what a model is does not change: /show info has it
+        keys = [key for key in found if key != "info"]
+        inner = [(f"{name}.{key}" if name else str(key), found[key]) for key in keys]
         return [line for key, value in inner for line in _flat(value, key)]
     if isinstance(found, list) and found and isinstance(found[0], dict):
         return [line for at, value in enumerate(found) for line in _flat(value, f"{name}[{at}]")]

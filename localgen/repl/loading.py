@@ -1,4 +1,4 @@
-"""What the wait for a server and a model looks like: one line that goes away."""
+"""What the wait for a server and a model looks like: progress that goes, news that stays."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from localgen.repl.inert import one_line
 
 
 class Loading:
-    """A line of progress on a terminal, nothing elsewhere. Used as a context."""
+    """A line of progress on a terminal, nothing elsewhere. Used as a context.
+
+    console: where; what else is drawn meanwhile must be drawn there too.
+    """
 
     def __init__(self, console: Console, name: str) -> None:
+        self.console = console
         self._name = name
         self._status = Status(_dim(f"loading {name}"), console=console)
         self._shown = console.is_terminal
 
     def say(self, message: str) -> None:
-        """What is going on before the load."""
-        self._status.update(_dim(message))
+        """What the client did that a user should know; it stays."""
+        if self._shown:
+            self.console.print(_dim(message))
 
     def progress(self, share: float) -> None:
         """Share of the weights read, 0 to 1."""

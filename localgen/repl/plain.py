@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 
 from localgen.backends.errors import EngineDied
 from localgen.client import Answer, Text
 
 
 def stream_plain(
-    stream: Iterator[Text | Answer], write: Callable[[str], object]
+    stream: Generator[Text | Answer, None, None], write: Callable[[str], object]
 ) -> tuple[str, Answer]:
     """Write an answer piece by piece; gives the whole text and how it ended.
 
     Leaving early, by Ctrl+C or a closed pipe, cancels the request.
     """
     pieces = []
-    try:
+    with closing(stream):
         for event in stream:
             match event:
                 case Text(text=text):
@@ -24,12 +25,4 @@ def stream_plain(
                     write(text)
                 case Answer():
                     return "".join(pieces), event
-    finally:
-        close_stream(stream)
     raise EngineDied("the answer broke off: ask again")
-
-
-def close_stream(stream: Iterator[Text | Answer]) -> None:
-    """Disconnect, which cancels a request that still runs."""
-    if isinstance(stream, Generator):
-        stream.close()

@@ -68,11 +68,16 @@ def prompt_session(
         completer=completions,
         complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
         multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
-        prompt_continuation="... ",
+        prompt_continuation=_continuation,
         key_bindings=_keys(),
         input=input,
         output=output,
     )
+
+
+def _continuation(_width: int, _line: int, wraps: int) -> str:
+    # a long line that wraps is still one line
+    return "" if wraps else "... "
 
 
 def _keys() -> KeyBindings:

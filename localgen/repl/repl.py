@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from localgen.repl.answer import LiveAnswer
 from localgen.repl.conversation import Conversation, Turn
 from localgen.repl.inert import inert, one_line
 from localgen.repl.loading import Loading
-from localgen.repl.plain import close_stream
 from localgen.repl.quotes import unquoted
 from localgen.repl.session import FIRST_BRANCH, ModelOptions, Session
 
@@ -89,8 +89,9 @@ class Repl:
         return True
 
     def _ask_again(self, prompt: str, before: Conversation) -> None:
-        if self.session.options.params.seed is not None:
-            self._tell("the seed is set, so the answer will be the same", "yellow")
+        same = self.session.why_same_again()
+        if same is not None:
+            self._tell(f"{same}, so the answer will be the same", "yellow")
         kept = False
         try:
             kept = self._ask(prompt)
@@ -104,7 +105,7 @@ class Repl:
         try:
             reply = self._stream(prompt)
         except ServerUnavailable as gone:
-            self._tell(f"{one_line(gone.message)}: starting it again, asking again", "yellow")
+            self._tell(f"{one_line(gone.message)}; starting it again and asking again", "yellow")
             self._ensure_loaded()
             reply = self._stream(prompt)
         if not reply.text and reply.answer is None:
@@ -121,7 +122,7 @@ class Repl:
         used = self.session.used_tokens() + len(prompt) // 4
         shown = LiveAnswer(self.console, used=used, limit=self.session.ctx)
         try:
-            with shown:
+            with shown, closing(stream):
                 for event in stream:
                     match event:
                         case Text(text, tokens):
@@ -131,8 +132,6 @@ class Repl:
                             return Reply("".join(pieces), event, shown.speed())
         except KeyboardInterrupt:
             return Reply("".join(pieces), None, shown.speed())
-        finally:
-            close_stream(stream)
         raise ServerUnavailable("the answer broke off")
 
     def _ensure_loaded(self) -> None:
@@ -171,7 +170,10 @@ class Repl:
 
 
 def start_chat(client: Client, loading: Loading, model: str | None, options: ModelOptions) -> None:
-    """Load the model, then chat until the user leaves. LocalgenError: it cannot be loaded."""
+    """Load the model, then chat on the console of `loading` until the user leaves.
+
+    LocalgenError: the model cannot be loaded.
+    """
     # the editor takes as long to import as the model to load: do both at once
     editor = threading.Thread(target=importlib.import_module, args=(f"{__package__}.prompt",))
     editor.start()
@@ -180,7 +182,7 @@ def start_chat(client: Client, loading: Loading, model: str | None, options: Mod
         client.connect()
         session.load(model, loading.progress)
     editor.join()
-    Repl(session, Console(highlight=False), _line_editor(session).prompt).run()
+    Repl(session, loading.console, _line_editor(session).prompt).run()
 
 
 def _line_editor(session: Session) -> PromptSession[str]:

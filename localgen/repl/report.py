@@ -50,7 +50,7 @@ def answer_line(answer: Answer) -> str:
     ttft = (
         f"TTFT {duration(timings.ttft_ms)} (queue {duration(timings.queue_ms)}, "
         f"template {duration(timings.template_ms)}, "
-        f"{answer.cached_tokens:,} cached + {timings.prompt_n:,} new tokens)"
+        f"{answer.cached_tokens:,} cached + {timings.prompt_n:,} new)"
     )
     parts = (
         ttft,

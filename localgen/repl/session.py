@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ class Session:
         self.client.connect()
         self.load(self.model.name, on_progress)
 
-    def stream(self, prompt: str) -> Iterator[Text | Answer]:
+    def stream(self, prompt: str) -> Generator[Text | Answer, None, None]:
         """An answer to a prompt; the conversation changes only through answered()."""
         return self.client.chat(
             self.model.name,
@@ -111,6 +111,13 @@ class Session:
             raise InvalidRequest(f"no branch {name}: there is {', '.join(self.branches)}")
         self.branch = name
         self.last = None
+
+    def why_same_again(self) -> str | None:
+        """Why asking twice gives one answer; None: it does not."""
+        params = self.options.params.with_defaults(self.model.sampling)
+        if params.temperature == 0:
+            return "temperature is 0"
+        return "the seed is set" if params.seed is not None else None
 
     def used_tokens(self) -> int:
         """About how much of the context the conversation takes; exact after a whole answer."""

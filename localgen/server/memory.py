@@ -42,4 +42,4 @@ def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable
 
 def as_gb(size_bytes: float) -> str:
     """`1.5 GB`, as error messages state sizes."""
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -1,0 +1,137 @@
+"""localgen on a CPU beside llama.cpp's own tools, in one run.
+
+python -m benchmarks.cpu [--tools DIR | --no-tools] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+
+from benchmarks import footprint, llamacpp_tools, random_gguf, speed
+from benchmarks.llamacpp_tools import ToolFailed, Tools
+from benchmarks.measure import ModelLine, Report
+from benchmarks.servers import Localgen, private_settings
+from benchmarks.speed import Bench
+from benchmarks.streams import StreamFailed
+from localgen.backends.engine.wire import Load
+from localgen.backends.errors import LocalgenError
+from localgen.backends.llamacpp.load import load
+from localgen.backends.types import LoadOptions
+from localgen.config import Settings
+from localgen.hub.names import BUILT_IN, BUILT_IN_PATH
+
+RESULTS = Path(__file__).parent / "results"
+CTX, KV_TOKENS = 8192, 16_384
+TESTS = ("alone", "several", "prefix", "turn", "overhead", "help", "memory")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, write; the status is 0 whether or not every target was met."""
+    options = _options(arguments)
+    try:
+        tools = None if options.no_tools else Tools(options.tools or llamacpp_tools.build())
+        with private_settings() as settings:
+            report = _measure(options, tools, settings)
+    except (ToolFailed, StreamFailed, LocalgenError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.commands[:0] = [shlex.join(["python", "-m", "benchmarks.cpu", *_shown(arguments)])]
+    if tools:
+        report.commands += tools.commands
+    print(report.text())
+    target = options.output or RESULTS / f"cpu-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    report.write(target)
+    print(f"written to {target}", file=sys.stderr)
+    return 0
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.cpu")
+    peers = parser.add_mutually_exclusive_group()
+    peers.add_argument("--tools", type=Path, help="folder with llama-bench and the others")
+    peers.add_argument("--no-tools", action="store_true", help="measure localgen alone")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and one short round")
+    parser.add_argument("--rounds", type=int, help="rounds of each comparison")
+    parser.add_argument("--threads", type=int, help="threads of every side; localgen's default")
+    parser.add_argument("--only", nargs="+", choices=TESTS, default=TESTS, help="some tests only")
+    parser.add_argument("--output", type=Path, help="result file")
+    return parser.parse_args(arguments)
+
+
+def _shown(arguments: list[str] | None) -> list[str]:
+    """The arguments without the folders of this machine."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return [Path(argument).name if "/" in argument else argument for argument in given]
+
+
+def _measure(options: argparse.Namespace, tools: Tools | None, settings: Settings) -> Report:
+    plan = speed.QUICK if options.quick else speed.FULL
+    model = random_gguf.cached(random_gguf.SHAPES["quick" if options.quick else "1b"])
+    server = Localgen(
+        settings, model, LoadOptions(ctx=CTX, kv_tokens=KV_TOKENS, threads=options.threads)
+    )
+    info, loaded = server.info, server.info.options
+    rounds = options.rounds or plan.rounds
+    report = Report(
+        ModelLine(info.description, info.size_bytes, info.params),
+        rounds,
+        options.quick,
+        threads=loaded.threads or 0,
+        load_options={"ctx": CTX, "kv_tokens": KV_TOKENS},
+    )
+    bench = Bench(
+        plan=plan,
+        rounds_wanted=rounds,
+        report=report,
+        model=model,
+        threads=report.threads,
+        localgen=server,
+        tools=tools,
+    )
+    _speed(bench, options.only)
+    server.close()
+    _footprint(report, settings, options)
+    return report
+
+
+def _speed(bench: Bench, only: tuple[str, ...]) -> None:
+    if "alone" in only:
+        speed.alone(bench, when="empty pool")
+    if "several" in only:
+        for count in bench.plan.streams:
+            speed.several(bench, count)
+    if "prefix" in only:
+        speed.shared_prefix(bench)
+    if "turn" in only:
+        speed.second_turn(bench)
+    if "alone" in only and len(only) > 1:
+        speed.alone(bench, when="pool in use")
+
+
+def _footprint(report: Report, settings: Settings, options: argparse.Namespace) -> None:
+    """The rest is measured with the built-in model, so that the engine takes next to nothing."""
+    runs = 10 if not options.quick else 3
+    if "overhead" in options.only:
+        tiny = Localgen(settings, None, LoadOptions(threads=options.threads))
+        alone = load(
+            Load(BUILT_IN, str(BUILT_IN_PATH), LoadOptions(threads=options.threads)), lambda _: None
+        )
+        footprint.overhead(report, tiny, alone, 3 * runs)
+        alone.runner.close()
+        tiny.close()
+    if "help" in options.only:
+        footprint.help_time(report, runs)
+    if "memory" in options.only:
+        tiny = Localgen(settings, None, LoadOptions(threads=options.threads))
+        footprint.memory(report, tiny)
+        tiny.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

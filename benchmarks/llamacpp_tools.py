@@ -1,0 +1,140 @@
+"""llama.cpp's own tools, of the version inside llama-cpp-python.
+
+python -m benchmarks.llamacpp_tools builds them from the source package (several minutes)
+into the user's cache folder and prints where they are. Needs cmake and a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import platformdirs
+
+NAMES = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
+# llama-batched-bench prints from a thread that it does not wait for: its line may be lost
+ATTEMPTS = 10
+# as llama-cpp-python builds its library, less what the tools would add
+FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+
+
+class ToolFailed(Exception):
+    """A tool is missing, could not be built or did not run; the message says which and why."""
+
+
+@dataclass(slots=True)
+class Tools:
+    """The tools in a folder. commands: what was run so far, for the record."""
+
+    folder: Path
+    commands: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        missing = [name for name in NAMES if not (self.folder / name).is_file()]
+        if missing:
+            raise ToolFailed(f"{self.folder} has no {', '.join(missing)}")
+
+    def command(self, name: str, *arguments: str) -> list[str]:
+        """A command line, noted without the folders of this machine."""
+        shown = shlex.join([name, *(Path(a).name if "/" in a else a for a in arguments)])
+        if shown not in self.commands:
+            self.commands.append(shown)
+        return [str(self.folder / name), *arguments]
+
+    def generation(self, model: Path, tokens: int, threads: int) -> float:
+        """llama-bench's tg: tokens per second of one sequence."""
+        answer = self._json(
+            "llama-bench", "-m", str(model), "-p", "0", "-n", str(tokens), "-t", str(threads),
+            "-r", "1", "-o", "jsonl",
+        )  # fmt: skip
+        return float(answer["avg_ts"])
+
+    def batched(
+        self, model: Path, prompt: int, tokens: int, streams: int, threads: int, *, unified: bool
+    ) -> dict[str, float]:
+        """llama-batched-bench's line: speed_pp, speed_tg and speed, in tokens per second.
+
+        unified: one KV cache that all sequences share instead of a part for each.
+        """
+        ctx = -(-(prompt + tokens) // 256) * 256 * streams
+        return self._json(
+            "llama-batched-bench", "-m", str(model), "-npp", str(prompt), "-ntg", str(tokens),
+            "-npl", str(streams), "-c", str(ctx), "-t", str(threads), "--output-format", "jsonl",
+            *(["-kvu"] if unified else []),
+        )  # fmt: skip
+
+    def _json(self, name: str, *arguments: str) -> dict[str, float]:
+        """The last line of a tool's output that is a JSON object."""
+        command = self.command(name, *arguments)
+        for _ in range(ATTEMPTS):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                said = (done.stdout + done.stderr)[-500:]
+                raise ToolFailed(f"{name} ended with status {done.returncode}: {said}")
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            if lines:
+                answer: dict[str, float] = json.loads(lines[-1])
+                return answer
+        raise ToolFailed(f"{name} printed nothing in {ATTEMPTS} attempts")
+
+
+def build() -> Path:
+    """The folder of the tools for the installed llama-cpp-python, built if need be."""
+    wanted = version("llama-cpp-python")
+    folder = platformdirs.user_cache_path("localgen", appauthor=False) / f"llama.cpp-{wanted}"
+    if not all((folder / "bin" / name).exists() for name in NAMES):
+        with tempfile.TemporaryDirectory() as unpacked:
+            _build(_sources(wanted, Path(unpacked)), folder)
+    return folder / "bin"
+
+
+def _sources(wanted: str, target: Path) -> Path:
+    """Download the source package of llama-cpp-python; its llama.cpp folder."""
+    _run(
+        [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:",
+         "--no-build-isolation", "-d", str(target), f"llama-cpp-python=={wanted}"]
+    )  # fmt: skip
+    (archive,) = target.glob("*.tar.gz")
+    with tarfile.open(archive) as package:
+        package.extractall(target, filter="data")
+    (sources,) = target.glob("*/vendor/llama.cpp")
+    return sources
+
+
+def _build(sources: Path, folder: Path) -> None:
+    extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))  # what the library was built with
+    _run(["cmake", "-S", str(sources), "-B", str(folder), *FLAGS, *extra])
+    jobs = str(os.cpu_count() or 1)
+    _run(["cmake", "--build", str(folder), "-j", jobs, "--target", *NAMES])
+
+
+def _run(command: list[str]) -> None:
+    print(shlex.join(command), file=sys.stderr)
+    try:
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ToolFailed(f"{command[0]}: {error}") from error
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except ToolFailed as error:
+        sys.exit(f"error: {error}")

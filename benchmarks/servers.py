@@ -1,0 +1,105 @@
+"""The servers that are compared, each started for the run and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from benchmarks.llamacpp_tools import ToolFailed, Tools
+from localgen.backends.types import LoadOptions, ModelInfo
+from localgen.client import Client
+from localgen.config import Settings
+
+_START_S = 120.0
+# a server left behind by a benchmark that was killed ends by itself
+_KEEP_ALIVE_S = 900.0
+
+
+@contextlib.contextmanager
+def private_settings() -> Iterator[Settings]:
+    """Settings under which no other server of this user is met; what runs there ends with it."""
+    with tempfile.TemporaryDirectory(prefix="localgen-bench-") as folder:
+        settings = Settings(
+            runtime_dir=Path(folder) / "run",
+            state_dir=Path(folder) / "state",
+            keep_alive_s=_KEEP_ALIVE_S,
+        )
+        settings.prepare()
+        try:
+            yield settings
+        finally:
+            with Client(settings) as client:
+                client.shutdown()
+
+
+class Localgen:
+    """localgen's server with one model loaded; a new Client is what a new terminal would be."""
+
+    def __init__(self, settings: Settings, model: Path | None, options: LoadOptions) -> None:
+        self.settings = settings
+        self.model = None if model is None else str(model)
+        self._clients = contextlib.ExitStack()
+        with Client(settings) as client:
+            client.connect()
+            self.info: ModelInfo = client.load(self.model, options)
+
+    def client(self) -> Client:
+        """A client, closed at the end of the run."""
+        return self._clients.enter_context(Client(self.settings))
+
+    def close(self) -> None:
+        """Close the clients."""
+        self._clients.close()
+
+
+@contextlib.contextmanager
+def llama_server(
+    tools: Tools, model: Path, *, slots: int, slot_ctx: int, threads: int
+) -> Iterator[httpx.Client]:
+    """llama-server with its defaults: prompt cache on, each slot with a context of its own."""
+    port = _free_port()
+    command = tools.command(
+        "llama-server", "-m", str(model), "-np", str(slots), "-c", str(slots * slot_ctx),
+        "-t", str(threads), "--host", "127.0.0.1",
+    )  # fmt: skip
+    with (
+        tempfile.TemporaryFile() as log,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None, trust_env=False) as http,
+    ):
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
+        try:
+            _await_health(process, http)
+            yield http
+        except httpx.TransportError as error:
+            log.seek(0)
+            said = log.read().decode(errors="replace")[-500:]
+            raise ToolFailed(f"llama-server: {error}; status {process.poll()}: {said}") from error
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _await_health(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ToolFailed(f"llama-server ended with status {process.returncode}")
+        with contextlib.suppress(httpx.TransportError):
+            if http.get("/health").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise ToolFailed(f"llama-server was not ready after {_START_S:.0f} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

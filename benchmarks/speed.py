@@ -1,0 +1,240 @@
+"""Tokens per second and time to first token, beside llama.cpp's own tools."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.llamacpp_tools import Tools
+from benchmarks.measure import RATE, Report, Series
+from benchmarks.random_vocabulary import random_words
+from benchmarks.servers import Localgen, llama_server
+from benchmarks.streams import (
+    HttpSpeaker,
+    LocalgenSpeaker,
+    Prompt,
+    Speaker,
+    Stream,
+    decode_rate,
+    last_first_token_ms,
+    output_rate,
+    together,
+)
+from localgen.backends.types import Message
+
+NEAR = 0.97  # of llama.cpp's own loop
+SHARED_PREFIX = 0.35
+LOCALGEN, BARE, BENCH = "localgen", "bare loop", "llama-bench"
+BATCHED, UNIFIED, SERVER = "llama-batched-bench", "llama-batched-bench -kvu", "llama-server"
+# tokens that a chat turn may add beside its words: the template's, and the last of the answer,
+# which was sampled but never computed
+TURN_TOKENS = 32
+
+# the figures of one side in one round, by name
+Figures = dict[str, float]
+Side = Callable[[int], Figures]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured. All sizes but rounds and streams are in tokens."""
+
+    rounds: int
+    alone: int
+    prompt: int
+    answer: int
+    streams: tuple[int, ...]
+    system: int
+    history: int
+    question: int
+
+    @property
+    def slot_ctx(self) -> int:
+        """A context in which every request of the plan fits, in llama.cpp's steps of 256."""
+        longest = max(self.prompt + self.answer, self.system + 64, self.history + 2 * self.answer)
+        return -(-(longest + self.question + 2 * TURN_TOKENS) // 256) * 256
+
+
+FULL = Plan(5, 128, 128, 128, (4, 16), 400, 1500, 32)
+QUICK = Plan(1, 64, 32, 256, (4,), 400, 300, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What the tests share. tools: None leaves llama.cpp's own out."""
+
+    plan: Plan
+    rounds_wanted: int
+    report: Report
+    model: Path
+    threads: int
+    localgen: Localgen
+    tools: Tools | None
+
+    def speaker(self) -> Speaker:
+        return LocalgenSpeaker(self.localgen.client(), self.localgen.model)
+
+    def speakers(self, count: int) -> list[Speaker]:
+        return [self.speaker() for _ in range(count)]
+
+    @contextlib.contextmanager
+    def llama_server(self, slots: int) -> Iterator[httpx.Client | None]:
+        """llama-server for the block; None without tools."""
+        if self.tools is None:
+            yield None
+            return
+        with llama_server(
+            self.tools,
+            self.model,
+            slots=slots,
+            slot_ctx=self.plan.slot_ctx,
+            threads=self.threads,
+        ) as http:
+            yield http
+
+    def rounds(self, sides: Mapping[str, Side]) -> dict[str, list[Figures]]:
+        """Run every side once a round, in alternating order; the figures by side."""
+        found: dict[str, list[Figures]] = {name: [] for name in sides}
+        for number in range(self.rounds_wanted):
+            for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
+                found[name].append(sides[name](number))
+                print(f"  round {number + 1} {name}: {_shown(found[name][-1])}", file=sys.stderr)
+        return found
+
+    def enter(
+        self, test: str, unit: str, found: Mapping[str, list[Figures]], figure: str
+    ) -> dict[str, Series]:
+        """Enter one figure of every side that has it."""
+        return {
+            side: self.report.add(test, side, unit, [figures[figure] for figures in rounds])
+            for side, rounds in found.items()
+            if figure in rounds[0]
+        }
+
+
+def _shown(figures: Figures) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+
+
+def alone(bench: Bench, *, when: str) -> None:
+    """One stream's generation speed. when: names the state of localgen's pool."""
+    tokens, speaker = bench.plan.alone, bench.speaker()
+    speaker.ask("ab", 8)  # warm-up; the tools have their own
+
+    def localgen(number: int) -> Figures:
+        # tokens + 1, because the first comes out of the prompt step
+        return {"rate": decode_rate([speaker.ask("ab", tokens + 1)])}
+
+    sides: dict[str, Side] = {LOCALGEN: localgen, BARE: lambda number: _bare(bench, tokens)}
+    tools = bench.tools
+    if tools:
+        sides[BENCH] = lambda number: {"rate": tools.generation(bench.model, tokens, bench.threads)}
+    entered = bench.enter(f"tg{tokens}, {when}", RATE, bench.rounds(sides), "rate")
+    for other in (BENCH, BARE):
+        if other in entered:
+            bench.report.ratio(entered[LOCALGEN], entered[other], NEAR, at_least=True)
+
+
+def _bare(bench: Bench, tokens: int) -> Figures:
+    # a process of its own: its threads must not outlive the measurement
+    command = ["benchmarks.bare_loop", str(bench.model), str(tokens), str(bench.threads)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, check=True
+    )
+    return {"rate": float(done.stdout)}
+
+
+def several(bench: Bench, count: int) -> None:
+    """Several streams, each with a prompt of its own, sent at the same moment."""
+    plan, tools = bench.plan, bench.tools
+    with bench.llama_server(count) as http:
+        ours = bench.speakers(count)
+        sides: dict[str, Side] = {LOCALGEN: lambda number: _streams(bench, ours, number)}
+        if tools and http:
+            theirs: list[Speaker] = [HttpSpeaker(http)] * count
+            sides[BATCHED] = lambda number: _batched(bench, tools, count, unified=False)
+            sides[UNIFIED] = lambda number: _batched(bench, tools, count, unified=True)
+            sides[SERVER] = lambda number: _streams(bench, theirs, number)
+        found = bench.rounds(sides)
+    decode = bench.enter(f"tg{plan.answer} × {count}", RATE, found, "decode")
+    whole = bench.enter(f"{plan.prompt} in/{plan.answer} out × {count}", RATE, found, "output")
+    for other in (BATCHED, UNIFIED):
+        if other in decode:
+            bench.report.ratio(decode[LOCALGEN], decode[other], NEAR, at_least=True)
+    if SERVER in whole:
+        bench.report.ratio(whole[LOCALGEN], whole[SERVER], 1.0, at_least=True)
+
+
+def _streams(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
+    plan = bench.plan
+    prompts: list[Prompt] = [
+        random_words(plan.prompt, f"{len(speakers)} streams, round {number}, stream {i}")
+        for i in range(len(speakers))
+    ]
+    streams = together(speakers, prompts, plan.answer)
+    return {"decode": decode_rate(streams), "output": output_rate(streams)}
+
+
+def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figures:
+    plan = bench.plan
+    line = tools.batched(
+        bench.model, plan.prompt, plan.answer, count, bench.threads, unified=unified
+    )
+    return {"decode": line["speed_tg"], "output": count * plan.answer / line["t"]}
+
+
+def shared_prefix(bench: Bench, count: int = 4) -> None:
+    """Cold requests that arrive together over one system prompt: time to the last first token."""
+    with bench.llama_server(count) as http:
+        ours = bench.speakers(count)
+        sides: dict[str, Side] = {LOCALGEN: lambda number: _cold(bench, ours, number)}
+        if http:
+            theirs: list[Speaker] = [HttpSpeaker(http)] * count
+            sides[SERVER] = lambda number: _cold(bench, theirs, number)
+        found = bench.rounds(sides)
+    test = f"last first token, {count} cold over {bench.plan.system}"
+    entered = bench.enter(test, "ms", found, "ms")
+    if SERVER in entered:
+        bench.report.ratio(entered[LOCALGEN], entered[SERVER], SHARED_PREFIX, at_least=False)
+
+
+def _cold(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
+    plan = bench.plan
+    system = Message("system", random_words(plan.system, f"system prompt {number}"))
+    prompts: list[Prompt] = [
+        (system, Message("user", random_words(plan.question, f"question {number}, {i}")))
+        for i in range(len(speakers))
+    ]
+    return {"ms": last_first_token_ms(together(speakers, prompts, 8))}
+
+
+def second_turn(bench: Bench) -> None:
+    """A long chat goes on: time to first token, and how much of the prompt was computed."""
+    with bench.llama_server(4) as http:
+        ours = bench.speaker()
+        sides: dict[str, Side] = {LOCALGEN: lambda number: _next_turn(bench, ours, number)}
+        if http:
+            theirs = HttpSpeaker(http)
+            sides[SERVER] = lambda number: _next_turn(bench, theirs, number)
+        found = bench.rounds(sides)
+    test = f"second turn after {bench.plan.history + bench.plan.answer}"
+    ttft = bench.enter(f"{test}, TTFT", "ms", found, "ms")
+    computed = bench.enter(f"{test}, prompt computed", "tokens", found, "computed")
+    bench.report.most(computed[LOCALGEN], bench.plan.question + TURN_TOKENS)
+    if SERVER in ttft:
+        bench.report.ratio(ttft[LOCALGEN], ttft[SERVER], 1.0, at_least=False)
+
+
+def _next_turn(bench: Bench, speaker: Speaker, number: int) -> Figures:
+    plan = bench.plan
+    first = (Message("user", random_words(plan.history, f"history {number}")),)
+    answer: Stream = speaker.ask(first, plan.answer)
+    question = Message("user", random_words(plan.question, f"second turn {number}"))
+    second = speaker.ask((*first, Message("assistant", answer.text), question), 8)
+    return {"ms": second.ttft_ms, "computed": second.prompt_tokens - second.cached_tokens}

@@ -1,0 +1,182 @@
+"""Answers streamed to several clients at once, with the time at which each token arrived."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import httpx
+
+from localgen.backends.types import Message, SamplingParams
+from localgen.client import Answer, Client, Text
+
+# llama-server now and then closes a new connection before it has read the request
+ATTEMPTS = 5
+Prompt = str | tuple[Message, ...]
+
+
+class StreamFailed(Exception):
+    """An answer did not come as asked for; the message says what came."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """One answer as its client saw it, in seconds of one clock.
+
+    arrivals: when text came, and how many tokens of the answer there were by then.
+    """
+
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    engine_ttft_ms: float = 0.0
+
+    def arrived(self, text: str, num_tokens: int) -> None:
+        self.arrivals.append((time.perf_counter(), num_tokens))
+        self.text += text
+
+    @property
+    def first_s(self) -> float:
+        return self.arrivals[0][0]
+
+    @property
+    def last_s(self) -> float:
+        return self.arrivals[-1][0]
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.first_s - self.sent_s) * 1e3
+
+    def tokens_at(self, time_s: float) -> int:
+        """Tokens that had arrived by that time."""
+        return max((tokens for at_s, tokens in self.arrivals if at_s <= time_s), default=0)
+
+
+class Speaker(Protocol):
+    """A client of some server. ask: one greedy answer of exactly max_tokens tokens."""
+
+    def ask(self, prompt: Prompt, max_tokens: int) -> Stream: ...
+
+
+class LocalgenSpeaker:
+    """localgen's own client, as chat and run use it."""
+
+    def __init__(self, client: Client, model: str | None) -> None:
+        self._client, self._model = client, model
+
+    def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        stream = Stream(sent_s=time.perf_counter())
+        for part in self._parts(prompt, params):
+            match part:
+                case Text(text, num_tokens):
+                    stream.arrived(text, num_tokens)
+                case Answer():
+                    stream.prompt_tokens = part.prompt_tokens
+                    stream.cached_tokens = part.cached_tokens
+                    stream.completion_tokens = part.completion_tokens
+                    stream.engine_ttft_ms = part.timings.ttft_ms
+        return _ended(stream, max_tokens)
+
+    def _parts(self, prompt: Prompt, params: SamplingParams) -> Iterator[Text | Answer]:
+        if isinstance(prompt, str):
+            return self._client.complete(self._model, prompt, params)
+        return self._client.chat(self._model, prompt, params)
+
+
+class HttpSpeaker:
+    """llama-server through httpx; each event of its stream carries one token."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+
+    def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
+        body: dict[str, object] = {
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        if isinstance(prompt, str):
+            path, body["prompt"] = "/v1/completions", prompt
+        else:
+            path, body["messages"] = "/v1/chat/completions", [asdict(turn) for turn in prompt]
+        for _ in range(ATTEMPTS):
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                return _ended(self._stream(path, body), max_tokens)
+        raise StreamFailed(f"llama-server hung up on {ATTEMPTS} requests")
+
+    def _stream(self, path: str, body: dict[str, object]) -> Stream:
+        stream = Stream(sent_s=time.perf_counter())
+        with self._http.stream("POST", path, json=body) as reply:
+            if reply.status_code != 200:
+                raise StreamFailed(f"llama-server: {reply.read().decode()}")
+            for line in reply.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    _take_event(stream, json.loads(line.removeprefix("data: ")))
+        return stream
+
+
+def _take_event(stream: Stream, event: dict[str, object]) -> None:
+    match event:
+        case {"choices": [{"text": str(text)}, *_]} if text:
+            stream.arrived(text, len(stream.arrivals) + 1)
+        case {"choices": [{"delta": {"content": str(text)}}, *_]} if text:
+            stream.arrived(text, len(stream.arrivals) + 1)
+    match event:
+        case {"timings": {"cache_n": int(cached), "prompt_n": int(new), "predicted_n": int(said)}}:
+            stream.prompt_tokens, stream.cached_tokens = cached + new, cached
+            stream.completion_tokens = said
+
+
+def _ended(stream: Stream, max_tokens: int) -> Stream:
+    stream.ended_s = time.perf_counter()
+    if stream.completion_tokens != max_tokens or not stream.arrivals:
+        raise StreamFailed(f"{stream.completion_tokens} tokens came, {max_tokens} were asked for")
+    return stream
+
+
+def together(
+    speakers: Sequence[Speaker], prompts: Sequence[Prompt], max_tokens: int
+) -> list[Stream]:
+    """Each speaker asks its prompt, all at the same moment; the streams in that order."""
+    barrier = threading.Barrier(len(prompts))
+
+    def ask(speaker: Speaker, prompt: Prompt) -> Stream:
+        barrier.wait()
+        return speaker.ask(prompt, max_tokens)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(ask, speakers, prompts))
+
+
+def decode_rate(streams: Sequence[Stream]) -> float:
+    """Tokens per second while every stream was generating: from the last to receive its first
+    token to the first to receive its last. StreamFailed: there was no such time."""
+    begin = max(stream.first_s for stream in streams)
+    end = min(stream.last_s for stream in streams)
+    if end <= begin:
+        raise StreamFailed("the streams never generated together: ask for longer answers")
+    tokens = sum(stream.tokens_at(end) - stream.tokens_at(begin) for stream in streams)
+    return tokens / (end - begin)
+
+
+def output_rate(streams: Sequence[Stream]) -> float:
+    """Output tokens per second from the first request sent to the last answer ended."""
+    took_s = max(s.ended_s for s in streams) - min(s.sent_s for s in streams)
+    return sum(stream.completion_tokens for stream in streams) / took_s
+
+
+def last_first_token_ms(streams: Sequence[Stream]) -> float:
+    """Time from the first request sent until every stream had its first token."""
+    return (max(s.first_s for s in streams) - min(s.sent_s for s in streams)) * 1e3

@@ -1,0 +1,114 @@
+"""GGUF files made from the built-in model: changed, damaged, of another kind."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from models import TINY_GGUF
+
+FLOAT32, STRING = gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
+UINT32 = gguf.GGUFValueType.UINT32
+Change = tuple[Any, gguf.GGUFValueType] | None
+
+
+def rewrite(target: Path, changes: Mapping[str, Change], **writer_options: Any) -> Path:
+    """The built-in model with metadata replaced, added or, for None, left out."""
+    reader = gguf.GGUFReader(TINY_GGUF)
+    writer = _writer(target, reader, changes, "llama", writer_options)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    return _write(writer, target)
+
+
+def bert(target: Path) -> Path:
+    """A tiny encoder, which makes embeddings and no text, with the built-in model's vocabulary."""
+    width, vocab, context = 32, 4096, 64
+    changes: dict[str, Change] = {
+        "bert.context_length": (context, UINT32),
+        "bert.embedding_length": (width, UINT32),
+        "bert.feed_forward_length": (width, UINT32),
+        "bert.block_count": (1, UINT32),
+        "bert.attention.head_count": (2, UINT32),
+        "bert.attention.layer_norm_epsilon": (1e-6, FLOAT32),
+        "bert.attention.causal": (False, gguf.GGUFValueType.BOOL),
+        "tokenizer.ggml.token_type_count": (1, UINT32),
+    }
+    writer = _writer(target, gguf.GGUFReader(TINY_GGUF), changes, "bert", {})
+    square, column = (width, width), (width,)
+    shapes = {
+        "token_embd.weight": (vocab, width),
+        "position_embd.weight": (context, width),
+        "token_embd_norm.weight": column,
+        "token_embd_norm.bias": column,
+    }
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"):
+        shapes |= {f"blk.0.{name}.weight": square, f"blk.0.{name}.bias": column}
+    for name in ("attn_output_norm", "layer_output_norm"):
+        shapes |= {f"blk.0.{name}.weight": column, f"blk.0.{name}.bias": column}
+    random = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(name, random.normal(size=shape).astype(np.float32))
+    return _write(writer, target)
+
+
+def _writer(
+    target: Path,
+    reader: gguf.GGUFReader,
+    changes: Mapping[str, Change],
+    architecture: str,
+    options: dict[str, Any],
+) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(target, architecture, **options)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture" and key not in changes:
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], inner)
+    for key, change in changes.items():
+        if change:
+            writer.add_key_value(key, *change)
+    return writer
+
+
+def _write(writer: gguf.GGUFWriter, target: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def patched(target: Path, changes: Mapping[int, bytes]) -> Path:
+    """The built-in model with bytes replaced at these offsets."""
+    content = bytearray(TINY_GGUF.read_bytes())
+    for offset, new in changes.items():
+        content[offset : offset + len(new)] = new
+    target.write_bytes(content)
+    return target
+
+
+def with_nan(target: Path, *names: str) -> Path:
+    """The built-in model, all values of these tensors replaced by NaN."""
+    tensors = [t for t in gguf.GGUFReader(TINY_GGUF).tensors if t.name in names]
+    assert len(tensors) == len(names)
+    # all bits set is a NaN in F16 and in F32
+    return patched(target, {int(t.data_offset): b"\xff" * int(t.n_bytes) for t in tensors})
+
+
+def header_bytes() -> tuple[int, int, int]:
+    """Where in the built-in model the vocabulary, the tensor list and the tensors begin."""
+    reader = gguf.GGUFReader(TINY_GGUF)
+    vocabulary = reader.fields["tokenizer.ggml.tokens"].offset
+    return vocabulary, reader.tensors[0].field.offset, reader.data_offset
+
+
+def u32(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+def u64(value: int) -> bytes:
+    return struct.pack("<Q", value)

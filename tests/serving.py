@@ -1,0 +1,151 @@
+"""A real server process over fake engines, on a real socket, for one test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from localgen.client import Client
+from localgen.config import Settings
+from localgen.interpreter import python_environment
+
+SERVER = Path(__file__).with_name("fake_server.py")
+WORDS = "one two three four five six seven eight nine ten"
+MANY_WORDS = " ".join(str(number) for number in range(900))
+
+
+def wait_until(true: Callable[[], object], timeout_s: float = 10.0) -> float:
+    """Wait for a condition; the seconds it took. Fails the test if it takes too long."""
+    started_s = time.monotonic()
+    while not true():
+        assert time.monotonic() - started_s < timeout_s, "it did not come true in time"
+        time.sleep(0.01)
+    return time.monotonic() - started_s
+
+
+def settings_in(folder: Path, **others: Any) -> Settings:
+    return Settings(runtime_dir=folder / "run", state_dir=folder / "state", **others)
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets; pytest's may not be."""
+    with tempfile.TemporaryDirectory(prefix="lg") as folder:
+        yield Path(folder)
+
+
+class House:
+    """A folder with models, and a server over fake engines."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.settings = settings_in(folder, **settings)
+        self.settings.prepare()
+        self.http = httpx.Client(
+            base_url="http://test",
+            transport=httpx.HTTPTransport(uds=str(self.settings.socket_path)),
+            timeout=20,
+            trust_env=False,
+        )
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.clients: list[Client] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, str(SERVER), *arguments],
+            env=python_environment() | self.settings.environment(),
+            stderr=subprocess.PIPE,
+        )
+        self.processes.append(process)
+        wait_until(lambda: self.healthy() or process.poll() is not None)
+        return process
+
+    def healthy(self) -> bool:
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def client(self, say: Callable[[str], None] = print, *arguments: str) -> Client:
+        command = [sys.executable, str(SERVER), *arguments]
+        client = Client(self.settings, say, server_command=command)
+        self.clients.append(client)
+        return client
+
+    def model(self, name: str = "echo", **script: Any) -> str:
+        """A file that makes a fake engine behave like this; its path."""
+        path = self.folder / f"{name}.gguf"
+        path.write_text(json.dumps(script))
+        return str(path)
+
+    def loads(self, model: str) -> int:
+        """How many engine processes have loaded it."""
+        log = Path(model + ".loads")
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    def stats(self, model: str) -> dict[str, Any]:
+        models: list[dict[str, Any]] = self.http.get("/v1/stats").json()["models"]
+        return next(found for found in models if found["path"] == model)
+
+    def loaded(self) -> list[str]:
+        return [found["name"] for found in self.http.get("/v1/stats").json()["models"]]
+
+    def pid(self) -> int:
+        return int(self.http.get("/health").json()["pid"])
+
+    def chat(self, model: str, text: str = WORDS, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=chat_body(model, text, **fields))
+
+    def events(self, model: str, text: str = WORDS, **fields: Any) -> Generator[Any, None, None]:
+        """Events of a streamed chat, decoded; `[DONE]` as it is."""
+        body = chat_body(model, text, stream=True, **fields)
+        with self.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            assert reply.status_code == 200, reply.read()
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            for line in reply.iter_lines():
+                if line.startswith("data: "):
+                    payload = line.removeprefix("data: ")
+                    yield payload if payload == "[DONE]" else json.loads(payload)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        owner = self.settings.server_lock_path
+        if owner.exists() and self.healthy():
+            os.kill(int(owner.read_text()), signal.SIGKILL)
+        self.http.close()
+
+
+def chat_body(model: str, text: str = WORDS, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], **fields}
+
+
+@contextmanager
+def house(**settings: Any) -> Iterator[House]:
+    with short_folder() as folder:
+        built = House(folder, **settings)
+        try:
+            yield built
+        finally:
+            built.close()
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread

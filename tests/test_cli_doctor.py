@@ -1,0 +1,142 @@
+"""What doctor finds, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from localgen.cli.main import run
+from localgen.doctor import findings, probe
+from localgen.doctor.machine import Machine, cpu_quota
+from localgen.doctor.probe import BrokenBuild, LlamaBuild, features_of
+
+
+def machine(**changes: object) -> Machine:
+    known: dict[str, object] = {
+        "system": "Linux",
+        "cpu": "A CPU",
+        "cpu_flags": frozenset({"avx2", "avx512f"}),
+        "physical_cores": 8,
+        "logical_cores": 16,
+        "cpu_quota": None,
+        "ram_bytes": 16 << 30,
+        "ram_available_bytes": 8 << 30,
+        "nvidia": (),
+        "nvidia_error": None,
+        "metal": False,
+        "displays": (),
+    }
+    return Machine(**(known | changes))  # type: ignore[arg-type]
+
+
+def build(**changes: object) -> LlamaBuild:
+    known: dict[str, object] = {
+        "version": "0.3.36",
+        "folder": "/lib",
+        "features": ("AVX2", "AVX512"),
+        "devices": ("CPU: A CPU",),
+        "gpu": False,
+        "mmap": True,
+        "threads": 8,
+    }
+    return LlamaBuild(**(known | changes))  # type: ignore[arg-type]
+
+
+def test_nothing_to_complain_of() -> None:
+    assert findings.findings(machine(), build()) == []
+    assert findings.findings(machine(nvidia=("H100",)), build(gpu=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "llama", "message", "remedy"),
+    [
+        (machine(), build(features=("AVX2",)), "without AVX512 of", "GGML_NATIVE=ON"),
+        (machine(nvidia=("H100",)), build(), "without GGML_CUDA", "GGML_CUDA=ON"),
+        (machine(displays=("NVIDIA",)), build(), "without GGML_CUDA", "GGML_CUDA=ON"),
+        (machine(metal=True), build(), "Apple GPU", "GGML_METAL=ON"),
+        (machine(displays=("AMD",)), build(), "AMD GPU", "GGML_VULKAN=ON"),
+        (machine(nvidia_error="nvidia-smi: broken"), build(), "nvidia-smi: broken", "driver"),
+        (machine(cpu_quota=1.5), build(), "allows 1.5 CPUs", "LOCALGEN_THREADS=1"),
+        (machine(ram_available_bytes=1 << 29), build(), "0.5 GB of 17.2 GB", "smaller model"),
+        (machine(), BrokenBuild("no file"), "unusable: no file", "pip install"),
+    ],
+)
+def test_each_finding_has_a_remedy(
+    there: Machine, llama: LlamaBuild | BrokenBuild, message: str, remedy: str
+) -> None:
+    (found,) = findings.findings(there, llama)
+    assert message in found.message
+    assert remedy in found.remedy
+    assert found.error is isinstance(llama, BrokenBuild)
+
+
+def test_features_of_a_system_info_line() -> None:
+    info = "CUDA : ARCHS = 800 | CPU : SSE3 = 1 | AVX512 = 0 | AVX2 = 1 | "
+    assert features_of(info) == ["ARCHS", "SSE3", "AVX2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("max 100000", None), ("150000 100000", 1.5), ("", None), ("1 0", None)]
+)
+def test_cpu_quota(text: str, cpus: float | None) -> None:
+    assert cpu_quota(text) == cpus
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "another CPU"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("raise ImportError('libfoo is missing')", "libfoo is missing"),
+        ("import sys; sys.exit(3)", "no message"),
+    ],
+)
+def test_a_broken_build_is_a_sentence(
+    program: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "python_command", lambda _: [sys.executable, "-c", program])
+    found = probe.probe()
+    assert isinstance(found, BrokenBuild)
+    assert reason in found.reason
+
+
+@pytest.fixture
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("own_folders")
+def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for word in ("cpu", "memory", "llama-cpp-python", "threads", "not running", str(tmp_path)):
+        assert word in text
+    assert run(["doctor", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["llama"]["threads"] >= 1
+    assert record["machine"]["ram_bytes"] > 0
+    assert not (tmp_path / "run" / "server.sock").exists()
+
+
+@pytest.mark.usefixtures("own_folders")
+def test_doctor_with_a_broken_build(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        probe, "python_command", lambda _: [sys.executable, "-c", "raise ImportError('torn')"]
+    )
+    assert run(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "ERROR: llama.cpp is unusable: it cannot be imported: ImportError: torn" in text
+
+
+@pytest.mark.usefixtures("own_folders")
+def test_doctor_with_an_unsafe_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    assert run(["doctor"]) == 1
+    assert "ERROR: others may write to" in capsys.readouterr().out

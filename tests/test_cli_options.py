@@ -1,0 +1,184 @@
+"""Options on the command line, and the fields they become."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions, SamplingParams
+from localgen.cli import options as declared
+from localgen.cli.options import takes_model_options
+from localgen.repl.session import ModelOptions
+
+# nothing on a terminal shows log probabilities; a cap per request is the context
+NOT_ON_THE_COMMAND_LINE = {"logprobs"}
+CTX_OF_A_LOAD = {"ctx"}
+
+
+def parse(*arguments: str) -> ModelOptions:
+    """The options of a command line."""
+    got: list[ModelOptions] = []
+
+    @takes_model_options
+    def command(options: ModelOptions, model: str | None = None) -> None:
+        got.append(options)
+
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(command)
+    typer.main.get_command(app).main(list(arguments), standalone_mode=False)
+    return got[0]
+
+
+def test_every_field_has_an_option() -> None:
+    sampling = {flag.field for flag in declared.SAMPLING}
+    loading = {flag.field for flag in declared.LOADING}
+    assert sampling == {f.name for f in fields(SamplingParams)} - NOT_ON_THE_COMMAND_LINE
+    assert loading == {f.name for f in fields(LoadOptions)} - CTX_OF_A_LOAD
+    assert {flag.field for flag in declared.ASKING} == {f.name for f in fields(ModelOptions)} - {
+        "params",
+        "load",
+    }
+
+
+def test_no_two_options_share_a_name() -> None:
+    flags = [flag for panel in declared.PANELS.values() for flag in panel]
+    names = [name for flag in flags for name in flag.names.replace("/", " ").split()]
+    assert len(set(names)) == len(names)
+
+
+def test_nothing_given_is_nothing_set() -> None:
+    assert parse() == ModelOptions()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["-n", "5"], "max_tokens", 5),
+        (["-n5"], "max_tokens", 5),
+        (["--max-tokens=5"], "max_tokens", 5),
+        (["-n", "-1"], "max_tokens", None),
+        (["-s", "3"], "seed", 3),
+        (["--seed", "-1"], "seed", None),
+        (["--temp", "0"], "temperature", 0.0),
+        (["--top-k", "0"], "top_k", 0),
+        (["--top-n-sigma", "-1"], "top_n_sigma", -1.0),
+        (["--dry-sequence-breaker", "a", "--dry-sequence-breaker", "\n"], "dry_sequence_breakers",
+         ("a", "\n")),
+        (["--mirostat", "2"], "mirostat", 2),
+        (["--mirostat-ent", "4"], "mirostat_tau", 4.0),
+        (["--mirostat-lr", ".2"], "mirostat_eta", 0.2),
+        (["--dynatemp-exp", "2"], "dynatemp_exponent", 2.0),
+        (["--logit-bias", "5=-1.5", "--logit-bias", "6=2"], "logit_bias", {5: -1.5, 6: 2.0}),
+        (["--stop", "END", "--stop", "two words"], "stop", ("END", "two words")),
+        (["--stop-token", "2"], "stop_token_ids", (2,)),
+        (["--ignore-eos"], "ignore_eos", True),
+    ],
+)  # fmt: skip
+def test_sampling_options(arguments: list[str], field: str, value: object) -> None:
+    assert getattr(parse(*arguments).params, field) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["-t", "3"], "threads", 3),
+        (["-tb", "4"], "threads_batch", 4),
+        (["-ngl", "10"], "gpu_layers", 10),
+        (["-ngl", "-1"], "gpu_layers", -1),
+        (["-fa", "on"], "flash_attn", "on"),
+        (["-ctk", "q8_0"], "cache_type_k", "q8_0"),
+        (["-ctv", "q4_0"], "cache_type_v", "q4_0"),
+        (["-np", "4"], "parallel", 4),
+        (["-b", "64"], "max_batch_tokens", 64),
+        (["--no-mmap"], "mmap", False),
+        (["--mlock"], "mlock", True),
+        (["--no-prefix-cache"], "prefix_cache", False),
+    ],
+)
+def test_loading_options(arguments: list[str], field: str, value: object) -> None:
+    assert getattr(parse(*arguments).load, field) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["-c", "512"], "ctx", 512),
+        (["--ctx", "0"], "ctx", None),
+        (["-sys", "be brief"], "system", "be brief"),
+        (["--priority", "-2"], "priority", -2),
+        (["--verbose"], "verbose", True),
+    ],
+)
+def test_options_of_the_request(arguments: list[str], field: str, value: object) -> None:
+    assert getattr(parse(*arguments), field) == value
+
+
+def test_each_option_reaches_its_field_and_no_other() -> None:
+    examples: dict[Any, tuple[str, ...]] = {
+        int: ("3",), float: ("0.5",), str: ("f16",), list[str]: ("7=1",), list[int]: ("7",),
+        bool: (), declared.OnOffAuto: ("on",),
+    }  # fmt: skip
+    for flag in (*declared.SAMPLING, *declared.LOADING):
+        if flag.kind is Path:
+            continue
+        name = flag.names.split()[-1].split("/")[0]
+        got = parse(name, *examples[flag.kind])
+        changed = {
+            f.name
+            for values, empty in ((got.params, SamplingParams()), (got.load, LoadOptions()))
+            for f in fields(values)
+            if getattr(values, f.name) != getattr(empty, f.name)
+        }
+        assert changed == {flag.field}, flag.names
+
+
+def test_options_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALGEN_MAX_TOKENS", "7")
+    monkeypatch.setenv("LOCALGEN_GPU_LAYERS", "0")
+    monkeypatch.setenv("LOCALGEN_MMAP", "false")
+    found = parse("-ngl", "5")
+    assert (found.params.max_tokens, found.load.gpu_layers, found.load.mmap) == (7, 5, False)
+
+
+def test_a_template_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }} é", encoding="utf-8")
+    assert parse("--chat-template", str(path)).load.chat_template == "{{ messages }} é"
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_template_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidRequest, match=r"--chat-template .*chat\.jinja: "):
+        parse("--chat-template", str(path))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--temp", "warm"],
+        ["-n", "1.5"],
+        ["-fa", "perhaps"],
+        ["--backend", "magic"],
+        ["--tmep", "1"],
+        ["-n"],
+        ["a", "b"],
+    ],
+)
+def test_wrong_options_are_usage_errors(arguments: list[str]) -> None:
+    with pytest.raises(typer.TyperException) as raised:
+        parse(*arguments)
+    assert raised.value.exit_code == 2
+    assert "\n" not in raised.value.format_message()
+
+
+def test_a_wrong_logit_bias_says_how() -> None:
+    with pytest.raises(InvalidRequest, match="give ID=BIAS"):
+        parse("--logit-bias", "x")

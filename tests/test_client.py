@@ -1,0 +1,278 @@
+"""The client against real servers: starting them, sharing them, losing them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import MANY_WORDS, House, house, in_thread, settings_in, short_folder, wait_until
+
+from localgen.backends.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    LoadFailed,
+    ModelBusy,
+    ServerUnavailable,
+)
+from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.client import Answer, Client, Text
+from localgen.config import BadSetting
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+
+
+def ask(text: str) -> list[Message]:
+    return [Message("user", text)]
+
+
+def text_of(events: Iterator[Text | Answer]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def test_the_first_client_starts_a_server(served: House) -> None:
+    said: list[str] = []
+    client = served.client(said.append)
+    assert client.health() is None
+    assert client.running() == []
+    assert client.unload("tiny") is False
+    assert client.shutdown() is False
+    with pytest.raises(ServerUnavailable, match="no server answers"):
+        client.stats()
+    client.connect()
+    assert said == ["starting the server"]
+    health = client.health()
+    assert health is not None
+    assert health.pid != os.getpid()
+    served.client(said.append).connect()
+    assert len(said) == 1
+    assert client.shutdown() is True
+    assert client.health() is None
+
+
+def test_racing_clients_start_one_server(served: House) -> None:
+    said: list[str] = []
+    pids: list[int] = []
+
+    def first() -> None:
+        client = served.client(said.append)
+        client.connect()
+        health = client.health()
+        assert health is not None
+        pids.append(health.pid)
+
+    threads = [in_thread(first) for _ in range(6)]
+    for thread in threads:
+        thread.join(timeout=20)
+    assert len(pids) == 6
+    assert len(set(pids)) == 1
+    assert said == ["starting the server"]
+
+
+def test_a_chat(served: House) -> None:
+    client = served.client()
+    client.connect()
+    params = SamplingParams(temperature=0.0, stop=("x",), seed=5, logit_bias={7: 1.0})
+    *texts, answer = client.chat(served.model(), ask("hello my world"), params, ctx=99)
+    assert texts == [Text("hello", 1), Text(" my", 2), Text(" world", 3)]
+    assert isinstance(answer, Answer)
+    assert answer.model == "echo"
+    assert answer.finish_reason == "stop"
+    assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (5, 2, 3)
+    assert (answer.ctx, answer.seed, answer.stop) == (99, 5, "</s>")
+    assert answer.timings.prompt_n == 3
+    assert answer.timings.ttft_ms > 0
+    assert '"temperature": 0.0' in answer.notes[1]
+    assert '"logit_bias": {"7": 1.0}' in answer.notes[1]
+    assert '"top_k": null' in answer.notes[1]
+
+
+def test_a_completion(served: House) -> None:
+    client = served.client()
+    client.connect()
+    params = SamplingParams(max_tokens=2, logprobs=1)
+    events = list(client.complete(served.model(), "a b c", params))
+    assert text_of(iter(events)) == "a b"
+    answer = events[-1]
+    assert isinstance(answer, Answer)
+    assert answer.finish_reason == "length"
+
+
+def test_odd_line_breaks_in_the_text(served: House) -> None:
+    client = served.client()
+    client.connect()
+    text = "a\u2028b\x85c\x1cd\n\ne\r\nf"
+    assert text_of(client.chat(served.model(), ask(text), SamplingParams())) == text
+
+
+def test_load(served: House) -> None:
+    client = served.client()
+    client.connect()
+    shares: list[float] = []
+    model = served.model(load_s=0.5)
+    info = client.load(model, LoadOptions(ctx=512), shares.append)
+    assert shares
+    assert shares == sorted(shares)
+    assert info.name == "echo"
+    assert info.options.ctx == 512
+    assert info.sampling.logit_bias == {7: 1.5}
+    assert client.load(model, LoadOptions(), shares.append) == info
+    (running,) = client.running()
+    assert (running.name, running.processor, running.ctx) == ("echo", "100% CPU", 512)
+    assert running.until_s is not None
+    with pytest.raises(ModelBusy, match="ctx 512, not 1024"):
+        client.load(model, LoadOptions(ctx=1024), shares.append)
+    assert "echo" in [card.name for card in client.models()]
+    assert client.unload("echo") is True
+    assert client.running() == []
+
+
+def test_errors_have_their_classes(served: House) -> None:
+    client = served.client()
+    client.connect()
+    with pytest.raises(ContextExceeded, match="1001"):
+        list(client.chat(served.model(), ask("w " * 1001), SamplingParams()))
+    with pytest.raises(InvalidRequest) as refused:
+        list(client.chat(served.model(), ask("w"), SamplingParams(max_tokens=0)))
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(LoadFailed, match="no good"):
+        client.load(served.model("bad", fail="no good", load_s=0.3), LoadOptions())
+
+
+def test_closing_cancels(served: House) -> None:
+    client = served.client()
+    client.connect()
+    model = served.model(token_s=0.02)
+    answer = client.chat(model, ask(MANY_WORDS), SamplingParams())
+    next(answer)
+    assert client.running()[0].active_requests == 1
+    answer.close()
+    wait_until(lambda: client.running()[0].active_requests == 0, timeout_s=1)
+    assert text_of(client.chat(model, ask("still here"), SamplingParams())) == "still here"
+
+
+def test_a_server_killed_in_mid_answer(served: House) -> None:
+    said: list[str] = []
+    client = served.client(said.append)
+    client.connect()
+    model = served.model(token_s=0.02)
+    answer = client.chat(model, ask(MANY_WORDS), SamplingParams())
+    next(answer)
+    os.kill(served.pid(), signal.SIGKILL)
+    with pytest.raises(ServerUnavailable, match=r"server\.log"):
+        list(answer)
+    client.connect()
+    assert text_of(client.chat(model, ask("a b"), SamplingParams())) == "a b"
+    assert said == ["starting the server"] * 2
+
+
+def test_a_server_that_left_is_started_again(served: House) -> None:
+    said: list[str] = []
+    client = served.client(said.append)
+    client.connect()
+    served.client().shutdown()
+    assert text_of(client.chat(served.model(), ask("a b"), SamplingParams())) == "a b"
+    assert len(said) == 2
+
+
+def test_the_stats_stream_ends_with_the_server(served: House) -> None:
+    client = served.client()
+    client.connect()
+    stream = client.stats_stream()
+    assert next(stream)["server"]["active_requests"] == 0
+    started_s = time.monotonic()
+    assert served.client().shutdown() is True
+    assert time.monotonic() - started_s < 3, "watching does not keep a server"
+    list(stream)
+
+
+def test_an_idle_older_server_is_replaced(served: House) -> None:
+    served.start("0.0.9")
+    said: list[str] = []
+    client = served.client(said.append)
+    before = served.pid()
+    client.connect()
+    assert served.pid() != before
+    assert said[0].startswith("the running server is 0.0.9, this is localgen ")
+    assert said[0].endswith("restarting it")
+
+
+def test_a_busy_older_server_stays(served: House) -> None:
+    served.start("0.0.9")
+    before = served.pid()
+    events = served.events(served.model(token_s=0.02), MANY_WORDS)
+    next(events)
+    said: list[str] = []
+    served.client(said.append).connect()
+    assert served.pid() == before
+    assert "0.0.9, busy with 1 requests" in said[0]
+    events.close()
+
+
+def test_another_protocol_is_refused_while_busy(served: House) -> None:
+    served.start("99.0", "2")
+    events = served.events(served.model(token_s=0.02), MANY_WORDS)
+    next(events)
+    with pytest.raises(ServerUnavailable, match="does not speak its protocol"):
+        served.client().connect()
+    events.close()
+
+
+def test_a_newer_server_of_the_same_protocol_is_used(served: House) -> None:
+    served.start("99.0")
+    before = served.pid()
+    served.client().connect()
+    assert served.pid() == before
+
+
+def test_the_reason_a_server_does_not_start(served: House) -> None:
+    code = "import sys; sys.exit('error: the disk is full')"
+    client = Client(served.settings, server_command=[sys.executable, "-c", code])
+    with client, pytest.raises(ServerUnavailable, match="did not start: the disk is full"):
+        client.connect()
+
+
+def test_a_path_too_long_for_a_socket() -> None:
+    with short_folder() as folder:
+        settings = settings_in(folder / ("x" * 100))
+        with Client(settings) as client, pytest.raises(BadSetting, match="LOCALGEN_RUNTIME_DIR"):
+            client.connect()
+
+
+def test_a_relative_path_is_the_clients(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.model("here")
+    monkeypatch.chdir(served.folder)
+    client = served.client()
+    client.connect()
+    assert text_of(client.chat("./here.gguf", ask("a"), SamplingParams())) == "a"
+    assert text_of(client.chat("here.gguf", ask("a"), SamplingParams())) == "a"
+
+
+def test_proxies_are_not_used(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    client = served.client()
+    client.connect()
+    assert client.health() is not None
+
+
+def test_the_server_outlives_the_client(served: House) -> None:
+    code = (
+        "import sys; from localgen.client import Client; from localgen.config import Settings\n"
+        "Client(Settings.from_environment(), server_command=sys.argv[1:]).connect()"
+    )
+    fake = served.client()._server_command
+    environment: dict[str, Any] = {**os.environ, **served.settings.environment()}
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    environment["PYTHONPATH"] = root
+    subprocess.run([sys.executable, "-c", code, *fake], check=True, env=environment)
+    assert served.healthy()

@@ -1,0 +1,96 @@
+"""Settings and folders."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localgen.backends.errors import LocalgenError
+from localgen.config import BadSetting, Settings, parse_keep_alive, parse_size
+
+
+def test_defaults(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert settings.runtime_dir == tmp_path / "localgen"
+    assert settings.socket_path == tmp_path / "localgen" / "server.sock"
+    assert settings.keep_alive_s == 300
+    assert settings.memory_limit is None
+    assert settings.state_dir.name == "localgen"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("5m", 300), ("1h", 3600), ("0", 0), ("90", 90), ("1.5m", 90), ("-1", None)],
+)
+def test_keep_alive(text: str, seconds: float | None) -> None:
+    assert parse_keep_alive(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("123", 123), ("8G", 8 << 30), ("1.5gb", 3 << 29), ("512MiB", 512 << 20)]
+)
+def test_size(text: str, size: int) -> None:
+    assert parse_size(text, "X") == size
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("LOCALGEN_KEEP_ALIVE", "soon"),
+        ("LOCALGEN_MEMORY_LIMIT", "8 apples"),
+        ("LOCALGEN_MEMORY_LIMIT", "-1"),
+        ("LOCALGEN_MAX_QUEUE", "0"),
+        ("LOCALGEN_RUNTIME_DIR", "here"),
+        ("LOCALGEN_STATE_DIR", "./there"),
+    ],
+)
+def test_a_bad_value_names_its_variable(variable: str, text: str) -> None:
+    with pytest.raises(LocalgenError, match=f"{variable}={text}"):
+        Settings.from_environment({variable: text})
+
+
+def test_settings_travel_through_an_environment(tmp_path: Path) -> None:
+    settings = Settings(tmp_path / "r", tmp_path / "s", None, 5, 6)
+    assert Settings.from_environment(settings.environment()) == settings
+
+
+def test_folders_are_private(tmp_path: Path) -> None:
+    settings = Settings(tmp_path / "a" / "r", tmp_path / "s")
+    settings.runtime_dir.mkdir(parents=True, mode=0o755)
+    settings.prepare()
+    for folder in (settings.runtime_dir, settings.state_dir):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(BadSetting, match="others may write"):
+        Settings(folder, tmp_path / "s").prepare()
+    with pytest.raises(BadSetting, match="others may replace"):
+        Settings(folder / "r", tmp_path / "s").prepare()
+
+
+def test_a_folder_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadSetting, match="LOCALGEN_RUNTIME_DIR"):
+        Settings(tmp_path / "file", tmp_path / "s").prepare()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    with pytest.raises(BadSetting, match="is not a folder"):
+        Settings(tmp_path / "link", tmp_path / "s").prepare()
+
+
+def test_it_imports_no_more_than_it_needs() -> None:
+    code = "import sys, localgen.config; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "localgen.config" in modules
+    for heavy in ("httpx", "fastapi", "msgspec", "psutil", "numpy", "huggingface_hub"):
+        assert heavy not in modules

@@ -1,0 +1,192 @@
+"""From names to files: paths, shards, and the Hugging Face cache as it lies on disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.hub import names
+from localgen.hub.cache import cached_models
+from localgen.hub.files import ModelFile, shards_of, stem_of
+from localgen.hub.names import available, for_server, resolve
+
+REVISION = "0123456789012345678901234567890123456789"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "hub"
+    # huggingface_hub reads its variables at import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    return folder
+
+
+def put(cache: Path, repo: str, *files: str, revision: str = REVISION) -> Path:
+    """Files of a repository as huggingface_hub lays them out; the snapshot's folder."""
+    root = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = root / "snapshots" / revision
+    for file in files:
+        blob = root / "blobs" / file.replace("/", "_")
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(file.encode())
+        link = snapshot / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    (root / "refs").mkdir(exist_ok=True)
+    (root / "refs" / "main").write_text(revision)
+    return snapshot
+
+
+@pytest.fixture
+def filled(cache: Path) -> Path:
+    put(cache, "acme/Chat-8B-GGUF", "chat-8b-Q4_K_M.gguf", "chat-8b-Q8_0.gguf", "mmproj-F16.gguf")
+    put(cache, "acme/Big", "BF16/big-BF16-00001-of-00002.gguf", "BF16/big-BF16-00002-of-00002.gguf")
+    put(cache, "acme/Only8", "only-Q8_0.gguf", "README.md")
+    put(cache, "acme/Torch", "model.safetensors")
+    return cache
+
+
+def test_stems_and_shards() -> None:
+    assert stem_of(Path("/m/a-Q4_K_M.gguf")) == "a-Q4_K_M"
+    assert stem_of(Path("/m/a-00002-of-00003.gguf")) == "a"
+    assert [shard.name for shard in shards_of(Path("/m/a-00002-of-00003.gguf"))] == [
+        "a-00001-of-00003.gguf",
+        "a-00002-of-00003.gguf",
+        "a-00003-of-00003.gguf",
+    ]
+
+
+def test_a_file_and_its_shards(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / f"m-0000{number}-of-00003.gguf").write_bytes(b"x" * number)
+    for number in (1, 2, 3):
+        found = resolve(str(tmp_path / f"m-0000{number}-of-00003.gguf"))
+        assert found.name == "m"
+        assert found.path.name == "m-00001-of-00003.gguf"
+        assert found.size_bytes == 6
+        assert len(found.shards) == 3
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(ModelNotFound, match=r"3 shards, 1 missing: .*m-00002-of-00003"):
+        resolve(str(tmp_path / "m-00001-of-00003.gguf"))
+
+
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="there is no file") as missing:
+        resolve(str(tmp_path / "nothing.gguf"))
+    assert missing.value.param == "model"
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelNotFound, match=r"not a \.gguf file"):
+        resolve(str(tmp_path / "notes.txt"))
+    with pytest.raises(ModelNotFound, match=r"holds no \.gguf"):
+        resolve(str(tmp_path))
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"x")
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"x")
+    assert resolve(str(tmp_path)).name == "a"
+    (tmp_path / "b.gguf").write_bytes(b"x")
+    with pytest.raises(ModelNotFound, match=r"several models, name one: a\.gguf, b\.gguf"):
+        resolve(str(tmp_path))
+
+
+def test_the_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "BUILT_IN_PATH", tmp_path / "tiny.gguf")
+    with pytest.raises(ModelNotFound, match=r"built-in model .* is missing"):
+        resolve(None)
+    (tmp_path / "tiny.gguf").write_bytes(b"x")
+    assert resolve(None) == resolve("tiny")
+    assert resolve(None).name == "tiny"
+    assert resolve(None).source == "built-in"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "acme/Chat-8B-GGUF",
+        "acme/chat-8b-gguf:q4_k_m",
+        "hf.co/acme/Chat-8B-GGUF:Q4_K_M",
+        "https://huggingface.co/acme/Chat-8B-GGUF",
+        "chat-8b-Q4_K_M",
+        "CHAT-8B-q4_k_m",
+    ],
+)
+def test_names_of_a_cached_model(filled: Path, name: str) -> None:
+    found = resolve(name)
+    assert found.name == "acme/Chat-8B-GGUF:Q4_K_M"
+    assert found.path.name == "chat-8b-Q4_K_M.gguf"
+    assert found.source == "cache"
+
+
+def test_quants(filled: Path) -> None:
+    assert resolve("acme/Chat-8B-GGUF:q8_0").path.name == "chat-8b-Q8_0.gguf"
+    assert len(resolve("acme/Big:bf16").shards) == 2
+    with pytest.raises(ModelNotFound, match=r"Only8 has no Q4_K_M here, there is: acme/Only8:Q8_0"):
+        resolve("acme/Only8")
+    with pytest.raises(ModelNotFound, match="has no Q2_K"):
+        resolve("acme/Chat-8B-GGUF:Q2_K")
+
+
+def test_an_unknown_name_gets_help(filled: Path) -> None:
+    with pytest.raises(
+        ModelNotFound, match=r"Did you mean .*acme/Chat-8B-GGUF:Q4_K_M.*\? There is"
+    ) as unknown:
+        resolve("acme/Chat-7B-GGUF")
+    assert "acme/Only8:Q8_0" in unknown.value.message
+    with pytest.raises(ModelNotFound, match="Did you mean tiny"):
+        resolve("tinny")
+    with pytest.raises(ModelNotFound, match="no model 'acme/Torch'"):
+        resolve("acme/Torch")
+    for bad in ("", " ", "a\0b"):
+        with pytest.raises(InvalidRequest):
+            resolve(bad)
+
+
+def test_available(filled: Path) -> None:
+    found = [file for file in available() if file.source == "cache"]
+    assert [file.name for file in found] == [
+        "acme/Big:BF16",
+        "acme/Chat-8B-GGUF:Q4_K_M",
+        "acme/Chat-8B-GGUF:Q8_0",
+        "acme/Only8:Q8_0",
+    ]
+    assert all(isinstance(file, ModelFile) and file.size_bytes > 0 for file in found)
+
+
+def test_a_model_that_is_not_whole_is_not_listed(filled: Path) -> None:
+    (shard,) = filled.rglob("snapshots/*/BF16/*-00002-of-*")
+    shard.unlink()
+    assert "acme/Big:BF16" not in [file.name for file in available()]
+    with pytest.raises(ModelNotFound, match="2 shards, 1 missing"):
+        resolve("acme/Big:BF16")
+
+
+def test_the_newest_revision_wins(cache: Path) -> None:
+    put(cache, "a/b", "m-Q4_K_M.gguf", "m-Q2_K.gguf", revision="1" * 40)
+    time.sleep(0.02)
+    root = cache / "models--a--b"
+    (root / "blobs" / "newer").write_bytes(b"newer file")
+    newer = root / "snapshots" / ("2" * 40)
+    newer.mkdir()
+    (newer / "m-Q4_K_M.gguf").symlink_to("../../blobs/newer")
+    assert resolve("a/b").size_bytes == 10
+    assert resolve("a/b:Q2_K").path.parent.name == "1" * 40
+
+
+def test_no_cache_is_fine(cache: Path) -> None:
+    assert cached_models() == []
+
+
+def test_names_for_a_server_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert for_server(None) is None
+    assert for_server("tiny") == "tiny"
+    assert for_server("user/repo:Q4_K_M") == "user/repo:Q4_K_M"
+    assert for_server("m.gguf") == str(tmp_path / "m.gguf")
+    assert for_server("./folder") == str(tmp_path / "folder")
+    (tmp_path / "user" / "repo").mkdir(parents=True)
+    assert for_server("user/repo") == str(tmp_path / "user" / "repo")

@@ -1,0 +1,347 @@
+"""Files that are damaged, hostile or of another kind, and options: errors that say why."""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf_files as files
+import pytest
+from models import TINY_GGUF, Bench
+
+from localgen.backends.engine import wire
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
+from localgen.backends.llamacpp.load import load
+from localgen.backends.types import (
+    Failed,
+    Finished,
+    LoadOptions,
+    Message,
+    Request,
+    SamplingParams,
+    StepEvents,
+)
+
+HANG_S = 30
+ASK = Request(id="r", prompt_tokens=(5, 6, 7), params=SamplingParams(max_tokens=4, seed=1))
+
+
+@dataclass
+class Outcome:
+    """What an engine process made of a file, and how it ended."""
+
+    loaded: wire.Loaded | None = None
+    refused: wire.LoadError | None = None
+    ends: list[Finished | Failed] = field(default_factory=list)
+    status: int | None = None
+    stderr: str = ""
+
+    @property
+    def crashed(self) -> bool:
+        """Killed by a signal, which the server reports as an error of that model."""
+        return self.status is not None and self.status < 0
+
+    def take(self, message: wire.Message) -> bool:
+        """Note a message of the engine; whether more is to come."""
+        match message:
+            case wire.Loaded():
+                self.loaded = message
+            case wire.LoadError():
+                self.refused = message
+                return False
+            case StepEvents(finished=finished, failed=failed):
+                self.ends += [*finished, *failed]
+        return not self.ends
+
+
+def engine(path: Path, options: LoadOptions | None = None, request: Request = ASK) -> Outcome:
+    """Load a file in a real engine process and, if it loads, ask it once."""
+    options = options or LoadOptions(parallel=2, threads=1)
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "localgen.backends.llamacpp", str(theirs.fileno())]
+    process = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    theirs.close()
+    outcome = Outcome()
+    with ours:
+        ours.settimeout(HANG_S)
+        ours.sendall(wire.encode(wire.Load("m", str(path), options)))
+        try:
+            _converse(ours, outcome, request)
+        except TimeoutError:
+            process.kill()
+            pytest.fail(f"the engine hangs on {path.name}")
+        except ConnectionError:
+            pass  # it died with our message unread
+    _, outcome.stderr = process.communicate(timeout=HANG_S)
+    outcome.status = process.returncode
+    return outcome
+
+
+def _converse(ours: socket.socket, outcome: Outcome, request: Request) -> None:
+    for message in wire.receive(ours):
+        if not outcome.take(message):
+            return
+        if isinstance(message, wire.Loaded):
+            ours.sendall(wire.encode(wire.Submit(request)))
+
+
+def refusal(path: Path, options: LoadOptions | None = None) -> str:
+    """The error of a file that must be refused: one line that names it."""
+    outcome = engine(path, options)
+    assert outcome.refused, outcome
+    assert outcome.refused.code == "load_failed"
+    message = outcome.refused.message
+    assert str(path) in message
+    assert "\n" not in message
+    assert "gave no reason" not in message
+    assert "Traceback" not in outcome.stderr
+    return message
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "share", [0.001, 0.005, 0.0111, 0.2, 0.9, 0.999999], ids=lambda share: f"{share:.4%}"
+)
+def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "short.gguf"
+    whole = TINY_GGUF.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"GG", b"GGUF", bytes(4096), b"This is a text, no model.\n" * 100, b"\xff" * 4096],
+    ids=["empty", "two bytes", "magic only", "zeros", "text", "ones"],
+)
+def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.gguf"
+    path.write_bytes(content)
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("offset", "new"),
+    [
+        (0, b"GGML"),
+        (0, b"FUGG"),
+        (4, files.u32(0)),
+        (4, files.u32(99)),
+        (4, files.u32(3 << 24)),  # the other byte order
+        (8, files.u64(2**62)),
+        (8, files.u64(2**40)),
+        (8, files.u64(57)),
+        (16, files.u64(2**62)),
+        (16, files.u64(10**6)),
+        (24, files.u64(2**63 - 1)),
+        (24, files.u64(2**40)),
+        (24, files.u64(0)),
+    ],
+)
+def test_a_header_that_lies(tmp_path: Path, offset: int, new: bytes) -> None:
+    refusal(files.patched(tmp_path / "lies.gguf", {offset: new}))
+
+
+def test_no_file_and_a_folder(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "absent.gguf").endswith("no such file")
+    assert "folder" in refusal(tmp_path)
+
+
+def fuzzed(folder: Path, number: int) -> Path:
+    """The built-in model with some bytes of its header changed; each number gives one file."""
+    chance = random.Random(number)
+    vocabulary, tensor_list, tensors = files.header_bytes()
+    # settings, the vocabulary's hundred kilobytes, the list of tensors: as often as each other
+    begin, end = ((24, vocabulary), (vocabulary, tensor_list), (tensor_list, tensors))[number % 3]
+    changes = {
+        chance.randrange(begin, end): bytes([chance.randrange(256)])
+        for _ in range(chance.choice((1, 3, 10)))
+    }
+    return files.patched(folder / f"fuzzed-{number}.gguf", changes)
+
+
+def verdict(path: Path) -> str | None:
+    """What is wrong with how an engine takes this file; None if nothing is."""
+    outcome = engine(path)
+    path.unlink()
+    if outcome.refused:
+        named = outcome.refused.code == "load_failed" and str(path) in outcome.refused.message
+        return None if named else f"{path.name}: {outcome.refused}"
+    if outcome.crashed or outcome.ends:
+        return None
+    return f"{path.name}: status {outcome.status}, {outcome.stderr}"
+
+
+def test_fuzzed_headers_end_in_a_model_an_error_or_a_dead_engine(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        paths = (fuzzed(tmp_path, number) for number in range(60))
+        assert [wrong for wrong in threads.map(verdict, paths) if wrong] == []
+
+
+@pytest.mark.parametrize("seed_setting", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 0}])
+@pytest.mark.parametrize("tensor", ["output_norm.weight", "token_embd.weight"])
+def test_a_request_to_a_model_of_nan_ends(
+    tmp_path: Path, tensor: str, seed_setting: dict[str, Any]
+) -> None:
+    path = files.with_nan(tmp_path / "nan.gguf", tensor)
+    params = SamplingParams(max_tokens=4, seed=1, logprobs=2, **seed_setting)
+    outcome = engine(path, request=Request(id="r", prompt_tokens=(5, 6), params=params))
+    assert outcome.refused or len(outcome.ends) == 1 or outcome.crashed, outcome
+    assert "Traceback" not in outcome.stderr
+
+
+# -- other kinds of models --------------------------------------------------------------------
+
+
+def test_a_model_that_makes_embeddings(tmp_path: Path) -> None:
+    assert "text-generating" in refusal(files.bert(tmp_path / "bert.gguf"))
+
+
+def test_a_model_without_vocabulary(tmp_path: Path) -> None:
+    changes: dict[str, files.Change] = {"tokenizer.ggml.model": ("none", files.STRING)}
+    assert "vocabulary" in refusal(files.rewrite(tmp_path / "mute.gguf", changes))
+
+
+def test_a_model_without_chat_template(tmp_path: Path) -> None:
+    path = files.rewrite(tmp_path / "plain.gguf", {"tokenizer.chat_template": None})
+    chat = Request(id="r", messages=(Message("user", "hi"),))
+    outcome = engine(path, request=chat)
+    assert outcome.loaded
+    assert any("no chat template" in note for note in outcome.loaded.info.notes)
+    (end,) = outcome.ends
+    assert isinstance(end, Failed)
+    assert "--chat-template FILE" in end.message
+    (plain,) = engine(path).ends
+    assert isinstance(plain, Finished)
+
+
+def test_a_model_with_a_broken_chat_template(tmp_path: Path) -> None:
+    changes: dict[str, files.Change] = {"tokenizer.chat_template": ("{% if %}", files.STRING)}
+    path = files.rewrite(tmp_path / "broken.gguf", changes)
+    message = refusal(path)
+    assert "does not compile" in message
+    assert "--chat-template FILE" in message
+    replaced = LoadOptions(parallel=2, chat_template="{{ messages[0].content }}")
+    assert engine(path, replaced).loaded
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("temp", float("nan")), ("temp", -3.0), ("top_k", float("inf"))]
+)
+def test_sampling_defaults_that_make_no_sense_are_left_out(
+    tmp_path: Path, key: str, value: float
+) -> None:
+    changes: dict[str, files.Change] = {f"general.sampling.{key}": (value, files.FLOAT32)}
+    outcome = engine(files.rewrite(tmp_path / "odd.gguf", changes))
+    assert outcome.loaded, outcome
+    assert any("sampling defaults" in note for note in outcome.loaded.info.notes)
+    assert isinstance(outcome.ends[0], Finished)
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    files.rewrite(tmp_path / "tiny.gguf", {}, split_max_tensors=30)
+    first, second = sorted(tmp_path.glob("*.gguf"))
+    assert [first.name, second.name] == ["tiny-00001-of-00002.gguf", "tiny-00002-of-00002.gguf"]
+    assert answer(first) == answer(TINY_GGUF)
+    second.unlink()
+    assert second.name in refusal(first)
+
+
+# -- options ----------------------------------------------------------------------------------
+
+
+def answer(path: Path, **options: Any) -> str:
+    """The greedy answer of a model loaded with these options."""
+    bench = Bench(LoadOptions(parallel=2, **options), path)
+    greedy = SamplingParams(temperature=0, max_tokens=60)
+    (reply,) = bench.ask([[Message("user", "What is 17 + 25?")]], greedy)
+    bench.close()
+    return reply.text
+
+
+def test_without_mmap(tmp_path: Path) -> None:
+    assert answer(TINY_GGUF, mmap=False) == answer(TINY_GGUF, mmap=True)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
+@pytest.mark.parametrize("flash_attn", ["auto", "on"])
+def test_kv_types(kind: str, flash_attn: str) -> None:
+    text = answer(TINY_GGUF, cache_type_k=kind, cache_type_v=kind, flash_attn=flash_attn)
+    if kind in ("f32", "f16", "bf16", "q8_0"):
+        assert "42" in text
+    else:
+        assert text
+
+
+def loading(**options: Any) -> LocalgenError:
+    with pytest.raises(LocalgenError) as caught:
+        load(wire.Load("tiny", str(TINY_GGUF), LoadOptions(**options)), lambda share: None)
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "says"),
+    [
+        ({"cache_type_k": "q3_k"}, "cache_type_k", ["q3_k", "q8_0", "f16"]),
+        ({"cache_type_v": "int8"}, "cache_type_v", ["int8", "q8_0"]),
+        ({"flash_attn": "maybe"}, "flash_attn", ["maybe", "auto", "on", "off"]),
+        (
+            {"flash_attn": "off", "cache_type_v": "q8_0"},
+            "cache_type_v",
+            ["needs flash attention", "--flash-attn auto", "--cache-type-v f16"],
+        ),
+        ({"ctx": 2049}, "ctx", ["2,049", "2,048"]),
+        ({"ctx": 0}, "ctx", ["0", "2,048"]),
+        ({"ctx": 1024, "kv_tokens": 512}, "kv_tokens", ["512", "1,024"]),
+        ({"parallel": 0}, "parallel", ["0", "at least 1"]),
+        ({"parallel": 300}, "parallel", ["300", "256"]),
+        ({"parallel": 8, "max_batch_tokens": 7}, "max_batch_tokens", ["7", "8"]),
+        ({"max_batch_tokens": 0}, "max_batch_tokens", ["0"]),
+        ({"threads": 0}, "threads", ["0", "at least 1"]),
+        ({"threads_batch": -1}, "threads_batch", ["-1", "at least 1"]),
+        ({"max_queue": 0}, "max_queue", ["0"]),
+        ({"itl_target_ms": 0.5}, "itl_target_ms", ["0.5"]),
+        ({"itl_target_ms": float("nan")}, "itl_target_ms", ["nan"]),
+        ({"gpu_layers": -2}, "gpu_layers", ["-2"]),
+    ],
+)
+def test_options_that_cannot_be_honoured(
+    options: dict[str, Any], param: str, says: list[str]
+) -> None:
+    error = loading(**options)
+    assert isinstance(error, InvalidRequest)
+    assert error.param == param
+    assert [words for words in says if words not in error.message] == []
+
+
+@pytest.mark.parametrize("layers", [1, -1, 99])
+def test_gpu_layers_without_a_gpu(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    monkeypatch.setattr("localgen.backends.llamacpp.options.supports_gpu", lambda: False)
+    error = loading(gpu_layers=layers)
+    assert error.param == "gpu_layers"
+    assert "no GPU support" in error.message
+
+
+def test_a_pool_larger_than_memory() -> None:
+    error = loading(kv_tokens=2**40)
+    assert error.code == "out_of_memory"
+    assert "GB" in error.message
+
+
+def test_an_error_reaches_the_server_with_its_code() -> None:
+    outcome = engine(TINY_GGUF, LoadOptions(parallel=300))
+    assert outcome.refused
+    assert outcome.refused.code == "invalid_request"

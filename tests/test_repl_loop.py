@@ -1,0 +1,274 @@
+"""The loop of a chat: what a user sees and what is kept when things go wrong."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from rich.console import Console
+from scripted_client import Script, ScriptedClient, answer
+
+from localgen.backends.errors import ContextExceeded, EngineDied, ServerUnavailable
+from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.repl.conversation import Turn
+from localgen.repl.loading import Loading
+from localgen.repl.prompt import Completions, prompt_session
+from localgen.repl.quotes import is_open, unquoted
+from localgen.repl.repl import Repl
+from localgen.repl.session import ModelOptions, Session
+
+Line = str | type[BaseException]
+
+
+class Chat:
+    """A chat typed from a list, with its screen."""
+
+    def __init__(self, client: ScriptedClient, state_dir: Path, options: ModelOptions) -> None:
+        self.client = client
+        self.screen = io.StringIO()
+        self.session = Session(client, state_dir, options)
+        self.session.load(None, lambda _: None)
+        self.console = Console(file=self.screen, width=200)
+
+    def type(self, *lines: Line) -> str:
+        """Type the lines, then leave; everything that was shown."""
+        waiting = list(lines)
+
+        def read(_prompt: str) -> str:
+            line = waiting.pop(0) if waiting else EOFError
+            if isinstance(line, str):
+                return line
+            raise line
+
+        Repl(self.session, self.console, read).run()
+        assert waiting == []
+        return self.screen.getvalue()
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Callable[..., Chat]:
+    def make(*scripts: Script, **options: object) -> Chat:
+        return Chat(ScriptedClient(*scripts), tmp_path, ModelOptions(**options))  # type: ignore[arg-type]
+
+    return make
+
+
+def test_a_chat(chat: Callable[..., Chat]) -> None:
+    talk = chat(
+        ("Hel", "lo **you**", answer()), params=SamplingParams(top_k=3), ctx=512, priority=2
+    )
+    screen = talk.type("hi", "", "   ", '"""two\nlines"""', "/bye")
+    assert "tiny · llama 6M F16 · 12.0 MB · context 2,048 · llamacpp 100% CPU" in screen
+    assert "Hello you" in screen
+    assert "context 49/2,048" in screen
+    assert "re: two\nlines" in screen
+    first, second = talk.client.record.asked
+    assert (first.model, first.params.top_k, first.ctx, first.priority) == ("tiny", 3, 512, 2)
+    assert [message.content for message in second.messages] == [
+        "hi", "Hello you".replace("you", "**you**"), "two\nlines",
+    ]  # fmt: skip
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(chat: Callable[..., Chat]) -> None:
+    talk = chat(("half an", KeyboardInterrupt()))
+    screen = talk.type("hi", "more")
+    assert talk.session.conversation.turns[0] == Turn("hi", "half an", stopped=True)
+    assert "half an" in screen
+    assert "stopped" in screen
+    assert talk.client.record.asked[1].messages[1] == Message("assistant", "half an")
+
+
+def test_ctrl_c_before_any_text_keeps_nothing(chat: Callable[..., Chat]) -> None:
+    talk = chat((KeyboardInterrupt(),))
+    assert "stopped" in talk.type("hi")
+    assert talk.session.conversation.turns == ()
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_leave(chat: Callable[..., Chat]) -> None:
+    assert "Ctrl+D or /bye leaves" in chat().type(KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("error", [ContextExceeded("9,214 of 8,192 tokens"), EngineDied("it died")])
+def test_an_error_leaves_the_conversation_as_it_was(
+    chat: Callable[..., Chat], error: Exception
+) -> None:
+    talk = chat(("fine", answer()), ("bro", error))
+    screen = talk.type("one", "two")
+    assert str(error) in screen
+    assert talk.session.conversation.turns == (Turn("one", "fine"),)
+
+
+def test_a_server_that_dies_is_restarted_and_asked_once_more(chat: Callable[..., Chat]) -> None:
+    load = LoadOptions(threads=3)
+    talk = chat(("bro", ServerUnavailable("the server went away")), ("whole", answer()), load=load)
+    screen = talk.type("hi")
+    assert "the server went away; starting it again and asking again" in screen
+    assert talk.session.conversation.turns == (Turn("hi", "whole"),)
+    first, second = talk.client.record.asked
+    assert first == second
+    assert talk.client.record.connects == 2
+    assert talk.client.record.loaded[-1] == ("tiny", load)
+
+
+def test_a_server_that_dies_twice_is_an_error(chat: Callable[..., Chat]) -> None:
+    gone = ServerUnavailable("the server went away")
+    talk = chat((gone,), (gone,))
+    talk.type("hi")
+    assert len(talk.client.record.asked) == 2
+    assert talk.session.conversation.turns == ()
+
+
+def test_regen_replaces_the_last_answer(chat: Callable[..., Chat]) -> None:
+    talk = chat(("first", answer()), ("second", answer()))
+    talk.type("hi", "/regen")
+    assert talk.session.conversation.turns == (Turn("hi", "second"),)
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), EngineDied("it died")])
+def test_a_regen_that_fails_keeps_the_old_answer(
+    chat: Callable[..., Chat], end: BaseException
+) -> None:
+    talk = chat(("first", answer()), (end,))
+    talk.type("hi", "/regen")
+    assert talk.session.conversation.turns == (Turn("hi", "first"),)
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        (SamplingParams(seed=1), "the seed is set, so"),
+        (SamplingParams(temperature=0, seed=1), "temperature is 0, so"),
+        (SamplingParams(), None),
+    ],
+)
+def test_regen_says_when_it_changes_nothing(
+    chat: Callable[..., Chat], params: SamplingParams, why: str | None
+) -> None:
+    screen = chat(params=params).type("hi", "/regen")
+    assert (why in screen) if why else ("answer will be the same" not in screen)
+
+
+def test_notes_and_verbose_reach_the_screen(chat: Callable[..., Chat]) -> None:
+    talk = chat(("x", answer(notes=("preempted once",))), verbose=True)
+    screen = talk.type("hi")
+    assert "preempted once" in screen
+    assert "load:" in screen
+
+
+def test_a_wrong_command_is_told_and_the_chat_goes_on(chat: Callable[..., Chat]) -> None:
+    screen = chat().type("/hlep", "hi")
+    assert "no command /hlep: did you mean /help?" in screen
+    assert "re: hi" in screen
+
+
+def test_what_the_model_writes_is_inert(chat: Callable[..., Chat]) -> None:
+    hostile = answer(notes=("note \x1b[31m",))
+    screen = chat(("\x1b]0;x\x07", hostile)).type("hi", "/set system \x1b[2J", "/show system")
+    assert "\x1b" not in screen
+    assert "\x07" not in screen
+
+
+@pytest.mark.parametrize(
+    ("text", "waits"),
+    [
+        ("", False),
+        ("hi", False),
+        ('"""', True),
+        ('"""one\ntwo', True),
+        ('"""one"""', False),
+        ('"""one\ntwo"""  ', False),
+        ('""""', True),
+        ('say """', False),
+        ('/set system """be', True),
+        ('/set system """be"""', False),
+    ],
+)
+def test_three_quotes(text: str, waits: bool) -> None:
+    assert is_open(text) is waits
+
+
+def test_unquoted() -> None:
+    assert unquoted('"""\na\n b\n"""') == "a\n b"
+    assert unquoted(' "quoted" ') == ' "quoted" '
+
+
+def complete(text: str, where: str = "") -> list[str]:
+    completions = Completions(lambda: ["talk", "tale"], lambda: ["tiny"])
+    document = Document(text + where)
+    return [found.text for found in completions.get_completions(document, CompleteEvent())]
+
+
+def test_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert complete("/s") == ["/set", "/show", "/save", "/switch", "/stats"]
+    assert complete("/set p") == ["parameter"]
+    assert complete("/set parameter temp") == ["temperature"]
+    assert complete("/set parameter temperature ") == []
+    assert complete("/show t") == ["template"]
+    assert complete("/load ta") == ["talk", "tale"]
+    assert complete("/model t") == ["tiny"]
+    assert complete("hello /s") == []
+
+
+def test_completion_of_file_names(tmp_path: Path) -> None:
+    (tmp_path / "chat.json").touch()
+    assert complete(f"/load {tmp_path}/ch") == ["at.json"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ("hello\r", "hello"),
+        ("gone\x03kept\r", "kept"),
+        ('"""a\rb"""\r', '"""a\nb"""'),
+        ("\x1b[200~a\nb\x1b[201~\r", "a\nb"),
+    ],
+)
+def test_keys(keys: str, line: str, tmp_path: Path) -> None:
+    with create_pipe_input() as typed:
+        typed.send_text(keys)
+        editor = prompt_session(
+            tmp_path / "history", Completions(list, list), input=typed, output=DummyOutput()
+        )
+        assert editor.prompt() == line
+
+
+@pytest.mark.parametrize(("key", "error"), [("\x03", KeyboardInterrupt), ("\x04", EOFError)])
+def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> None:
+    with create_pipe_input() as typed:
+        typed.send_text(key)
+        editor = prompt_session(
+            tmp_path / "history", Completions(list, list), input=typed, output=DummyOutput()
+        )
+        with pytest.raises(error):
+            editor.prompt()
+
+
+def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    for keys in ("hello\r", "\x1b[A\r"):
+        with create_pipe_input() as typed:
+            typed.send_text(keys)
+            editor = prompt_session(
+                path, Completions(list, list), input=typed, output=DummyOutput()
+            )
+            assert editor.prompt() == "hello"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=is_terminal, width=60)
+    with Loading(console, "tiny") as loading:
+        loading.say("starting the server")
+        loading.progress(0.43)
+    last = screen.getvalue().rpartition("starting the server")
+    assert bool(last[1]) is is_terminal
+    assert is_terminal or screen.getvalue() == ""

@@ -1,0 +1,170 @@
+"""Every refusal: its status, its shape, and the field it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import MANY_WORDS, WORDS, House, chat_body, house, in_thread, wait_until
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house() as built:
+        built.start()
+        yield built
+
+
+def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
+    """The error object of a refusal with this status and code."""
+    assert reply.status_code == status, reply.text
+    body = reply.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert "Traceback" not in error["message"]
+    assert "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"temprature": 1}, "temprature", "unknown field temprature"),
+        ({"messagess": []}, "messagess", "unknown field messagess"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
+        ({"n": 2}, "n", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
+        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
+            "tool_calls",
+            "not supported",
+        ),
+        ({"logit_bias": {"word": 1}}, "logit_bias.word.[key]", "valid integer"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(
+    served: House, fields: dict[str, Any], param: str, says: str
+) -> None:
+    error = refusal(served.chat(served.model(), **fields), 400, "invalid_request")
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{not json", "not JSON"),
+        (b"[1, 2]", "must be a JSON object"),
+        (b"", "body is missing"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "finite"),
+    ],
+)
+def test_a_body_that_is_wrong(served: House, content: bytes, says: str) -> None:
+    headers = {"content-type": "application/json"}
+    reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
+    assert says in refusal(reply, 400, "invalid_request")["message"]
+
+
+def test_a_body_that_is_a_form(served: House) -> None:
+    reply = served.http.post("/v1/chat/completions", data={"model": "tiny"})
+    assert "application/json" in refusal(reply, 400, "invalid_request")["message"]
+
+
+def test_unknown_paths_and_methods(served: House) -> None:
+    assert "/v1/nothing" in refusal(served.http.get("/v1/nothing"), 404, "not_found")["message"]
+    reply = served.http.get("/v1/chat/completions")
+    refusal(reply, 405, "method_not_allowed")
+    assert reply.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_before_the_first_token_are_statuses(served: House, stream: bool) -> None:
+    too_long = " ".join(["word"] * 1001)
+    error = refusal(
+        served.chat(served.model(), too_long, stream=stream), 400, "context_length_exceeded"
+    )
+    assert error["message"] == "prompt is 1001 tokens, context is 1000"
+    refusal(served.chat("no/such-model", stream=stream), 404, "model_not_found")
+    missing = str(served.folder / "missing.gguf")
+    assert missing in refusal(served.chat(missing), 404, "model_not_found")["message"]
+
+
+def test_a_full_queue(served: House) -> None:
+    model = served.model("narrow", token_s=0.02, max_queue=1)
+    served.chat(model, "a")
+    events = served.events(model, MANY_WORDS)
+    next(events)
+    reply = served.chat(model, "b")
+    error = refusal(reply, 429, "queue_full")
+    assert error["type"] == "rate_limit_error"
+    assert int(reply.headers["retry-after"]) >= 1
+    events.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("load_failed", 500), ("out_of_memory", 507), ("invalid_request", 400)],
+)
+def test_a_model_that_cannot_be_loaded(served: House, code: str, status: int) -> None:
+    model = served.model(f"broken-{code}", fail="broken.gguf: not a model", code=code)
+    error = refusal(served.chat(model), status, code)
+    assert error["message"] == "broken.gguf: not a model"
+    served.model(f"broken-{code}")
+    assert served.chat(model).status_code == 200, "another try loads it again"
+
+
+def test_load_errors_in_a_stream(served: House) -> None:
+    unknown = {"model": "no-such-model", "stream": True}
+    refusal(served.http.post("/v1/models/load", json=unknown), 404, "model_not_found")
+    slow = {"model": served.model("bad-slow", fail="bad", load_s=0.5), "stream": True}
+    text = served.http.post("/v1/models/load", json=slow).text
+    assert '"code":"load_failed"' in text.strip().split("\n\n")[-1]
+
+
+def test_load_options(served: House) -> None:
+    def load(options: dict[str, Any]) -> Any:
+        body = {"model": served.model("optional"), "options": options}
+        return served.http.post("/v1/models/load", json=body)
+
+    error = refusal(load({"contxt": 5}), 400, "invalid_request")
+    assert error["param"] == "options.contxt"
+    assert "Expected `int" in refusal(load({"ctx": "big"}), 400, "invalid_request")["message"]
+    assert load({"ctx": 1024}).status_code == 200
+    assert load({"ctx": 1024, "parallel": 4}).status_code == 200
+    error = refusal(load({"ctx": 4096}), 409, "model_busy")
+    assert error["param"] == "ctx"
+    assert "ctx 1024, not 4096" in error["message"]
+    assert "localgen stop optional" in error["message"]
+
+
+def test_a_request_waits_for_a_load_and_may_leave(served: House) -> None:
+    model = served.model("very-slow", load_s=1.0)
+    with House(served.folder).http as http, pytest.raises(Exception, match="timed out"):
+        http.post("/v1/chat/completions", json=chat_body(model, WORDS), timeout=0.2)
+    wait_until(lambda: served.stats(model)["state"] == "loaded")
+    assert served.stats(model)["active_requests"] == 0
+
+
+def test_one_load_for_many_requests(served: House) -> None:
+    model = served.model("shared", load_s=0.3)
+    answers: list[int] = []
+    threads = [in_thread(lambda: answers.append(served.chat(model).status_code)) for _ in range(8)]
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 8
+    assert served.loads(model) == 1

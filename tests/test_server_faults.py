@@ -1,0 +1,248 @@
+"""Engine processes that die, models that come and go, servers that end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+from serving import MANY_WORDS, House, house, in_thread, wait_until
+
+from localgen.server.memory import estimate
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+
+
+def collect(served: House, model: str, into: list[Any], text: str = MANY_WORDS) -> None:
+    into.extend(served.events(model, text))
+
+
+def test_a_killed_engine_ends_its_streams_and_no_others(served: House) -> None:
+    served.start()
+    model, other = served.model("victim", token_s=0.02), served.model("other", token_s=0.02)
+    streams: list[list[Any]] = [[], [], []]
+    threads = [in_thread(partial(collect, served, model, got)) for got in streams]
+    bystander = served.events(other, "a b c " * 30)
+    next(bystander)
+    wait_until(lambda: served.stats(model)["active_requests"] == 3)
+    time.sleep(0.2)
+    killed_s = time.monotonic()
+    os.kill(served.stats(model)["pid"], signal.SIGKILL)
+    for thread in threads:
+        thread.join(timeout=5)
+    assert time.monotonic() - killed_s < 1.0
+    for got in streams:
+        assert got[-1]["error"]["code"] == "engine_died"
+        assert "SIGKILL" in got[-1]["error"]["message"]
+    assert served.chat(model, "a b").json()["choices"][0]["message"]["content"] == "a b"
+    assert list(bystander)[-1] == "[DONE]"
+
+
+def test_an_engine_that_dies_by_itself(served: House) -> None:
+    served.start()
+    model = served.model(token_s=0.01)
+    assert served.chat(model, "!die").status_code == 502
+    *_, last = served.events(model, "a b !die")
+    assert last["error"]["code"] == "engine_died"
+    assert "status 9" in last["error"]["message"]
+    reply = served.chat(model, "a b !die")
+    assert reply.status_code == 502
+    assert served.chat(model, "a b").status_code == 200
+
+
+def test_an_engine_killed_while_it_loads(served: House) -> None:
+    served.start()
+    model = served.model(load_s=5)
+    replies: list[Any] = []
+    thread = in_thread(lambda: replies.append(served.chat(model)))
+    wait_until(lambda: served.loads(model) == 1)
+    os.kill(served.stats(model)["pid"], signal.SIGKILL)
+    thread.join(timeout=5)
+    assert replies[0].status_code == 500
+    assert replies[0].json()["error"]["code"] == "load_failed"
+    assert served.loaded() == []
+
+
+def test_stop_ends_streams_and_frees(served: House) -> None:
+    served.start()
+    model = served.model(token_s=0.02)
+    got: list[Any] = []
+    thread = in_thread(lambda: collect(served, model, got))
+    wait_until(lambda: len(got) > 3)
+    pid = served.stats(model)["pid"]
+    assert served.http.post("/v1/models/unload", json={"model": "echo"}).json()["unloaded"] is True
+    thread.join(timeout=5)
+    assert "localgen stop" in got[-1]["error"]["message"]
+    assert not psutil.pid_exists(pid)
+    again = served.http.post("/v1/models/unload", json={"model": "echo"})
+    assert again.json()["unloaded"] is False
+
+
+def test_swap_by_lru(served: House) -> None:
+    served.settings = type(served.settings)(
+        runtime_dir=served.settings.runtime_dir,
+        state_dir=served.settings.state_dir,
+        memory_limit=estimate(0) * 2 + 10_000_000,
+    )
+    served.start()
+    kv = {"kv_bytes": estimate(0)}
+    a, b, c = (served.model(name, token_s=0.02, **kv) for name in "abc")
+    for model in (a, b, a):
+        served.chat(model, "x")
+    served.chat(c, "x")
+    assert served.loaded() == ["a", "c"], "b was used least recently"
+    events = served.events(a, MANY_WORDS)
+    next(events)
+    served.chat(b, "x")
+    assert served.loaded() == ["a", "b"], "a is in use"
+    others = served.events(b, MANY_WORDS)
+    next(others)
+    busy = served.chat(c, "x")
+    assert busy.status_code == 409
+    assert "needs about 67.1 MB, 10.0 MB can be had" in busy.json()["error"]["message"]
+    assert served.loaded() == ["a", "b"]
+    events.close()
+    others.close()
+    huge = served.folder / "huge.gguf"
+    with open(huge, "wb") as file:
+        file.truncate(1 << 30)
+    refused = served.chat(str(huge), "x")
+    assert refused.status_code == 507
+    assert "huge needs about 1.3 GB, 144.2 MB can be had" in refused.json()["error"]["message"]
+    assert served.loaded() == ["a", "b"], "nothing was unloaded for what cannot fit"
+
+
+def test_idle_models_are_unloaded() -> None:
+    with house(keep_alive_s=0.0) as served:
+        served.start()
+        model = served.model()
+        served.chat(model, "a")
+        wait_until(lambda: not served.healthy() or served.loaded() == [], timeout_s=3)
+
+
+def test_the_server_leaves_when_idle() -> None:
+    with house(keep_alive_s=1.0) as served:
+        process = served.start()
+        model = served.model(token_s=0.05)
+        assert len(list(served.events(model, "word " * 50))) > 50, "2.5 s of work keep it"
+        assert process.wait(timeout=5) == 0
+        assert not served.settings.socket_path.exists()
+
+
+def test_permissions(served: House) -> None:
+    served.start()
+    assert stat.S_IMODE(served.settings.socket_path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(served.settings.runtime_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE(served.settings.server_lock_path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_connect(served: House) -> None:
+    served.start()
+    code = (
+        "import os,socket,sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "try: socket.socket(socket.AF_UNIX).connect(sys.argv[1])\n"
+        "except PermissionError: sys.exit(7)"
+    )
+    command = [sys.executable, "-c", code, str(served.settings.socket_path)]
+    assert subprocess.run(command, check=False).returncode == 7
+
+
+def test_a_stale_socket_is_replaced(served: House) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(served.settings.socket_path))
+    assert not served.healthy()
+    served.start()
+    assert served.healthy()
+
+
+def test_a_second_server_gives_way(served: House) -> None:
+    first = served.start()
+    second = served.start()
+    assert second.wait(timeout=5) == 1
+    assert second.stderr is not None
+    said = second.stderr.read().decode().strip()
+    assert said == f"error: a server runs already (process {first.pid})"
+    assert served.pid() == first.pid
+
+
+def test_sigterm_lets_answers_end(served: House) -> None:
+    process = served.start()
+    model = served.model(token_s=0.02)
+    got: list[Any] = []
+    thread = in_thread(lambda: collect(served, model, got, "word " * 60))
+    wait_until(lambda: len(got) > 3)
+    engine = served.stats(model)["pid"]
+    process.terminate()
+    thread.join(timeout=5)
+    assert got[-1] == "[DONE]"
+    assert process.wait(timeout=5) == 0
+    assert not psutil.pid_exists(engine)
+    assert not served.settings.socket_path.exists()
+
+
+def test_sigterm_tells_those_that_take_too_long(served: House) -> None:
+    process = served.start()
+    got: list[Any] = []
+    model = served.model(token_s=0.05)
+    thread = in_thread(lambda: collect(served, model, got))
+    wait_until(lambda: len(got) > 3)
+    process.terminate()
+    thread.join(timeout=10)
+    assert got[-1]["error"]["code"] == "server_unavailable"
+    assert process.wait(timeout=5) == 0
+
+
+def test_a_killed_server_takes_its_engines_along(served: House) -> None:
+    process = served.start()
+    model = served.model()
+    served.chat(model, "a")
+    engine = served.stats(model)["pid"]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not psutil.pid_exists(engine) or _zombie(engine), timeout_s=2)
+    served.start()
+    assert served.chat(model, "a").status_code == 200
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_what_engines_print_is_in_the_log(served: House) -> None:
+    served.start()
+    model = served.model("chatty")
+    served.chat(model, "a")
+    wait_until(lambda: f"chatty: fake engine loads {model}" in served.settings.log_path.read_text())
+
+
+def test_memory_of_the_server_stays_flat(served: House) -> None:
+    process = served.start()
+    model = served.model()
+    for _ in range(50):
+        served.chat(model, "a b c")
+    before = psutil.Process(process.pid).memory_info().rss
+    for number in range(400):
+        events = served.events(model, "a b c d e f")
+        for _ in range(number % 5):
+            next(events)
+        events.close()
+    wait_until(lambda: served.stats(model)["active_requests"] == 0)
+    assert psutil.Process(process.pid).memory_info().rss - before < 4_000_000
+    assert before < 80_000_000
