@@ -82,7 +82,7 @@ def write(shape: Shape, target: Path, *, seed: int = 0) -> None:
             tensor.name,
             stored if quantized else tensor.shape,
             np.dtype(np.uint8 if quantized else np.float32),
-            _bytes(tensor),
+            num_bytes(tensor),
             raw_dtype=tensor.type,
         )
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
@@ -124,7 +124,8 @@ def _more_bits(layer: int, layers: int) -> bool:
     return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 
 
-def _bytes(tensor: Tensor) -> int:
+def num_bytes(tensor: Tensor) -> int:
+    """Size of the tensor in the file."""
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     return int(np.prod(tensor.shape)) // per_block * block_bytes
 

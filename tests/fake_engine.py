@@ -1,7 +1,8 @@
 """An engine process without a model: speaks the wire, echoes the words of the prompt slowly.
 
 Run as `python tests/fake_engine.py FD`. The "model" is a file of JSON that says how to behave:
-load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes.
+load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes,
+crash_repacked (die of an illegal instruction unless told not to repack).
 Words that do something: `!die` ends the process without a goodbye.
 """
 
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -94,6 +96,8 @@ class FakeEngine:
         for step in range(10):
             time.sleep(self.script.get("load_s", 0) / 10)
             self.send(wire.Loading(step / 10))
+        if self.script.get("crash_repacked") and load.options.repack is not False:
+            os.kill(os.getpid(), signal.SIGILL)
         if "fail" in self.script:
             self.send(wire.LoadError(self.script.get("code", "load_failed"), self.script["fail"]))
             return False

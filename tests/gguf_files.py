@@ -91,6 +91,16 @@ def patched(target: Path, changes: Mapping[int, bytes]) -> Path:
     return target
 
 
+def with_number(target: Path, key: str, value: float) -> Path:
+    """The built-in model with a uint32 or float32 of its metadata replaced."""
+    setting = gguf.GGUFReader(TINY_GGUF).fields[key]
+    (kind,) = setting.types
+    # length of the key, the key, its type; then the value
+    offset = setting.offset + 8 + len(key) + 4
+    new = struct.pack("<f", value) if kind == FLOAT32 else u32(int(value))
+    return patched(target, {offset: new})
+
+
 def with_nan(target: Path, *names: str) -> Path:
     """The built-in model, all values of these tensors replaced by NaN."""
     tensors = [t for t in gguf.GGUFReader(TINY_GGUF).tensors if t.name in names]

@@ -84,7 +84,8 @@ class Bench:
             reply = self.replies[delta.request_id]
             reply.text += delta.text
             reply.logprobs += delta.logprobs
-        for end in (*events.finished, *events.failed):
+        ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
+        for end in ends:
             reply = self.replies[end.request_id]
             assert reply.end is None, "a request ends once"
             reply.end = end

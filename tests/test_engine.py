@@ -52,7 +52,8 @@ class Log:
         for delta in events.deltas:
             assert delta.request_id not in self.ends, "text after the end"
             self.text[delta.request_id] += delta.text
-        for end in (*events.finished, *events.failed):
+        ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
+        for end in ends:
             self.ends[end.request_id].append(end)
         self.stats = events.stats or self.stats
 

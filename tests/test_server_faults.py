@@ -76,6 +76,22 @@ def test_an_engine_killed_while_it_loads(served: House) -> None:
     assert served.loaded() == []
 
 
+def test_code_that_crashes_on_this_processor_gets_a_second_try(served: House) -> None:
+    served.start()
+    model = served.model(crash_repacked=True)
+    repacked = {"model": model, "options": {"repack": True}}
+    assert served.chat(model, "a b").json()["choices"][0]["message"]["content"] == "a b"
+    assert served.loads(model) == 2
+    notes = served.stats(model)["info"]["notes"]
+    assert any("crashes with weights repacked" in note for note in notes)
+    reply = served.http.post("/v1/models/load", json=repacked)
+    assert reply.json()["error"]["code"] == "model_busy"
+    served.http.post("/v1/models/unload", json={"model": model})
+    reply = served.http.post("/v1/models/load", json=repacked)
+    assert reply.json()["error"]["code"] == "load_failed"
+    assert "SIGILL" in reply.json()["error"]["message"]
+
+
 def test_stop_ends_streams_and_frees(served: House) -> None:
     served.start()
     model = served.model(token_s=0.02)

@@ -22,11 +22,15 @@ _READ_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """First message to an engine: what to load, under which name, how."""
+    """First message to an engine: what to load, under which name, how.
+
+    memory_bytes: most that weights and KV pool may take; None: what the machine has.
+    """
 
     name: str
     path: str
     options: LoadOptions
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

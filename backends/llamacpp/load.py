@@ -53,7 +53,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     model = Model(path, options, on_progress)
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
-    size = sizing.choose(model, options, free_bytes=_free_bytes(model))
+    size = sizing.choose(model, options, free_bytes=_free_bytes(model, request.memory_bytes))
     donors = min(MAX_DONORS, MAX_SEQUENCES - options.parallel) if options.prefix_cache else 0
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
     can_rewind = _probe(model, context)
@@ -101,10 +101,10 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)
 
 
-def _free_bytes(model: Model) -> int:
-    """Memory for a KV pool: what is available less the weights, which mmap reads in later."""
-    available = psutil.virtual_memory().available
-    return max(0, available - model.size_bytes - RESERVED_BYTES)
+def _free_bytes(model: Model, limit: int | None) -> int:
+    """Memory for a KV pool: what may be used less the weights, which mmap reads in later."""
+    most = psutil.virtual_memory().available - RESERVED_BYTES
+    return max(0, (most if limit is None else min(most, limit)) - model.size_bytes)
 
 
 def _template(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ class NativeLog:
 @functools.cache
 def library() -> NativeLog:
     """Start llama.cpp, once in a process."""
+    # an abort would call a debugger for a backtrace, and keep everybody waiting for seconds
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     log = NativeLog()
     C.llama_backend_init()
     return log

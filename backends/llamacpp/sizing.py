@@ -51,7 +51,11 @@ def choose(model: Model, options: Settings, *, free_bytes: int) -> Size:
         )
     per_token = kv_bytes_per_token(model, options)
     fitting = int(free_bytes * DEFAULT_KV_SHARE / per_token)
-    ctx = options.ctx or max(POOL_STEP_TOKENS, min(trained, fitting))
+    ctx = max(POOL_STEP_TOKENS, min(trained, fitting))
+    if options.kv_tokens is not None:
+        ctx = min(ctx, options.kv_tokens) if options.ctx is None else options.ctx
+    elif options.ctx is not None:
+        ctx = max(ctx, options.ctx)
     wanted = options.kv_tokens or max(ctx, min(fitting, DEFAULT_POOL_TOKENS))
     if wanted < ctx:
         raise InvalidRequest(
@@ -67,7 +71,7 @@ def choose(model: Model, options: Settings, *, free_bytes: int) -> Size:
             f"ask for at most --ctx {most:,}, or a smaller --cache-type-k and -v"
         )
     notes: tuple[str, ...] = ()
-    if options.ctx is None and ctx < trained:
+    if options.ctx is None and options.kv_tokens is None and ctx < trained:
         notes = (
             f"context {ctx:,} of {trained:,}: its KV cache takes half of the "
             f"{free_bytes / 1e9:.1f} GB that are free; --ctx sets another",

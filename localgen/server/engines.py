@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable
-from pathlib import Path
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError, error_of
@@ -14,7 +14,6 @@ from localgen.backends.types import (
     EngineStats,
     Failed,
     Finished,
-    LoadOptions,
     ModelInfo,
     Request,
     StepEvents,
@@ -26,7 +25,13 @@ Event = Delta | Finished | Failed
 # after its socket closed, a process is given this long to show why; streams wait for it
 _STATUS_WAIT_S = 0.3
 _LEAVE_S = 3.0
+# what code that does not suit the processor, or a file it cannot digest, ends in
+_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 _log = logging.getLogger("localgen.engine")
+
+
+class LoadCrashed(LoadFailed):
+    """The engine process was killed by a fault of its machine code while it loaded the model."""
 
 
 class Stream:
@@ -86,7 +91,7 @@ class Engine(asyncio.Protocol):
         """Requests that have not ended."""
         return len(self._streams)
 
-    async def load(self, name: str, path: Path, options: LoadOptions) -> ModelInfo:
+    async def load(self, request: wire.Load) -> ModelInfo:
         """Load the model; progress is updated meanwhile. Raises what the engine reports."""
         loop = asyncio.get_running_loop()
         self._loaded = loop.create_future()
@@ -94,7 +99,7 @@ class Engine(asyncio.Protocol):
         await loop.connect_read_pipe(lambda: self._output, self._process.process.stdout)
         transport, _ = await loop.create_connection(lambda: self, sock=self._process.sock)
         self._transport = transport
-        self._send(wire.Load(name, str(path), options))
+        self._send(request)
         return await self._loaded
 
     def submit(self, request: Request) -> Stream:
@@ -145,15 +150,17 @@ class Engine(asyncio.Protocol):
         status = await self._process.wait(_STATUS_WAIT_S)
         last = self._output.last_line
         said = f", its last words: {last[:300]}" if last else ""
-        self._die(f"the engine process of {self._name} {describe_status(status)}{said}")
+        crashed = status is not None and -status in _FAULTS
+        message = f"the engine process of {self._name} {describe_status(status)}{said}"
+        self._die(message, LoadCrashed if crashed else LoadFailed)
         await self._process.end(_LEAVE_S)
 
-    def _die(self, message: str) -> None:
+    def _die(self, message: str, kind: type[LoadFailed] = LoadFailed) -> None:
         if self._ended is not None:
             return
         self._ended = message
         _log.error("%s", message)
-        self._fail_load(LoadFailed(message))
+        self._fail_load(kind(message))
         self.fail_all(EngineDied.code, message)
         self._on_death()
 

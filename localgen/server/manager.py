@@ -9,7 +9,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from localgen.backends.engine import wire
 from localgen.backends.errors import (
+    LoadFailed,
     LocalgenError,
     ModelBusy,
     OutOfMemory,
@@ -21,7 +23,7 @@ from localgen.hub.files import ModelFile
 from localgen.hub.names import BUILT_IN, resolve
 from localgen.server import memory
 from localgen.server.engine_process import EngineCommand, EngineProcess, llamacpp_command
-from localgen.server.engines import Engine
+from localgen.server.engines import Engine, LoadCrashed
 from localgen.server.memory import as_gb
 from localgen.server.resident import Resident
 
@@ -172,18 +174,53 @@ class ModelManager:
     def _begin(self, file: ModelFile, options: LoadOptions) -> Resident:
         if options.max_queue is None and self._settings.max_queue is not None:
             options = replace(options, max_queue=self._settings.max_queue)
-        engine = Engine(self._process(), file.name, lambda: self._forget(resident))
+        request = wire.Load(file.name, str(file.path), options, self._limit_bytes())
         resident = Resident(
             file=file,
-            engine=engine,
+            engine=self._engine(file),
             asked=options,
             estimate_bytes=memory.estimate(file.size_bytes),
-            loading=asyncio.create_task(engine.load(file.name, file.path, options)),
+            loading=asyncio.create_task(self._load(request, file)),
         )
         resident.loading.add_done_callback(lambda task: self._finish_load(resident, task))
         self._residents.append(resident)
-        _log.info("loading %s from %s (process %d)", file.name, file.path, engine.pid)
+        _log.info("loading %s from %s (process %d)", file.name, file.path, resident.engine.pid)
         return resident
+
+    def _engine(self, file: ModelFile) -> Engine:
+        return Engine(self._process(), file.name, lambda: self._bury(file))
+
+    def _bury(self, file: ModelFile) -> None:
+        """An engine has died: forget it, unless a load is about to try again."""
+        for resident in self.residents:
+            if resident.file == file and resident.loading.done():
+                self._forget(resident)
+
+    async def _load(self, request: wire.Load, file: ModelFile) -> ModelInfo:
+        """Load in the resident's engine. Code that crashes on this processor gets a second try
+        without the layouts that are made for it."""
+        resident = next(r for r in self._residents if r.file == file)
+        try:
+            return await resident.engine.load(request)
+        except LoadCrashed as crash:
+            if request.options.repack is not None or resident not in self._residents:
+                raise LoadFailed(f"cannot load {file.path}: {crash}") from crash
+            _log.warning("%s: trying again without repacking", crash)
+            options = replace(request.options, repack=False)
+            resident.engine = self._engine(file)
+            try:
+                info = await resident.engine.load(replace(request, options=options))
+            except LoadCrashed:
+                raise LoadFailed(f"cannot load {file.path}: {crash}") from crash
+            note = (
+                "this build of llama.cpp crashes with weights repacked for this CPU: they are used "
+                "as they are, which is slower; `make clean` and `make chat` build one that does not"
+            )
+            return replace(info, notes=(*info.notes, note))
+
+    def _limit_bytes(self) -> int | None:
+        """What the next model may take, where a limit is set."""
+        return None if self._settings.memory_limit is None else max(0, self._free_bytes())
 
     def _process(self) -> EngineProcess:
         spare, self._spare = self._spare, None

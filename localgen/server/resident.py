@@ -63,6 +63,8 @@ class Resident:
         for option in fields(LoadOptions):
             wanted = getattr(asked, option.name)
             actual = getattr(info.options, option.name)
+            if option.name == "ctx" and wanted is not None and wanted <= actual:
+                continue  # the context is a cap for each request
             # what was asked at first may have been rounded: asking the same again is no conflict
             if wanted not in (None, actual, getattr(self.asked, option.name)):
                 raise ModelBusy(
