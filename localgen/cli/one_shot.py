@@ -33,7 +33,7 @@ def answer_one(
     with loading:
         client.connect()
         info = client.load(model, options.load, loading.progress)
-    if options.verbose:
+    if loading.happened or options.verbose:
         _tell(*info.notes)
     messages = Conversation(options.system).asking(prompt)
     stream = client.chat(

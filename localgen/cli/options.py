@@ -148,6 +148,8 @@ def collect(given: dict[str, Any]) -> ModelOptions:
     if "chat_template" in loading:
         loading["chat_template"] = _template(loading["chat_template"])
     asking = _given(ASKING, given)
+    # a model that is not loaded yet gets at least the context that is asked of it
+    loading |= {"ctx": asking["ctx"]} if "ctx" in asking else {}
     return ModelOptions(params=SamplingParams(**sampling), load=LoadOptions(**loading), **asking)
 
 

@@ -14,7 +14,8 @@ from localgen.repl.inert import one_line
 class Loading:
     """A line of progress on a terminal, nothing elsewhere. Used as a context.
 
-    console: where; what else is drawn meanwhile must be drawn there too.
+    console: where; what else is drawn meanwhile must be drawn there too. happened: whether
+    something had to be loaded at all.
     """
 
     def __init__(self, console: Console, name: str) -> None:
@@ -22,6 +23,7 @@ class Loading:
         self._name = name
         self._status = Status(_dim(f"loading {name}"), console=console)
         self._shown = console.is_terminal
+        self.happened = False
 
     def say(self, message: str) -> None:
         """What the client did that a user should know; it stays."""
@@ -30,6 +32,7 @@ class Loading:
 
     def progress(self, share: float) -> None:
         """Share of the weights read, 0 to 1."""
+        self.happened = True
         self._status.update(_dim(f"loading {self._name} {share:.0%}"))
 
     def __enter__(self) -> Loading:
