@@ -19,7 +19,7 @@ import pytest
 from models import TINY_GGUF, Bench
 
 from localgen.backends.engine import wire
-from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.llamacpp.load import load
 from localgen.backends.types import (
     Failed,
