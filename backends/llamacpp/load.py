@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import llama_cpp.llama_cpp as C
+import numpy as np
 import psutil
 
 from localgen.backends.engine import sampling
@@ -56,7 +57,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     size = sizing.choose(model, options, free_bytes=_free_bytes(model, request.memory_bytes))
     donors = min(MAX_DONORS, MAX_SEQUENCES - options.parallel) if options.prefix_cache else 0
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
-    can_rewind = _probe(model, context)
+    can_rewind = _probe(model, vocab, context)
     runner = LlamaRunner(
         model,
         context,
@@ -147,7 +148,7 @@ def _processor(model: Model, options: Settings) -> str:
     return f"{100 - share}%/{share}% CPU/GPU"
 
 
-def _probe(model: Model, context: Context) -> bool:
+def _probe(model: Model, vocab: Vocab, context: Context) -> bool:
     """Compute a few tokens, cut the last ones off; whether that works.
 
     It also reads the weights in, and shows here rather than in mid-answer if this build of
@@ -160,7 +161,9 @@ def _probe(model: Model, context: Context) -> bool:
     batch.fill([Chunk(seq=probe, start=0, tokens=probe.tokens, samples=True)], [0])
     if C.llama_decode(context.handle, batch.native):
         raise LoadFailed(f"cannot run {model.path}: {library().reason()}")
-    C.llama_synchronize(context.handle)
+    logits = C.llama_get_logits(context.handle)
+    if np.isnan(np.ctypeslib.as_array(logits, (vocab.vocab_size,))).any():
+        raise LoadFailed(f"cannot run {model.path}: its weights give results that are not numbers")
     rewinds = not model.is_recurrent and context.cut(0, 2) and context.last_position(0) == 1
     C.llama_memory_clear(context.memory, False)
     return rewinds

@@ -45,7 +45,8 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=python_environment(),
+                # a crash in native code is reported as what it is: no debugger, no pages of output
+                env=python_environment() | {"GGML_NO_BACKTRACE": "1"},
             )
         ours.setblocking(False)
         return cls(process, ours)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 from localgen.backends.engine import wire
-from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError, error_of
+from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, LocalgenError, error_of
 from localgen.backends.types import (
     Delta,
     EngineStats,
@@ -72,7 +72,7 @@ class Engine(asyncio.Protocol):
         self.stats: EngineStats | None = None
         self.progress = 0.0
         self._process = process
-        self._name = name
+        self._name, self._path = name, name
         self._on_death = on_death
         self._decoder = wire.Decoder()
         self._output = EngineOutput(name)
@@ -99,6 +99,7 @@ class Engine(asyncio.Protocol):
         await loop.connect_read_pipe(lambda: self._output, self._process.process.stdout)
         transport, _ = await loop.create_connection(lambda: self, sock=self._process.sock)
         self._transport = transport
+        self._path = request.path
         self._send(request)
         return await self._loaded
 
@@ -106,8 +107,14 @@ class Engine(asyncio.Protocol):
         """Hand over a request. EngineDied if the process is gone."""
         if self._ended is not None:
             raise EngineDied(self._ended)
+        frame = wire.encode(wire.Submit(request))
+        if len(frame) > wire.MAX_FRAME_BYTES:
+            raise InvalidRequest(
+                f"the request is {len(frame) >> 20} MiB, at most {wire.MAX_FRAME_BYTES >> 20} "
+                "reach a model: shorten it"
+            )
         stream = self._streams[request.id] = Stream(self, request.id)
-        self._send(wire.Submit(request))
+        self._write(frame)
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -160,7 +167,7 @@ class Engine(asyncio.Protocol):
             return
         self._ended = message
         _log.error("%s", message)
-        self._fail_load(kind(message))
+        self._fail_load(kind(f"cannot load {self._path}: {message}"))
         self.fail_all(EngineDied.code, message)
         self._on_death()
 
@@ -196,5 +203,8 @@ class Engine(asyncio.Protocol):
             self._loaded.set_exception(error)
 
     def _send(self, message: wire.Message) -> None:
+        self._write(wire.encode(message))
+
+    def _write(self, frame: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.encode(message))
+            self._transport.write(frame)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import (
-    LoadFailed,
     LocalgenError,
     ModelBusy,
     OutOfMemory,
@@ -204,14 +203,11 @@ class ModelManager:
             return await resident.engine.load(request)
         except LoadCrashed as crash:
             if request.options.repack is not None or resident not in self._residents:
-                raise LoadFailed(f"cannot load {file.path}: {crash}") from crash
+                raise
             _log.warning("%s: trying again without repacking", crash)
             options = replace(request.options, repack=False)
             resident.engine = self._engine(file)
-            try:
-                info = await resident.engine.load(replace(request, options=options))
-            except LoadCrashed:
-                raise LoadFailed(f"cannot load {file.path}: {crash}") from crash
+            info = await resident.engine.load(replace(request, options=options))
             note = (
                 "this build of llama.cpp crashes with weights repacked for this CPU: they are used "
                 "as they are, which is slower; `make clean` and `make chat` build one that does not"
