@@ -254,8 +254,7 @@ class StepEvents:
 class LoadOptions:
     """How a model is loaded. None: chosen for this machine and reported in ModelInfo.notes.
 
-    ctx: a sequence of that many tokens must fit; without kv_tokens the model gets more where
-    memory allows. kv_tokens: size of the shared pool, at least ctx.
+    ctx: longest sequence in tokens. kv_tokens: size of the shared pool, at least ctx.
     gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
     repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
     one step. itl_target_ms: prefill yields to keep decoding

@@ -102,7 +102,8 @@ def _measure(options: argparse.Namespace, tools: Tools | None, settings: Setting
 
 def _speed(bench: Bench, only: tuple[str, ...]) -> None:
     if "alone" in only:
-        speed.alone(bench, when="empty pool")
+        speed.alone(bench, when="empty pool", fresh=True)
+        bench.localgen.load()
     if "several" in only:
         for count in bench.plan.streams:
             speed.several(bench, count)
@@ -111,7 +112,7 @@ def _speed(bench: Bench, only: tuple[str, ...]) -> None:
     if "turn" in only:
         speed.second_turn(bench)
     if "alone" in only and len(only) > 1:
-        speed.alone(bench, when="pool in use")
+        speed.alone(bench, when="pool in use", fresh=False)
 
 
 def _footprint(report: Report, settings: Settings, options: argparse.Namespace) -> None:

@@ -46,7 +46,9 @@ def main() -> int:
         return 2
     different = [c for c in compared if c.ours != c.theirs]
     for c in different:
-        print(f"prompt {c.prompt!r}\n  localgen         {c.ours!r}\n  llama-completion {c.theirs!r}")
+        print(
+            f"prompt {c.prompt!r}\n  localgen         {c.ours!r}\n  llama-completion {c.theirs!r}"
+        )
     print(f"{len(compared) - len(different)} of {len(compared)} greedy texts are equal")
     return 1 if different else 0
 

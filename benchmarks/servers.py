@@ -16,6 +16,7 @@ from benchmarks.llamacpp_tools import ToolFailed, Tools
 from localgen.backends.types import LoadOptions, ModelInfo
 from localgen.client import Client
 from localgen.config import Settings
+from localgen.hub.names import BUILT_IN
 
 _START_S = 120.0
 # a server left behind by a benchmark that was killed ends by itself
@@ -45,10 +46,20 @@ class Localgen:
     def __init__(self, settings: Settings, model: Path | None, options: LoadOptions) -> None:
         self.settings = settings
         self.model = None if model is None else str(model)
+        self._options = options
         self._clients = contextlib.ExitStack()
-        with Client(settings) as client:
+        self.info = self.load()
+
+    def load(self) -> ModelInfo:
+        """Load the model with the options of this run, unless it is loaded."""
+        with Client(self.settings) as client:
             client.connect()
-            self.info: ModelInfo = client.load(self.model, options)
+            return client.load(self.model, self._options)
+
+    def unload(self) -> None:
+        """Give the model's memory back."""
+        with Client(self.settings) as client:
+            client.unload(self.model or BUILT_IN)
 
     def client(self) -> Client:
         """A client, closed at the end of the run."""

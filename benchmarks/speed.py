@@ -122,19 +122,32 @@ def _shown(figures: Figures) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
 
 
-def alone(bench: Bench, *, when: str) -> None:
-    """One stream's generation speed. when: names the state of localgen's pool."""
+def alone(bench: Bench, *, when: str, fresh: bool) -> None:
+    """One stream's generation speed. when: names the state of localgen's pool.
+
+    fresh: every side loads the model anew and is alone in memory. Where memory lies can be
+    worth a tenth of the speed: beside another process all sides were seen to run faster.
+    """
     tokens, speaker = bench.plan.alone, bench.speaker()
-    speaker.ask("ab", 8)  # warm-up; the tools have their own
 
     def localgen(number: int) -> Figures:
+        bench.localgen.load()
+        speaker.ask("ab", 8)  # warm-up; the tools have their own
         # tokens + 1, because the first comes out of the prompt step
         return {"rate": decode_rate([speaker.ask("ab", tokens + 1)])}
 
-    sides: dict[str, Side] = {LOCALGEN: localgen, BARE: lambda number: _bare(bench, tokens)}
+    def peer(measure: Callable[[], Figures]) -> Side:
+        def run(number: int) -> Figures:
+            if fresh:
+                bench.localgen.unload()
+            return measure()
+
+        return run
+
+    sides: dict[str, Side] = {LOCALGEN: localgen, BARE: peer(lambda: _bare(bench, tokens))}
     tools = bench.tools
     if tools:
-        sides[BENCH] = lambda number: {"rate": tools.generation(bench.model, tokens, bench.threads)}
+        sides[BENCH] = peer(lambda: {"rate": tools.generation(bench.model, tokens, bench.threads)})
     entered = bench.enter(f"tg{tokens}, {when}", RATE, bench.rounds(sides), "rate")
     for other in (BENCH, BARE):
         if other in entered:

@@ -19,6 +19,8 @@ DEFAULT_KEEP_ALIVE_S = 300.0
 # sun_path holds 104 bytes on macOS and 108 on Linux, the closing zero included
 SOCKET_PATH_BYTES = (104 if sys.platform == "darwin" else 108) - 1
 
+# whom a container shows as the owner of what belongs to a user outside of it
+_OVERFLOW_UID = 65534
 _DURATION_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -99,7 +101,7 @@ class Settings:
 
 def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float | None:
     """Seconds of `30s`, `5m`, `1h` or a number of seconds; None, for ever, of anything below 0."""
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
+    match = re.fullmatch(r"(-?\d{1,12}(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
     if match is None:
         raise BadSetting(f"{variable}={text}: give a time such as 30s, 5m, 1h, 0, or -1 for ever")
     amount = float(match[1]) * _DURATION_UNITS_S[match[2]]
@@ -108,7 +110,7 @@ def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float 
 
 def parse_size(text: str, variable: str) -> int:
     """Bytes of a number with an optional K, M, G or T (powers of 1024; `8G`, `8GB`, `8GiB`)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
     if match is None:
         raise BadSetting(f"{variable}={text}: give a size such as 8G, 512M or a number of bytes")
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
@@ -174,7 +176,14 @@ def _make_private(folder: Path, variable: str) -> None:
 def _require_safe_parents(folder: Path, variable: str) -> None:
     # whoever may rename a parent could put a socket of his own in our place
     for parent in folder.resolve().parents:
-        found = parent.stat()
-        replaceable = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-        if found.st_uid not in (0, os.getuid()) or replaceable:
+        if _is_replaceable(parent.stat()):
             raise BadSetting(f"others may replace {parent}: set {variable} to a folder of yours")
+
+
+def _is_replaceable(parent: os.stat_result) -> bool:
+    """Whether another user may rename or remove what lies in a folder."""
+    if parent.st_uid == _OVERFLOW_UID != os.getuid():
+        # in a rootless container: an owner from outside, who is nobody in here
+        return bool(parent.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    replaceable = parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX
+    return parent.st_uid not in (0, os.getuid()) or bool(replaceable)

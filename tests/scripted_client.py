@@ -85,6 +85,7 @@ class Record:
 
     asked: list[Asked] = field(default_factory=list)
     loaded: list[tuple[str | None, LoadOptions]] = field(default_factory=list)
+    keep_alives: list[str | None] = field(default_factory=list)
     connects: int = 0
     closed_early: int = 0
     unloaded: list[str] = field(default_factory=list)
@@ -108,12 +109,17 @@ class ScriptedClient(Client):
         self.is_running = True
 
     def load(
-        self, model: str | None, options: LoadOptions, on_progress: Callable[[float], None] = print
+        self,
+        model: str | None,
+        options: LoadOptions,
+        on_progress: Callable[[float], None] = print,
+        keep_alive: str | None = None,
     ) -> ModelInfo:
         if (model or "tiny") not in self.names:
             raise ModelNotFound(f"no model {model!r} here")
         on_progress(0.5)
         self.record.loaded.append((model, options))
+        self.record.keep_alives.append(keep_alive)
         return model_info(model or "tiny")
 
     def chat(

@@ -100,6 +100,32 @@ def test_run_json(
     assert err == "preempted\n"
 
 
+@pytest.mark.parametrize("arguments", [["run", "tiny", "x", "--json"], ["list", "--json"]])
+def test_json_on_a_terminal_is_inert(
+    scripted: Callable[..., ScriptedClient],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    hostile = "\x1b[2J \x9b2J \x7f \u202e é"
+    client = scripted((hostile, answer()))
+    client.names = ("tiny", hostile)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable()
+    assert out.isascii()
+    found = json.loads(out)
+    assert (found["text"] if arguments[0] == "run" else found[1]["name"]) == hostile
+
+
+def test_keep_alive_reaches_the_server(scripted: Callable[..., ScriptedClient]) -> None:
+    client = scripted()
+    assert run(["run", "tiny", "x"]) == 0
+    assert run(["run", "tiny", "x", "--keep-alive", "0"]) == 0
+    assert client.record.keep_alives == [None, "0"]
+
+
 def test_run_verbose_goes_to_stderr(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +202,11 @@ def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["chat", "two words"], b"", 3, "localgen run"),
         (["stop", "other"], b"", 6, "other is not loaded: there is tiny"),
         (["serve", "--keep-alive", "soon"], b"", 12, "--keep-alive"),
+        (["run", "tiny", "x", "--keep-alive", "soon"], b"", 12, "--keep-alive=soon"),
+        (["run", "tiny", "x", "--temp", "nan"], b"", 3, "--temp nan"),
+        (["run", "tiny", "caf\udce9"], b"", 3, "is not UTF-8 text"),
+        (["run", "tiny", "x", "--stop", "\udcff"], b"", 3, "is not UTF-8 text"),
+        (["stop", "\udcff"], b"", 3, "is not UTF-8 text"),
     ],
 )
 def test_errors_are_one_line_and_a_status(

@@ -61,7 +61,7 @@ def test_nothing_to_complain_of() -> None:
         (machine(nvidia_error="nvidia-smi: broken"), build(), "nvidia-smi: broken", "driver"),
         (machine(cpu_quota=1.5), build(), "allows 1.5 CPUs", "LOCALGEN_THREADS=1"),
         (machine(ram_available_bytes=1 << 29), build(), "0.5 GB of 17.2 GB", "smaller model"),
-        (machine(), BrokenBuild("no file"), "unusable: no file", "pip install"),
+        (machine(), BrokenBuild("no file"), "unusable: no file", "-m pip install"),
     ],
 )
 def test_each_finding_has_a_remedy(
@@ -71,6 +71,17 @@ def test_each_finding_has_a_remedy(
     assert message in found.message
     assert remedy in found.remedy
     assert found.error is isinstance(llama, BrokenBuild)
+
+
+def test_a_feature_that_is_left_out_on_purpose_is_no_finding() -> None:
+    there = machine(cpu_flags=frozenset({"avx2", "avx512f", "amx_int8"}))
+    assert findings.findings(there, build()) == []
+
+
+def test_a_remedy_names_this_interpreter() -> None:
+    (found,) = findings.findings(machine(), BrokenBuild("no file"))
+    assert f" {sys.executable} -m pip install" in found.remedy
+    assert found.remedy.endswith("--no-binary llama-cpp-python llama-cpp-python")
 
 
 def test_features_of_a_system_info_line() -> None:

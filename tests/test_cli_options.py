@@ -13,6 +13,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, SamplingParams
 from localgen.cli import options as declared
 from localgen.cli.options import takes_model_options
+from localgen.config import BadSetting
 from localgen.repl.session import ModelOptions
 
 # nothing on a terminal shows log probabilities; a cap per request is the context
@@ -112,6 +113,8 @@ def test_loading_options(arguments: list[str], field: str, value: object) -> Non
         (["-sys", "be brief"], "system", "be brief"),
         (["--priority", "-2"], "priority", -2),
         (["--verbose"], "verbose", True),
+        (["--keep-alive", "5m"], "keep_alive", "5m"),
+        (["--keep-alive", "-1"], "keep_alive", "-1"),
     ],
 )
 def test_options_of_the_request(arguments: list[str], field: str, value: object) -> None:
@@ -166,7 +169,6 @@ def test_a_template_that_cannot_be_read(tmp_path: Path, content: bytes | None) -
         ["--temp", "warm"],
         ["-n", "1.5"],
         ["-fa", "perhaps"],
-        ["--backend", "magic"],
         ["--tmep", "1"],
         ["-n"],
         ["a", "b"],
@@ -182,3 +184,23 @@ def test_wrong_options_are_usage_errors(arguments: list[str]) -> None:
 def test_a_wrong_logit_bias_says_how() -> None:
     with pytest.raises(InvalidRequest, match="give ID=BIAS"):
         parse("--logit-bias", "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--temp", "nan"], "--temp nan: give a finite number"),
+        (["--top-p", "inf"], "--top-p inf: give a finite number"),
+        (["--itl-target-ms", "nan"], "--itl-target-ms nan: give a finite number"),
+        (["--logit-bias", "5=nan"], "give a finite number"),
+        (["--logit-bias", "5=-inf"], "5=-100 bans the token"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        parse(*arguments)
+
+
+def test_a_wrong_keep_alive_names_the_option() -> None:
+    with pytest.raises(BadSetting, match="--keep-alive=soon: give a time such as 30s"):
+        parse("--keep-alive", "soon")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -182,6 +185,54 @@ def test_a_server_that_left_is_started_again(served: House) -> None:
     served.client().shutdown()
     assert text_of(client.chat(served.model(), ask("a b"), SamplingParams())) == "a b"
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("how", ["shutting down", "closes"])
+def test_a_server_that_is_leaving_is_not_the_last(served: House, how: str) -> None:
+    """It still accepts, then refuses or closes without an answer, as when it was idle too long."""
+    path = served.settings.socket_path
+    body = json.dumps(
+        {"error": {"code": "server_unavailable", "message": "the server leaves", "param": None}}
+    )
+    head = f"HTTP/1.1 503 Unavailable\r\ncontent-length: {len(body)}\r\n\r\n"
+
+    def leave(sock: socket.socket) -> None:
+        connection, _ = sock.accept()
+        with sock, connection:
+            connection.recv(65536)
+            path.unlink()
+            if how == "shutting down":
+                connection.sendall((head + body).encode())
+                connection.recv(1)  # until the client has given this connection up
+
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+        sock.listen()
+        leaving = in_thread(lambda: leave(sock))
+        client = served.client()
+        assert text_of(client.chat(served.model(), ask("a b"), SamplingParams())) == "a b"
+        leaving.join(timeout=5)
+        assert not leaving.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [("\udcff", SamplingParams()), ("a", SamplingParams(temperature=math.nan))],
+)
+def test_what_json_cannot_hold_is_refused(
+    served: House, prompt: str, params: SamplingParams
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"not UTF-8|not finite"):
+        list(served.client().chat(served.model(), ask(prompt), params))
+
+
+def test_the_keep_alive_of_a_model(served: House) -> None:
+    client = served.client()
+    client.connect()
+    client.load(served.model(), LoadOptions(), keep_alive="-1")
+    assert client.running()[0].until_s is None
+    client.load(served.model(), LoadOptions(), keep_alive="1h")
+    assert (client.running()[0].until_s or 0) > 3500
 
 
 def test_the_stats_stream_ends_with_the_server(served: House) -> None:

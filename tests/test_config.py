@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import LocalgenError
-from localgen.config import BadSetting, Settings, parse_keep_alive, parse_size
+from localgen.config import BadSetting, Settings, _is_replaceable, parse_keep_alive, parse_size
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -43,6 +44,7 @@ def test_size(text: str, size: int) -> None:
         ("LOCALGEN_KEEP_ALIVE", "soon"),
         ("LOCALGEN_MEMORY_LIMIT", "8 apples"),
         ("LOCALGEN_MEMORY_LIMIT", "-1"),
+        ("LOCALGEN_MEMORY_LIMIT", "9" * 400),
         ("LOCALGEN_MAX_QUEUE", "0"),
         ("LOCALGEN_RUNTIME_DIR", "here"),
         ("LOCALGEN_STATE_DIR", "./there"),
@@ -74,6 +76,24 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
         Settings(folder, tmp_path / "s").prepare()
     with pytest.raises(BadSetting, match="others may replace"):
         Settings(folder / "r", tmp_path / "s").prepare()
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "replaceable"),
+    [
+        (0o755, 0, False),
+        (0o1777, 0, False),
+        (0o777, 0, True),
+        (0o700, os.getuid(), False),
+        (0o755, 4711, True),
+        (0o755, 65534, False),
+        (0o775, 65534, True),
+        (0o1777, 65534, True),
+    ],
+)
+def test_whose_parents_are_safe(mode: int, uid: int, replaceable: bool) -> None:
+    found = os.stat_result((stat.S_IFDIR | mode, 1, 1, 2, uid, 0, 0, 0, 0, 0))
+    assert _is_replaceable(found) is replaceable
 
 
 def test_a_folder_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:

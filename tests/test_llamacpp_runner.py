@@ -18,6 +18,7 @@ import pytest
 from models import TINY_GGUF, Bench, Reply, questions
 
 from localgen.backends.engine.sequence import Sequence as EngineSequence
+from localgen.backends.llamacpp.devices import devices
 from localgen.backends.types import Finished, LoadOptions, Message, SamplingParams
 
 # logits of this model are of order 10; f16 KV and float32 sums leave differences of 1e-3
@@ -229,3 +230,9 @@ def test_without_prefix_cache_nothing_is_reused() -> None:
         assert reply.finished.timings.cache_n == 0
     assert bench.runner.usage().cached == 0
     bench.close()
+
+
+def test_devices_have_memory() -> None:
+    cpu = next(device for device in devices() if device.kind == "cpu")
+    assert 0 < cpu.free_bytes <= cpu.total_bytes
+    assert cpu.total_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.2)

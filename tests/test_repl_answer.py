@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from scripted_client import answer
+from scripted_client import TIMINGS, answer
 
 from localgen.backends.types import Timings
 from localgen.repl import report
@@ -195,15 +196,37 @@ def test_markdown_on_random_text_never_fails() -> None:
 
 def test_the_line_under_an_answer() -> None:
     assert report.answer_line(answer()) == (
-        "TTFT 56 ms (queue 0 ms, template 1 ms, 12 cached + 34 new) · 41.2 tokens/s · "
-        "3 tokens · context 49/2,048"
+        "TTFT 56 ms (template 1 ms, 12 cached + 34 new) · 3 tokens at 41.2/s · context 49/2,048"
     )
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(41.24, "41.2/s"), (99.97, "100/s"), (385.2, "385/s"), (1234.5, "1,234/s")]
+)
+def test_the_line_under_an_answer_fits_a_line(rate: float, shown: str) -> None:
+    timings = Timings(
+        prompt_n=34,
+        predicted_n=512,
+        predicted_per_second=rate,
+        ttft_ms=56,
+        queue_ms=0.4,
+        template_ms=1,
+    )
+    told = answer(timings=timings, cached_tokens=812, completion_tokens=512, ctx=8192)
+    line = report.answer_line(told)
+    assert f"512 tokens at {shown}" in line
+    assert len(line) <= 95
+
+
+def test_a_wait_in_the_queue_is_told() -> None:
+    line = report.answer_line(answer(timings=replace(TIMINGS, queue_ms=2, template_ms=0.2)))
+    assert line.startswith("TTFT 56 ms (queue 2 ms, 12 cached + 34 new) · ")
 
 
 def test_one_token_has_no_rate() -> None:
     timings = Timings(predicted_n=1, predicted_per_second=1e6, prompt_n=3, ttft_ms=1234)
     line = report.answer_line(answer(timings=timings, completion_tokens=1))
-    assert "tokens/s" not in line
+    assert "/s" not in line
     assert line.startswith("TTFT 1.23 s (")
     assert "1 token ·" in line
 

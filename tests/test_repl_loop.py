@@ -14,13 +14,14 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
-from localgen.backends.errors import ContextExceeded, EngineDied, ServerUnavailable
+from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
 from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.client import ModelCard
 from localgen.repl.conversation import Turn
 from localgen.repl.loading import Loading
 from localgen.repl.prompt import Completions, prompt_session
 from localgen.repl.quotes import is_open, unquoted
-from localgen.repl.repl import Repl
+from localgen.repl.repl import Repl, _line_editor
 from localgen.repl.session import ModelOptions, Session
 
 Line = str | type[BaseException]
@@ -98,26 +99,30 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(chat: Callable[..., Chat]) -> No
 def test_an_error_leaves_the_conversation_as_it_was(
     chat: Callable[..., Chat], error: Exception
 ) -> None:
-    talk = chat(("fine", answer()), ("bro", error))
+    talk = chat(("fine", answer()), ("bro", error), ("bro", error))
     screen = talk.type("one", "two")
     assert str(error) in screen
     assert talk.session.conversation.turns == (Turn("one", "fine"),)
 
 
-def test_a_server_that_dies_is_restarted_and_asked_once_more(chat: Callable[..., Chat]) -> None:
+@pytest.mark.parametrize("kind", [ServerUnavailable, EngineDied])
+def test_what_dies_is_restarted_and_asked_once_more(
+    chat: Callable[..., Chat], kind: type[LocalgenError]
+) -> None:
     load = LoadOptions(threads=3)
-    talk = chat(("bro", ServerUnavailable("the server went away")), ("whole", answer()), load=load)
+    talk = chat(("bro", kind("it went away")), ("whole", answer()), load=load)
     screen = talk.type("hi")
-    assert "the server went away; starting it again and asking again" in screen
+    assert "it went away; starting it again and asking again" in screen
     assert talk.session.conversation.turns == (Turn("hi", "whole"),)
     first, second = talk.client.record.asked
     assert first == second
     assert talk.client.record.connects == 2
-    assert talk.client.record.loaded[-1] == ("tiny", load)
+    assert talk.client.record.loaded[-1] == (None, load)
 
 
-def test_a_server_that_dies_twice_is_an_error(chat: Callable[..., Chat]) -> None:
-    gone = ServerUnavailable("the server went away")
+@pytest.mark.parametrize("kind", [ServerUnavailable, EngineDied])
+def test_what_dies_twice_is_an_error(chat: Callable[..., Chat], kind: type[LocalgenError]) -> None:
+    gone = kind("it went away")
     talk = chat((gone,), (gone,))
     talk.type("hi")
     assert len(talk.client.record.asked) == 2
@@ -134,7 +139,7 @@ def test_regen_replaces_the_last_answer(chat: Callable[..., Chat]) -> None:
 def test_a_regen_that_fails_keeps_the_old_answer(
     chat: Callable[..., Chat], end: BaseException
 ) -> None:
-    talk = chat(("first", answer()), (end,))
+    talk = chat(("first", answer()), (end,), (end,))
     talk.type("hi", "/regen")
     assert talk.session.conversation.turns == (Turn("hi", "first"),)
 
@@ -272,3 +277,42 @@ def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> N
     last = screen.getvalue().rpartition("starting the server")
     assert bool(last[1]) is is_terminal
     assert is_terminal or screen.getvalue() == ""
+    assert ("43%" in screen.getvalue()) is is_terminal
+
+
+def test_where_nothing_loads_no_loading_shows() -> None:
+    screen = io.StringIO()
+    with Loading(Console(file=screen, force_terminal=True, width=60), "tiny"):
+        pass
+    assert screen.getvalue() == ""
+
+
+def test_models_are_looked_up_once_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ScriptedClient()
+    seen: list[Completions] = []
+    lookups = 0
+
+    class Editor:
+        def prompt(self, _text: str) -> str:
+            typed = Document("/model ")
+            found = [*seen[0].get_completions(typed, CompleteEvent())]
+            found += seen[0].get_completions(typed, CompleteEvent())
+            return " ".join(completion.text for completion in found)
+
+    def editor(_history: Path, completions: Completions) -> Editor:
+        seen.append(completions)
+        return Editor()
+
+    def models() -> list[ModelCard]:
+        nonlocal lookups
+        lookups += 1
+        return [ModelCard(f"m{lookups}", "/m", 1, "loaded", "file")]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(client, "models", models)
+    monkeypatch.setattr("localgen.repl.prompt.prompt_session", editor)
+    read = _line_editor(Session(client, tmp_path, ModelOptions()))
+    assert read(">>> ") == "m1 m1"
+    assert read(">>> ") == "m2 m2"

@@ -249,19 +249,34 @@ def test_a_full_queue_refuses() -> None:
         scheduler.submit(sequence("c", [1]))
 
 
-def test_budget_shrinks_past_its_target_and_grows_back() -> None:
+def test_budget_keeps_mixed_steps_near_their_target() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
     assert budget.tokens(decoding=0) == 512
-    assert budget.tokens(decoding=4) == 508
-    budget.observe(step_ms=1000, prompt_tokens=500, decoding=4)
-    assert budget.tokens(decoding=4) == 50
+    assert budget.tokens(decoding=4) == 508, "nothing is known yet"
+    budget.observe(step_ms=1000, prompt_tokens=500, decoding=0)  # 2 ms a token
+    budget.observe(step_ms=20, prompt_tokens=0, decoding=4)
+    assert budget.tokens(decoding=4) == 40
     assert budget.tokens(decoding=0) == 512
-    for _ in range(20):
-        budget.observe(step_ms=1000, prompt_tokens=1, decoding=4)
-    assert budget.tokens(decoding=4) == MIN_TOKENS
+
+
+def test_budget_learns_that_tokens_became_dearer_and_cheaper() -> None:
+    budget = TokenBudget(512, itl_target_ms=100)
+    budget.observe(step_ms=20, prompt_tokens=0, decoding=4)
     for _ in range(40):
-        budget.observe(step_ms=10, prompt_tokens=16, decoding=4)
-    assert budget.tokens(decoding=4) == 508
+        budget.observe(step_ms=180, prompt_tokens=40, decoding=4)
+    assert budget.tokens(decoding=4) == 20
+    for _ in range(40):
+        budget.observe(step_ms=60, prompt_tokens=40, decoding=4)
+    assert 75 <= budget.tokens(decoding=4) <= 81
+
+
+def test_prompts_go_on_where_decoding_alone_passes_the_target() -> None:
+    budget = TokenBudget(512, itl_target_ms=100)
+    budget.observe(step_ms=700, prompt_tokens=100, decoding=0)
+    budget.observe(step_ms=400, prompt_tokens=0, decoding=16)
+    assert budget.tokens(decoding=16) == 800 // 7
+    budget.observe(step_ms=1e6, prompt_tokens=1, decoding=0)
+    assert budget.tokens(decoding=16) == MIN_TOKENS
 
 
 @given(a=st.lists(st.integers(0, 2)), b=st.lists(st.integers(0, 2)))

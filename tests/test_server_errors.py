@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,31 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
         ({"n": 2}, "n", "not supported"),
+        ({"n": True}, "n", "not supported"),
+        ({"priority": 1e23}, "priority", "maximum size"),
+        ({"priority": 2**63}, "priority", "less than"),
+        ({"max_tokens": 2**63}, "max_tokens", "less than"),
+        ({"ctx": 10**400}, "ctx", "less than"),
+        ({"top_k": 2**31}, "top_k", "less than"),
+        ({"repeat_last_n": -(2**40)}, "repeat_last_n", "greater than"),
+        ({"stop_token_ids": [1, 2**31]}, "stop_token_ids[1]", "less than"),
+        ({"logit_bias": {str(2**31): 1}}, "logit_bias.2147483648.[key]", "less than"),
+        ({"model": "a\ud800"}, "model", "surrogate"),
+        ({"user": "\udfff"}, "user", "surrogate"),
+        ({"stop": "\ud800"}, "stop", "surrogate"),
+        ({"dry_sequence_breakers": ["a", "\ud800"]}, "dry_sequence_breakers[1]", "surrogate"),
+        (
+            {"messages": [{"role": "user", "content": "x\ud800"}]},
+            "messages[0].content",
+            "surrogate",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+            "messages[0].content[0].text",
+            "surrogate",
+        ),
+        ({"\ud800": 1}, "?", "surrogate"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
@@ -59,7 +85,11 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
 def test_a_field_that_is_wrong_is_named(
     served: House, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    error = refusal(served.chat(served.model(), **fields), 400, "invalid_request")
+    # what no UTF-8 can hold travels escaped
+    content = json.dumps(chat_body(served.model()) | fields)
+    headers = {"content-type": "application/json"}
+    reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
+    error = refusal(reply, 400, "invalid_request")
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert says in error["message"]
@@ -78,6 +108,28 @@ def test_a_body_that_is_wrong(served: House, content: bytes, says: str) -> None:
     headers = {"content-type": "application/json"}
     reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
     assert says in refusal(reply, 400, "invalid_request")["message"]
+
+
+def test_text_and_tokens_of_a_completion(served: House) -> None:
+    for prompt, param in (("\ud800", "prompt"), ([1, 10**400], "prompt")):
+        content = json.dumps({"model": served.model(), "prompt": prompt})
+        headers = {"content-type": "application/json"}
+        reply = served.http.post("/v1/completions", content=content, headers=headers)
+        assert refusal(reply, 400, "invalid_request")["param"] == param
+
+
+def test_a_body_nested_deeply(served: House) -> None:
+    content = b'{"logit_bias": ' + b"[" * 900 + b"]" * 900 + b"}"
+    headers = {"content-type": "application/json"}
+    reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
+    refusal(reply, 400, "invalid_request")
+
+
+def test_a_keep_alive_that_is_no_time(served: House) -> None:
+    body = {"model": served.model(), "keep_alive": "soon"}
+    error = refusal(served.http.post("/v1/models/load", json=body), 400, "invalid_request")
+    assert error["param"] == "keep_alive"
+    assert "keep_alive=soon: give a time such as 30s" in error["message"]
 
 
 def test_a_body_that_is_a_form(served: House) -> None:
@@ -144,6 +196,7 @@ def test_load_options(served: House) -> None:
     error = refusal(load({"contxt": 5}), 400, "invalid_request")
     assert error["param"] == "options.contxt"
     assert "Expected `int" in refusal(load({"ctx": "big"}), 400, "invalid_request")["message"]
+    assert refusal(load({"ctx": 10**400}), 400, "invalid_request")["param"] == "options.ctx"
     assert load({"ctx": 1024}).status_code == 200
     assert load({"ctx": 1024, "parallel": 4}).status_code == 200
     error = refusal(load({"ctx": 4096}), 409, "model_busy")

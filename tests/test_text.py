@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import localgen.backends.text.template as template_module
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.text.detokenize import Detokenizer
 from localgen.backends.text.stop import StopMatcher
@@ -273,3 +274,11 @@ def test_other_files_are_out_of_reach(name: str) -> None:
 def test_a_template_that_does_not_compile(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"does not compile: .*--chat-template FILE"):
         ChatTemplate(source)
+
+
+def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "MAX_RENDER_S", 0.2)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="does not come to an end"):
+        ChatTemplate(endless).render([Message("user", "hi")])
+    assert ChatTemplate("ok").render([Message("user", "hi")]) == "ok"

@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 MIN_TOKENS = 16
-GROWTH = 1.25
+# a step may take this many times what its decoding alone takes, or prompts would starve
+# wherever decoding alone already passes the target
+MIN_STRETCH = 3.0
+_WEIGHT = 0.3
 
 
 class TokenBudget:
-    """Shrinks when a mixed step passes the inter-token target, grows back when it stays under."""
+    """Keeps mixed steps near the inter-token target, from what steps were measured to cost.
+
+    A step takes about base_ms for its decoding sequences and token_ms for each prompt token.
+    """
 
     def __init__(self, max_tokens: int, itl_target_ms: float) -> None:
         self._max = max_tokens
         self._target_ms = itl_target_ms
-        self._tokens = float(max_tokens)
+        self._base_ms = _Average()
+        self._token_ms = _Average()
 
     def tokens(self, decoding: int) -> int:
         """Prompt tokens for a step with that many decoding sequences beside them."""
         if not decoding:
             return self._max
-        return max(1, min(int(self._tokens), self._max - decoding))
+        most = self._max - decoding
+        base_ms, token_ms = self._base_ms.value, self._token_ms.value
+        if base_ms is None or not token_ms:
+            return max(1, most)
+        target_ms = max(self._target_ms, MIN_STRETCH * base_ms)
+        return max(1, min(most, max(MIN_TOKENS, int((target_ms - base_ms) / token_ms))))
 
     def observe(self, step_ms: float, prompt_tokens: int, decoding: int) -> None:
         """Learn from a finished step."""
-        if not decoding or not prompt_tokens:
+        if not prompt_tokens:
+            self._base_ms.add(step_ms)
             return
-        if step_ms > self._target_ms:
-            shrunk = prompt_tokens * self._target_ms / step_ms
-            self._tokens = max(MIN_TOKENS, min(self._tokens, shrunk))
-        else:
-            self._tokens = min(self._max, self._tokens * GROWTH)
+        base_ms = self._base_ms.value if decoding else 0.0
+        if base_ms is not None:
+            # what is small beside the base says little about a token
+            self._token_ms.add(max(step_ms - base_ms, step_ms / 10) / prompt_tokens)
+
+
+class _Average:
+    """A running mean that forgets."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, sample: float) -> None:
+        old = sample if self.value is None else self.value
+        self.value = old + _WEIGHT * (sample - old)

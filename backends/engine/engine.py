@@ -20,6 +20,8 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.types import Delta, Failed, Finished, Request, StepEvents
 
 STATS_INTERVAL_S = 0.25
+# while nothing happens, what is said of the last minute ages
+IDLE_STATS_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Engine:
     def run(self) -> None:
         """Serve until stop. StepFailed: every request has failed and the model must be reloaded."""
         try:
+            self._flush(idle=True)
             while self.step(wait=True):
                 pass
         except StepFailed as error:
@@ -141,7 +144,7 @@ class Engine:
         now_s = time.monotonic()
         step_ms = (now_s - started_s) * 1e3
         outputs = self._scheduler.apply(chunks, result, step_ms)
-        self._stats.step(now_s, step_ms, len(chunks), sum(map(len, chunks)), outputs)
+        self._stats.step(now_s, step_ms, chunks, outputs)
         self._unpublished += outputs
 
     def _receive(self, *, wait: bool) -> bool:
@@ -149,7 +152,7 @@ class Engine:
         idle = not (self._scheduler.has_work or self._unpublished)
         try:
             while True:
-                mail = self._inbox.get(block=wait and idle)
+                mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_S)
                 if isinstance(mail, _Stop):
                     return False
                 self._open(mail)
@@ -198,16 +201,16 @@ class Engine:
 
     def _refuse_unplaceable(self) -> None:
         """Nobody runs and still the next request does not fit: it never will."""
-        if self._scheduler.running:
+        seq = self._scheduler.next_in_turn
+        if self._scheduler.running or seq is None:
             return
-        for seq in list(self._scheduler.queue):
-            usage = self._runner.usage()
-            self._scheduler.end(seq)
-            self._fail(
-                seq,
-                "out_of_memory",
-                f"{len(seq.tokens):,} tokens do not fit the pool of {usage.free:,} free tokens",
-            )
+        self._scheduler.end(seq)
+        self._fail(
+            seq,
+            "out_of_memory",
+            f"{len(seq.tokens):,} tokens do not fit the pool of "
+            f"{self._runner.limits.kv_tokens:,} tokens",
+        )
 
     def _make_room(self) -> None:
         """The backend found no room for a planned step: preempt one, keep all others."""
@@ -215,7 +218,8 @@ class Engine:
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)
-            self._fail(seq, "out_of_memory", "the KV cache has no room for the next token")
+            if seq.id in self._answers:
+                self._fail(seq, "out_of_memory", "the KV cache has no room for the next token")
 
     def _fail_all(self, why: str) -> None:
         for seq in [*self._scheduler.running, *self._scheduler.queue]:

@@ -76,6 +76,11 @@ class Scheduler:
         """Whether anybody waits or runs."""
         return bool(self._running or len(self.queue))
 
+    @property
+    def next_in_turn(self) -> Sequence | None:
+        """Whose turn it is among those that wait."""
+        return next(iter(self.queue.in_turn(self._clock())), None)
+
     def get(self, request_id: str) -> Sequence | None:
         """The live sequence of that id."""
         return self._running.get(request_id) or self.queue.get(request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
-from localgen.backends.engine.runner import PoolUsage
+from localgen.backends.engine.runner import Chunk, PoolUsage
 from localgen.backends.engine.scheduler import Output, Scheduler
 from localgen.backends.engine.sequence import Sequence, State
 from localgen.backends.types import EngineStats, Finished, SequenceStats, Timings
@@ -73,18 +73,21 @@ class Stats:
         self._last_token_s: dict[str, float] = {}
 
     def step(
-        self, now_s: float, step_ms: float, sequences: int, tokens: int, outputs: list[Output]
+        self, now_s: float, step_ms: float, chunks: list[Chunk], outputs: list[Output]
     ) -> None:
-        """Enter a finished step."""
+        """Enter a finished step. A step that does both counts its whole time for both rates."""
         self._steps += 1
-        self._step_tokens += tokens
+        self._step_tokens += sum(map(len, chunks))
         self._step_ms = step_ms
-        self._step_sequences[sequences] += 1
-        generated = sum(len(output.tokens) for output in outputs)
-        if tokens > generated:
-            self._prefill.add(tokens - generated, step_ms / 1e3)
-        else:
-            self._decode.add(generated, step_ms / 1e3)
+        self._step_sequences[len(chunks)] += 1
+        prompts = [chunk for chunk in chunks if chunk.start < chunk.seq.num_prompt]
+        prompt_tokens = sum(map(len, prompts))
+        first_tokens = sum(chunk.samples for chunk in prompts)
+        decoded = sum(len(output.tokens) for output in outputs) - first_tokens
+        if prompt_tokens:
+            self._prefill.add(prompt_tokens, step_ms / 1e3)
+        if decoded:
+            self._decode.add(decoded, step_ms / 1e3)
         for output in outputs:
             self._token(output.seq, now_s)
 

@@ -64,14 +64,14 @@ class Lanes:
 
     def usage(self) -> PoolUsage:
         """Cells by use; a cell of a running sequence and a donor counts as used."""
-        total, used = len(self._refs), self._held(self._running.values())
+        total, used = len(self._refs), self._held(lane.cells for lane in self._running.values())
         return PoolUsage(used=used, cached=total - self._num_free - used, free=self._num_free)
 
-    def _held(self, lanes: Iterable[Lane]) -> int:
-        """Cells that any of these lanes holds."""
+    def _held(self, parts: Iterable[Cells]) -> int:
+        """How many different cells these are."""
         held = np.zeros(len(self._refs), np.bool_)
-        for lane in lanes:
-            held[lane.cells] = True
+        for cells in parts:
+            held[cells] = True
         return int(np.count_nonzero(held))
 
     # -- room -------------------------------------------------------------------------------
@@ -80,11 +80,10 @@ class Lanes:
         """As ModelRunner.admit."""
         donor, length = self._longest_prefix(seq)
         needed = len(seq.tokens) - length
-        if donor and not self._reclaimable(needed + spare, protect=donor):
-            # the donor itself is in the way: do without it
-            donor, length, needed = None, 0, len(seq.tokens)
-        if not self._reclaimable(needed + spare, protect=donor):
+        if not self._reclaimable(needed + spare, protect=donor, length=length):
             raise NoRoom
+        if donor in self._donors and not self._reclaimable(needed + spare, protect=donor):
+            self._shorten(donor, length)  # what follows the shared part is in the way
         self._reclaim(needed + spare, protect=donor)
         lane = self._take_lane(donor, seq, length)
         lane.owner, lane.kept = seq, []
@@ -97,7 +96,7 @@ class Lanes:
         if donor and not donor.owner and length == len(donor.kept):
             self._donors.remove(donor)  # all of it is wanted: it can simply go on
             return donor
-        lane = self._free_lane(protect=donor)
+        lane = self._free_lanes.pop()  # fewer than max_seqs run, at most max_donors are kept
         if donor:
             self._context.copy_prefix(donor.index, lane.index, length)
             lane.cells = donor.cells[:length].copy()
@@ -156,23 +155,27 @@ class Lanes:
     def _oldest(self, protect: Lane | None) -> Lane:
         return min((d for d in self._donors if d is not protect), key=lambda d: d.used_at)
 
+    def _shorten(self, donor: Lane, length: int) -> None:
+        donor.kept = donor.kept[:length]
+        self._cut(donor, length)
+
     def _drop(self, donor: Lane) -> None:
         self._donors.remove(donor)
         donor.kept = []
         self._cut(donor, 0)
         self._free_lanes.append(donor)
 
-    def _free_lane(self, *, protect: Lane | None) -> Lane:
-        if not self._free_lanes:
-            self._drop(self._oldest(protect))
-        return self._free_lanes.pop()
+    def _reclaimable(self, needed: int, *, protect: Lane | None, length: int | None = None) -> bool:
+        """Whether dropping donors could free that many cells; drops none.
 
-    def _reclaimable(self, needed: int, *, protect: Lane | None) -> bool:
-        """Whether dropping donors could free that many cells; drops none."""
+        length: how much of the protected donor must stay; None: all of it.
+        """
         if self._num_free >= needed:
             return True
-        protected = [protect] if protect else []
-        return len(self._refs) - self._held([*self._running.values(), *protected]) >= needed
+        held = [lane.cells for lane in self._running.values()]
+        if protect:
+            held.append(protect.cells[:length])
+        return len(self._refs) - self._held(held) >= needed
 
     def _reclaim(self, needed: int, *, protect: Lane | None) -> bool:
         """Free that many cells at the expense of donors, least recently used first."""
@@ -180,8 +183,7 @@ class Lanes:
             donor = self._oldest(protect)
             keep = len(donor.kept) - max(needed - self._num_free, TRIM_TOKENS)
             if keep > 0:
-                donor.kept = donor.kept[:keep]
-                self._cut(donor, keep)
+                self._shorten(donor, keep)
             else:
                 self._drop(donor)
         return self._num_free >= needed

@@ -18,6 +18,7 @@ from localgen.backends.engine.wire import Load
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
+from localgen.backends.llamacpp.devices import gpu_free_bytes
 from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, library
 from localgen.backends.llamacpp.options import Settings, settle
 from localgen.backends.llamacpp.runner import LlamaRunner
@@ -52,10 +53,12 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         what = "it is a folder, not a .gguf file" if path.is_dir() else "no such file"
         raise LoadFailed(f"cannot load {path}: {what}")
     model = Model(path, options, on_progress)
+    unlocked = options.mlock and library().warned_of("mlock")
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
-    size = sizing.choose(model, options, free_bytes=_free_bytes(model, request.memory_bytes))
-    donors = min(MAX_DONORS, MAX_SEQUENCES - options.parallel) if options.prefix_cache else 0
+    size = sizing.choose(model, options, free_bytes=_free_bytes(model, options, request))
+    keeps = options.prefix_cache and not model.is_recurrent
+    donors = min(MAX_DONORS, MAX_SEQUENCES - options.parallel) if keeps else 0
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
     can_rewind = _probe(model, vocab, context)
     runner = LlamaRunner(
@@ -70,6 +73,8 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     )
     sampling_defaults, sampling_notes = _sampling(model)
     notes = [*size.notes, *sampling_notes]
+    if unlocked:
+        notes.append("the weights could not be locked in memory (ulimit -l): they may be swapped")
     if not options.repack:
         notes.append("weights are not repacked for this CPU: prompts are read more slowly")
     if not can_rewind:
@@ -102,10 +107,20 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)
 
 
-def _free_bytes(model: Model, limit: int | None) -> int:
-    """Memory for a KV pool: what may be used less the weights, which mmap reads in later."""
+def _free_bytes(model: Model, options: Settings, request: Load) -> int:
+    """Memory for a KV pool, which lies where the layers are.
+
+    On a GPU the weights are in by now; on the CPU mmap reads them in later.
+    """
+    gpu_free = gpu_free_bytes() if options.gpu_layers else None
+    share = 0.0 if gpu_free is None else _gpu_share(model, options)
     most = psutil.virtual_memory().available - RESERVED_BYTES
-    return max(0, (most if limit is None else min(most, limit)) - model.size_bytes)
+    if request.memory_bytes is not None:
+        most = min(most, request.memory_bytes)
+    room = [(most - model.size_bytes * (1 - share)) / (1 - share)] if share < 1 else []
+    if gpu_free is not None:
+        room.append((gpu_free - RESERVED_BYTES) / share)
+    return max(0, int(min(room)))
 
 
 def _template(
@@ -138,11 +153,16 @@ def _sampling(model: Model) -> tuple[SamplingParams, tuple[str, ...]]:
     return defaults, ()
 
 
-def _processor(model: Model, options: Settings) -> str:
-    """As `ps` shows it: which share of the layers runs where."""
+def _gpu_share(model: Model, options: Settings) -> float:
+    """Share of the layers that run on a GPU."""
     all_layers = model.layers + 1  # llama.cpp counts the output layer too
     on_gpu = all_layers if options.gpu_layers < 0 else min(options.gpu_layers, all_layers)
-    share = round(100 * on_gpu / all_layers)
+    return on_gpu / all_layers
+
+
+def _processor(model: Model, options: Settings) -> str:
+    """As `ps` shows it: which share of the layers runs where."""
+    share = round(100 * _gpu_share(model, options))
     if share in (0, 100):
         return "100% GPU" if share else "100% CPU"
     return f"{100 - share}%/{share}% CPU/GPU"
@@ -159,7 +179,7 @@ def _probe(model: Model, vocab: Vocab, context: Context) -> bool:
     )
     batch = Batch(4)
     batch.fill([Chunk(seq=probe, start=0, tokens=probe.tokens, samples=True)], [0])
-    if C.llama_decode(context.handle, batch.native):
+    if context.decode(batch.native).result():
         raise LoadFailed(f"cannot run {model.path}: {library().reason()}")
     logits = C.llama_get_logits(context.handle)
     if np.isnan(np.ctypeslib.as_array(logits, (vocab.vocab_size,))).any():

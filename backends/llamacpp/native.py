@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,10 @@ class NativeLog:
         shown = "".join(c if c.isprintable() else "\ufffd" for c in line or "")
         return shown or "llama.cpp gave no reason"
 
+    def warned_of(self, word: str) -> bool:
+        """Whether the first warning since `clear` was about that."""
+        return word in self._first.get(_LOG_WARN, "")
+
     def clear(self) -> None:
         """Forget what was said before."""
         self._first.clear()
@@ -94,12 +99,6 @@ def supports_gpu() -> bool:
     """Whether llama.cpp was built with a GPU backend and finds a device for it."""
     library()
     return bool(C.llama_supports_gpu_offload())
-
-
-def system_info() -> str:
-    """Instruction sets and features that llama.cpp uses, in its own words."""
-    library()
-    return str(C.llama_print_system_info().decode())
 
 
 class Model:
@@ -250,12 +249,20 @@ class Context:
         if not self.handle:
             raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
         self.memory = C.llama_get_memory(self.handle)
+        # One thread for all computing, not the one that made the context: OpenMP gives each
+        # thread that computes a pool of its own, and once there are more threads than cores
+        # its barriers sleep instead of spinning, which costs a fifth of the speed.
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
         if not self.memory:  # an encoder, which llama.cpp runs without a KV cache
             self.close()
             raise LoadFailed(f"cannot load {model.path}: {_NOT_GENERATING}")
         self.n_seq_max = n_seq_max
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.kv_tokens = int(C.llama_n_ctx(self.handle))
+
+    def decode(self, batch: Any) -> Future[int]:
+        """Compute a llama_batch; llama_decode's status. Nothing else may be called meanwhile."""
+        return self._decoder.submit(C.llama_decode, self.handle, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Tag the first `length` cells of one sequence as those of another too."""
@@ -278,6 +285,7 @@ class Context:
 
     def close(self) -> None:
         """Free the pool."""
+        self._decoder.shutdown()
         if self.handle:
             C.llama_free(self.handle)
             self.handle = None

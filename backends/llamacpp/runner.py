@@ -69,8 +69,6 @@ class LlamaRunner:
         self.lanes = Lanes(context, max_seqs=max_seqs, max_donors=max_donors, share=can_rewind)
         self._batch = Batch(context.n_batch)
         self._samplers: weakref.WeakKeyDictionary[Sequence, Sampler] = weakref.WeakKeyDictionary()
-        # decoding has a thread of its own: the loop publishes the last step meanwhile
-        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._rows = ThreadPoolExecutor(threads, thread_name_prefix="sample")
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
@@ -107,8 +105,8 @@ class LlamaRunner:
         assert outputs <= self.limits.max_outputs, outputs
         rows = self._batch.fill(chunks, [self.lanes.index(chunk.seq) for chunk in chunks])
         library().clear()
-        decoded = self._decoder.submit(C.llama_decode, self._context.handle, self._batch.native)
-        return Ticket(chunks, rows, decoded)
+        # in a thread of its own: the loop publishes the last step meanwhile
+        return Ticket(chunks, rows, self._context.decode(self._batch.native))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """As ModelRunner.collect."""
@@ -159,7 +157,6 @@ class LlamaRunner:
 
     def close(self) -> None:
         """As ModelRunner.close."""
-        self._decoder.shutdown()
         self._rows.shutdown()
         for chooser in self._samplers.values():
             chooser.close()

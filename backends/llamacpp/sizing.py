@@ -51,11 +51,8 @@ def choose(model: Model, options: Settings, *, free_bytes: int) -> Size:
         )
     per_token = kv_bytes_per_token(model, options)
     fitting = int(free_bytes * DEFAULT_KV_SHARE / per_token)
-    ctx = max(POOL_STEP_TOKENS, min(trained, fitting))
-    if options.kv_tokens is not None:
-        ctx = min(ctx, options.kv_tokens) if options.ctx is None else options.ctx
-    elif options.ctx is not None:
-        ctx = max(ctx, options.ctx)
+    largest = max(POOL_STEP_TOKENS, min(trained, fitting, options.kv_tokens or trained))
+    ctx = options.ctx or largest
     wanted = options.kv_tokens or max(ctx, min(fitting, DEFAULT_POOL_TOKENS))
     if wanted < ctx:
         raise InvalidRequest(

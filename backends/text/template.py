@@ -14,7 +14,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.text.deadline import Overtime, deadline
 from localgen.backends.types import Message
+
+# a template is foreign code, and other requests wait for their turn
+MAX_RENDER_S = 5.0
 
 
 class _Generation(Extension):
@@ -53,13 +57,20 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt for an answer to these messages. InvalidRequest if the template objects."""
         try:
-            return self._template.render(
-                messages=[{"role": m.role, "content": m.content} for m in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._variables,
-            )
+            with deadline(MAX_RENDER_S):
+                return self._template.render(
+                    messages=[{"role": m.role, "content": m.content} for m in messages],
+                    add_generation_prompt=True,
+                    tools=None,
+                    documents=None,
+                    **self._variables,
+                )
+        except Overtime as error:
+            raise InvalidRequest(
+                f"the chat template does not come to an end within {MAX_RENDER_S:g} s: "
+                "give another with --chat-template FILE",
+                param="messages",
+            ) from error
         except _Refused as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error}", param="messages"

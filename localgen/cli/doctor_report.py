@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from localgen.cli.tables import json_text
 from localgen.doctor.checkup import Checkup
 from localgen.doctor.findings import Finding
 from localgen.doctor.machine import Machine
@@ -27,7 +27,7 @@ def as_text(found: Checkup) -> str:
 
 def as_json(found: Checkup) -> str:
     """The checkup as one JSON object."""
-    return json.dumps(asdict(found), default=sorted, indent=2, ensure_ascii=False)
+    return json_text(asdict(found), indent=2)
 
 
 def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:

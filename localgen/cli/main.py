@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from localgen import __version__
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.cli import exits
 from localgen.cli.commands import LazyGroup
 
@@ -48,6 +48,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run a command line; its exit status. Every error has been told on stderr."""
     try:
+        _require_text(arguments)
         status = _invoke(arguments or ["--help"])
         sys.stdout.flush()
         return status
@@ -63,6 +64,15 @@ def run(arguments: list[str]) -> int:
         return _leave_broken_pipe()
     except Exception as error:  # the last line of defence: a user never sees a traceback
         return _tell_defect(error)
+
+
+def _require_text(arguments: list[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            # a prompt may be long
+            raise InvalidRequest(f"the argument {argument[:60]!r} is not UTF-8 text") from error
 
 
 def _invoke(arguments: list[str]) -> int:

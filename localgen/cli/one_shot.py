@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from localgen.cli.tables import json_text
 from localgen.repl import report
 from localgen.repl.conversation import Conversation
 from localgen.repl.inert import inert, one_line
@@ -32,16 +32,16 @@ def answer_one(
     """Load the model, answer the prompt on stdout as text or one JSON record, notes on stderr."""
     with loading:
         client.connect()
-        info = client.load(model, options.load, loading.progress)
+        info = client.load(model, options.load, loading.progress, options.keep_alive)
     if loading.happened or options.verbose:
         _tell(*info.notes)
     messages = Conversation(options.system).asking(prompt)
     stream = client.chat(
-        info.name, messages, options.params, ctx=options.ctx, priority=options.priority
+        model, messages, options.params, ctx=options.ctx, priority=options.priority
     )
     text, answer = stream_plain(stream, _silent if as_json else _write)
     if as_json:
-        print(json.dumps(_record(prompt, text, answer), ensure_ascii=False))
+        print(json_text(_record(prompt, text, answer)))
     elif not text.endswith("\n"):
         print(flush=True)
     _tell(*report.warnings(answer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, SamplingParams
+from localgen.config import parse_keep_alive
 from localgen.repl import parameters
 from localgen.repl.session import ModelOptions
 
@@ -32,8 +34,12 @@ class Flag:
     @property
     def variable(self) -> str:
         """`LOCALGEN_` and the long name."""
-        long = self.names.split()[-1].split("/")[0].removeprefix("--")
-        return "LOCALGEN_" + long.upper().replace("-", "_")
+        return "LOCALGEN_" + self.long.removeprefix("--").upper().replace("-", "_")
+
+    @property
+    def long(self) -> str:
+        """The long name, with its dashes."""
+        return self.names.split()[-1].split("/")[0]
 
     def parameter(self, panel: str) -> inspect.Parameter:
         option = typer.Option(
@@ -54,6 +60,12 @@ ASKING = (
     Flag("ctx", int, "-c --ctx", "Most tokens of prompt and answer together; 0: the model's.", 0),
     Flag("system", str, "-sys --system", "System prompt."),
     Flag("priority", int, "--priority", "Higher is served first."),
+    Flag(
+        "keep_alive",
+        str,
+        "--keep-alive",
+        "How long the model then stays: 30s, 5m, 0; -1: for ever.",
+    ),
     Flag("verbose", bool, "--verbose", "Show load, prompt and generation speed, and TTFT."),
 )
 SAMPLING = (
@@ -111,10 +123,9 @@ LOADING = (
     Flag("mlock", bool, "--mlock/--no-mlock", "Keep the weights from being swapped out."),
     Flag("chat_template", Path, "--chat-template", "File with a Jinja chat template to use."),
 )
-BACKEND = Flag("backend", Literal["auto", "llamacpp"], "--backend", "What computes the model.")
 
 PANELS = {
-    "Options": (*ASKING, BACKEND),
+    "Options": ASKING,
     "Sampling": SAMPLING,
     "Loading (when the model is not loaded yet)": LOADING,
 }
@@ -141,6 +152,8 @@ def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def collect(given: dict[str, Any]) -> ModelOptions:
     """The values of the options. LocalgenError: one does not say what it should."""
+    for flag in (*SAMPLING, *LOADING):
+        _require_finite(flag, given.get(flag.field))
     sampling = _given(SAMPLING, given)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = parameters.logit_bias(sampling["logit_bias"])
@@ -148,6 +161,8 @@ def collect(given: dict[str, Any]) -> ModelOptions:
     if "chat_template" in loading:
         loading["chat_template"] = _template(loading["chat_template"])
     asking = _given(ASKING, given)
+    if "keep_alive" in asking:
+        parse_keep_alive(asking["keep_alive"], "--keep-alive")
     # a model that is not loaded yet gets at least the context that is asked of it
     loading |= {"ctx": asking["ctx"]} if "ctx" in asking else {}
     return ModelOptions(params=SamplingParams(**sampling), load=LoadOptions(**loading), **asking)
@@ -160,6 +175,12 @@ def _given(flags: tuple[Flag, ...], given: dict[str, Any]) -> dict[str, Any]:
         for flag in flags
         if (value := given.get(flag.field)) is not None and value != flag.absent
     }
+
+
+def _require_finite(flag: Flag, value: object) -> None:
+    # JSON has no such numbers, and no setting means anything with one
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{flag.long} {value}: give a finite number", param=flag.field)
 
 
 def _template(path: Path) -> str:

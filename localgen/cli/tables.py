@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +25,14 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def print_json(records: Sequence[Any]) -> None:
     """Dataclasses as one JSON array."""
-    typer.echo(json.dumps([asdict(record) for record in records], ensure_ascii=False, indent=2))
+    typer.echo(json_text([asdict(record) for record in records], indent=2))
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """JSON for standard output; sets become lists. A terminal gets nothing that it could obey."""
+    if not sys.stdout.isatty():
+        return json.dumps(value, default=sorted, ensure_ascii=False, indent=indent)
+    return json.dumps(value, default=sorted, indent=indent).replace("\x7f", "\\u007f")
 
 
 def until(until_s: float | None, active_requests: int) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 
-from localgen.backends.errors import LocalgenError, ServerUnavailable, error_of
+from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable, error_of
 from localgen.backends.types import SamplingParams, Timings
 from localgen.client.answers import Answer, Text
 from localgen.client.sse import DONE
@@ -25,6 +26,16 @@ def sampling_fields(params: SamplingParams, *, chat: bool) -> dict[str, Any]:
     if chat and params.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": params.logprobs}
     return body
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """A body as JSON. InvalidRequest: it holds what JSON cannot."""
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the request holds text that is not UTF-8: leave it out") from error
+    except ValueError as error:
+        raise InvalidRequest("the request holds a number that is not finite") from error
 
 
 def answer_of(events: Iterator[bytes]) -> Iterator[Text | Answer]:

@@ -17,7 +17,7 @@ import localgen
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
 from localgen.client.answers import Answer, Health, ModelCard, RunningModel, Text
-from localgen.client.bodies import answer_of, checked, failure, sampling_fields
+from localgen.client.bodies import answer_of, checked, encoded, failure, sampling_fields
 from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_end
 from localgen.client.sse import DONE, payloads
 from localgen.config import Settings
@@ -26,6 +26,7 @@ from localgen.hub.names import available, for_server
 # what this client speaks; a server that speaks another is restarted or refused
 PROTOCOL = 1
 _HEALTH_S = 10.0
+_JSON = {"Content-Type": "application/json"}
 
 
 class Client:
@@ -45,14 +46,8 @@ class Client:
         self._settings = settings or Settings.from_environment()
         self._say = say
         self._server_command = server_command
-        # the socket is on this machine: no proxy, and an answer takes as long as it takes
-        self._http = httpx.Client(
-            base_url="http://localgen",
-            transport=httpx.HTTPTransport(uds=str(self._settings.socket_path)),
-            timeout=httpx.Timeout(None, connect=_HEALTH_S),
-            headers={"X-Localgen-Session": f"{os.getpid()}-{uuid.uuid4().hex[:8]}"},
-            trust_env=False,
-        )
+        self._session = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._http = self._connections()
 
     def __enter__(self) -> Client:
         return self
@@ -88,9 +83,15 @@ class Client:
         model: str | None,
         options: LoadOptions,
         on_progress: Callable[[float], None] = lambda share: None,
+        keep_alive: str | None = None,
     ) -> ModelInfo:
-        """Load a model unless it is loaded; on_progress gets the share done, 0 to 1."""
+        """Load a model unless it is loaded; on_progress gets the share done, 0 to 1.
+
+        keep_alive: how long it stays when idle, as `30s`; None: as the server thinks fit.
+        """
         body = {"model": for_server(model), "options": _given(options), "stream": True}
+        if keep_alive is not None:
+            body["keep_alive"] = keep_alive
         for event in self._events("/v1/models/load", body):
             if event == DONE:
                 break
@@ -175,6 +176,16 @@ class Client:
     def _log(self) -> str:
         return str(self._settings.log_path)
 
+    def _connections(self) -> httpx.Client:
+        # the socket is on this machine: no proxy, and an answer takes as long as it takes
+        return httpx.Client(
+            base_url="http://localgen",
+            transport=httpx.HTTPTransport(uds=str(self._settings.socket_path)),
+            timeout=httpx.Timeout(None, connect=_HEALTH_S),
+            headers={"X-Localgen-Session": self._session},
+            trust_env=False,
+        )
+
     def _start(self) -> None:
         with start_lock(self._settings):
             if self.health() is not None:
@@ -211,19 +222,26 @@ class Client:
 
     def _events(self, path: str, body: dict[str, Any]) -> Generator[bytes, None, None]:
         """The events that answer a request; closing the generator disconnects, which cancels."""
-        with self._talking(), self._open(path, body) as reply:
-            self._check(reply)
+        with self._talking(), self._open(path, encoded(body)) as reply:
             yield from payloads(reply.iter_raw())
 
     @contextlib.contextmanager
-    def _open(self, path: str, body: dict[str, Any]) -> Iterator[httpx.Response]:
+    def _open(self, path: str, body: bytes) -> Iterator[httpx.Response]:
         with contextlib.ExitStack() as stack:
             try:
-                reply = stack.enter_context(self._http.stream("POST", path, json=body))
-            except httpx.ConnectError:
-                # it left while we were idle: nothing was sent, so start one and ask again
+                reply = stack.enter_context(self._asked(path, body))
+            except (httpx.NetworkError, httpx.RemoteProtocolError, ServerUnavailable):
+                # it was idle and left, or is about to: nothing was answered, so ask another one
+                self._http.close()  # these connections lead to the one that leaves
+                self._http = self._connections()
                 self.connect()
-                reply = stack.enter_context(self._http.stream("POST", path, json=body))
+                reply = stack.enter_context(self._asked(path, body))
+            yield reply
+
+    @contextlib.contextmanager
+    def _asked(self, path: str, body: bytes) -> Iterator[httpx.Response]:
+        with self._http.stream("POST", path, content=body, headers=_JSON) as reply:
+            self._check(reply)
             yield reply
 
     def _get(self, path: str) -> dict[str, Any]:
@@ -232,7 +250,7 @@ class Client:
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         with self._talking():
-            return self._whole(self._http.post(path, json=body))
+            return self._whole(self._http.post(path, content=encoded(body), headers=_JSON))
 
     def _whole(self, reply: httpx.Response) -> dict[str, Any]:
         self._check(reply)

@@ -14,6 +14,7 @@ from localgen.repl.inert import one_line
 class Loading:
     """A line of progress on a terminal, nothing elsewhere. Used as a context.
 
+    It shows from the first progress on: what is loaded already shows nothing.
     console: where; what else is drawn meanwhile must be drawn there too. happened: whether
     something had to be loaded at all.
     """
@@ -33,11 +34,11 @@ class Loading:
     def progress(self, share: float) -> None:
         """Share of the weights read, 0 to 1."""
         self.happened = True
+        if self._shown:
+            self._status.start()
         self._status.update(_dim(f"loading {self._name} {share:.0%}"))
 
     def __enter__(self) -> Loading:
-        if self._shown:
-            self._status.start()
         return self
 
     def __exit__(

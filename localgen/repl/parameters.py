@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import shlex
 import types
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -65,6 +67,9 @@ def logit_bias(pairs: Iterable[str]) -> dict[int, float]:
         except ValueError as error:
             wanted = "give ID=BIAS, such as 15043=-1.5"
             raise InvalidRequest(f"logit bias {pair!r}: {wanted}", param="logit_bias") from error
+        if not math.isfinite(biases[int(token)]):
+            wanted = f"give a finite number; {token}=-100 bans the token"
+            raise InvalidRequest(f"logit bias {pair!r}: {wanted}", param="logit_bias")
     return biases
 
 
@@ -77,21 +82,39 @@ def _value(field: str, text: str) -> Any:
     if kind is tuple:
         return _words(field, text)
     try:
-        return kind(text)
+        value = kind(text)
     except ValueError as error:
         wanted = "a whole number" if kind is int else "a number"
         raise InvalidRequest(f"{field} {text!r}: give {wanted}", param=field) from error
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{field} {text!r}: give a finite number", param=field)
+    return value
 
 
 def _words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:
     # \n is what people stop at, and a line cannot hold one
-    words = tuple(word.replace("\\n", "\n") for word in text.split())
+    words = tuple(word.replace("\\n", "\n") for word in _split(field, text))
     if field != "stop_token_ids":
         return words
     try:
         return tuple(int(word) for word in words)
     except ValueError as error:
         raise InvalidRequest(f"{field} {text!r}: give whole numbers", param=field) from error
+
+
+def _split(field: str, text: str) -> list[str]:
+    """Words at blanks, except within quotes; a backslash is one."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split = True
+    lexer.commenters = lexer.escape = ""
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        wanted = "close the quote, or put the text in quotes of the other kind"
+        raise InvalidRequest(f"{field} {text}: {wanted}", param=field) from error
+    if "" in words:
+        raise InvalidRequest(f"{field} {text}: a text cannot be empty", param=field)
+    return words
 
 
 def _flag(field: str, text: str) -> bool:

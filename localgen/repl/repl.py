@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text as Styled
 
-from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
 from localgen.client import Answer, Text
 from localgen.config import Settings
 from localgen.repl import commands, report
@@ -24,8 +25,6 @@ from localgen.repl.quotes import unquoted
 from localgen.repl.session import FIRST_BRANCH, ModelOptions, Session
 
 if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
-
     from localgen.client import Client
 
 
@@ -104,16 +103,15 @@ class Repl:
         self._ensure_loaded()
         try:
             reply = self._stream(prompt)
-        except ServerUnavailable as gone:
-            self._tell(f"{one_line(gone.message)}; starting it again and asking again", "yellow")
+        except (ServerUnavailable, EngineDied) as gone:
+            self._dim(f"{one_line(gone.message)}; starting it again and asking again")
             self._ensure_loaded()
             reply = self._stream(prompt)
         if not reply.text and reply.answer is None:
             self._tell("stopped", "yellow")
             return False
-        stopped = reply.answer is None or reply.answer.finish_reason == "cancelled"
-        self.session.answered(Turn(prompt, reply.text, stopped), reply.answer)
-        self._report(reply, stopped)
+        self.session.answered(Turn(prompt, reply.text, reply.answer is None), reply.answer)
+        self._report(reply)
         return True
 
     def _stream(self, prompt: str) -> Reply:
@@ -138,10 +136,9 @@ class Repl:
         with Loading(self.console, self.session.model.name) as loading:
             self.session.ensure_loaded(loading.progress)
 
-    def _report(self, reply: Reply, stopped: bool) -> None:
-        if stopped:
-            self._tell("stopped", "yellow")
+    def _report(self, reply: Reply) -> None:
         if reply.answer is None:
+            self._tell("stopped", "yellow")
             self._dim(reply.speed + "\n")
             return
         for warning in report.warnings(reply.answer):
@@ -182,13 +179,15 @@ def start_chat(client: Client, loading: Loading, model: str | None, options: Mod
         client.connect()
         session.load(model, loading.progress)
     editor.join()
-    Repl(session, loading.console, _line_editor(session).prompt).run()
+    Repl(session, loading.console, _line_editor(session)).run()
 
 
-def _line_editor(session: Session) -> PromptSession[str]:
+def _line_editor(session: Session) -> Callable[[str], str]:
     from localgen.repl import store
     from localgen.repl.prompt import Completions, prompt_session
 
+    # a completion is asked for at every key, and looking at a large cache takes a while
+    @functools.cache
     def models() -> list[str]:
         try:
             return [card.name for card in session.client.models()]
@@ -196,4 +195,10 @@ def _line_editor(session: Session) -> PromptSession[str]:
             return []  # a completion has no place to say that the server is away
 
     completions = Completions(lambda: store.saved_names(session.state_dir), models)
-    return prompt_session(session.state_dir / "chat_history", completions)
+    editor = prompt_session(session.state_dir / "chat_history", completions)
+
+    def read(prompt: str) -> str:
+        models.cache_clear()
+        return editor.prompt(prompt)
+
+    return read

@@ -47,15 +47,14 @@ def answer_line(answer: Answer) -> str:
     """What stays under an answer."""
     timings = answer.timings
     used = answer.prompt_tokens + answer.completion_tokens
-    ttft = (
-        f"TTFT {duration(timings.ttft_ms)} (queue {duration(timings.queue_ms)}, "
-        f"template {duration(timings.template_ms)}, "
-        f"{answer.cached_tokens:,} cached + {timings.prompt_n:,} new)"
-    )
+    # it has to fit a line of the terminal: what took no time goes unsaid
+    waits = (("queue", timings.queue_ms), ("template", timings.template_ms))
+    ttft = [f"{name} {duration(ms)}" for name, ms in waits if ms >= 0.5]
+    ttft.append(f"{answer.cached_tokens:,} cached + {timings.prompt_n:,} new")
+    speed = f" at {_number(timings.predicted_per_second)}/s" if _rate(timings) else ""
     parts = (
-        ttft,
-        *_rate(timings),
-        count(answer.completion_tokens, "token"),
+        f"TTFT {duration(timings.ttft_ms)} ({', '.join(ttft)})",
+        count(answer.completion_tokens, "token") + speed,
         f"context {used:,}/{answer.ctx:,}",
     )
     return " · ".join(parts)
@@ -67,8 +66,8 @@ def live_line(waited_s: float, ttft_s: float | None, tokens: int, used: int, lim
     if ttft_s is None:
         return f"waiting {waited_s:.1f} s · {context} · Ctrl+C stops"
     generating_s = waited_s - ttft_s
-    rate = f"{(tokens - 1) / generating_s:.1f} tokens/s · " if tokens > 1 and generating_s else ""
-    return f"TTFT {duration(ttft_s * 1000)} · {rate}{count(tokens, 'token')} · {context}"
+    rate = f" at {_number((tokens - 1) / generating_s)}/s" if tokens > 1 and generating_s else ""
+    return f"TTFT {duration(ttft_s * 1000)} · {count(tokens, 'token')}{rate} · {context}"
 
 
 def verbose_lines(answer: Answer, load_ms: float) -> list[str]:
@@ -92,6 +91,11 @@ def warnings(answer: Answer) -> list[str]:
     if answer.finish_reason == "length" and not answer.notes:
         return ["cut at the token limit: -n or /set parameter max_tokens raises it"]
     return list(answer.notes)
+
+
+def _number(rate: float) -> str:
+    """With one decimal below 100, where it says something."""
+    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
 
 
 def _rate(timings: Timings) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class ModelOptions:
     ctx: int | None = None
     system: str | None = None
     priority: int = 0
+    keep_alive: str | None = None
     verbose: bool = False
 
 
@@ -41,6 +42,9 @@ class Session:
         self.branches = {FIRST_BRANCH: Conversation(options.system)}
         self.branch = FIRST_BRANCH
         self.info: ModelInfo | None = None
+        self.asked: str | None = (
+            None  # what the user calls the model; other files may share its name
+        )
         self.last: Answer | None = None
 
     @property
@@ -60,11 +64,14 @@ class Session:
 
     def load(self, name: str | None, on_progress: Progress) -> ModelInfo:
         """Load a model and talk to it from now on; on an error the old one stays."""
-        # a template is made for one model and would be wrong for the next
-        moved = self.info is not None and name != self.info.name
-        wanted = replace(self.options.load, chat_template=None) if moved else self.options.load
-        self.info = self.client.load(name, wanted, on_progress)
-        self.options = replace(self.options, load=wanted)
+        wanted = self.options
+        if self.info is not None and name != self.asked:
+            # a template and a context are made for one model and would be wrong for the next
+            wanted = replace(
+                wanted, ctx=None, load=replace(wanted.load, chat_template=None, ctx=None)
+            )
+        self.info = self.client.load(name, wanted.load, on_progress, wanted.keep_alive)
+        self.asked, self.options = name, wanted
         return self.info
 
     def ensure_loaded(self, on_progress: Progress) -> None:
@@ -74,12 +81,12 @@ class Session:
         with options of the server's choice.
         """
         self.client.connect()
-        self.load(self.model.name, on_progress)
+        self.load(self.asked, on_progress)
 
     def stream(self, prompt: str) -> Generator[Text | Answer, None, None]:
         """An answer to a prompt; the conversation changes only through answered()."""
         return self.client.chat(
-            self.model.name,
+            self.asked,
             self.conversation.asking(prompt),
             self.options.params,
             ctx=self.options.ctx,

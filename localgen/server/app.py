@@ -21,7 +21,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.types import ModelInfo, Request
 from localgen.server import openai
 from localgen.server.generation import EventStream, GenerationResponse, Job
-from localgen.server.manager import ModelManager
+from localgen.server.manager import KeepAlive, ModelManager
 from localgen.server.openai import ChatFormat, CompletionFormat
 from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
 from localgen.server.state import ServerState
@@ -137,7 +137,9 @@ async def _load_events(
         progress = share
 
     async def load() -> ModelInfo:
-        async with manager.using(body.model, body.to_options(), note) as (_, info):
+        keep_alive = None if body.keep_alive is None else KeepAlive(body.keep_alive_s())
+        using = manager.using(body.model, body.to_options(), note, keep_alive)
+        async with using as (_, info):
             return info
 
     loading = asyncio.create_task(load())

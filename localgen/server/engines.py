@@ -96,8 +96,11 @@ class Engine(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._loaded = loop.create_future()
         assert self._process.process.stdout is not None
-        await loop.connect_read_pipe(lambda: self._output, self._process.process.stdout)
-        transport, _ = await loop.create_connection(lambda: self, sock=self._process.sock)
+        try:
+            await loop.connect_read_pipe(lambda: self._output, self._process.process.stdout)
+            transport, _ = await loop.create_connection(lambda: self, sock=self._process.sock)
+        except (OSError, ValueError) as error:  # stopped before it had begun
+            raise LoadFailed(f"cannot load {request.path}: {self._ended or error}") from error
         self._transport = transport
         self._path = request.path
         self._send(request)
@@ -150,8 +153,16 @@ class Engine(asyncio.Protocol):
             self._process.process.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._ended is None:
-            self._burial = asyncio.create_task(self._bury())
+        unexpected = self._ended is None
+        if unexpected:
+            # nothing more is asked of it, while its streams wait to learn why
+            self._ended = f"the engine process of {self._name} is gone"
+            if self._loaded is not None and self._loaded.done():
+                self._on_death()
+        self._burial = asyncio.create_task(self._bury() if unexpected else self._leave())
+
+    async def _leave(self) -> None:
+        await self._process.end(_LEAVE_S)
 
     async def _bury(self) -> None:
         status = await self._process.wait(_STATUS_WAIT_S)
@@ -163,8 +174,6 @@ class Engine(asyncio.Protocol):
         await self._process.end(_LEAVE_S)
 
     def _die(self, message: str, kind: type[LoadFailed] = LoadFailed) -> None:
-        if self._ended is not None:
-            return
         self._ended = message
         _log.error("%s", message)
         self._fail_load(kind(f"cannot load {self._path}: {message}"))

@@ -7,12 +7,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import (
+    InvalidRequest,
     LocalgenError,
     ModelBusy,
+    ModelNotFound,
     OutOfMemory,
     ServerUnavailable,
 )
@@ -29,6 +31,13 @@ from localgen.server.resident import Resident
 # an engine process started before anyone asked waits this long for a model
 SPARE_WAIT_S = 30.0
 _log = logging.getLogger("localgen.server")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """How long a model stays when idle; None: for ever."""
+
+    seconds: float | None
 
 
 class ModelManager:
@@ -74,12 +83,17 @@ class ModelManager:
         name: str | None,
         options: LoadOptions = LoadOptions(),
         on_progress: Callable[[float], None] | None = None,
+        keep_alive: KeepAlive | None = None,
     ) -> AsyncIterator[tuple[Resident, ModelInfo]]:
         """The model of that name, loaded if it is not, kept for as long as the block runs.
+
+        keep_alive: how long it then stays; None: as it was, at first as the settings say.
 
         Raises ModelNotFound, ModelBusy, OutOfMemory, LoadFailed.
         """
         resident, info = await self._hold(name, options, on_progress)
+        if keep_alive is not None:
+            resident.keep_alive_s = keep_alive.seconds
         try:
             yield resident, info
         finally:
@@ -92,7 +106,7 @@ class ModelManager:
         on_progress: Callable[[float], None] | None,
     ) -> tuple[Resident, ModelInfo]:
         while True:
-            resident = self._known(name) or await self._admit(await self._locate(name), options)
+            resident = await self._resident(BUILT_IN if name is None else name, options)
             resident.users += 1
             try:
                 info = await self._loaded(resident, on_progress)
@@ -112,17 +126,18 @@ class ModelManager:
         resident.last_used_s = self._last_used_s = time.monotonic()
 
     async def unload(self, name: str) -> bool:
-        """Unload a model now, in use or not; False if it is not loaded."""
-        resident = self._known(name)
-        if resident is None:
+        """Unload a model now, in use or not; False if it is not loaded. InvalidRequest: two are
+        called that."""
+        found = self._asked_as(name) or self._called(name)
+        if found is None:
             try:
-                path = (await asyncio.to_thread(self._find, name)).path
+                path = (await self._locate(name)).path
             except LocalgenError:
                 return False
-            resident = next((r for r in self._residents if r.file.path == path), None)
-        if resident is None:
+            found = next((r for r in self._residents if r.file.path == path), None)
+        if found is None:
             return False
-        await self._remove(resident, f"{resident.file.name} was stopped by `localgen stop`")
+        await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
         return True
 
     async def expire(self) -> None:
@@ -130,7 +145,7 @@ class ModelManager:
         if self._spare and time.monotonic() - self._started_s > SPARE_WAIT_S:
             await self._drop_spare()
         for resident in self.residents:
-            if resident.idle and resident.seconds_left(self._settings.keep_alive_s) == 0:
+            if resident.idle and resident.seconds_left() == 0:
                 await self._remove(resident, f"{resident.file.name} was idle")
 
     def refuse_new(self) -> None:
@@ -149,11 +164,32 @@ class ModelManager:
         ending = [self._remove(resident, "the server ends") for resident in self.residents]
         await asyncio.gather(*ending)
 
-    def _known(self, name: str | None) -> Resident | None:
+    async def _resident(self, name: str, options: LoadOptions) -> Resident:
+        """The resident that a name means, its loading begun if need be."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
-        wanted = BUILT_IN if name is None else name
-        return next((r for r in self._residents if r.answers_to(wanted)), None)
+        resident = self._asked_as(name)
+        if resident is None:
+            try:
+                resident = await self._admit(await self._locate(name), options)
+            except ModelNotFound:
+                # what was loaded by its path is listed by its short name
+                resident = self._called(name)
+                if resident is None:
+                    raise
+        resident.asked_as.add(name)
+        return resident
+
+    def _asked_as(self, name: str) -> Resident | None:
+        return next((r for r in self._residents if name in r.asked_as or name == r.id), None)
+
+    def _called(self, name: str) -> Resident | None:
+        """The only resident of that short name, which several files may have."""
+        found = [r for r in self._residents if r.file.name == name]
+        if len(found) > 1:
+            paths = ", ".join(str(r.file.path) for r in found)
+            raise InvalidRequest(f"{len(found)} models are called {name}, name one: {paths}")
+        return found[0] if found else None
 
     async def _locate(self, name: str | None) -> ModelFile:
         # in a thread: the cache may be large, its disk slow
@@ -179,26 +215,28 @@ class ModelManager:
             engine=self._engine(file),
             asked=options,
             estimate_bytes=memory.estimate(file.size_bytes),
-            loading=asyncio.create_task(self._load(request, file)),
+            keep_alive_s=self._settings.keep_alive_s,
+            loading=asyncio.get_running_loop().create_future(),
         )
+        resident.loading = asyncio.create_task(self._load(request, resident))
         resident.loading.add_done_callback(lambda task: self._finish_load(resident, task))
         self._residents.append(resident)
         _log.info("loading %s from %s (process %d)", file.name, file.path, resident.engine.pid)
         return resident
 
     def _engine(self, file: ModelFile) -> Engine:
-        return Engine(self._process(), file.name, lambda: self._bury(file))
+        engine = Engine(self._process(), file.name, lambda: self._bury(engine))
+        return engine
 
-    def _bury(self, file: ModelFile) -> None:
-        """An engine has died: forget it, unless a load is about to try again."""
+    def _bury(self, engine: Engine) -> None:
+        """An engine has died: forget its model, unless a load is about to try again."""
         for resident in self.residents:
-            if resident.file == file and resident.loading.done():
+            if resident.engine is engine and resident.loading.done():
                 self._forget(resident)
 
-    async def _load(self, request: wire.Load, file: ModelFile) -> ModelInfo:
+    async def _load(self, request: wire.Load, resident: Resident) -> ModelInfo:
         """Load in the resident's engine. Code that crashes on this processor gets a second try
         without the layouts that are made for it."""
-        resident = next(r for r in self._residents if r.file == file)
         try:
             return await resident.engine.load(request)
         except LoadCrashed as crash:
@@ -206,7 +244,7 @@ class ModelManager:
                 raise
             _log.warning("%s: trying again without repacking", crash)
             options = replace(request.options, repack=False)
-            resident.engine = self._engine(file)
+            resident.engine = self._engine(resident.file)
             info = await resident.engine.load(replace(request, options=options))
             note = (
                 "this build of llama.cpp crashes with weights repacked for this CPU: they are used "
@@ -224,7 +262,7 @@ class ModelManager:
             return spare
         return EngineProcess.start(self._engine_command)
 
-    def _finish_load(self, resident: Resident, task: asyncio.Task[ModelInfo]) -> None:
+    def _finish_load(self, resident: Resident, task: asyncio.Future[ModelInfo]) -> None:
         self._last_used_s = resident.last_used_s = time.monotonic()
         if task.cancelled() or (error := task.exception()) is not None:
             self._forget(resident)

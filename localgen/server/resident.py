@@ -15,13 +15,19 @@ from localgen.server.engines import Engine
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
-    """users: requests that hold it. last_used_s: when the last one let go (monotonic)."""
+    """users: requests that hold it. last_used_s: when the last one let go (monotonic).
+
+    asked_as: names that were found to mean this file. keep_alive_s: its own idle time if
+    one was asked for; None: for ever.
+    """
 
     file: ModelFile
     engine: Engine
     asked: LoadOptions
     estimate_bytes: int
-    loading: asyncio.Task[ModelInfo]
+    loading: asyncio.Future[ModelInfo]
+    asked_as: set[str] = field(default_factory=set)
+    keep_alive_s: float | None
     users: int = 0
     last_used_s: float = field(default_factory=time.monotonic)
 
@@ -46,16 +52,12 @@ class Resident:
         """Whether it could go: loaded, and nobody uses it."""
         return self.info is not None and self.users == 0
 
-    def answers_to(self, name: str) -> bool:
-        """Whether a user may mean this model by that name."""
-        return name in (self.file.name, str(self.file.path), self.id)
-
-    def seconds_left(self, keep_alive_s: float | None) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until it is unloaded if nothing uses it from now on; None: never."""
-        if keep_alive_s is None:
+        if self.keep_alive_s is None:
             return None
         since = time.monotonic() if self.users or self.info is None else self.last_used_s
-        return max(0.0, since + keep_alive_s - time.monotonic())
+        return max(0.0, since + self.keep_alive_s - time.monotonic())
 
     def require(self, asked: LoadOptions) -> None:
         """ModelBusy if an option was asked for that differs from the one in force."""
@@ -67,8 +69,13 @@ class Resident:
                 continue  # the context is a cap for each request
             # what was asked at first may have been rounded: asking the same again is no conflict
             if wanted not in (None, actual, getattr(self.asked, option.name)):
+                # a template is pages long
+                long = option.name == "chat_template"
+                values = (
+                    "another chat_template" if long else f"{option.name} {actual}, not {wanted}"
+                )
                 raise ModelBusy(
-                    f"{self.file.name} is loaded with {option.name} {actual}, not {wanted}: "
+                    f"{self.file.name} is loaded with {values}: "
                     f"`localgen stop {self.file.name}`, then try again",
                     param=option.name,
                 )

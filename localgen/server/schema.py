@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.config import BadSetting, parse_keep_alive
+
+# what the wire to the engine can carry, and what llama.cpp takes
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
 
 # fields that other servers know and this one does not; null, or the value given here, is the same
 # as leaving them out. Naming them makes the error say "not supported" instead of "unknown".
@@ -48,13 +54,63 @@ def _without_unsupported(body: Any, unsupported: dict[str, tuple[object, ...]]) 
     if not isinstance(body, dict):
         return body
     for name, harmless in unsupported.items():
-        if name in body and body[name] is not None and body[name] not in harmless:
+        value = body.get(name)
+        if value is not None and not any(_same(value, known) for known in harmless):
             raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
     return {name: value for name, value in body.items() if name not in unsupported}
 
 
+def _same(value: object, known: object) -> bool:
+    # to Python, true is 1
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
+
+
+def _lone_surrogate(body: Any) -> str | None:
+    """Where a text is that holds half a character, as JSON's \\ud800 alone; None: nowhere."""
+    waiting = [("", body)]  # no recursion: a body may be nested deeper than Python's stack
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, str):
+            if not _is_unicode(value):
+                return place
+        elif isinstance(value, list):
+            waiting += [
+                (f"{place}[{at}]", part)
+                for at, part in enumerate(value)
+                if isinstance(part, (str, list, dict))
+            ]
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                inner = f"{place}.{name}".removeprefix(".")
+                if not _is_unicode(name):
+                    return inner.encode(errors="replace").decode()
+                waiting.append((inner, part))
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class _Body(_Strict):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, body: Any) -> Any:
+        place = _lone_surrogate(body)
+        if place is not None:
+            raise InvalidRequest(
+                f"{place}: not Unicode text, a surrogate stands alone", param=place
+            )
+        return body
 
 
 class TextPart(_Strict):
@@ -92,24 +148,24 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _Generate(_Strict):
+class _Generate(_Body):
     """What chat and completions share. The engine checks the ranges of the samplers."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: int = 0
-    ctx: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    priority: Int64 = 0
+    ctx: Count | None = None
+    max_tokens: Count | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
         None
     )
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Int32] = []
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Int32 | None = None
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
@@ -120,25 +176,31 @@ class _Generate(_Strict):
     dynatemp_exponent: float | None = None
     adaptive_target: float | None = None
     adaptive_decay: float | None = None
-    mirostat: int | None = None
+    mirostat: Int32 | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     repeat_penalty: float | None = None
     repetition_penalty: float | None = None
-    repeat_last_n: int | None = None
+    repeat_last_n: Int32 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     dry_multiplier: float | None = None
     dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
+    dry_allowed_length: Int32 | None = None
+    dry_penalty_last_n: Int32 | None = None
     dry_sequence_breakers: list[str] | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[Int32, float] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, body: Any) -> Any:
         return _without_unsupported(body, _UNSUPPORTED)
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        return self
 
     @property
     def include_usage(self) -> bool:
@@ -165,7 +227,7 @@ class ChatRequest(_Generate):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -184,32 +246,57 @@ class CompletionRequest(_Generate):
     prompt: str | list[int]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
+    @model_validator(mode="after")
+    def _token_ids(self) -> Self:
+        # the type of a field that is one of two cannot say which of them is wrong
+        if isinstance(self.prompt, list):
+            for token in self.prompt:
+                if not 0 <= token < 2**31:
+                    raise InvalidRequest("prompt: a token id is out of range", param="prompt")
+        return self
+
     def to_params(self) -> SamplingParams:
         return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class LoadRequest(_Strict):
-    """POST /v1/models/load. stream: progress as events, then the model."""
+class LoadRequest(_Body):
+    """POST /v1/models/load. stream: progress as events, then the model.
+
+    keep_alive: how long the model stays when idle, as `30s`; None: no change.
+    """
 
     model: str | None = None
     options: dict[str, Any] = {}
+    keep_alive: str | None = None
     stream: bool = False
+
+    def keep_alive_s(self) -> float | None:
+        """Seconds that the model stays when idle; None: for ever. For a keep_alive that is given.
+
+        InvalidRequest: it is not a time.
+        """
+        try:
+            return parse_keep_alive(self.keep_alive or "", "keep_alive")
+        except BadSetting as error:
+            raise InvalidRequest(error.message, param="keep_alive") from error
 
     def to_options(self) -> LoadOptions:
         """InvalidRequest names an unknown option or one of the wrong type."""
         import msgspec
 
         known = [field.name for field in fields(LoadOptions)]
-        for name in self.options:
+        for name, value in self.options.items():
             if name not in known:
                 raise InvalidRequest(f"unknown load option {name}", param=f"options.{name}")
+            if isinstance(value, int) and not -(2**31) <= value < 2**31:
+                raise InvalidRequest(f"load option {name} is out of range", param=f"options.{name}")
         try:
             return msgspec.convert(self.options, LoadOptions)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"load options: {error}", param="options") from error
 
 
-class UnloadRequest(_Strict):
+class UnloadRequest(_Body):
     """POST /v1/models/unload."""
 
     model: str

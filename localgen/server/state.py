@@ -83,7 +83,7 @@ class ServerState:
             "rss_bytes": _rss_bytes(resident.engine.pid),
             "size_bytes": info.size_bytes if info else resident.file.size_bytes,
             "active_requests": resident.users,
-            "until_s": resident.seconds_left(self._settings.keep_alive_s),
+            "until_s": resident.seconds_left(),
             "processor": info.processor if info else "",
             "ctx": info.ctx if info else 0,
         }

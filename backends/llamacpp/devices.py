@@ -1,0 +1,60 @@
+"""The devices that this build of llama.cpp can compute on, and their memory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from llama_cpp._ggml import libggml
+
+from localgen.backends.llamacpp.native import library
+
+_KINDS = {0: "cpu", 1: "gpu", 2: "gpu", 3: "accelerator"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """kind: cpu, gpu or accelerator. free_bytes and total_bytes: its memory, as it says."""
+
+    name: str
+    kind: str
+    free_bytes: int
+    total_bytes: int
+
+
+def devices() -> list[Device]:
+    """All of them, in ggml's order."""
+    library()
+    ggml = _declared(libggml)
+    return [
+        _device(ggml, ggml.ggml_backend_dev_get(i)) for i in range(ggml.ggml_backend_dev_count())
+    ]
+
+
+def gpu_free_bytes() -> int | None:
+    """Free memory of all GPUs together; None if there is none."""
+    gpus = [device for device in devices() if device.kind == "gpu"]
+    return sum(device.free_bytes for device in gpus) if gpus else None
+
+
+def _device(ggml: ctypes.CDLL, handle: int) -> Device:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    ggml.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
+    name = ggml.ggml_backend_dev_name(handle).decode("utf-8", "replace")
+    kind = _KINDS.get(ggml.ggml_backend_dev_type(handle), "other")
+    return Device(name, kind, free.value, total.value)
+
+
+def _declared(ggml: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the signatures that the binding leaves out."""
+    size = ctypes.POINTER(ctypes.c_size_t)
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
+    ggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
+    ggml.ggml_backend_dev_type.restype = ctypes.c_int
+    ggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+    ggml.ggml_backend_dev_memory.restype = None
+    ggml.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size, size]
+    return ggml

@@ -1,0 +1,87 @@
+"""Models of one name: which file answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import House, house, wait_until
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions
+from localgen.client import Client
+from localgen.repl.session import ModelOptions, Session
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+
+
+def ask(served: House, model: str) -> Any:
+    return served.chat(model, "a b").json()
+
+
+def twins(served: House) -> list[str]:
+    """Two files with the same name in two folders."""
+    first = Path(served.model("twin"))
+    paths = []
+    for folder in ("one", "two"):
+        path = first.parent / folder / first.name
+        path.parent.mkdir()
+        path.write_bytes(first.read_bytes())
+        paths.append(str(path))
+    return paths
+
+
+def test_each_path_is_its_own_model(served: House) -> None:
+    served.start()
+    one, two = twins(served)
+    for path in (one, two, one):
+        assert ask(served, path)["choices"][0]["message"]["content"] == "a b"
+    assert served.loads(one) == served.loads(two) == 1
+    assert ask(served, "twin")["error"]["code"] == "invalid_request"
+    with served.client() as client, pytest.raises(InvalidRequest, match="2 models are called"):
+        client.unload("twin")
+
+
+def test_a_short_name_means_what_was_loaded_by_its_path(served: House) -> None:
+    served.start()
+    path = served.model("lonely")
+    ask(served, path)
+    assert ask(served, "lonely")["choices"][0]["message"]["content"] == "a b"
+    assert served.loads(path) == 1
+    with served.client() as client:
+        assert client.unload("lonely")
+    assert ask(served, "lonely")["error"]["code"] == "model_not_found"
+
+
+def test_a_chat_with_a_path_survives_the_unloading_of_its_model(
+    served: House, tmp_path: Path
+) -> None:
+    served.start()
+    path = served.model("mine")
+    with served.client() as client:
+        session = Session(client, tmp_path, ModelOptions())
+        session.load(path, lambda _share: None)
+        client.unload(path)
+        session.ensure_loaded(lambda _share: None)
+        assert served.loads(path) == 2
+
+
+def test_keep_alive_is_for_one_model(served: House) -> None:
+    served.start()
+    brief, lasting = served.model("brief"), served.model("lasting")
+    with served.client() as client:
+        load(client, brief, "0.2")
+        load(client, lasting, "-1")
+        wait_until(lambda: served.loaded() == ["lasting"])
+        (model,) = client.running()
+        assert model.until_s is None
+
+
+def load(client: Client, path: str, keep_alive: str) -> None:
+    client.load(path, LoadOptions(), lambda _share: None, keep_alive=keep_alive)
