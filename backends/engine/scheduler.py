@@ -63,6 +63,7 @@ class Scheduler:
         self._max_queue = max_queue
         self._clock = clock
         self._running: dict[str, Sequence] = {}
+        self._cramped = False  # a planned step found no room: admit nobody until somebody ends
         self.queue = FairQueue()
         self.counters = Counters()
 
@@ -99,6 +100,7 @@ class Scheduler:
         if seq.state is State.RUNNING:
             del self._running[seq.id]
             self._runner.release(seq, keep=True)
+            self._cramped = False
         else:
             self.queue.remove(seq)
         self.queue.leave(seq)
@@ -181,7 +183,7 @@ class Scheduler:
         Order is kept: what does not fit blocks those behind it, or a large request would
         starve. Only a request that waits for a prefix being computed lets others pass.
         """
-        if not len(self.queue):
+        if not len(self.queue) or (self._cramped and self._running):
             return
         for seq in self.queue.in_turn(self._clock())[:MAX_LOOKED_AT]:
             if self._prefix_in_flight(seq):
@@ -266,6 +268,7 @@ class Scheduler:
         if len(self._running) < 2:
             return False
         self._preempt(self.running[-1])
+        self._cramped = True
         return True
 
     def _advance(self, chunk: Chunk, num_sampled: int) -> None:

@@ -12,6 +12,9 @@ from localgen.backends.types import LoadOptions, ModelInfo
 from localgen.hub.files import ModelFile
 from localgen.server.engines import Engine
 
+# even with a keep-alive of 0 a client that has loaded a model gets to ask it
+LEAST_IDLE_S = 1.0
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
@@ -57,7 +60,7 @@ class Resident:
         if self.keep_alive_s is None:
             return None
         since = time.monotonic() if self.users or self.info is None else self.last_used_s
-        return max(0.0, since + self.keep_alive_s - time.monotonic())
+        return max(0.0, since + max(self.keep_alive_s, LEAST_IDLE_S) - time.monotonic())
 
     def require(self, asked: LoadOptions) -> None:
         """ModelBusy if an option was asked for that differs from the one in force."""

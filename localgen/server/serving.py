@@ -85,12 +85,12 @@ class _Server(uvicorn.Server):
         self._manager = manager
 
     async def watch(self, idle_exit: bool) -> None:
-        """Unload idle models, and leave when nothing was asked for the keep-alive time."""
+        """Unload idle models; leave when none is left and nothing was asked for long enough."""
         keep_alive_s = self._settings.keep_alive_s
         while not self.should_exit:
             await asyncio.sleep(_TICK_S)
             await self._manager.expire()
-            if not idle_exit or keep_alive_s is None:
+            if not idle_exit or keep_alive_s is None or self._manager.residents:
                 continue
             if self._manager.idle_s >= max(keep_alive_s, _LEAST_IDLE_S):
                 _log.info("idle for %.0f s", self._manager.idle_s)
@@ -107,6 +107,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _leave(self) -> None:
+        self._manager.refuse_new()
         self.should_exit = True
 
 
