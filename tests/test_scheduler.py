@@ -270,6 +270,15 @@ def test_budget_learns_that_tokens_became_dearer_and_cheaper() -> None:
     assert 75 <= budget.tokens(decoding=4) <= 81
 
 
+def test_the_cost_of_a_large_batch_says_nothing_of_a_small_one() -> None:
+    budget = TokenBudget(512, itl_target_ms=100)
+    budget.observe(step_ms=1000, prompt_tokens=500, decoding=0)  # 2 ms a token
+    budget.observe(step_ms=90, prompt_tokens=0, decoding=16)
+    budget.observe(step_ms=20, prompt_tokens=0, decoding=1)
+    assert budget.tokens(decoding=2) == 40
+    assert budget.tokens(decoding=14) == 90
+
+
 def test_prompts_go_on_where_decoding_alone_passes_the_target() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
     budget.observe(step_ms=700, prompt_tokens=100, decoding=0)

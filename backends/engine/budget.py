@@ -12,13 +12,13 @@ _WEIGHT = 0.3
 class TokenBudget:
     """Keeps mixed steps near the inter-token target, from what steps were measured to cost.
 
-    A step takes about base_ms for its decoding sequences and token_ms for each prompt token.
+    A step takes about base_ms(d) for d decoding sequences and token_ms for each prompt token.
     """
 
     def __init__(self, max_tokens: int, itl_target_ms: float) -> None:
         self._max = max_tokens
         self._target_ms = itl_target_ms
-        self._base_ms = _Average()
+        self._base_ms: dict[int, _Average] = {}
         self._token_ms = _Average()
 
     def tokens(self, decoding: int) -> int:
@@ -26,7 +26,7 @@ class TokenBudget:
         if not decoding:
             return self._max
         most = self._max - decoding
-        base_ms, token_ms = self._base_ms.value, self._token_ms.value
+        base_ms, token_ms = self._base(decoding), self._token_ms.value
         if base_ms is None or not token_ms:
             return max(1, most)
         target_ms = max(self._target_ms, MIN_STRETCH * base_ms)
@@ -35,12 +35,19 @@ class TokenBudget:
     def observe(self, step_ms: float, prompt_tokens: int, decoding: int) -> None:
         """Learn from a finished step."""
         if not prompt_tokens:
-            self._base_ms.add(step_ms)
+            self._base_ms.setdefault(decoding, _Average()).add(step_ms)
             return
-        base_ms = self._base_ms.value if decoding else 0.0
+        base_ms = self._base(decoding) if decoding else 0.0
         if base_ms is not None:
             # what is small beside the base says little about a token
             self._token_ms.add(max(step_ms - base_ms, step_ms / 10) / prompt_tokens)
+
+    def _base(self, decoding: int) -> float | None:
+        """What a step took with the nearest number of decoding sequences that was seen."""
+        if not self._base_ms:
+            return None
+        nearest = min(self._base_ms, key=lambda seen: abs(seen - decoding))
+        return self._base_ms[nearest].value
 
 
 class _Average:

@@ -18,6 +18,12 @@ from localgen.backends.engine.runner import NoRoom, PoolUsage
 from localgen.backends.engine.sequence import Sequence, common_prefix
 from localgen.backends.llamacpp.native import Context
 
+# A step looks at every cell in use, its own or not: 3,900 foreign cells were measured to make a
+# token 8 % dearer (1.2 B parameters on two cores). So the newest prefixes stay whatever their
+# length, the others as long as they are short together.
+ALWAYS_KEPT = 4
+MAX_KEPT_TOKENS = 2048
+
 Cells = NDArray[np.int32]
 _NONE: Cells = np.empty(0, np.int32)
 # a donor is shortened by at least this much when room is needed, so that one call buys many steps
@@ -141,8 +147,14 @@ class Lanes:
         self._drop_prefixes_of(lane)
         lane.used_at = next(self._clock)
         self._donors.append(lane)
-        if len(self._donors) > self._max_donors:
+        while self._keeps_too_much():
             self._drop(self._oldest(None))
+
+    def _keeps_too_much(self) -> bool:
+        if len(self._donors) > self._max_donors:
+            return True
+        tokens = sum(len(donor.kept) for donor in self._donors)
+        return tokens > MAX_KEPT_TOKENS and len(self._donors) > ALWAYS_KEPT
 
     def _drop_prefixes_of(self, lane: Lane) -> None:
         """Donors that are the beginning of this one serve nobody any more."""

@@ -38,7 +38,7 @@ class Settings:
     repack: bool = True
     prefix_cache: bool = True
     max_batch_tokens: int = 512
-    itl_target_ms: float = 500.0
+    itl_target_ms: float = 1000.0
     max_queue: int = 512
     ctx: int | None = None
     kv_tokens: int | None = None

@@ -10,7 +10,7 @@ import socket
 import time
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.config import Settings
@@ -111,7 +111,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-class _Connection(H11Protocol):
+class _Connection(HttpToolsProtocol):
     """A connection with a name of its own: Unix sockets have none, fair queueing needs one."""
 
     _numbers = itertools.count(1)
