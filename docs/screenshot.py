@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS, ROWS = 92, 26
+COLUMNS, ROWS = 100, 24
 QUESTIONS = (
     "What is a KV cache?",
     "What is 17 + 25?",

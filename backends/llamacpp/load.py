@@ -49,10 +49,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     started_s = time.monotonic()
     path = Path(request.path)
     options = settle(request.options)
-    if not path.is_file():
-        what = "it is a folder, not a .gguf file" if path.is_dir() else "no such file"
-        raise LoadFailed(f"cannot load {path}: {what}")
-    model = Model(path, options, on_progress)
+    model = Model(_existing(path), options, on_progress)
     unlocked = options.mlock and library().warned_of("mlock")
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
@@ -72,15 +69,12 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         threads=options.threads,
     )
     sampling_defaults, sampling_notes = _sampling(model)
-    notes = [*size.notes, *sampling_notes]
-    if unlocked:
-        notes.append("the weights could not be locked in memory (ulimit -l): they may be swapped")
-    if not options.repack:
-        notes.append("weights are not repacked for this CPU: prompts are read more slowly")
-    if not can_rewind:
-        notes.append("this architecture cannot rewind its cache: prompts are not reused")
-    if template is None:
-        notes.append("no chat template came with the model: chat needs --chat-template FILE")
+    oddities = {
+        "the weights could not be locked in memory (ulimit -l): they may be swapped": unlocked,
+        "weights are not repacked for this CPU: prompts are read more slowly": not options.repack,
+        "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
+        "no chat template came with the model: chat needs --chat-template FILE": not template,
+    }
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -102,9 +96,16 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         chat_template=source,
         sampling=sampling_defaults,
         options=options.with_sizes(size.ctx, context.kv_tokens),
-        notes=tuple(notes),
+        notes=(*size.notes, *sampling_notes, *(note for note, so in oddities.items() if so)),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        what = "it is a folder, not a .gguf file" if path.is_dir() else "no such file"
+        raise LoadFailed(f"cannot load {path}: {what}")
+    return path
 
 
 def _free_bytes(model: Model, options: Settings, request: Load) -> int:
