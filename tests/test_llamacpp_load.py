@@ -236,16 +236,9 @@ def test_an_engine_that_llama_cpp_aborts_ends_at_once(tmp_path: Path) -> None:
     assert "Thread debugging" not in outcome.stderr  # no debugger was called
 
 
-@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 0}])
 @pytest.mark.parametrize("tensor", ["output_norm.weight", "token_embd.weight"])
-def test_a_request_to_a_model_of_nan_ends(
-    tmp_path: Path, tensor: str, setting: dict[str, Any]
-) -> None:
-    path = files.with_nan(tmp_path / "nan.gguf", tensor)
-    params = SamplingParams(max_tokens=4, seed=1, logprobs=2, **setting)
-    outcome = engine(path, request=Request(id="r", prompt_tokens=(5, 6), params=params))
-    assert outcome.refused or len(outcome.ends) == 1 or outcome.crashed, outcome
-    assert "Traceback" not in outcome.stderr
+def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
+    assert "not numbers" in refusal(files.with_nan(tmp_path / "nan.gguf", tensor))
 
 
 # -- other kinds of models --------------------------------------------------------------------
