@@ -17,6 +17,7 @@ class Device:
     """kind: cpu, gpu or accelerator. free_bytes and total_bytes: its memory, as it says."""
 
     name: str
+    description: str
     kind: str
     free_bytes: int
     total_bytes: int
@@ -41,8 +42,9 @@ def _device(ggml: ctypes.CDLL, handle: int) -> Device:
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     ggml.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
     name = ggml.ggml_backend_dev_name(handle).decode("utf-8", "replace")
+    description = ggml.ggml_backend_dev_description(handle).decode("utf-8", "replace")
     kind = _KINDS.get(ggml.ggml_backend_dev_type(handle), "other")
-    return Device(name, kind, free.value, total.value)
+    return Device(name, description, kind, free.value, total.value)
 
 
 def _declared(ggml: ctypes.CDLL) -> ctypes.CDLL:
@@ -53,6 +55,8 @@ def _declared(ggml: ctypes.CDLL) -> ctypes.CDLL:
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
     ggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
+    ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
+    ggml.ggml_backend_dev_description.argtypes = [ctypes.c_void_p]
     ggml.ggml_backend_dev_type.restype = ctypes.c_int
     ggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
     ggml.ggml_backend_dev_memory.restype = None

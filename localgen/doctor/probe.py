@@ -76,37 +76,18 @@ def features_of(system_info: str) -> list[str]:
 def _look() -> dict[str, Any]:
     import llama_cpp
 
+    from localgen.backends.llamacpp.devices import devices
     from localgen.backends.llamacpp.options import physical_cores
 
     return {
         "version": llama_cpp.__version__,
         "folder": str(Path(llama_cpp.__file__).parent),
         "features": features_of(llama_cpp.llama_print_system_info().decode()),
-        "devices": _devices(),
+        "devices": [f"{device.name}: {device.description}" for device in devices()],
         "gpu": llama_cpp.llama_supports_gpu_offload(),
         "mmap": llama_cpp.llama_supports_mmap(),
         "threads": physical_cores(),
     }
-
-
-def _devices() -> list[str]:
-    import ctypes
-
-    from llama_cpp._ggml import libggml
-
-    libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    libggml.ggml_backend_dev_description.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_dev_description.restype = ctypes.c_char_p
-    libggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_dev_name.restype = ctypes.c_char_p
-    handles = [libggml.ggml_backend_dev_get(at) for at in range(libggml.ggml_backend_dev_count())]
-    return [
-        f"{libggml.ggml_backend_dev_name(handle).decode()}: "
-        f"{libggml.ggml_backend_dev_description(handle).decode()}"
-        for handle in handles
-    ]
 
 
 if __name__ == "__main__":
