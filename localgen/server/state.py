@@ -10,13 +10,11 @@ from typing import Any
 import psutil
 
 import localgen
+from localgen import PROTOCOL
 from localgen.config import Settings
 from localgen.hub.names import available
 from localgen.server.manager import ModelManager
 from localgen.server.resident import Resident, model_id
-
-# raised when a client of an older or newer version would misunderstand us
-PROTOCOL = 1
 
 
 class ServerState:
