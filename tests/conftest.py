@@ -1,0 +1,15 @@
+"""Fixtures of more than one test file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hf_folders import TINY
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the built-in model's folder that a test may damage."""
+    return Path(shutil.copytree(TINY, tmp_path / "tiny"))
