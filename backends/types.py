@@ -254,7 +254,8 @@ class StepEvents:
 class LoadOptions:
     """How a model is loaded. None: chosen for this machine and reported in ModelInfo.notes.
 
-    ctx: longest sequence in tokens. kv_tokens: size of the shared pool, at least ctx.
+    ctx: longest sequence in tokens. kv_tokens: size of the KV cache, at least ctx.
+    kv_unified: whether all sequences share it, or each has a part of its own.
     gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
     repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
     one step. itl_target_ms: prefill yields to keep decoding
@@ -263,6 +264,7 @@ class LoadOptions:
 
     ctx: int | None = None
     kv_tokens: int | None = None
+    kv_unified: bool | None = None
     parallel: int | None = None
     gpu_layers: int | None = None
     threads: int | None = None

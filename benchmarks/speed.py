@@ -14,7 +14,7 @@ import httpx
 from benchmarks.llamacpp_tools import Tools
 from benchmarks.measure import RATE, Report, Series
 from benchmarks.random_vocabulary import random_words
-from benchmarks.servers import Localgen, llama_server
+from benchmarks.servers import Localgen, llama_server, private_settings
 from benchmarks.streams import (
     HttpSpeaker,
     LocalgenSpeaker,
@@ -23,14 +23,17 @@ from benchmarks.streams import (
     Stream,
     decode_rate,
     last_first_token_ms,
+    longest_gap_ms,
     output_rate,
     together,
 )
-from localgen.backends.types import Message
+from localgen.backends.llamacpp.reuse import BLOCK_ROWS
+from localgen.backends.types import LoadOptions, Message
 
 NEAR = 0.97  # of llama.cpp's own loop
 SHARED_PREFIX = 0.35
-LOCALGEN, BARE, BENCH = "localgen", "bare loop", "llama-bench"
+LOCALGEN, PARTS = "localgen", "localgen --no-kv-unified"
+BARE, BENCH = "bare loop", "llama-bench"
 BATCHED, UNIFIED, SERVER = "llama-batched-bench", "llama-batched-bench -kvu", "llama-server"
 # tokens that a chat turn may add beside its words: the template's, and the last of the answer,
 # which was sampled but never computed
@@ -77,11 +80,16 @@ class Bench:
     localgen: Localgen
     tools: Tools | None
 
-    def speaker(self) -> Speaker:
-        return LocalgenSpeaker(self.localgen.client(), self.localgen.model)
-
-    def speakers(self, count: int) -> list[Speaker]:
-        return [self.speaker() for _ in range(count)]
+    @contextlib.contextmanager
+    def in_parts(self, slots: int) -> Iterator[Localgen]:
+        """A second localgen, loaded as llama-server is: a part of the cache for each request."""
+        options = LoadOptions(
+            ctx=self.plan.slot_ctx, parallel=slots, kv_unified=False, threads=self.threads
+        )
+        with private_settings() as settings:
+            server = Localgen(settings, self.model, options)
+            yield server
+            server.close()
 
     @contextlib.contextmanager
     def llama_server(self, slots: int) -> Iterator[httpx.Client | None]:
@@ -117,6 +125,18 @@ class Bench:
             if figure in rounds[0]
         }
 
+    def ratios(
+        self, entered: Mapping[str, Series], other: str, target: float, *, at_least: bool
+    ) -> None:
+        """Compare both of localgen's caches with another side, if that was measured."""
+        for side in (LOCALGEN, PARTS):
+            if other in entered:
+                self.report.ratio(entered[side], entered[other], target, at_least=at_least)
+
+
+def _speakers(server: Localgen, count: int) -> list[Speaker]:
+    return [LocalgenSpeaker(server.client(), server.model) for _ in range(count)]
+
 
 def _shown(figures: Figures) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
@@ -128,7 +148,7 @@ def alone(bench: Bench, *, when: str, fresh: bool) -> None:
     fresh: every side loads the model anew and is alone in memory. Where memory lies can be
     worth a tenth of the speed: beside another process all sides were seen to run faster.
     """
-    tokens, speaker = bench.plan.alone, bench.speaker()
+    tokens, (speaker,) = bench.plan.alone, _speakers(bench.localgen, 1)
 
     def localgen(number: int) -> Figures:
         bench.localgen.load()
@@ -166,9 +186,12 @@ def _bare(bench: Bench, tokens: int) -> Figures:
 def several(bench: Bench, count: int) -> None:
     """Several streams, each with a prompt of its own, sent at the same moment."""
     plan, tools = bench.plan, bench.tools
-    with bench.llama_server(count) as http:
-        ours = bench.speakers(count)
-        sides: dict[str, Side] = {LOCALGEN: lambda number: _streams(bench, ours, number)}
+    with bench.in_parts(count) as in_parts, bench.llama_server(count) as http:
+        ours, parts = _speakers(bench.localgen, count), _speakers(in_parts, count)
+        sides: dict[str, Side] = {
+            LOCALGEN: lambda number: _streams(bench, ours, number),
+            PARTS: lambda number: _streams(bench, parts, number),
+        }
         if tools and http:
             theirs: list[Speaker] = [HttpSpeaker(http)] * count
             sides[BATCHED] = lambda number: _batched(bench, tools, count, unified=False)
@@ -177,11 +200,12 @@ def several(bench: Bench, count: int) -> None:
         found = bench.rounds(sides)
     decode = bench.enter(f"tg{plan.answer} × {count}", RATE, found, "decode")
     whole = bench.enter(f"{plan.prompt} in/{plan.answer} out × {count}", RATE, found, "output")
-    for other in (BATCHED, UNIFIED):
-        if other in decode:
-            bench.report.ratio(decode[LOCALGEN], decode[other], NEAR, at_least=True)
-    if SERVER in whole:
-        bench.report.ratio(whole[LOCALGEN], whole[SERVER], 1.0, at_least=True)
+    bench.enter(f"longest gap between tokens × {count}", "ms", found, "gap")
+    bench.ratios(decode, BATCHED, NEAR, at_least=True)
+    if UNIFIED in decode:
+        bench.report.ratio(decode[LOCALGEN], decode[UNIFIED], NEAR, at_least=True)
+    bench.ratios(decode, SERVER, 1.0, at_least=True)
+    bench.ratios(whole, SERVER, 1.0, at_least=True)
 
 
 def _streams(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
@@ -191,7 +215,8 @@ def _streams(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
         for i in range(len(speakers))
     ]
     streams = together(speakers, prompts, plan.answer)
-    return {"decode": decode_rate(streams), "output": output_rate(streams)}
+    gap = longest_gap_ms(streams)
+    return {"decode": decode_rate(streams), "output": output_rate(streams), "gap": gap}
 
 
 def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figures:
@@ -204,17 +229,19 @@ def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figure
 
 def shared_prefix(bench: Bench, count: int = 4) -> None:
     """Cold requests that arrive together over one system prompt: time to the last first token."""
-    with bench.llama_server(count) as http:
-        ours = bench.speakers(count)
-        sides: dict[str, Side] = {LOCALGEN: lambda number: _cold(bench, ours, number)}
+    with bench.in_parts(count) as in_parts, bench.llama_server(count) as http:
+        ours, parts = _speakers(bench.localgen, count), _speakers(in_parts, count)
+        sides: dict[str, Side] = {
+            LOCALGEN: lambda number: _cold(bench, ours, number),
+            PARTS: lambda number: _cold(bench, parts, number),
+        }
         if http:
             theirs: list[Speaker] = [HttpSpeaker(http)] * count
             sides[SERVER] = lambda number: _cold(bench, theirs, number)
         found = bench.rounds(sides)
     test = f"last first token, {count} cold over {bench.plan.system}"
     entered = bench.enter(test, "ms", found, "ms")
-    if SERVER in entered:
-        bench.report.ratio(entered[LOCALGEN], entered[SERVER], SHARED_PREFIX, at_least=False)
+    bench.ratios(entered, SERVER, SHARED_PREFIX, at_least=False)
 
 
 def _cold(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
@@ -229,9 +256,12 @@ def _cold(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
 
 def second_turn(bench: Bench) -> None:
     """A long chat goes on: time to first token, and how much of the prompt was computed."""
-    with bench.llama_server(4) as http:
-        ours = bench.speaker()
-        sides: dict[str, Side] = {LOCALGEN: lambda number: _next_turn(bench, ours, number)}
+    with bench.in_parts(4) as in_parts, bench.llama_server(4) as http:
+        (ours,), (parts,) = _speakers(bench.localgen, 1), _speakers(in_parts, 1)
+        sides: dict[str, Side] = {
+            LOCALGEN: lambda number: _next_turn(bench, ours, number),
+            PARTS: lambda number: _next_turn(bench, parts, number),
+        }
         if http:
             theirs = HttpSpeaker(http)
             sides[SERVER] = lambda number: _next_turn(bench, theirs, number)
@@ -239,9 +269,10 @@ def second_turn(bench: Bench) -> None:
     test = f"second turn after {bench.plan.history + bench.plan.answer}"
     ttft = bench.enter(f"{test}, TTFT", "ms", found, "ms")
     computed = bench.enter(f"{test}, prompt computed", "tokens", found, "computed")
-    bench.report.most(computed[LOCALGEN], bench.plan.question + TURN_TOKENS)
-    if SERVER in ttft:
-        bench.report.ratio(ttft[LOCALGEN], ttft[SERVER], 1.0, at_least=False)
+    most = max(bench.plan.question + TURN_TOKENS, BLOCK_ROWS)
+    for side in (LOCALGEN, PARTS):
+        bench.report.most(computed[side], most)
+    bench.ratios(ttft, SERVER, 1.0, at_least=False)
 
 
 def _next_turn(bench: Bench, speaker: Speaker, number: int) -> Figures:

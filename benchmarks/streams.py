@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import httpx
@@ -175,6 +176,12 @@ def output_rate(streams: Sequence[Stream]) -> float:
     """Output tokens per second from the first request sent to the last answer ended."""
     took_s = max(s.ended_s for s in streams) - min(s.sent_s for s in streams)
     return sum(stream.completion_tokens for stream in streams) / took_s
+
+
+def longest_gap_ms(streams: Sequence[Stream]) -> float:
+    """The longest that any of them waited between two pieces of its text."""
+    times = [[at_s for at_s, _ in stream.arrivals] for stream in streams]
+    return max(late - early for at in times for early, late in pairwise(at)) * 1e3
 
 
 def last_first_token_ms(streams: Sequence[Stream]) -> float:

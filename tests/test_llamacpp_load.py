@@ -345,6 +345,11 @@ def loading(**options: Any) -> LocalgenError:
         ({"ctx": 2049}, "ctx", ["2,049", "2,048"]),
         ({"ctx": 0}, "ctx", ["0", "2,048"]),
         ({"ctx": 1024, "kv_tokens": 512}, "kv_tokens", ["512", "1,024"]),
+        (
+            {"ctx": 1024, "kv_tokens": 2048, "kv_unified": False},
+            "kv_tokens",
+            ["2,048 tokens in 4 parts", "1,024", "--kv-tokens 4,096"],
+        ),
         ({"parallel": 0}, "parallel", ["0", "at least 1"]),
         ({"parallel": 300}, "parallel", ["300", "256"]),
         ({"parallel": 8, "max_batch_tokens": 7}, "max_batch_tokens", ["7", "8"]),
@@ -374,10 +379,23 @@ def test_gpu_layers_without_a_gpu(monkeypatch: pytest.MonkeyPatch, layers: int) 
     assert "no GPU support" in error.message
 
 
+@pytest.mark.parametrize(("kind", "why"), [("has_window", "sliding"), ("is_recurrent", "state")])
+def test_parts_need_a_cache_that_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch, kind: str, why: str
+) -> None:
+    monkeypatch.setattr(f"localgen.backends.llamacpp.native.Model.{kind}", True)
+    error = loading(kv_unified=False)
+    assert error.param == "kv_unified"
+    assert TINY_GGUF.name in error.message
+    assert why in error.message
+
+
 def test_a_pool_larger_than_memory() -> None:
     error = loading(kv_tokens=2**40)
     assert error.code == "out_of_memory"
     assert "GB" in error.message
+    in_parts = loading(kv_tokens=2**40, kv_unified=False)
+    assert "fewer than 4 --parallel" in in_parts.message
 
 
 def test_an_error_reaches_the_server_with_its_code() -> None:

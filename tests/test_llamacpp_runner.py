@@ -17,8 +17,10 @@ import psutil
 import pytest
 from models import TINY_GGUF, Bench, Reply, questions
 
+from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence as EngineSequence
 from localgen.backends.llamacpp.devices import devices
+from localgen.backends.llamacpp.runner import Ticket
 from localgen.backends.types import Finished, LoadOptions, Message, SamplingParams
 
 # logits of this model are of order 10; f16 KV and float32 sums leave differences of 1e-3
@@ -30,9 +32,13 @@ SAMPLED = SamplingParams(temperature=0.8, max_tokens=80, logprobs=2, seed=7, ign
 CHATS = questions(40)
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench(LoadOptions())
+UNIFIED = LoadOptions()
+IN_PARTS = LoadOptions(kv_unified=False, parallel=32, ctx=512)
+
+
+@pytest.fixture(params=[UNIFIED, IN_PARTS], ids=["unified", "in_parts"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(request.param)
     yield bench
     bench.close()
 
@@ -196,8 +202,11 @@ def test_four_cold_requests_compute_their_system_prompt_once(bench: Bench) -> No
     assert computed < prompt + 4 * 32
 
 
-def test_500_requests_with_random_cancels_leave_the_pool_whole_and_memory_flat() -> None:
-    bench = Bench(LoadOptions(parallel=8, ctx=512, kv_tokens=1024, max_batch_tokens=64))
+@pytest.mark.parametrize("options", [LoadOptions(kv_tokens=1024), LoadOptions(kv_unified=False)])
+def test_500_requests_with_random_cancels_leave_the_pool_whole_and_memory_flat(
+    options: LoadOptions,
+) -> None:
+    bench = Bench(replace(options, parallel=8, ctx=512, max_batch_tokens=64))
     rng = random.Random(1)
     process = psutil.Process()
     resident = []
@@ -229,6 +238,47 @@ def test_without_prefix_cache_nothing_is_reused() -> None:
         (reply,) = bench.ask([CHATS[0]], GREEDY)
         assert reply.finished.timings.cache_n == 0
     assert bench.runner.usage().cached == 0
+    bench.close()
+
+
+def test_parts_hold_a_whole_context_each() -> None:
+    bench = Bench(LoadOptions(kv_unified=False, ctx=300, parallel=3))
+    assert (bench.model.info.ctx, bench.model.info.kv_tokens) == (300, 3 * 512)
+    assert bench.model.info.options.kv_unified is False
+    long = replace(GREEDY, max_tokens=250, ignore_eos=True)
+    replies = bench.ask(CHATS[:6], long)
+    assert bench.stats.num_preemptions_total == 0
+    assert {reply.finished.completion_tokens for reply in replies} == {250}
+    bench.close()
+
+
+def test_parts_move_together_where_a_finished_one_left_a_gap() -> None:
+    """Texts of different lengths end one by one; those that go on stay one llama_decode wide."""
+    bench = Bench(LoadOptions(kv_unified=False, parallel=8, ctx=512))
+    lengths = [5, 90, 10, 80, 15, 70, 20, 60]
+    references = bench.ask_one_by_one(CHATS[:8], replace(GREEDY, max_tokens=90, ignore_eos=True))
+    indices: list[list[int]] = []
+    launch = bench.runner.launch
+
+    def spy(chunks: Sequence[Chunk]) -> Ticket:
+        ticket = launch(chunks)
+        indices.append(sorted(bench.runner.lanes.index(chunk.seq) for chunk in chunks))
+        return ticket
+
+    bench.runner.launch = spy  # type: ignore[method-assign]
+    names = [
+        bench.submit(chat, replace(GREEDY, max_tokens=length, ignore_eos=True))
+        for chat, length in zip(CHATS, lengths, strict=False)
+    ]
+    replies = bench.run(names)
+    assert len({len(step) for step in indices}) > 4, "the batch shrank"
+    for step in indices:
+        assert step == list(range(step[0], step[0] + len(step))), step
+    cut = [
+        replace(reference, logprobs=reference.logprobs[:length], text=reply.text)
+        for reference, reply, length in zip(references, replies, lengths, strict=True)
+    ]
+    assert noisy(replies, cut) <= MAX_NOISY
     bench.close()
 
 

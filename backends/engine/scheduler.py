@@ -148,7 +148,8 @@ class Scheduler:
         )
 
     def _prompt_chunks(self, budget: int, outputs_left: int) -> list[Chunk]:
-        """Prompts under a budget: half to the oldest, the rest to whoever has least left.
+        """Prompts under a budget: the oldest if it can be done, or else half of it, and the rest
+        to whoever has least left.
 
         A long prompt advances in every step, yet a short one behind it need not wait for it.
         """
@@ -158,7 +159,8 @@ class Scheduler:
         oldest, others = prefilling[0], sorted(prefilling[1:], key=lambda s: s.num_owed)
         shares: dict[str, int] = {}
         left = budget
-        reserved = min(oldest.num_owed, (budget + 1) // 2 if others else budget)
+        fits = not others or oldest.num_owed <= budget
+        reserved = min(oldest.num_owed, budget if fits else (budget + 1) // 2)
         left -= reserved
         for seq in others:
             shares[seq.id] = min(seq.num_owed, left)

@@ -18,10 +18,14 @@ from localgen.backends.engine.wire import Load
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
+from localgen.backends.llamacpp.cells import SharedCells
 from localgen.backends.llamacpp.devices import gpu_free_bytes
+from localgen.backends.llamacpp.lanes import Lanes
 from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, library
 from localgen.backends.llamacpp.options import Settings, settle
+from localgen.backends.llamacpp.reuse import Reuse
 from localgen.backends.llamacpp.runner import LlamaRunner
+from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
@@ -50,22 +54,23 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     path = Path(request.path)
     options = settle(request.options)
     model = Model(_existing(path), options, on_progress)
+    _check_parts(model, options)
     unlocked = options.mlock and library().warned_of("mlock")
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
     size = sizing.choose(model, options, free_bytes=_free_bytes(model, options, request))
-    keeps = options.prefix_cache and not model.is_recurrent
-    donors = min(MAX_DONORS, MAX_SEQUENCES - options.parallel) if keeps else 0
+    donors = _max_donors(model, options)
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
     can_rewind = _probe(model, vocab, context)
+    share = can_rewind and options.prefix_cache
     runner = LlamaRunner(
         model,
         context,
         vocab,
+        lanes=_lanes(context, options, donors, share=share, reuse=Reuse.of(model, options)),
         max_seqs=options.parallel,
-        max_donors=donors,
         max_len=size.ctx,
-        can_rewind=can_rewind and options.prefix_cache,
+        can_rewind=share,
         threads=options.threads,
     )
     sampling_defaults, sampling_notes = _sampling(model)
@@ -106,6 +111,33 @@ def _existing(path: Path) -> Path:
         what = "it is a folder, not a .gguf file" if path.is_dir() else "no such file"
         raise LoadFailed(f"cannot load {path}: {what}")
     return path
+
+
+def _check_parts(model: Model, options: Settings) -> None:
+    """InvalidRequest if the model's cache cannot be copied from one part to another."""
+    if not options.kv_unified and (model.is_recurrent or model.has_window):
+        why = "keeps a state" if model.is_recurrent else "has layers with a sliding window"
+        raise InvalidRequest(
+            f"--no-kv-unified is not for {model.path.name}, which {why}: leave it out",
+            param="kv_unified",
+        )
+
+
+def _max_donors(model: Model, options: Settings) -> int:
+    """Sequence ids for kept prefixes beside the running ones; parts are kept where they are."""
+    if not options.kv_unified or not options.prefix_cache or model.is_recurrent:
+        return 0
+    return min(MAX_DONORS, MAX_SEQUENCES - options.parallel)
+
+
+def _lanes(
+    context: Context, options: Settings, max_donors: int, *, share: bool, reuse: Reuse
+) -> Lanes:
+    if not options.kv_unified:
+        return Streams(context, share=share, reuse=reuse)
+    return SharedCells(
+        context, max_seqs=options.parallel, max_donors=max_donors, share=share, reuse=reuse
+    )
 
 
 def _free_bytes(model: Model, options: Settings, request: Load) -> int:

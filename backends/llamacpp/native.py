@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C
+import numpy as np
+from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
 
@@ -178,6 +180,11 @@ class Model:
         return int(C.llama_model_n_ctx_train(self.handle))
 
     @property
+    def width(self) -> int:
+        """Elements of the hidden state."""
+        return int(C.llama_model_n_embd(self.handle))
+
+    @property
     def kv_heads(self) -> int:
         """KV heads of the first layer, or of any where they differ."""
         return int(C.llama_model_n_head_kv(self.handle))
@@ -185,7 +192,7 @@ class Model:
     @property
     def head_sizes(self) -> tuple[int, int]:
         """Elements of a key and of a value, per head."""
-        usual = int(C.llama_model_n_embd(self.handle)) / max(1, C.llama_model_n_head(self.handle))
+        usual = self.width / max(1, C.llama_model_n_head(self.handle))
         key = self.number(f"{self.architecture}.attention.key_length")
         value = self.number(f"{self.architecture}.attention.value_length")
         return int(key or usual), int(value or usual)
@@ -201,6 +208,11 @@ class Model:
         """Whether a state takes the place of (part of) the KV cache."""
         recurrent = C.llama_model_is_recurrent(self.handle)
         return bool(recurrent or C.llama_model_is_hybrid(self.handle))
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layers look at the latest tokens only."""
+        return bool(C.llama_model_n_swa(self.handle))
 
     def close(self) -> None:
         """Free the weights. Contexts must be closed before."""
@@ -222,8 +234,12 @@ def _progress_callback(on_progress: Callable[[float], None]) -> Any:
     return C.llama_progress_callback(take)
 
 
+def _bytes(state: NDArray[np.uint8]) -> Any:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
 class Context:
-    """A KV pool of unified cells over a model.
+    """A KV cache over a model, for all sequences together or in equal parts (kv_unified).
 
     n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason.
     """
@@ -242,7 +258,7 @@ class Context:
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.type_k = CACHE_TYPES[options.cache_type_k]
         params.type_v = CACHE_TYPES[options.cache_type_v]
-        params.kv_unified = True
+        params.kv_unified = options.kv_unified
         params.swa_full = True  # keep what a sliding window has left behind: it can be shared
         params.no_perf = True
         self.handle = C.llama_init_from_model(model.handle, params)
@@ -269,6 +285,21 @@ class Context:
         self._check(source)
         self._check(target)
         C.llama_memory_seq_cp(self.memory, source, target, 0, length)
+
+    def save(self, sequence: int) -> NDArray[np.uint8]:
+        """What is computed of a sequence, for `restore` in a context of the same shape."""
+        self._check(sequence)
+        size = C.llama_state_seq_get_size(self.handle, sequence)
+        state = np.empty(size, np.uint8)
+        written = C.llama_state_seq_get_data(self.handle, _bytes(state), size, sequence)
+        assert written == size, (written, size)
+        return state
+
+    def restore(self, sequence: int, state: NDArray[np.uint8]) -> None:
+        """Put a saved sequence in the place of another."""
+        self._check(sequence)
+        read = C.llama_state_seq_set_data(self.handle, _bytes(state), len(state), sequence)
+        assert read == len(state), library().reason()
 
     def cut(self, sequence: int, length: int) -> bool:
         """Forget all but the first `length` tokens; False if the model cannot."""

@@ -17,6 +17,10 @@ from localgen.backends.llamacpp.native import (
 )
 from localgen.backends.types import LoadOptions
 
+DEFAULT_PARALLEL = 32
+# every part of a cache in parts has room for a whole context
+DEFAULT_PARTS = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -26,7 +30,7 @@ class Settings:
     faster, and nothing can be cancelled within a step.
     """
 
-    parallel: int = 32
+    parallel: int = DEFAULT_PARALLEL
     gpu_layers: int = 0
     threads: int = 1
     threads_batch: int = 1
@@ -37,8 +41,9 @@ class Settings:
     mlock: bool = False
     repack: bool = True
     prefix_cache: bool = True
+    kv_unified: bool = True
     max_batch_tokens: int = 512
-    itl_target_ms: float = 1000.0
+    itl_target_ms: float = 2000.0
     max_queue: int = 512
     ctx: int | None = None
     kv_tokens: int | None = None
@@ -59,6 +64,7 @@ def settle(asked: LoadOptions) -> Settings:
         "threads": threads,
         "threads_batch": threads,
         "mmap": bool(C.llama_supports_mmap()),
+        "parallel": DEFAULT_PARTS if asked.kv_unified is False else DEFAULT_PARALLEL,
     }
     settings = Settings(**(chosen | given))
     _check(settings, gpu)

@@ -34,10 +34,21 @@ _THREADED_CANDIDATES = 100_000
 
 
 class Ticket:
-    """A step in flight. first_row: where each chunk's sampled rows begin in the batch, or -1."""
+    """A step in flight.
 
-    def __init__(self, chunks: Seq[Chunk], first_row: list[int], decoded: Future[int]) -> None:
+    order: the chunks as they lie in the batch. first_row: where the sampled rows of each begin
+    in it, or -1.
+    """
+
+    def __init__(
+        self,
+        chunks: Seq[Chunk],
+        order: Seq[Chunk],
+        first_row: list[int],
+        decoded: Future[int],
+    ) -> None:
         self.chunks = chunks
+        self.order = order
         self.first_row = first_row
         self.decoded = decoded
 
@@ -51,8 +62,8 @@ class LlamaRunner:
         context: Context,
         vocab: Vocab,
         *,
+        lanes: Lanes,
         max_seqs: int,
-        max_donors: int,
         max_len: int,
         can_rewind: bool,
         threads: int,
@@ -66,7 +77,7 @@ class LlamaRunner:
             kv_tokens=context.kv_tokens,
             can_rewind=can_rewind,
         )
-        self.lanes = Lanes(context, max_seqs=max_seqs, max_donors=max_donors, share=can_rewind)
+        self.lanes = lanes
         self._batch = Batch(context.n_batch)
         self._samplers: weakref.WeakKeyDictionary[Sequence, Sampler] = weakref.WeakKeyDictionary()
         self._rows = ThreadPoolExecutor(threads, thread_name_prefix="sample")
@@ -103,10 +114,13 @@ class LlamaRunner:
         # llama.cpp aborts the process on these
         assert 0 < tokens <= self.limits.max_batch_tokens, tokens
         assert outputs <= self.limits.max_outputs, outputs
-        rows = self._batch.fill(chunks, [self.lanes.index(chunk.seq) for chunk in chunks])
+        self.lanes.arrange()
+        # a cache in parts computes consecutive sequence ids together
+        order = sorted(chunks, key=lambda chunk: self.lanes.index(chunk.seq))
+        rows = self._batch.fill(order, [self.lanes.index(chunk.seq) for chunk in order])
         library().clear()
         # in a thread of its own: the loop publishes the last step meanwhile
-        return Ticket(chunks, rows, self._context.decode(self._batch.native))
+        return Ticket(chunks, order, rows, self._context.decode(self._batch.native))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """As ModelRunner.collect."""
@@ -115,15 +129,18 @@ class LlamaRunner:
             raise NoRoom
         if status:
             raise StepFailed(f"llama_decode failed ({status}): {library().reason()}")
-        outputs = sum(1 + chunk.num_drafts for chunk in ticket.chunks if chunk.samples)
+        outputs = sum(1 + chunk.num_drafts for chunk in ticket.order if chunk.samples)
         logits = self._logits(outputs)
         work, row = [], 0
-        for chunk, index in zip(ticket.chunks, ticket.first_row, strict=True):
+        for chunk, index in zip(ticket.order, ticket.first_row, strict=True):
             work.append((chunk, index, logits[row : row + 1 + chunk.num_drafts]))
             row += 1 + chunk.num_drafts if chunk.samples else 0
         if outputs > 1 and outputs * self._vocab.vocab_size >= _THREADED_CANDIDATES:
-            return list(self._rows.map(self._sample, *zip(*work, strict=True)))
-        return [self._sample(*item) for item in work]
+            sampled = list(self._rows.map(self._sample, *zip(*work, strict=True)))
+        else:
+            sampled = [self._sample(*item) for item in work]
+        by_seq = {chunk.seq: found for chunk, found in zip(ticket.order, sampled, strict=True)}
+        return [by_seq[chunk.seq] for chunk in ticket.chunks]
 
     def _logits(self, outputs: int) -> Logits:
         """Rows of the sampled positions, in batch order: float32 [outputs, vocab], C's memory."""

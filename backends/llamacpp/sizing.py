@@ -18,7 +18,10 @@ POOL_STEP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """ctx: longest sequence. kv_tokens: the pool, a multiple of POOL_STEP_TOKENS."""
+    """ctx: longest sequence. kv_tokens: the pool, a multiple of POOL_STEP_TOKENS.
+
+    Where it is not unified, it has a part for each of `parallel` sequences.
+    """
 
     ctx: int
     kv_tokens: int
@@ -50,22 +53,28 @@ def choose(model: Model, options: Settings, *, free_bytes: int) -> Size:
             param="ctx",
         )
     per_token = kv_bytes_per_token(model, options)
-    fitting = int(free_bytes * DEFAULT_KV_SHARE / per_token)
-    largest = max(POOL_STEP_TOKENS, min(trained, fitting, options.kv_tokens or trained))
-    ctx = options.ctx or largest
-    wanted = options.kv_tokens or max(ctx, min(fitting, DEFAULT_POOL_TOKENS))
-    if wanted < ctx:
+    parts = 1 if options.kv_unified else options.parallel
+    fitting = int(free_bytes * DEFAULT_KV_SHARE / per_token) // parts
+    asked = options.kv_tokens and options.kv_tokens // parts
+    ctx = options.ctx or max(POOL_STEP_TOKENS, min(trained, fitting, asked or trained))
+    least = max(ctx, min(fitting, DEFAULT_POOL_TOKENS)) if options.kv_unified else ctx
+    part = least if asked is None else asked
+    if part < ctx:
+        held = f"{options.kv_tokens:,} tokens" + f" in {parts} parts" * (parts > 1)
         raise InvalidRequest(
-            f"a pool of {wanted:,} tokens is smaller than the context of {ctx:,}",
+            f"a pool of {held} is smaller than the context of {ctx:,}: "
+            f"ask for at least --kv-tokens {parts * ctx:,}, or a smaller --ctx",
             param="kv_tokens",
         )
-    kv_tokens = -(-wanted // POOL_STEP_TOKENS) * POOL_STEP_TOKENS
+    kv_tokens = parts * -(-part // POOL_STEP_TOKENS) * POOL_STEP_TOKENS
     if kv_tokens * per_token > free_bytes:
-        most = int(free_bytes / per_token)
+        most = int(free_bytes / per_token) // parts
         raise OutOfMemory(
             f"a KV pool of {kv_tokens:,} tokens needs {kv_tokens * per_token / 1e9:.1f} GB, "
             f"{free_bytes / 1e9:.1f} GB are free beside the weights: "
             f"ask for at most --ctx {most:,}, or a smaller --cache-type-k and -v"
+            + f", or fewer than {parts} --parallel"
+            * (parts > 1)
         )
     notes: tuple[str, ...] = ()
     if options.ctx is None and options.kv_tokens is None and ctx < trained:

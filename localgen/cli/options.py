@@ -113,6 +113,12 @@ LOADING = (
     Flag("cache_type_k", str, "-ctk --cache-type-k", "Type of the cached keys: f16, q8_0, …"),
     Flag("cache_type_v", str, "-ctv --cache-type-v", "Type of the cached values."),
     Flag("kv_tokens", int, "--kv-tokens", "Tokens that all requests may cache together."),
+    Flag(
+        "kv_unified",
+        bool,
+        "-kvu --kv-unified/--no-kv-unified",
+        "One cache for all requests; or a part for each, which is faster with several.",
+    ),
     Flag("parallel", int, "-np --parallel", "Most requests computed at once."),
     Flag("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),
     Flag("itl_target_ms", float, "--itl-target-ms", "Prompts yield to keep tokens this close."),

@@ -1,0 +1,70 @@
+"""How much of a cached prefix is reused: all of it, but where a whole block is faster."""
+
+from __future__ import annotations
+
+import pytest
+from models import TINY_GGUF, Bench
+
+from localgen.backends.llamacpp.native import Model
+from localgen.backends.llamacpp.options import settle
+from localgen.backends.llamacpp.reuse import BLOCK_ROWS, Reuse
+from localgen.backends.types import LoadOptions, Message, SamplingParams
+
+# 1.2 B parameters, 16 layers of 2,048
+LARGE = Reuse(16 * 2048 / 1.236e9)
+
+
+@pytest.mark.parametrize(
+    ("known", "rows", "computed"),
+    [
+        (0, 100, 100),  # nothing to reuse
+        (1600, 1, 1),  # one row costs little
+        (1600, 20, 20),
+        (1600, 48, 64),  # measured: 950 ms against 662 ms
+        (3900, 28, 64),  # 1,138 ms against 919 ms
+        (3900, 20, 20),  # 809 ms
+        (800, 40, 40),  # 497 ms against 545 ms
+        (400, 60, 60),  # little context
+        (1600, 64, 64),
+        (1600, 90, 90),  # more than a block: as it is
+    ],
+)
+def test_rows_are_computed_in_a_block_where_that_was_measured_to_be_faster(
+    known: int, rows: int, computed: int
+) -> None:
+    assert known + rows - LARGE.length(known, known + rows) == computed
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        (LoadOptions(), True),
+        (LoadOptions(cache_type_k="f32", cache_type_v="f32"), True),
+        (LoadOptions(flash_attn="off"), False),
+        (LoadOptions(cache_type_k="q8_0", cache_type_v="q8_0"), False),
+        (LoadOptions(cache_type_k="f32", cache_type_v="f16"), False),
+    ],
+)
+def test_blocks_are_for_some_caches_only(options: LoadOptions, blocks: bool) -> None:
+    settings = settle(options)
+    model = Model(TINY_GGUF, settings, lambda _share: None)
+    assert bool(Reuse.of(model, settings).attention) == blocks
+    model.close()
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_long_chat_goes_on_in_a_block_with_the_same_text(unified: bool) -> None:
+    long = Message("user", "What is a KV cache? " * 120)
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    fresh = Bench(LoadOptions(prefix_cache=False))
+    bench = Bench(LoadOptions(kv_unified=unified, parallel=4))
+    (first,) = bench.ask([[long]], greedy)
+    chat = [long, Message("assistant", first.text), Message("user", "And what is 17 + 25? " * 4)]
+    (second,) = bench.ask([chat], greedy)
+    timings = second.finished.timings
+    assert timings.prompt_n == BLOCK_ROWS
+    assert timings.cache_n == second.finished.prompt_tokens - BLOCK_ROWS
+    assert second.text == fresh.ask([chat], greedy)[0].text
+    assert bench.runner.usage().cached < first.finished.prompt_tokens + 150, "nothing kept twice"
+    fresh.close()
+    bench.close()
