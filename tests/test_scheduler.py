@@ -254,9 +254,12 @@ def test_budget_keeps_mixed_steps_near_their_target() -> None:
     assert budget.tokens(decoding=0) == 512
     assert budget.tokens(decoding=4) == 508, "nothing is known yet"
     budget.observe(step_ms=1000, prompt_tokens=500, decoding=0)  # 2 ms a token
+    assert budget.tokens(decoding=4) == 50, "what decoding alone takes is not known yet"
     budget.observe(step_ms=20, prompt_tokens=0, decoding=4)
     assert budget.tokens(decoding=4) == 40
     assert budget.tokens(decoding=0) == 512
+    budget.observe(step_ms=60, prompt_tokens=1, decoding=0)  # mostly overhead
+    assert 35 <= budget.tokens(decoding=4) < 40
 
 
 def test_budget_learns_that_tokens_became_dearer_and_cheaper() -> None:

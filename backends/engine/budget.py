@@ -19,15 +19,15 @@ class TokenBudget:
         self._max = max_tokens
         self._target_ms = itl_target_ms
         self._base_ms: dict[int, _Average] = {}
-        self._token_ms = _Average()
+        self._prompts = _Rate()
 
     def tokens(self, decoding: int) -> int:
         """Prompt tokens for a step with that many decoding sequences beside them."""
         if not decoding:
             return self._max
         most = self._max - decoding
-        base_ms, token_ms = self._base(decoding), self._token_ms.value
-        if base_ms is None or not token_ms:
+        base_ms, token_ms = self._base(decoding) or 0.0, self._prompts.token_ms
+        if not token_ms:
             return max(1, most)
         target_ms = max(self._target_ms, MIN_STRETCH * base_ms)
         return max(1, min(most, max(MIN_TOKENS, int((target_ms - base_ms) / token_ms))))
@@ -40,7 +40,7 @@ class TokenBudget:
         base_ms = self._base(decoding) if decoding else 0.0
         if base_ms is not None:
             # what is small beside the base says little about a token
-            self._token_ms.add(max(step_ms - base_ms, step_ms / 10) / prompt_tokens)
+            self._prompts.add(max(step_ms - base_ms, step_ms / 10), prompt_tokens)
 
     def _base(self, decoding: int) -> float | None:
         """What a step took with the nearest number of decoding sequences that was seen."""
@@ -48,6 +48,21 @@ class TokenBudget:
             return None
         nearest = min(self._base_ms, key=lambda seen: abs(seen - decoding))
         return self._base_ms[nearest].value
+
+
+class _Rate:
+    """Milliseconds a token, where a step counts by its tokens: a short one is mostly overhead."""
+
+    def __init__(self) -> None:
+        self._ms = self._tokens = 0.0
+
+    @property
+    def token_ms(self) -> float | None:
+        return self._ms / self._tokens if self._tokens else None
+
+    def add(self, ms: float, tokens: int) -> None:
+        self._ms = (1 - _WEIGHT) * self._ms + ms
+        self._tokens = (1 - _WEIGHT) * self._tokens + tokens
 
 
 class _Average:
