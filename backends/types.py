@@ -252,9 +252,11 @@ class StepEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded. None: chosen for this machine and reported in ModelInfo.notes.
+    """How a model is loaded. None: chosen for this machine and reported in ModelInfo.
 
-    ctx: longest sequence in tokens. kv_tokens: size of the KV cache, at least ctx.
+    backend: auto, llamacpp or cuda. device: cuda, cuda:N or cpu. dummy: random weights of the
+    model's shapes, for benchmarks. ctx: longest sequence in tokens. kv_tokens: size of the KV
+    cache, at least ctx.
     kv_unified: whether all sequences share it, or each has a part of its own.
     gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
     repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
@@ -262,6 +264,9 @@ class LoadOptions:
     under this. max_queue: waiting requests beyond which new ones are refused.
     """
 
+    backend: str | None = None
+    device: str | None = None
+    dummy: bool | None = None
     ctx: int | None = None
     kv_tokens: int | None = None
     kv_unified: bool | None = None
@@ -287,7 +292,8 @@ class ModelInfo:
     """What a loaded model is, and what was decided for it.
 
     ctx: longest sequence; kv_tokens: the pool; processor: as `ps` shows it, e.g. `100% CPU`.
-    options: the load options in force, none of them None. notes: why things are as they are.
+    options: the load options in force; None: the backend has no such option. notes: why things
+    are as they are. backend_reason: why this backend.
     """
 
     name: str
@@ -311,3 +317,4 @@ class ModelInfo:
     sampling: SamplingParams
     options: LoadOptions
     notes: tuple[str, ...] = ()
+    backend_reason: str = ""

@@ -56,22 +56,20 @@ class Reply:
         return self.end
 
 
-class Bench:
+class LoadedBench:
     """A loaded model and the means to ask it."""
 
-    def __init__(self, options: LoadOptions, path: Path = TINY_GGUF) -> None:
-        self.model: LoadedModel = load(Load("tiny", str(path), options), lambda _share: None)
-        assert isinstance(self.model.runner, LlamaRunner)
-        self.runner = self.model.runner
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
         self.replies: dict[str, Reply] = {}
         self.stats = EngineStats()
         self.engine = Engine(
-            self.runner,
+            model.runner,
             Intake(
-                limits=self.runner.limits,
-                tokenizer=self.model.tokenizer,
-                template=self.model.template,
-                defaults=self.model.info.sampling,
+                limits=model.runner.limits,
+                tokenizer=model.tokenizer,
+                template=model.template,
+                defaults=model.info.sampling,
             ),
             itl_target_ms=1e9,
             max_queue=1000,
@@ -120,9 +118,24 @@ class Bench:
         """Each alone."""
         return [self.run([self.submit(chat, params)])[0] for chat in chats]
 
+    def check(self) -> None:
+        """The books of the cache are whole."""
+
     def close(self) -> None:
-        self.runner.lanes.check()
-        usage = self.runner.usage()
+        self.check()
+        usage = self.model.runner.usage()
         assert usage.used == 0
-        assert usage.cached + usage.free == self.runner.limits.kv_tokens
-        self.runner.close()
+        assert usage.cached + usage.free == self.model.runner.limits.kv_tokens
+        self.model.runner.close()
+
+
+class Bench(LoadedBench):
+    """A GGUF model in llama.cpp."""
+
+    def __init__(self, options: LoadOptions, path: Path = TINY_GGUF) -> None:
+        super().__init__(load(Load("tiny", str(path), options), lambda _share: None))
+        assert isinstance(self.model.runner, LlamaRunner)
+        self.runner = self.model.runner
+
+    def check(self) -> None:
+        self.runner.lanes.check()

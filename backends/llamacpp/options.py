@@ -30,6 +30,8 @@ class Settings:
     faster, and nothing can be cancelled within a step.
     """
 
+    backend: str = "llamacpp"
+    device: str | None = None
     parallel: int = DEFAULT_PARALLEL
     gpu_layers: int = 0
     threads: int = 1
@@ -58,9 +60,14 @@ def settle(asked: LoadOptions) -> Settings:
     """What was asked, and a choice for the rest. InvalidRequest."""
     gpu = supports_gpu()
     given = {name: value for name, value in asdict(asked).items() if value is not None}
+    given |= {"backend": "llamacpp"}
+    if given.pop("dummy", False):
+        raise InvalidRequest(
+            "dummy weights are an option of the cuda backend: leave --dummy out", param="dummy"
+        )
     threads = asked.threads or physical_cores()
     chosen = {
-        "gpu_layers": -1 if gpu else 0,
+        "gpu_layers": -1 if gpu and asked.device != "cpu" else 0,
         "threads": threads,
         "threads_batch": threads,
         "mmap": bool(C.llama_supports_mmap()),
@@ -113,6 +120,16 @@ def _check(options: Settings, gpu: bool) -> None:
                 f"{name} is {getattr(options, name)!r}, it must be one of {', '.join(known)}",
                 param=name,
             )
+    if options.device not in (None, "cpu"):
+        raise InvalidRequest(
+            f"device is {options.device!r}: llama.cpp takes only cpu, and -ngl for its GPU layers",
+            param="device",
+        )
+    if options.device == "cpu" and options.gpu_layers:
+        raise InvalidRequest(
+            f"gpu_layers is {options.gpu_layers} on the CPU: leave --device or -ngl out",
+            param="gpu_layers",
+        )
     if options.gpu_layers and not gpu:
         raise InvalidRequest(
             f"gpu_layers is {options.gpu_layers}, but this build of llama.cpp has no GPU support: "

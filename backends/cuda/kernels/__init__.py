@@ -1,0 +1,1 @@
+"""What a layer computes, each with a plain torch twin."""

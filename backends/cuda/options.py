@@ -1,0 +1,138 @@
+"""Load options, settled for this device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions
+
+# what the cache may be kept in, besides the type of the weights
+CACHE_TYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+_NAMES = {dtype: name for name, dtype in CACHE_TYPES.items()}
+# FP8 numbers are read by kernels from this compute capability on
+_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """LoadOptions of this backend with nothing left open but the sizes, which need the model.
+
+    device: cuda, cuda:N or cpu. dummy: random weights of the model's shapes.
+    """
+
+    backend: str = "cuda"
+    device: str = "cuda"
+    dummy: bool = False
+    parallel: int = 256
+    cache_type_k: str = "bf16"
+    cache_type_v: str = "bf16"
+    prefix_cache: bool = True
+    max_batch_tokens: int = 8192
+    itl_target_ms: float = 100.0
+    max_queue: int = 512
+    ctx: int | None = None
+    kv_tokens: int | None = None
+    chat_template: str | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of cached keys and values."""
+        return CACHE_TYPES[self.cache_type_k]
+
+    def with_sizes(self, ctx: int, kv_tokens: int) -> LoadOptions:
+        """The options in force, as a client sees them."""
+        return LoadOptions(**(asdict(self) | {"ctx": ctx, "kv_tokens": kv_tokens}))
+
+
+_KNOWN = {field.name for field in fields(Settings)}
+# a CPU is a hundredth of a GPU: as the llama.cpp backend has it
+_ON_CPU = {"parallel": 32, "max_batch_tokens": 512, "itl_target_ms": 2000.0}
+
+
+def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Settings:
+    """What was asked, and a choice for the rest. dtype: of the weights. InvalidRequest."""
+    given = {name: value for name, value in asdict(asked).items() if value is not None}
+    for name in given:
+        if name not in _KNOWN:
+            raise InvalidRequest(
+                f"{name} is not an option of the cuda backend: leave it out, or --backend llamacpp",
+                param=name,
+            )
+    chosen = {"cache_type_k": _NAMES[dtype], "cache_type_v": _NAMES[dtype]}
+    fixed = {"backend": "cuda", "device": str(device)}
+    defaults: dict[str, Any] = _ON_CPU if device.type == "cpu" else {}
+    settings = Settings(**(defaults | chosen | given | fixed))
+    _check(settings, dtype, device)
+    return settings
+
+
+def device_of(asked: LoadOptions) -> torch.device:
+    """The device asked for, or the GPU. InvalidRequest: there is none."""
+    name = asked.device or "cuda"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cuda", "cpu"):
+        raise InvalidRequest(f"device is {name!r}, it must be cuda, cuda:N or cpu", param="device")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise InvalidRequest(
+            "the cuda backend finds no NVIDIA GPU that this build of torch can use: "
+            "--backend llamacpp, or --device cpu to run it slowly",
+            param="device",
+        )
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise InvalidRequest(f"device is {name!r}, there are {count} GPUs, from 0", param="device")
+    return torch.device("cuda", device.index or 0)
+
+
+def _check(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
+    for name in ("parallel", "kv_tokens", "max_batch_tokens", "max_queue", "itl_target_ms"):
+        value = getattr(options, name)
+        if value is not None and not value >= 1:  # NaN fails too
+            raise InvalidRequest(f"{name} is {value}, it must be at least 1", param=name)
+    if options.max_batch_tokens < options.parallel:
+        raise InvalidRequest(
+            f"max_batch_tokens {options.max_batch_tokens} is less than parallel "
+            f"{options.parallel}: each running request needs a token in every step",
+            param="max_batch_tokens",
+        )
+    _check_cache(options, dtype, device)
+
+
+def _check_cache(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
+    known = (_NAMES[dtype], "int8", "fp8")
+    for name in ("cache_type_k", "cache_type_v"):
+        value = getattr(options, name)
+        if value not in known:
+            raise InvalidRequest(
+                f"{name} is {value!r}, for this model it must be one of {', '.join(known)}",
+                param=name,
+            )
+    if options.cache_type_k != options.cache_type_v:
+        raise InvalidRequest(
+            f"cache_type_k is {options.cache_type_k} and cache_type_v {options.cache_type_v}: "
+            "the cuda backend keeps both in the same type",
+            param="cache_type_v",
+        )
+    if options.cache_type_k == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FP8_CAPABILITY:
+            raise InvalidRequest(
+                f"a cache in fp8 needs a GPU of compute capability 8.9, this one has "
+                f"{capability[0]}.{capability[1]}: use int8",
+                param="cache_type_k",
+            )

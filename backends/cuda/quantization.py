@@ -1,0 +1,121 @@
+"""How a checkpoint's weights are quantized, from quantization_config of its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from localgen.backends.cuda.fields import Fields
+
+Method = Literal["awq", "gptq", "fp8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quant:
+    """method: awq (GEMM layout) and gptq are int4 in groups, fp8 is e4m3 with a scale per row.
+
+    group_size: inputs that share a scale and a zero; None: all of a row. zero_point: whether
+    zeros differ from the middle. desc_act: whether groups follow g_idx instead of the inputs'
+    order. zero_offset: added to a stored zero to get the one meant, modulo 16.
+    """
+
+    method: Method
+    bits: int
+    group_size: int | None = None
+    zero_point: bool = False
+    desc_act: bool = False
+    zero_offset: int = 0
+
+
+def read_quant(config: Fields) -> Quant | None:
+    """The quantization of a config.json; None: weights are plain.
+
+    LoadFailed: a method, or a variant of one, that is not supported.
+    """
+    own = config.section("quantization_config")
+    if own is None:
+        return None
+    method = own.text("quant_method")
+    match method:
+        case "awq":
+            return _read_awq(own)
+        case "gptq":
+            return _read_gptq(own)
+        case "fp8" | "fbgemm_fp8":
+            return _read_fp8(own)
+        case "compressed-tensors":
+            return _read_compressed_tensors(own)
+    raise own.refusal(
+        f"quantization {method} is not supported, only awq, gptq, fp8, fbgemm_fp8 and "
+        "compressed-tensors in FP8"
+    )
+
+
+def _read_awq(own: Fields) -> Quant:
+    # files differ by the age of what wrote them
+    layout = own.text("version", own.text("format", "gemm"))
+    if layout.lower() != "gemm":
+        raise own.refusal(f"AWQ layout {layout} is not supported, only GEMM")
+    return Quant(
+        method="awq",
+        bits=_four_bits(own, "w_bit" if "w_bit" in own else "bits"),
+        group_size=_group_size(own, "q_group_size" if "q_group_size" in own else "group_size"),
+        zero_point=own.flag("zero_point", True),
+    )
+
+
+def _read_gptq(own: Fields) -> Quant:
+    layout = own.text("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise own.refusal(f"GPTQ layout {layout} is not supported, only gptq and gptq_v2")
+    return Quant(
+        method="gptq",
+        bits=_four_bits(own, "bits"),
+        group_size=_group_size(own, "group_size"),
+        zero_point=not own.flag("sym", True),
+        desc_act=own.flag("desc_act", False),
+        zero_offset=1 if layout == "gptq" else 0,
+    )
+
+
+def _four_bits(own: Fields, key: str) -> int:
+    bits = own.count(key)
+    if bits != 4:
+        raise own.refusal(f"{own.prefix}{key} is {bits}, only 4 is supported")
+    return bits
+
+
+def _group_size(own: Fields, key: str) -> int | None:
+    if own.values.get(key) == -1:
+        return None
+    size = own.count(key)
+    if size % 8:
+        raise own.wrong(key, "a multiple of 8")
+    return size
+
+
+def _read_fp8(own: Fields) -> Quant:
+    if "weight_block_size" in own:
+        raise own.refusal(
+            "FP8 weights with a scale per block are not supported, only a scale per row"
+        )
+    return Quant(method="fp8", bits=8)
+
+
+def _read_compressed_tensors(own: Fields) -> Quant:
+    groups = own.section("config_groups")
+    if groups is None or not groups.values:
+        raise own.refusal(f"{own.prefix}config_groups is missing or empty")
+    for name in groups.values:
+        group = groups.section(name)
+        weights = None if group is None else group.section("weights")
+        if weights is None:
+            raise groups.wrong(name, "a group with weights")
+        kind = f"{weights.text('type')}{weights.count('num_bits')}"
+        strategy = weights.text("strategy", "tensor")
+        if kind != "float8" or strategy not in ("channel", "tensor"):
+            raise own.refusal(
+                f"compressed-tensors weights of kind {kind} per {strategy} are not supported, "
+                "only float8 per channel or tensor"
+            )
+    return Quant(method="fp8", bits=8)

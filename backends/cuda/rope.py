@@ -1,0 +1,231 @@
+"""Rotary positions: frequencies, the ways of stretching them, and tables of their angles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's: short wavelengths stay, long ones stretch by `factor`, blended in between.
+
+    A wavelength is short below trained_len / high_freq_factor and long above
+    trained_len / low_freq_factor.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    trained_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): dimensions that turn often stay, those that do not stretch.
+
+    beta_fast, beta_slow: turns within trained_len at which the blend begins and ends.
+    truncate: whether these bounds are whole dimensions. attention_factor scales cos and sin.
+    """
+
+    factor: float
+    trained_len: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, of two lists by length.
+
+    short_factors, long_factors: dim / 2 values each. attention_factor scales cos and sin.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    trained_len: int
+    attention_factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions over the first `dim` dimensions of a head."""
+
+    theta: float
+    dim: int
+    scaling: Scaling | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        match self.scaling:
+            case YarnScaling() | LongRopeScaling() as scaling:
+                return scaling.attention_factor
+        return 1.0
+
+    def table(self, max_len: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position, attention factor included: float32 [max_len, dim / 2].
+
+        Everything is computed in float32, as models are trained with it. LongRoPE takes its long
+        factors if max_len is beyond the trained length, for every position: a cache holds keys
+        of one table only.
+        """
+        positions = torch.arange(max_len, dtype=torch.float32)
+        angles = positions[:, None] * self.frequencies(max_len)
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def frequencies(self, max_len: int) -> Tensor:
+        """Radians a position adds, for sequences of up to max_len tokens: float32 [dim / 2]."""
+        plain = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        match self.scaling:
+            case None:
+                return plain
+            case LinearScaling(factor):
+                return plain / factor
+            case Llama3Scaling() as scaling:
+                return _llama3(plain, scaling)
+            case YarnScaling() as scaling:
+                return _yarn(plain, scaling, self.theta, self.dim)
+            case LongRopeScaling() as scaling:
+                long = max_len > scaling.trained_len
+                return plain / torch.tensor(scaling.long_factors if long else scaling.short_factors)
+
+
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.trained_len * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return plain * ((1.0 - kept) / scaling.factor + kept)
+
+
+def _yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> Tensor:
+    def dimension(turns: float) -> float:
+        """The dimension that makes so many turns within the trained length."""
+        return dim * math.log(scaling.trained_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first or 0.001
+    kept = 1.0 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return plain * ((1.0 - kept) / scaling.factor + kept)
+
+
+def read_rope(config: Fields, *, head_dim: int, theta: float | None = None) -> Rope:
+    """The rotary positions of a config.json, as written by transformers 5 or before.
+
+    theta: what a file means that has no rope_theta; None: it must have one. LoadFailed: a value
+    is missing or wrong, or the kind of scaling is unknown.
+    """
+    own = config.section("rope_parameters") or config.section("rope_scaling")
+    return rope_of(config, own, head_dim=head_dim, theta=theta)
+
+
+def rope_of(
+    config: Fields, own: Fields | None, *, head_dim: int, theta: float | None = None
+) -> Rope:
+    """As read_rope, from the section `own` and, for what it lacks, the whole of the file."""
+    own = own or Fields(config.path, {})
+    rotary = (own if "partial_rotary_factor" in own else config).number(
+        "partial_rotary_factor", 1.0
+    )
+    dim = int(head_dim * rotary)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise config.refusal(f"{dim} rotary dimensions do not fit heads of {head_dim}")
+    theta = (own if "rope_theta" in own else config).number("rope_theta", theta)
+    if theta <= 1.0:
+        raise config.refusal(f"rope_theta is {theta}, it must be above 1")
+    return Rope(theta, dim, _read_scaling(config, own, dim))
+
+
+def _read_scaling(config: Fields, own: Fields, dim: int) -> Scaling | None:
+    kind = own.text("rope_type", own.text("type", "default"))
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(own.number("factor"))
+        case "llama3":
+            return _read_llama3(config, own)
+        case "yarn" if "long_factor" not in own:
+            return _read_yarn(config, own)
+        case "longrope" | "su" | "yarn":  # its names in the first Phi-3 files
+            return _read_longrope(config, own, dim)
+    raise config.refusal(
+        f"rope scaling {kind} is not supported, only linear, llama3, yarn and longrope"
+    )
+
+
+def _read_llama3(config: Fields, own: Fields) -> Llama3Scaling:
+    scaling = Llama3Scaling(
+        factor=own.number("factor"),
+        low_freq_factor=own.number("low_freq_factor"),
+        high_freq_factor=own.number("high_freq_factor"),
+        trained_len=_trained_len(config, own),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise own.wrong("high_freq_factor", f"above low_freq_factor ({scaling.low_freq_factor})")
+    return scaling
+
+
+def _read_yarn(config: Fields, own: Fields) -> YarnScaling:
+    trained_len = _trained_len(config, own)
+    factor = own.number("factor", config.count("max_position_embeddings") / trained_len)
+    default = _magnitude(factor, 1.0)
+    if "mscale" in own and "mscale_all_dim" in own:
+        scales = own.number("mscale"), own.number("mscale_all_dim")
+        default = _magnitude(factor, scales[0]) / _magnitude(factor, scales[1])
+    return YarnScaling(
+        factor=factor,
+        trained_len=trained_len,
+        beta_fast=own.number("beta_fast", 32.0),
+        beta_slow=own.number("beta_slow", 1.0),
+        truncate=own.flag("truncate", True),
+        attention_factor=own.number("attention_factor", default),
+    )
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _read_longrope(config: Fields, own: Fields, dim: int) -> LongRopeScaling:
+    trained_len = _trained_len(config, own)
+    factor = own.number("factor", config.count("max_position_embeddings") / trained_len)
+    default = 1.0
+    if factor > 1.0:
+        default = math.sqrt(1.0 + math.log(factor) / math.log(trained_len))
+    return LongRopeScaling(
+        short_factors=own.numbers("short_factor", dim // 2),
+        long_factors=own.numbers("long_factor", dim // 2),
+        trained_len=trained_len,
+        attention_factor=own.number("attention_factor", default),
+    )
+
+
+def _trained_len(config: Fields, own: Fields) -> int:
+    """The length a model was trained with: at the top, else in the section, else not extended."""
+    key = "original_max_position_embeddings"
+    source = config if key in config else own
+    length = source.count(key, config.count("max_position_embeddings"))
+    if length < 2:
+        raise source.wrong(key, "a length of at least 2")
+    return length

@@ -1,0 +1,153 @@
+"""A Hugging Face tokenizer.json as the engine's Tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from localgen.backends.errors import InvalidRequest, LoadFailed
+
+_SPACE = "▁"
+
+
+class HfTokenizer:
+    """A tokenizer of the `tokenizers` library, which is safe to call from any thread.
+
+    vocab_size: rows of the embedding, which may be more than the tokenizer has. bos, eos: as in
+    Tokenizer. byte_level: tokens are written in GPT-2's alphabet of bytes. silent: tokens that
+    stand for nothing, besides the special ones. source: the file that is at fault where the
+    tokenizer does not suit the model (LoadFailed).
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        source: Path,
+        vocab_size: int,
+        bos: str,
+        eos: str,
+        end_ids: frozenset[int],
+        add_bos: bool,
+        byte_level: bool,
+        silent: frozenset[int] = frozenset(),
+    ) -> None:
+        if tokenizer.get_vocab_size() > vocab_size:
+            raise LoadFailed(
+                f"cannot load {source}: it has {tokenizer.get_vocab_size():,} tokens, "
+                f"the model {vocab_size:,}"
+            )
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.bos, self.eos = bos, eos
+        self.end_ids = end_ids
+        self._bos_id = tokenizer.token_to_id(bos) if bos else None
+        self._add_bos = add_bos and self._bos_id is not None
+        self._byte_level = byte_level
+        added = tokenizer.get_added_tokens_decoder()
+        self._silent = silent.union(token for token, what in added.items() if what.special)
+        self._added = {token: what.content for token, what in added.items()}
+
+    @classmethod
+    def of_folder(cls, folder: Path, vocab_size: int) -> HfTokenizer:
+        """The tokenizer of a model folder. LoadFailed: a file is missing or damaged."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise LoadFailed(f"cannot load {folder}: it has no tokenizer.json")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more exact
+            raise LoadFailed(f"cannot load {path}: {error}") from None
+        settings = optional_json(folder / "tokenizer_config.json")
+        bos, eos = _text(settings, "bos_token"), _text(settings, "eos_token")
+        starts = tokenizer.encode("", add_special_tokens=True).ids[:1]
+        asked = settings.get("add_bos_token")
+        return cls(
+            tokenizer,
+            source=path,
+            vocab_size=vocab_size,
+            bos=bos,
+            eos=eos,
+            end_ids=_end_ids(folder, tokenizer, eos),
+            add_bos=bool(asked) or (bool(bos) and starts == [tokenizer.token_to_id(bos)]),
+            byte_level='"ByteLevel"' in json.dumps(json.loads(path.read_text())["decoder"]),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """As Tokenizer.encode. InvalidRequest for text that has no UTF-8 form."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._add_bos and ids[:1] != [self._bos_id]:
+            assert self._bos_id is not None
+            ids.insert(0, self._bos_id)
+        return ids
+
+    def piece(self, token: int) -> bytes:
+        """As Tokenizer.piece."""
+        if token in self._silent:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        text = self._tokenizer.id_to_token(token)
+        if text is None:  # rows of the embedding beyond the tokenizer
+            return b""
+        if self._byte_level:
+            return bytes(_BYTES[char] for char in text if char in _BYTES)
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            return bytes([int(text[3:5], 16)])
+        return text.replace(_SPACE, " ").encode()
+
+
+def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos: str) -> frozenset[int]:
+    found = {tokenizer.token_to_id(eos)} if eos else set()
+    for name in ("config.json", "generation_config.json"):
+        ends = optional_json(folder / name).get("eos_token_id")
+        found |= set(ends if isinstance(ends, list) else [ends])
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way to write every byte as a printable character (Radford et al. 2019)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + index): byte for index, byte in enumerate(hidden)
+    }
+
+
+_BYTES = _byte_alphabet()
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file; empty if there is no file. LoadFailed."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise LoadFailed(f"cannot read {path}: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _text(settings: dict[str, Any], name: str) -> str:
+    """A special token, which is written as text or as an object."""
+    value = settings.get(name)
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def chat_template(folder: Path) -> str | None:
+    """The chat template of a model folder; None where it has none."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = optional_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,126 @@
+"""fake_runner's model over a PagedCache: it knows only what lies in the pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from fake_runner import next_token
+
+from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+from localgen.backends.engine.runner import Chunk, Limits, PoolUsage, Sampled
+from localgen.backends.engine.sequence import Sequence
+
+EMPTY = -1
+
+
+class Memory:
+    """Pages that hold tokens where a model's hold keys and values."""
+
+    def __init__(self, cache: PagedCache, num_pages: int) -> None:
+        self.cache = cache
+        self.pages = np.full((num_pages, PAGE_TOKENS), EMPTY)
+
+    def copy(self) -> int:
+        """Make the copies that are due; how many."""
+        copies = self.cache.take_copies()
+        sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
+        assert len(set(targets)) == len(targets)
+        self.pages[targets] = self.pages[sources]
+        return len(copies)
+
+    def write(self, seq: Sequence, start: int, tokens: Seq[int]) -> None:
+        table = self.cache.table(seq)
+        for position, token in enumerate(tokens, start):
+            self.pages[table[position // PAGE_TOKENS], position % PAGE_TOKENS] = token
+
+    def read(self, seq: Sequence, length: int) -> list[int]:
+        tokens: list[int] = self.pages[self.cache.table(seq)].ravel()[:length].tolist()
+        return tokens
+
+    def check(self, seqs: Seq[Sequence]) -> None:
+        """Assert that everybody's computed tokens are there, whoever has written since."""
+        self.cache.check()
+        for seq in seqs:
+            assert self.read(seq, seq.num_computed) == seq.tokens[: seq.num_computed]
+
+
+class PagedRunner:
+    """ModelRunner that checks the pages at every call, and counts what has happened in `seen`."""
+
+    def __init__(self, *, num_pages: int, max_seqs: int, batch: int, share: bool) -> None:
+        self.limits = Limits(
+            max_seqs=max_seqs,
+            max_batch_tokens=batch,
+            max_outputs=batch,
+            max_len=num_pages * PAGE_TOKENS,
+            kv_tokens=num_pages * PAGE_TOKENS,
+            can_rewind=share,
+        )
+        self.cache = PagedCache(num_pages, share=share)
+        self.memory = Memory(self.cache, num_pages)
+        self.seen: Counter[str] = Counter()
+
+    def usage(self) -> PoolUsage:
+        return self.cache.usage()
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        before = self.usage()
+        try:
+            cached = self.cache.admit(seq, spare=spare)
+        finally:
+            self.cache.check()
+        assert len(self.cache.table(seq)) == pages_for(len(seq.tokens))
+        assert cached < len(seq.tokens)
+        assert self.memory.read(seq, cached) == seq.tokens[:cached]
+        after = self.usage()
+        assert after.free + after.cached >= spare
+        self.seen["hits"] += cached
+        self.seen["evicted"] += after.used - before.used > before.free
+        return cached
+
+    def grow(self, seq: Sequence, n: int) -> bool:
+        held = len(self.cache.table(seq))
+        grown = self.cache.grow(seq, n)
+        self.cache.check()
+        needed = pages_for(seq.num_computed + n)
+        assert len(self.cache.table(seq)) == (max(held, needed) if grown else held)
+        return grown
+
+    def launch(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
+        self.memory.copy()
+        return chunks
+
+    def collect(self, ticket: Seq[Chunk]) -> list[Sampled]:
+        for chunk in ticket:
+            self.memory.write(chunk.seq, chunk.start, chunk.tokens)
+        return [self._sample(chunk) for chunk in ticket]
+
+    def _sample(self, chunk: Chunk) -> Sampled:
+        text = self.memory.read(chunk.seq, chunk.start + len(chunk))
+        assert text == chunk.seq.tokens[: chunk.start] + chunk.tokens, "no page is another's"
+        if not chunk.samples:
+            return Sampled()
+        tokens: list[int] = []
+        drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
+        for offset in range(chunk.num_drafts + 1):
+            tokens.append(next_token(text[: len(text) - chunk.num_drafts + offset]))
+            if offset < chunk.num_drafts and drafts[offset] != tokens[-1]:
+                self.seen["rejected"] += 1
+                break
+        return Sampled(tuple(tokens))
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        assert self.limits.can_rewind
+        self.cache.rewind(seq, length)
+        self.cache.check()
+        assert len(self.cache.table(seq)) == pages_for(length)
+
+    def release(self, seq: Sequence, *, keep: bool) -> None:
+        self.cache.release(seq, keep=keep)
+        self.cache.check()
+
+    def close(self) -> None:
+        """Nothing to free."""

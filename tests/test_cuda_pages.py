@@ -1,0 +1,352 @@
+"""Pages are whole under the real scheduler, whatever arrives; little of them is wasted."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+import pytest
+from fake_runner import VOCAB, generate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_runner import Memory, PagedRunner
+
+from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.pages import PAGE_TOKENS, PagePool
+from localgen.backends.cuda.radix import RadixTree
+from localgen.backends.engine.budget import TokenBudget
+from localgen.backends.engine.runner import NoRoom
+from localgen.backends.engine.scheduler import Scheduler
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.types import BASE_SAMPLING
+
+
+def sequence(name: str, tokens: Seq[int], *, answer: int = 20, priority: int = 0) -> Sequence:
+    return Sequence(
+        id=name,
+        tokens=list(tokens),
+        num_prompt=len(tokens),
+        params=BASE_SAMPLING,
+        ctx=10_000,
+        limit=len(tokens) + answer,
+        priority=priority,
+    )
+
+
+def scheduler_of(runner: PagedRunner) -> Scheduler:
+    batch = runner.limits.max_batch_tokens
+    return Scheduler(runner, budget=TokenBudget(batch, 1e9), max_queue=100)
+
+
+def turn(scheduler: Scheduler, runner: PagedRunner) -> bool:
+    chunks = scheduler.plan()
+    if chunks:
+        scheduler.apply(chunks, runner.collect(runner.launch(chunks)), 1.0)
+    runner.memory.check(scheduler.running)
+    return bool(chunks)
+
+
+def requests(rng: random.Random) -> list[Sequence]:
+    """Up to twelve, most of which begin like some other."""
+    stems = [[rng.randrange(9) for _ in range(40)] for _ in range(2)]
+    made = []
+    for number in range(rng.randint(1, 12)):
+        stem = rng.choice(stems)[: rng.randint(0, 40)]
+        prompt = [1, *stem, *(rng.randrange(9) for _ in range(rng.randint(0, 20)))]
+        answer, priority = rng.randint(1, 35), rng.choice([0, 0, 1])
+        made.append(sequence(str(number), prompt, answer=answer, priority=priority))
+    return made
+
+
+def guesses(seq: Sequence, rng: random.Random) -> list[int]:
+    """Drafts of which the first few are right; some reach into another page."""
+    right = generate(seq.tokens, len(seq.tokens) + rng.randint(0, 4), ends=False)
+    return [*right, *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 20)))]
+
+
+def serve(runner: PagedRunner, rng: random.Random) -> Scheduler:
+    """Random requests, drafts and cancels until all have ended; the pool is whole then."""
+    scheduler = scheduler_of(runner)
+    waiting = requests(rng)
+    everyone, cancelled = list(waiting), set()
+    for _ in range(5000):
+        while waiting and rng.random() < 0.5:
+            scheduler.submit(waiting.pop())
+        live = [seq for seq in everyone if scheduler.get(seq.id)]
+        if live and rng.random() < 0.03:
+            victim = rng.choice(live)
+            scheduler.end(victim)
+            cancelled.add(victim.id)
+        for seq in live:
+            if runner.limits.can_rewind and rng.random() < 0.3:
+                seq.drafts = guesses(seq, rng)
+        if not turn(scheduler, runner) and not waiting:
+            break
+    assert {seq.state.value for seq in everyone} == {"ended"}
+    for seq in everyone:
+        answer = seq.tokens[seq.num_prompt :]
+        alone = generate(seq.tokens[: seq.num_prompt], seq.limit, ends=False)
+        assert answer == (alone[: len(answer)] if seq.id in cancelled else alone)
+    usage = runner.usage()
+    assert usage.used == 0
+    assert usage.free + usage.cached == runner.limits.kv_tokens
+    assert runner.limits.can_rewind or usage.cached == 0
+    return scheduler
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_pages=st.integers(6, 24),
+    max_seqs=st.integers(1, 6),
+    batch=st.integers(6, 64),
+    share=st.booleans(),
+)
+def test_random_schedules_leave_the_pool_whole(
+    seed: int, num_pages: int, max_seqs: int, batch: int, share: bool
+) -> None:
+    runner = PagedRunner(num_pages=num_pages, max_seqs=max_seqs, batch=batch, share=share)
+    serve(runner, random.Random(seed))
+
+
+def test_these_schedules_preempt_evict_share_and_reject() -> None:
+    """Or the test above would say little."""
+    seen: Counter[str] = Counter()
+    for seed in range(15):
+        runner = PagedRunner(num_pages=8, max_seqs=5, batch=40, share=True)
+        seen["preempted"] += serve(runner, random.Random(seed)).counters.preemptions
+        seen += runner.seen
+    assert all(seen[what] > 5 for what in ("preempted", "evicted", "hits", "rejected")), seen
+
+
+class Play:
+    """A PagedCache called in any order, as no scheduler would: forks, and rewinds to anywhere."""
+
+    def __init__(self, rng: random.Random, num_pages: int, share: bool) -> None:
+        self.rng = rng
+        self.cache = PagedCache(num_pages, share=share)
+        self.memory = Memory(self.cache, num_pages)
+        self.live: list[Sequence] = []
+        self.grown: dict[Sequence, int] = {}
+        self.seen: Counter[str] = Counter()
+
+    def some(self, most: int) -> list[int]:
+        """Tokens of which the first page or two are often the same."""
+        head = [self.rng.randrange(2)] * self.rng.choice([0, PAGE_TOKENS, 40])
+        return [*head, *(self.rng.randrange(2) for _ in range(self.rng.randint(1, most)))]
+
+    def begin(self) -> None:
+        seq = sequence("", self.some(40))
+        try:
+            seq.num_computed = self.cache.admit(seq, spare=self.rng.choice([0, 16]))
+        except NoRoom:
+            self.seen["no room"] += 1
+            return
+        self.live.append(seq)
+
+    def grow(self) -> None:
+        seq = self.rng.choice(self.live)
+        n = self.rng.randint(1, 40)
+        seq.tokens += self.some(n)[: max(0, seq.num_computed + n - len(seq.tokens))]
+        n = min(n, seq.num_owed)
+        if n and self.cache.grow(seq, n):
+            self.grown[seq] = n
+
+    def step(self) -> None:
+        self.seen["copies"] += self.memory.copy()
+        for seq, n in self.grown.items():
+            done = seq.num_computed
+            self.memory.write(seq, done, seq.tokens[done : done + n])
+        for seq, n in self.grown.items():
+            seq.num_computed += n
+        self.grown.clear()
+
+    def fork(self) -> None:
+        seq = self.rng.choice(self.live)
+        self.grown.pop(seq, None)
+        new = sequence("", [*seq.tokens[: seq.num_computed], *self.some(20)])
+        new.num_computed = self.cache.fork(seq, new)
+        self.live.append(new)
+
+    def rewind(self) -> None:
+        seq = self.rng.choice(self.live)
+        self.grown.pop(seq, None)
+        length = self.rng.randint(0, seq.num_computed)
+        self.cache.rewind(seq, length)
+        del seq.tokens[length:]
+        seq.tokens += self.some(20)
+        seq.num_computed = length
+
+    def release(self) -> None:
+        seq = self.live.pop(self.rng.randrange(len(self.live)))
+        self.grown.pop(seq, None)
+        self.cache.release(seq, keep=self.rng.random() < 0.7)
+
+    def anything(self) -> None:
+        calls = [self.grow, self.step, self.fork, self.rewind, self.release]
+        call = self.rng.choices(calls, [6, 4, 1, 1, 1])[0]
+        if not self.live or self.rng.random() < 0.1:
+            call = self.begin
+        call()
+        self.cache.check()
+        if call == self.step:
+            self.memory.check(self.live)
+
+
+@settings(max_examples=600, deadline=None)
+@given(seed=st.integers(0, 10**6), num_pages=st.integers(4, 40), share=st.booleans())
+def test_whatever_is_called_no_page_is_lost_or_overwritten(
+    seed: int, num_pages: int, share: bool
+) -> None:
+    play = Play(random.Random(seed), num_pages, share)
+    for _ in range(150):
+        play.anything()
+    while play.live:
+        play.release()
+        play.cache.check()
+    assert play.cache.usage().used == 0
+
+
+def test_such_calls_copy_pages_and_run_out_of_them() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(10):
+        play = Play(random.Random(seed), 20, share=True)
+        for _ in range(150):
+            play.anything()
+        seen += play.seen
+    assert seen["copies"] > 20
+    assert seen["no room"] > 20
+
+
+def test_a_prefix_is_shared_by_whole_pages_and_one_token_is_left() -> None:
+    cache = PagedCache(20, share=True)
+    first = sequence("a", range(48))
+    assert cache.admit(first, spare=0) == 0
+    first.num_computed = 40
+    third = sequence("b", range(60))
+    assert cache.admit(third, spare=0) == 32, "what is not computed is not shared"
+    first.num_computed = 48
+    assert cache.admit(sequence("c", range(48)), spare=0) == 32, "not the last page"
+    assert cache.admit(sequence("d", range(60)), spare=0) == 48
+    assert cache.admit(sequence("e", [*range(20), *range(40)]), spare=0) == 16
+    assert cache.usage().used == (3 + 2 + 1 + 1 + 3) * PAGE_TOKENS
+
+
+def test_the_same_text_computed_twice_is_stored_once() -> None:
+    cache = PagedCache(20, share=True)
+    one, two = sequence("a", range(40)), sequence("b", range(40))
+    for seq in (one, two):
+        assert cache.admit(seq, spare=0) == 0
+    for seq in (one, two):
+        seq.num_computed = 40
+    assert cache.usage().used == 6 * PAGE_TOKENS
+    cache.admit(sequence("c", [99]), spare=0)
+    assert cache.usage().used == (2 + 1 + 1 + 1) * PAGE_TOKENS
+    assert cache.table(one)[:2].tolist() == cache.table(two)[:2].tolist()
+    cache.check()
+
+
+def test_a_fork_copies_a_page_when_one_of_them_writes() -> None:
+    cache = PagedCache(10, share=True)
+    one, two = sequence("a", range(20)), sequence("b", range(20))
+    cache.admit(one, spare=0)
+    one.num_computed = 20
+    two.num_computed = cache.fork(one, two)
+    assert cache.table(one).tolist() == cache.table(two).tolist()
+    assert cache.grow(two, 1)
+    assert cache.take_copies() == [(cache.table(one)[1], cache.table(two)[1])]
+    assert cache.table(one)[0] == cache.table(two)[0]
+    assert cache.grow(one, 13)
+    assert cache.take_copies() == [], "the other has its own by now"
+    cache.check()
+
+
+def test_a_fork_of_a_fork_in_one_step_copies_what_is_there_already() -> None:
+    cache = PagedCache(10, share=False)
+    one, two, three = (sequence(name, range(20)) for name in "abc")
+    cache.admit(one, spare=0)
+    one.num_computed = 20
+    two.num_computed = cache.fork(one, two)
+    assert cache.grow(two, 1)
+    three.num_computed = cache.fork(two, three)
+    assert cache.grow(three, 1)
+    written, second, third = (int(cache.table(seq)[1]) for seq in (one, two, three))
+    assert sorted(cache.take_copies()) == sorted([(written, second), (written, third)])
+
+
+def test_a_fork_uses_the_known_pages_that_its_origin_uses() -> None:
+    cache = PagedCache(10, share=True)
+    one, two, other = (sequence(name, range(40)) for name in "abc")
+    other.tokens[PAGE_TOKENS:] = [99] * 24
+    for seq in (one, other):
+        cache.admit(seq, spare=0)
+    one.num_computed = other.num_computed = 40
+    two.num_computed = cache.fork(one, two)
+    for seq in (other, one):
+        cache.release(seq, keep=True)
+        cache.check()
+    assert cache.table(two)[:2].tolist() == cache._tree.match(range(32))
+
+
+def test_a_sequence_with_room_for_its_prompt_keeps_it_when_it_is_forked() -> None:
+    cache = PagedCache(10, share=True)
+    one, two = sequence("a", range(60)), sequence("b", range(60))
+    cache.admit(one, spare=0)
+    one.num_computed = 20
+    two.num_computed = cache.fork(one, two)
+    assert cache.grow(one, 1)
+    assert len(cache.table(one)) == 4
+    assert len(cache.table(two)) == 2
+
+
+def test_the_least_recently_used_prefix_goes_first_and_what_is_in_use_stays() -> None:
+    pool = PagePool(6)
+    tree = RadixTree(pool)
+    for start in (0, 100, 200):
+        pages = pool.take(2)
+        tree.insert(range(start, start + 32), pages)
+        pool.drop(pages)
+    in_use = tree.match(range(32))
+    pool.hold(in_use)
+    again = tree.match(range(100, 132))
+    pool.hold(again)
+    pool.drop(again)
+    assert pool.num_idle == 4
+    tree.evict(1)
+    assert len(tree.match(range(200, 232))) == 1, "the oldest prefix, leaves first"
+    tree.evict(1)
+    assert tree.match(range(100, 132)) == again
+    tree.evict(9)
+    assert tree.match(range(32)) == in_use
+    assert (pool.num_free, len(tree)) == (4, 2)
+    with pytest.raises(NoRoom):
+        pool.take(5)
+
+
+def wasted(runner: PagedRunner, running: Seq[Sequence]) -> float:
+    """The share of the held room without a token. No sequence has a whole page of it."""
+    unused = 0
+    for seq in running:
+        room = len(runner.cache.table(seq)) * PAGE_TOKENS
+        assert room - len(seq.tokens) < PAGE_TOKENS
+        unused += max(0, room - len(seq.tokens))
+    return unused / runner.usage().used
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_waste_is_under_four_percent_after_every_step(share: bool) -> None:
+    """At most 15 tokens a sequence are unused, 7.5 on average. With n tokens a sequence beyond
+    those that it shares, that is under 4 % for certain from n = 361 on, on average from n = 181.
+    """
+    rng = random.Random(0)
+    runner = PagedRunner(num_pages=400, max_seqs=16, batch=512, share=share)
+    scheduler = scheduler_of(runner)
+    for number in range(24):
+        prompt = [*[7] * 256, *(rng.randrange(90) for _ in range(rng.randint(361, 900)))]
+        scheduler.submit(sequence(str(number), prompt, answer=rng.randint(10, 44)))
+    worst = 0.0
+    while turn(scheduler, runner):
+        if scheduler.running:
+            worst = max(worst, wasted(runner, scheduler.running))
+    assert 0 < worst < 0.04

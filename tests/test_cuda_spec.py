@@ -1,0 +1,282 @@
+"""config.json to ModelSpec: equal to what transformers makes of it, or one clear line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_configs import CONFIGS, SIZES, config_json, longrope, write_config
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+
+from localgen.backends.cuda.quantization import Quant
+from localgen.backends.cuda.rope import LongRopeScaling, Rope
+from localgen.backends.cuda.spec import ModelSpec, Moe, read_config
+from localgen.backends.errors import LoadFailed
+
+JUNK: list[Any] = ["x", "", -1, 0, 1.5, True, [], [1], ["a"], {}, {"a": 1}, 1e999, 10**400]
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": False}
+
+
+def as_transformers_writes(folder: Path) -> Path:
+    """The same config.json, once through transformers: newer fields, older ones gone."""
+    target = folder / "rewritten"
+    transformers.AutoConfig.from_pretrained(folder).save_pretrained(target)
+    return target
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    window: int | None = getattr(config, "sliding_window", None)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def assert_same_shape(spec: ModelSpec, config: Any, model: Any) -> None:
+    attention = model.layers[0].self_attn
+    assert spec.hidden == config.hidden_size
+    assert spec.head_dim == attention.head_dim
+    assert spec.kv_heads * attention.num_key_value_groups == spec.heads
+    assert spec.attn_scale == pytest.approx(attention.scaling)
+    assert spec.windows == windows_of(config)
+    assert spec.tied == config.tie_word_embeddings
+    assert spec.attn_softcap == getattr(config, "attn_logit_softcapping", None)
+    assert spec.logit_softcap == getattr(config, "final_logit_softcapping", None)
+    assert spec.qk_norm == hasattr(attention, "q_norm")
+    assert spec.fused == hasattr(attention, "qkv_proj")
+    assert spec.sandwich_norms == hasattr(model.layers[0], "pre_feedforward_layernorm")
+    assert spec.out_bias == (attention.o_proj.bias is not None)
+    assert spec.qkv_bias == (not spec.fused and attention.q_proj.bias is not None)
+    assert spec.norm_eps == config.rms_norm_eps
+    assert spec.max_len == config.max_position_embeddings
+
+
+def assert_same_tables(rope: Rope, max_len: int, rotary: Any, **kind: str) -> None:
+    cos, sin = rope.table(max_len)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape == (max_len, rope.dim // 2)
+    theirs = rotary(torch.zeros(1), torch.arange(max_len)[None], **kind)
+    for ours, table in zip((cos, sin), theirs, strict=True):
+        both_halves = torch.cat((ours, ours), dim=-1)
+        # a rounding of one frequency, times the position
+        torch.testing.assert_close(both_halves, table[0], atol=max_len * 5e-7, rtol=0)
+
+
+@pytest.mark.parametrize("rewritten", [False, True], ids=["public", "rewritten"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_model_is_what_transformers_makes_of_it(
+    name: str, rewritten: bool, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path, name)
+    folder = as_transformers_writes(folder) if rewritten else folder
+    spec, config = read_config(folder), transformers.AutoConfig.from_pretrained(folder)
+    make: Any = transformers.AutoModel.from_config
+    model = make(config)
+    assert_same_shape(spec, config, model)
+    # LongRoPE changes its factors beyond the 128 tokens it was trained with
+    for max_len in (100, 400):
+        if spec.local_rope is None:
+            assert_same_tables(spec.rope, max_len, model.rotary_emb)
+        else:
+            kinds = {"full_attention": spec.rope, "sliding_attention": spec.local_rope}
+            for kind, rope in kinds.items():
+                assert_same_tables(rope, max_len, model.rotary_emb, layer_type=kind)
+
+
+def test_both_forms_of_a_file_say_the_same(tmp_path: Path) -> None:
+    for name in CONFIGS:
+        folder = write_config(tmp_path / name, name)
+        assert read_config(folder) == read_config(as_transformers_writes(folder)), name
+
+
+def test_gemma_is_unlike_the_others(tmp_path: Path) -> None:
+    gemma = read_config(write_config(tmp_path / "gemma", "gemma3"))
+    assert (gemma.norm_offset, gemma.activation, gemma.tied) == (True, "gelu_tanh", True)
+    assert gemma.embed_scale == math.sqrt(gemma.hidden)
+    llama = read_config(write_config(tmp_path / "llama", "llama"))
+    assert (llama.norm_offset, llama.activation, llama.tied) == (False, "silu", False)
+    assert llama.embed_scale == 1.0
+
+
+def test_experts(tmp_path: Path) -> None:
+    mixtral = read_config(write_config(tmp_path / "a", "mixtral"))
+    assert mixtral.moe == Moe(experts=4, top_k=2, intermediate=48, normalize=True)
+    qwen = read_config(write_config(tmp_path / "b", "qwen3 moe window"))
+    assert qwen.moe == Moe(experts=4, top_k=2, intermediate=40, normalize=False)
+    assert read_config(write_config(tmp_path / "c", "qwen3")).moe is None
+
+
+def test_yarn_raises_the_length(tmp_path: Path) -> None:
+    spec = read_config(write_config(tmp_path, "qwen3 yarn", max_position_embeddings=160))
+    assert spec.max_len == 512
+
+
+def test_one_table_holds_one_set_of_factors(tmp_path: Path) -> None:
+    rope = read_config(write_config(tmp_path, "phi3 longrope")).rope
+    assert isinstance(rope.scaling, LongRopeScaling)
+    assert torch.equal(rope.frequencies(128), 2 * rope.frequencies(129))
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+def test_longrope_by_its_first_names(kind: str, tmp_path: Path) -> None:
+    scaling = {"rope_scaling": longrope(kind, 16)}
+    first = read_config(write_config(tmp_path / "first", "phi3 longrope", **scaling))
+    assert first == read_config(write_config(tmp_path / "later", "phi3 longrope"))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "quant"),
+    [
+        (AWQ, Quant(method="awq", bits=4, group_size=32, zero_point=True)),
+        (
+            {"quant_method": "awq", "w_bit": 4, "q_group_size": 64},
+            Quant(method="awq", bits=4, group_size=64, zero_point=True),
+        ),
+        (
+            GPTQ,
+            Quant(
+                method="gptq",
+                bits=4,
+                group_size=128,
+                zero_point=True,
+                desc_act=True,
+                zero_offset=1,
+            ),
+        ),
+        (
+            {**GPTQ, "group_size": -1, "sym": True, "checkpoint_format": "gptq_v2"},
+            Quant(method="gptq", bits=4, group_size=None, desc_act=True, zero_offset=0),
+        ),
+        ({"quant_method": "fbgemm_fp8"}, Quant(method="fp8", bits=8)),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+                },
+            },
+            Quant(method="fp8", bits=8),
+        ),
+    ],
+)
+def test_quantization(quantization: dict[str, Any], quant: Quant, tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "llama", quantization_config=quantization)
+    assert read_config(folder).quant == quant
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 8}, "bits is 8, only 4"),
+        ({"group_size": 100}, "group_size is 100, not a multiple of 8"),
+        ({"group_size": None}, "has no quantization_config.group_size"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"version": "gemv"}, "layout gemv"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "scale per block"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "layout marlin"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}},
+            },
+            "kind int8 per tensor",
+        ),
+    ],
+)
+def test_quantization_that_cannot_be_run(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path, "llama", quantization_config={**AWQ, **changes})
+    assert_one_line(folder, message)
+
+
+def assert_one_line(folder: Path, message: str) -> None:
+    with pytest.raises(LoadFailed) as failure:
+        read_config(folder)
+    text = str(failure.value)
+    assert message in text
+    assert "config.json" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"architectures": ["BertForMaskedLM"]}, "architecture BertForMaskedLM is not"),
+        ("llama", {"architectures": ["BertForMaskedLM"]}, "Qwen3Moe"),
+        ("llama", {"architectures": None}, "has no architectures"),
+        ("llama", {"architectures": []}, "architecture none"),
+        ("llama", {"hidden_act": "relu"}, 'hidden_act is "relu", not silu or'),
+        ("llama", {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ("llama", {"hidden_size": "64"}, 'hidden_size is "64", not a positive integer'),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaling dynamic is not"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "has no rope_scaling.factor"),
+        ("llama", {"rope_scaling": "linear"}, 'rope_scaling is "linear", not an object'),
+        ("llama", {"rope_parameters": {"rope_type": "default"}, "rope_theta": -1}, "rope_theta"),
+        ("llama", {"head_dim": 15}, "15 rotary dimensions do not fit"),
+        ("qwen3", {"head_dim": None}, "has no head_dim"),
+        ("qwen2", {"rope_theta": None}, "has no rope_theta"),
+        ("gemma2", {"sliding_window": None}, "has no sliding_window"),
+        ("gemma3 listed", {"layer_types": ["full_attention"]}, "layer_types has 1 values"),
+        ("gemma3 listed", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"rope_parameters": {"full_attention": {}}}, "no sliding_attention"),
+        ("phi3 longrope", {"rope_scaling": longrope("longrope", 12)}, "has 6 values, 8 are needed"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, there are 4"),
+        ("mixtral", {"quantization_config": AWQ}, "awq is not supported for mixtures"),
+        ("qwen3 moe", {"mlp_only_layers": [0]}, "layers without experts"),
+    ],
+)
+def test_what_cannot_be_run(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    needed = {
+        key: value for key, value in config_json(name, **changes).items() if value is not None
+    }
+    (tmp_path / "config.json").write_text(json.dumps(needed))
+    assert_one_line(tmp_path, message)
+
+
+@pytest.mark.parametrize("field", [*(key for key in SIZES if "token" not in key)])
+def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "qwen3", **{field: None})
+    if field == "num_key_value_heads":  # one for each head, as it once was
+        assert read_config(folder).kv_heads == SIZES["num_attention_heads"]
+    else:
+        assert_one_line(folder, f"has no {field}")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_value_of_a_field_ends_in_a_traceback(name: str, tmp_path: Path) -> None:
+    whole = config_json(name, quantization_config={**GPTQ} if "moe" not in name else None)
+    refused = 0
+    for part in [whole, *(value for value in whole.values() if isinstance(value, dict))]:
+        for key, original in list(part.items()):
+            for junk in JUNK:
+                part[key] = junk
+                (tmp_path / "config.json").write_text(json.dumps(whole))
+                try:
+                    read_config(tmp_path)
+                except LoadFailed:
+                    refused += 1
+            part[key] = original
+    assert refused > 100
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\xff"])
+def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    assert_one_line(tmp_path, "config.json")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert_one_line(tmp_path, "has no config.json")
