@@ -124,7 +124,7 @@ def test_options_of_the_request(arguments: list[str], field: str, value: object)
 def test_each_option_reaches_its_field_and_no_other() -> None:
     examples: dict[Any, tuple[str, ...]] = {
         int: ("3",), float: ("0.5",), str: ("f16",), list[str]: ("7=1",), list[int]: ("7",),
-        bool: (), declared.OnOffAuto: ("on",),
+        bool: (), declared.OnOffAuto: ("on",), declared.Backend: ("cuda",),
     }  # fmt: skip
     for flag in (*declared.SAMPLING, *declared.LOADING):
         if flag.kind is Path:

@@ -19,7 +19,7 @@ _WIDTH = 10
 def as_text(found: Checkup) -> str:
     """A line for each fact, then the findings with their remedies."""
     rows = [*_machine_rows(found.machine), *_llama_rows(found.llama, found.machine)]
-    rows += _own_rows(found)
+    rows += [("cuda", _cuda(found)), *_own_rows(found)]
     lines = [f"{name:<{_WIDTH}} {one_line(text)}" for name, text in rows]
     told = [line for finding in found.findings for line in _finding_lines(finding)]
     return "\n".join([*lines, "", *(told or ["nothing to complain of"])])
@@ -55,6 +55,12 @@ def _llama_rows(build: LlamaBuild | BrokenBuild, machine: Machine) -> Iterator[t
     yield "devices", "; ".join(build.devices) or "none"
     yield "runs on", _where(build, machine)
     yield "threads", f"{build.threads}, {_why_threads(build, machine)}"
+
+
+def _cuda(found: Checkup) -> str:
+    if found.no_cuda is None:
+        return "usable: models go to the GPU where they fit"
+    return f"not used: {found.no_cuda}"
 
 
 def _where(build: LlamaBuild, machine: Machine) -> str:

@@ -18,6 +18,7 @@ from localgen.repl import parameters
 from localgen.repl.session import ModelOptions
 
 OnOffAuto = Literal["auto", "on", "off"]
+Backend = Literal["auto", "llamacpp", "cuda"]
 _METAVARS = {list[str]: "<str>", list[int]: "<int>"}
 
 
@@ -106,6 +107,9 @@ SAMPLING = (
     Flag("ignore_eos", bool, "--ignore-eos", "Go on past the model's end of text."),
 )
 LOADING = (
+    Flag("backend", Backend, "--backend", "What runs the model; auto: a GPU where it fits."),
+    Flag("device", str, "--device", "cuda, cuda:N or cpu; the GPU with most room by default."),
+    Flag("dummy", bool, "--dummy", "Random weights of the model's shapes, to measure speed."),
     Flag("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
     Flag("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),
     Flag("gpu_layers", int, "-ngl --gpu-layers", "Layers on the GPU; -1: all."),

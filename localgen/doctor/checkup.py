@@ -14,22 +14,30 @@ from localgen.doctor import machine as machines
 from localgen.doctor.findings import Finding, findings
 from localgen.doctor.machine import Machine
 from localgen.doctor.probe import BrokenBuild, LlamaBuild, probe
+from localgen.placement import this_machine
 
 if TYPE_CHECKING:
     from localgen.client import Client
 
-PACKAGES = ("llama-cpp-python", "fastapi", "uvicorn", "httpx", "msgspec", "gguf", "numpy")
+PACKAGES = (
+    *("llama-cpp-python", "fastapi", "uvicorn", "httpx", "msgspec", "gguf", "numpy"),
+    *("torch", "triton", "safetensors", "tokenizers"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """server: its state in a few words. models: names that need no path."""
+    """server: its state in a few words. models: names that need no path.
+
+    no_cuda: why the cuda backend cannot be used; None: it can.
+    """
 
     version: str
     python: str
     packages: dict[str, str]
     machine: Machine
     llama: LlamaBuild | BrokenBuild
+    no_cuda: str | None
     socket: str
     log: str
     state: str
@@ -41,6 +49,7 @@ class Checkup:
 def checkup(settings: Settings, client: Client) -> Checkup:
     """Look at everything; starts no server and loads no model."""
     machine, llama = machines.look(), probe()
+    no_cuda = this_machine().why_no_cuda
     models, wrong = _models()
     return Checkup(
         version=__version__,
@@ -48,12 +57,13 @@ def checkup(settings: Settings, client: Client) -> Checkup:
         packages={name: _version(name) for name in PACKAGES},
         machine=machine,
         llama=llama,
+        no_cuda=no_cuda,
         socket=str(settings.socket_path),
         log=str(settings.log_path),
         state=str(settings.state_dir),
         server=_server(client),
         models=models,
-        findings=(*_of_folders(settings), *wrong, *findings(machine, llama)),
+        findings=(*_of_folders(settings), *wrong, *findings(machine, llama, no_cuda)),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from localgen.doctor.machine import Machine
 from localgen.doctor.probe import BrokenBuild, LlamaBuild
+from localgen.placement import INSTALL
 
 # llama.cpp's name of a CPU feature: the kernel's. AMX is not among them: the set-up leaves it out
 # on purpose where the compiler is known to get it wrong.
@@ -42,11 +43,14 @@ class Finding:
     error: bool = False
 
 
-def findings(machine: Machine, build: LlamaBuild | BrokenBuild) -> list[Finding]:
-    """Everything worth telling, errors first."""
+def findings(
+    machine: Machine, build: LlamaBuild | BrokenBuild, no_cuda: str | None = None
+) -> list[Finding]:
+    """Everything worth telling, errors first. no_cuda: why the cuda backend cannot be used."""
     if isinstance(build, BrokenBuild):
         return [_broken(build), *_of_memory(machine), *_of_driver(machine)]
     return [
+        *_of_cuda(machine, no_cuda),
         *_of_features(machine, build),
         *_of_gpu(machine, build),
         *_of_driver(machine),
@@ -90,6 +94,16 @@ def _of_gpu(machine: Machine, build: LlamaBuild) -> list[Finding]:
             message = f"there is an {maker} GPU, and llama.cpp was built without {switch}"
             return [Finding(f"{message}: models run on the CPU", remedy)]
     return []
+
+
+def _of_cuda(machine: Machine, no_cuda: str | None) -> list[Finding]:
+    if not machine.nvidia or no_cuda is None:
+        return []
+    return [
+        Finding(
+            f"there is an NVIDIA GPU, but {no_cuda}", f"{shlex.quote(sys.executable)} -m {INSTALL}"
+        )
+    ]
 
 
 def _of_driver(machine: Machine) -> list[Finding]:

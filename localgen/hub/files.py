@@ -14,7 +14,8 @@ _SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model that can be loaded. path: its only or first file; size_bytes: all of them.
+    """A model that can be loaded. path: its only or first file, or the folder of a model in
+    Hugging Face's format; size_bytes: all files of weights.
 
     source: built-in, file or cache (the Hugging Face cache).
     """
@@ -24,6 +25,11 @@ class ModelFile:
     size_bytes: int
     shards: tuple[Path, ...]
     source: str
+
+    @property
+    def is_gguf(self) -> bool:
+        """Or else a folder with config.json and safetensors."""
+        return self.path.suffix.lower() == ".gguf"
 
 
 def stem_of(path: Path) -> str:
@@ -60,6 +66,18 @@ def model_file(path: Path, *, name: str | None = None, source: str = "file") -> 
         size_bytes=sum(shard.stat().st_size for shard in shards),
         shards=shards,
         source=source,
+    )
+
+
+def model_folder(folder: Path) -> ModelFile:
+    """The model of a folder with config.json; its weights may be missing, loading tells."""
+    weights = tuple(sorted(folder.glob("*.safetensors")))
+    return ModelFile(
+        name=folder.resolve().name,
+        path=folder,
+        size_bytes=sum(path.stat().st_size for path in weights),
+        shards=weights,
+        source="file",
     )
 
 

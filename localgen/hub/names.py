@@ -8,7 +8,7 @@ from pathlib import Path
 import localgen
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.hub.cache import CachedModel, cached_models
-from localgen.hub.files import ModelFile, model_file, models_in
+from localgen.hub.files import ModelFile, model_file, model_folder, models_in
 
 BUILT_IN = "tiny"
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
@@ -88,8 +88,12 @@ def _at_file(path: Path) -> ModelFile:
 
 def _in_folder(folder: Path) -> ModelFile:
     models = models_in(folder.glob("*"))
+    if not models and (folder / "config.json").is_file():
+        return model_folder(folder)
     if not models:
-        raise ModelNotFound(f"the folder {folder} holds no .gguf file")
+        raise ModelNotFound(
+            f"the folder {folder} holds no .gguf file, nor config.json and safetensors"
+        )
     if len(models) > 1:
         names = ", ".join(path.name for path in models)
         raise ModelNotFound(f"the folder {folder} holds several models, name one: {names}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import ModelInfo
 from localgen.repl import parameters, report, store
 from localgen.repl.session import Progress, Session
 
@@ -127,11 +128,20 @@ def _info(session: Session) -> str:
         ("kind", f"{info.architecture} · {info.description} · {info.params / 1e6:,.1f}M params"),
         ("size", f"{report.size(info.size_bytes)} · context memory {report.size(info.kv_bytes)}"),
         ("context", f"{session.ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
-        ("runs on", f"{info.backend} · {info.processor} · {info.options.threads} threads"),
+        ("runs on", " · ".join(_runs_on(info))),
         ("branch", f"{session.branch} · {report.count(len(session.conversation.turns), 'turn')}"),
         *(("note", note) for note in info.notes),
     ]
     return "\n".join(f"{name:<9} {value}" for name, value in rows)
+
+
+def _runs_on(info: ModelInfo) -> Iterator[str]:
+    yield info.backend
+    yield info.processor
+    if info.options.threads is not None:
+        yield report.count(info.options.threads, "thread")
+    if info.backend_reason:
+        yield info.backend_reason
 
 
 def _save(session: Session, argument: str, _: Progress) -> Outcome:

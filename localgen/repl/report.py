@@ -32,13 +32,14 @@ def count(number: int, noun: str) -> str:
 
 
 def model_line(info: ModelInfo) -> str:
-    """The model in one line: name, what it is, size, context, where it runs."""
+    """The model in one line: name, what it is, size, context, where it runs and why there."""
+    why = info.backend_reason
     parts = (
         info.name,
         info.description,
         size(info.size_bytes),
         f"context {info.ctx:,}",
-        f"{info.backend} {info.processor}",
+        f"{info.backend} {info.processor}" + (f" ({why})" if why else ""),
     )
     return " · ".join(part for part in parts if part)
 

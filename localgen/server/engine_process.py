@@ -26,6 +26,11 @@ def llamacpp_command(fd: int) -> list[str]:
     return python_command("localgen.backends.llamacpp", str(fd))
 
 
+def cuda_command(fd: int) -> list[str]:
+    """The engine for NVIDIA GPUs."""
+    return python_command("localgen.backends.cuda", str(fd))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
     """A process started and the server's end of its socket; what it prints comes over a pipe."""

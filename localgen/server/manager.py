@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -20,10 +21,17 @@ from localgen.backends.errors import (
 )
 from localgen.backends.types import LoadOptions, ModelInfo
 from localgen.config import Settings
+from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
 from localgen.hub.names import BUILT_IN, resolve
+from localgen.placement import Hardware, Placement, choose, this_machine
 from localgen.server import memory
-from localgen.server.engine_process import EngineCommand, EngineProcess, llamacpp_command
+from localgen.server.engine_process import (
+    EngineCommand,
+    EngineProcess,
+    cuda_command,
+    llamacpp_command,
+)
 from localgen.server.engines import Engine, LoadCrashed
 from localgen.server.memory import as_gb
 from localgen.server.resident import Resident
@@ -50,12 +58,14 @@ class ModelManager:
         engine_command: EngineCommand = llamacpp_command,
         spare: EngineProcess | None = None,
         find: Callable[[str | None], ModelFile] = resolve,
+        look: Callable[[], Hardware] = this_machine,
     ) -> None:
         self._settings = settings
         self._engine_command = engine_command
         self._spare = spare
         self._started_s = time.monotonic()
         self._find = find
+        self._look = look
         self._residents: list[Resident] = []
         self._admission = asyncio.Lock()
         self._last_used_s = time.monotonic()
@@ -115,7 +125,7 @@ class ModelManager:
             except OutOfMemory:
                 # the engine knows better than our estimate: give it what idle models hold
                 self._release(resident)
-                if not await self._evict_one(resident.file):
+                if not await self._evict_one(resident.file, resident.placement.gpu):
                     raise
             except BaseException:
                 self._release(resident)
@@ -201,20 +211,46 @@ class ModelManager:
             for resident in self._residents:
                 if resident.file.path == file.path:
                     return resident
-            await self._make_room(file)
+            placement = await self._place(file, options)
+            if not placement.on_gpu:
+                await self._make_room(file)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
-            return self._begin(file, options)
+            return self._begin(file, placement, options)
 
-    def _begin(self, file: ModelFile, options: LoadOptions) -> Resident:
+    async def _place(self, file: ModelFile, options: LoadOptions) -> Placement:
+        """Where a model goes, with room made on its GPU. InvalidRequest."""
+        need = memory.gpu_estimate(file)
+        there = await asyncio.to_thread(self._look)
+        placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
+        while placement.gpu is not None:
+            there = await asyncio.to_thread(self._look)
+            free = next(g.free_bytes for g in there.gpus if g.index == placement.gpu.index)
+            if need <= free or not await self._evict_one(file, placement.gpu):
+                break
+        return placement
+
+    def _idle_on_gpus(self) -> dict[int, int]:
+        """Bytes that idle models hold on each GPU."""
+        held: Counter[int] = Counter()
+        for resident in self._residents:
+            if resident.idle and resident.placement.gpu is not None:
+                held[resident.placement.gpu.index] += _taken(resident)
+        return held
+
+    def _begin(self, file: ModelFile, placement: Placement, options: LoadOptions) -> Resident:
+        asked = options
+        if placement.gpu is not None:
+            options = replace(options, device=f"cuda:{placement.gpu.index}")
         if options.max_queue is None and self._settings.max_queue is not None:
             options = replace(options, max_queue=self._settings.max_queue)
         request = wire.Load(file.name, str(file.path), options, self._limit_bytes())
         resident = Resident(
             file=file,
-            engine=self._engine(file),
-            asked=options,
-            estimate_bytes=memory.estimate(file.size_bytes),
+            placement=placement,
+            engine=self._engine(file, placement),
+            asked=asked,
+            estimate_bytes=0 if placement.on_gpu else memory.estimate(file.size_bytes),
             keep_alive_s=self._settings.keep_alive_s,
             loading=asyncio.get_running_loop().create_future(),
         )
@@ -224,8 +260,8 @@ class ModelManager:
         _log.info("loading %s from %s (process %d)", file.name, file.path, resident.engine.pid)
         return resident
 
-    def _engine(self, file: ModelFile) -> Engine:
-        engine = Engine(self._process(), file.name, lambda: self._bury(engine))
+    def _engine(self, file: ModelFile, placement: Placement) -> Engine:
+        engine = Engine(self._process(placement), file.name, lambda: self._bury(engine))
         return engine
 
     def _bury(self, engine: Engine) -> None:
@@ -237,26 +273,31 @@ class ModelManager:
     async def _load(self, request: wire.Load, resident: Resident) -> ModelInfo:
         """Load in the resident's engine. Code that crashes on this processor gets a second try
         without the layouts that are made for it."""
+        placement = resident.placement
         try:
-            return await resident.engine.load(request)
+            info = await resident.engine.load(request)
+            return replace(info, backend_reason=placement.reason)
         except LoadCrashed as crash:
-            if request.options.repack is not None or resident not in self._residents:
+            tried = request.options.repack is not None or placement.backend != "llamacpp"
+            if tried or resident not in self._residents:
                 raise
             _log.warning("%s: trying again without repacking", crash)
             options = replace(request.options, repack=False)
-            resident.engine = self._engine(resident.file)
+            resident.engine = self._engine(resident.file, placement)
             info = await resident.engine.load(replace(request, options=options))
             note = (
                 "this build of llama.cpp crashes with weights repacked for this CPU: they are used "
                 "as they are, which is slower; `make clean` and `make chat` build one that does not"
             )
-            return replace(info, notes=(*info.notes, note))
+            return replace(info, notes=(*info.notes, note), backend_reason=placement.reason)
 
     def _limit_bytes(self) -> int | None:
         """What the next model may take, where a limit is set."""
         return None if self._settings.memory_limit is None else max(0, self._free_bytes())
 
-    def _process(self) -> EngineProcess:
+    def _process(self, placement: Placement) -> EngineProcess:
+        if placement.backend == "cuda":
+            return EngineProcess.start(cuda_command)
         spare, self._spare = self._spare, None
         if spare is not None and spare.running():
             return spare
@@ -294,19 +335,21 @@ class ModelManager:
         while need > self._free_bytes() and await self._evict_one(file):
             pass
 
-    def _idle(self) -> list[Resident]:
-        return sorted((r for r in self._residents if r.idle), key=lambda r: r.last_used_s)
+    def _idle(self, gpu: Gpu | None = None) -> list[Resident]:
+        """Models that could go, least recently used first: those in main memory, or on a GPU."""
+        idle = [r for r in self._residents if r.idle and _place_of(r) == (gpu and gpu.index)]
+        return sorted(idle, key=lambda resident: resident.last_used_s)
 
-    async def _evict_one(self, file: ModelFile) -> bool:
+    async def _evict_one(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
         """Unload the idle model that was used least recently; False if there is none."""
-        idle = self._idle()
+        idle = self._idle(gpu)
         if idle:
             reason = f"{idle[0].file.name} was idle and {file.name} needs its memory"
             await self._remove(idle[0], reason)
         return bool(idle)
 
     def _no_room(self, file: ModelFile, need: int, free: int) -> LocalgenError:
-        busy = [resident for resident in self._residents if not resident.idle]
+        busy = [r for r in self._residents if not r.idle and not r.placement.on_gpu]
         numbers = f"{file.name} needs about {as_gb(need)}, {as_gb(max(0, free))} can be had"
         if need <= free + sum(_taken(resident) for resident in busy):
             names = ", ".join(resident.file.name for resident in busy)
@@ -320,7 +363,7 @@ class ModelManager:
     def _free_bytes(self) -> int:
         return memory.free_bytes(
             self._settings.memory_limit,
-            [resident.info for resident in self._residents if resident.info is not None],
+            [r.info for r in self._residents if r.info is not None and not r.placement.on_gpu],
             [resident.estimate_bytes for resident in self._residents if resident.info is None],
         )
 
@@ -346,3 +389,8 @@ def _taken(resident: Resident) -> int:
     if resident.info is None:
         return resident.estimate_bytes
     return memory.footprint(resident.info)
+
+
+def _place_of(resident: Resident) -> int | None:
+    """The GPU whose memory it takes; None: main memory."""
+    return None if resident.placement.gpu is None else resident.placement.gpu.index

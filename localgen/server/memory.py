@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import psutil
 
 from localgen.backends.types import ModelInfo
+from localgen.hub.files import ModelFile
 
 # weights as the files have them, 5 % for buffers of the computation, and an allowance for the
 # KV cache: an eighth of the weights, at least 64 MiB. The engine sizes its pool by what is free
@@ -14,11 +15,18 @@ from localgen.backends.types import ModelInfo
 WEIGHTS_FACTOR = 1.05
 KV_SHARE = 1 / 8
 KV_LEAST_BYTES = 64 << 20
+# most GGUF files have four bits and a little a weight
+WIDENED = 4
 
 
 def estimate(size_bytes: int) -> int:
     """Bytes that a model of this file size needs at least, before it is loaded."""
     return int(size_bytes * WEIGHTS_FACTOR + max(size_bytes * KV_SHARE, KV_LEAST_BYTES))
+
+
+def gpu_estimate(file: ModelFile) -> int:
+    """Bytes that a model needs at least on a GPU, where a GGUF file's weights become 16 bits."""
+    return estimate(file.size_bytes * (WIDENED if file.is_gguf else 1))
 
 
 def footprint(info: ModelInfo) -> int:

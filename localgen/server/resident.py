@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from localgen.backends.errors import ModelBusy
 from localgen.backends.types import LoadOptions, ModelInfo
 from localgen.hub.files import ModelFile
+from localgen.placement import Placement
 from localgen.server.engines import Engine
 
 # even with a keep-alive of 0 a client that has loaded a model gets to ask it
@@ -25,6 +27,7 @@ class Resident:
     """
 
     file: ModelFile
+    placement: Placement
     engine: Engine
     asked: LoadOptions
     estimate_bytes: int
@@ -68,10 +71,8 @@ class Resident:
         for option in fields(LoadOptions):
             wanted = getattr(asked, option.name)
             actual = getattr(info.options, option.name)
-            if option.name == "ctx" and wanted is not None and wanted <= actual:
-                continue  # the context is a cap for each request
             # what was asked at first may have been rounded: asking the same again is no conflict
-            if wanted not in (None, actual, getattr(self.asked, option.name)):
+            if not _satisfied(option.name, wanted, actual, getattr(self.asked, option.name)):
                 # a template is pages long
                 long = option.name == "chat_template"
                 values = (
@@ -82,6 +83,22 @@ class Resident:
                     f"`localgen stop {self.file.name}`, then try again",
                     param=option.name,
                 )
+
+
+def _satisfied(option: str, wanted: Any, actual: Any, asked: Any) -> bool:
+    """Whether a loaded model is as wanted."""
+    if wanted in (None, actual, asked):
+        return True
+    match option:
+        case "ctx":  # a cap for each request
+            return bool(wanted <= actual)
+        case "backend":
+            return bool(wanted == "auto")
+        case "device":  # whichever GPU
+            return bool(wanted == "cuda" and str(actual).startswith("cuda"))
+        case "dummy":
+            return not wanted
+    return False
 
 
 def model_id(file: ModelFile) -> str:

@@ -1,0 +1,161 @@
+"""Which backend runs a model, and why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions
+from localgen.doctor.probe import LlamaBuild, probe
+from localgen.gpus import Gpu, nvidia_gpus
+from localgen.hub.files import ModelFile
+
+BACKENDS = ("auto", "llamacpp", "cuda")
+# the engine's kernels need bfloat16 and asynchronous copies
+LEAST_CAPABILITY = (8, 0)
+_CUDA_PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "pynvml": "nvidia-ml-py",
+}
+INSTALL = "pip install 'localgen[cuda]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """backend: llamacpp or cuda. reason: as a user reads it. gpu: the one that was chosen."""
+
+    backend: str
+    reason: str
+    gpu: Gpu | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its memory is a GPU's, as the cuda backend's is unless --device cpu."""
+        return self.gpu is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What there is to run on. missing: packages that the cuda backend lacks.
+
+    has_driver: whether NVIDIA's tools are installed, GPU or not.
+    llamacpp_on_gpu: whether llama.cpp was built for a GPU, looked up only where it matters.
+    """
+
+    gpus: tuple[Gpu, ...]
+    missing: tuple[str, ...]
+    has_driver: bool
+    llamacpp_on_gpu: Callable[[], bool]
+
+    def with_room(self, freed: Mapping[int, int]) -> Hardware:
+        """The same with so many bytes more free, by the index of the GPU."""
+        gpus = (replace(g, free_bytes=g.free_bytes + freed.get(g.index, 0)) for g in self.gpus)
+        return replace(self, gpus=tuple(gpus))
+
+    @property
+    def why_no_cuda(self) -> str | None:
+        """Why the cuda backend cannot be used here; None: it can."""
+        able = [gpu for gpu in self.gpus if gpu.capability >= LEAST_CAPABILITY]
+        if self.missing and (self.gpus or self.has_driver):
+            return f"{', '.join(self.missing)} not installed: {INSTALL}"
+        if not self.gpus:
+            return "no NVIDIA GPU was found"
+        if not able:
+            gpu = self.gpus[0]
+            return (
+                f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
+                f"the cuda backend needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
+            )
+        return None
+
+
+def this_machine() -> Hardware:
+    """What there is, now."""
+    missing = tuple(name for module, name in _CUDA_PACKAGES.items() if find_spec(module) is None)
+    has_driver = shutil.which("nvidia-smi") is not None
+    return Hardware(nvidia_gpus(), missing, has_driver, _llamacpp_on_gpu)
+
+
+@cache
+def _llamacpp_on_gpu() -> bool:
+    build = probe()
+    return isinstance(build, LlamaBuild) and build.gpu
+
+
+def choose(file: ModelFile, asked: LoadOptions, hardware: Hardware, need_bytes: int) -> Placement:
+    """Where a model goes. need_bytes: for its weights and a useful context.
+
+    InvalidRequest: what was asked for is not possible.
+    """
+    backend = asked.backend or "auto"
+    if backend not in BACKENDS:
+        raise InvalidRequest(
+            f"backend is {backend!r}, it must be one of {', '.join(BACKENDS)}", param="backend"
+        )
+    if backend == "auto" and (asked.dummy or (asked.device or "").startswith("cuda")):
+        backend = "cuda"
+    if backend == "cuda":
+        return _cuda_as_asked(asked, hardware)
+    if backend == "llamacpp":
+        if not file.is_gguf:
+            message = f"llama.cpp runs .gguf files, {file.path} is none"
+            raise InvalidRequest(message, param="backend")
+        return Placement("llamacpp", "as asked")
+    return _auto(file, hardware, need_bytes)
+
+
+def _cuda_as_asked(asked: LoadOptions, hardware: Hardware) -> Placement:
+    if hardware.missing:
+        raise InvalidRequest(
+            f"the cuda backend needs {', '.join(hardware.missing)}: {INSTALL}", param="backend"
+        )
+    if asked.device == "cpu":
+        return Placement("cuda", "as asked")
+    if hardware.why_no_cuda is not None:
+        raise InvalidRequest(
+            f"{hardware.why_no_cuda}: --backend llamacpp for a .gguf file, or "
+            "--backend cuda --device cpu to run any model slowly",
+            param="backend",
+        )
+    return Placement("cuda", "as asked", _gpu_for(asked, hardware))
+
+
+def _gpu_for(asked: LoadOptions, hardware: Hardware) -> Gpu:
+    """The GPU asked for, or the one with most room. InvalidRequest."""
+    name = asked.device or "cuda"
+    if name == "cuda":
+        return max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
+    for gpu in hardware.gpus:
+        if name == f"cuda:{gpu.index}":
+            return gpu
+    raise InvalidRequest(
+        f"device is {name!r}, it must be cpu, cuda, or cuda:0 to cuda:{len(hardware.gpus) - 1}",
+        param="device",
+    )
+
+
+def _auto(file: ModelFile, hardware: Hardware, need_bytes: int) -> Placement:
+    why_not = hardware.why_no_cuda
+    if why_not is None:
+        gpu = max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
+        numbers = f"needs {need_bytes / 1e9:.1f} GB, {gpu.name} has {gpu.free_bytes / 1e9:.1f} GB"
+        if need_bytes > gpu.free_bytes:
+            why_not = f"{numbers} free"
+        elif file.is_gguf and hardware.llamacpp_on_gpu():
+            return Placement("llamacpp", "it computes with a GGUF file's own bits on the GPU")
+        else:
+            return Placement("cuda", f"{numbers} free", gpu)
+    if not file.is_gguf:
+        raise InvalidRequest(
+            f"{file.name} is a Hugging Face model, which only the cuda backend runs, and "
+            f"{why_not}: take a .gguf file, or --backend cuda --device cpu to run it slowly",
+            param="model",
+        )
+    return Placement("llamacpp", why_not)

@@ -1,0 +1,118 @@
+"""A Hugging Face folder as a user runs it: the cuda backend on the CPU, server and all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_folders import TINY, edit
+
+from localgen.client import Client
+from localgen.config import Settings
+
+ON_CPU = ("--backend", "cuda", "--device", "cpu")
+QUESTION = "What is 17 + 25?"
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[Settings]:
+    with tempfile.TemporaryDirectory(prefix="lg") as folder:
+        made = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        yield made
+        Client(made).shutdown()
+
+
+def run(settings: Settings, *arguments: str) -> Any:
+    """`localgen run` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "localgen.cli.main", "run", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | settings.environment(),
+    )
+
+
+def error_of(done: Any) -> str:
+    """The one line that a failed command says."""
+    assert done.returncode != 0
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return str(line)
+
+
+def test_a_question_is_answered(settings: Settings) -> None:
+    done = run(settings, str(TINY), QUESTION, *ON_CPU, "--temp", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "42" in json.loads(done.stdout)["text"]
+    assert "which is slow" in done.stderr
+
+
+def test_a_conflicting_option_says_what_is_loaded(settings: Settings) -> None:
+    assert run(settings, str(TINY), QUESTION, *ON_CPU).returncode == 0
+    said = error_of(run(settings, str(TINY), QUESTION, *ON_CPU, "-np", "7"))
+    assert "parallel 32, not 7" in said
+
+
+def test_an_option_of_llama_cpp_is_refused(settings: Settings, folder: Path) -> None:
+    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, "--no-mmap"))
+    assert "mmap is not an option of the cuda backend" in said
+
+
+def test_a_sampler_that_it_lacks_is_refused(settings: Settings) -> None:
+    said = error_of(run(settings, str(TINY), QUESTION, *ON_CPU, "--mirostat", "2"))
+    assert "mirostat" in said
+
+
+def test_without_a_gpu_the_way_out_is_named(settings: Settings, folder: Path) -> None:
+    for arguments in ((), ("--backend", "cuda")):
+        said = error_of(run(settings, str(folder), QUESTION, *arguments))
+        assert "no NVIDIA GPU was found" in said
+        assert "--device cpu" in said
+
+
+def test_a_damaged_folder_names_the_file(settings: Settings, folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
+    assert "model.safetensors" in said
+
+
+def test_a_config_without_a_field_names_it(settings: Settings, folder: Path) -> None:
+    edit(folder / "config.json", hidden_size=None)
+    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
+    assert "config.json" in said
+    assert "hidden_size" in said
+
+
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: Settings) -> None:
+    said = error_of(run(settings, str(TINY), "word " * 5000, *ON_CPU))
+    assert "the context is 2,048" in said
+
+
+def test_a_pool_smaller_than_the_context_is_refused(settings: Settings, folder: Path) -> None:
+    sizes = ("--kv-tokens", "256", "-c", "512")
+    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, *sizes))
+    assert "256" in said
+    assert "512" in said
+
+
+def test_random_weights_need_a_config_and_a_template_alone(
+    settings: Settings, folder: Path
+) -> None:
+    for path in folder.iterdir():
+        if path.name not in ("config.json", "tokenizer_config.json"):
+            path.unlink()
+    options = (*ON_CPU, "--dummy", "-n", "5", "--ignore-eos")
+    done = run(settings, str(folder), QUESTION, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] == 5
+    assert "the text means nothing" in done.stderr

@@ -1,0 +1,96 @@
+"""Which backend runs a model, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions
+from localgen.gpus import Gpu
+from localgen.hub.files import ModelFile
+from localgen.placement import Hardware, choose
+
+GGUF = ModelFile("m", Path("/models/m.gguf"), 4 << 30, (), "file")
+FOLDER = ModelFile("m", Path("/models/m"), 16 << 30, (), "file")
+H200 = Gpu(0, "H200", 140 << 30, 130 << 30, (9, 0))
+NOTHING = Hardware((), (), False, lambda: False)
+ONE = Hardware((H200,), (), True, lambda: False)
+NEED = 18 << 30
+
+
+def test_without_a_gpu_a_gguf_file_goes_to_llama_cpp() -> None:
+    found = choose(GGUF, LoadOptions(), NOTHING, NEED)
+    assert (found.backend, found.reason) == ("llamacpp", "no NVIDIA GPU was found")
+    assert not found.on_gpu
+
+
+@pytest.mark.parametrize("file", [GGUF, FOLDER])
+def test_what_fits_goes_to_the_gpu(file: ModelFile) -> None:
+    found = choose(file, LoadOptions(backend="auto"), ONE, NEED)
+    assert (found.backend, found.gpu) == ("cuda", H200)
+    assert found.reason == "needs 19.3 GB, H200 has 139.6 GB free"
+
+
+def test_what_does_not_fit_stays_in_main_memory() -> None:
+    found = choose(GGUF, LoadOptions(), ONE, 200 << 30)
+    assert (found.backend, found.gpu) == ("llamacpp", None)
+    assert found.reason == "needs 214.7 GB, H200 has 139.6 GB free"
+
+
+def test_a_llama_cpp_built_for_the_gpu_keeps_gguf_files() -> None:
+    there = replace(ONE, llamacpp_on_gpu=lambda: True)
+    assert choose(GGUF, LoadOptions(), there, NEED).backend == "llamacpp"
+    assert choose(FOLDER, LoadOptions(), there, NEED).backend == "cuda"
+
+
+def test_the_gpu_with_most_room_or_the_one_that_was_asked_for() -> None:
+    roomy = replace(H200, index=1, free_bytes=135 << 30)
+    both = replace(ONE, gpus=(H200, roomy))
+    assert choose(FOLDER, LoadOptions(), both, NEED).gpu == roomy
+    assert choose(FOLDER, LoadOptions(device="cuda:0"), both, NEED).gpu == H200
+    assert choose(FOLDER, LoadOptions(), both.with_room({0: 9 << 30}), NEED).gpu == replace(
+        H200, free_bytes=139 << 30
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "asked", "there", "message"),
+    [
+        (FOLDER, LoadOptions(), NOTHING, "which only the cuda backend runs, and no NVIDIA GPU"),
+        (FOLDER, LoadOptions(backend="llamacpp"), ONE, "llama.cpp runs .gguf files"),
+        (GGUF, LoadOptions(backend="cuda"), NOTHING, "no NVIDIA GPU was found: --backend llamacpp"),
+        (GGUF, LoadOptions(backend="mlx"), ONE, "'mlx', it must be one of auto, llamacpp, cuda"),
+        (GGUF, LoadOptions(device="cuda:3"), ONE, "'cuda:3', it must be cpu, cuda, or cuda:0 to"),
+        (
+            GGUF,
+            LoadOptions(backend="cuda", device="cpu"),
+            replace(ONE, missing=("torch",)),
+            r"needs torch: pip install 'localgen\[cuda\]'",
+        ),
+        (
+            FOLDER,
+            LoadOptions(),
+            replace(ONE, gpus=(replace(H200, name="T4", capability=(7, 5)),)),
+            "T4 has compute capability 7.5, the cuda backend needs 8.0",
+        ),
+        (
+            FOLDER,
+            LoadOptions(),
+            replace(NOTHING, missing=("nvidia-ml-py",), has_driver=True),
+            "nvidia-ml-py not installed",
+        ),
+    ],
+)
+def test_what_cannot_be_says_why(
+    file: ModelFile, asked: LoadOptions, there: Hardware, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        choose(file, asked, there, NEED)
+
+
+def test_the_cuda_backend_on_the_cpu_needs_no_gpu() -> None:
+    found = choose(FOLDER, LoadOptions(backend="cuda", device="cpu"), NOTHING, NEED)
+    assert (found.backend, found.gpu) == ("cuda", None)
