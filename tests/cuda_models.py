@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from localgen.backends.cuda.batch import build
+from localgen.backends.cuda.batch import arrange, on_device
 from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.spec import read_config
@@ -112,7 +112,8 @@ class Model:
         def table(seq: Sequence) -> Any:
             return self._pages[int(seq.id) * self._each : (int(seq.id) + 1) * self._each]
 
-        logits = self.decoder.forward(build(chunks, table, "cpu"), self.cache)
+        batch = on_device(arrange(chunks, table), torch.device("cpu"))
+        logits = self.decoder.forward(batch, self.cache)
         return list(torch.split(logits, [len(tokens) for _, _, tokens in parts]))
 
 

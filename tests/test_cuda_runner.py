@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 from models import Bench, LoadedBench, Reply, questions
+from torch import Tensor
 
+from localgen.backends.cuda.batch import StepInputs
+from localgen.backends.cuda.graphs import DeviceSteps, Latest
 from localgen.backends.cuda.load import load
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.engine.wire import Load
@@ -28,13 +31,19 @@ CHATS = questions(20)
 
 
 class CudaBench(LoadedBench):
-    """The built-in model in the CUDA runner, on the CPU."""
+    """The built-in model in the CUDA runner, on the CPU.
 
-    def __init__(self, **options: object) -> None:
+    as_on_gpu: steps are padded to shapes and launched ahead, which a CPU gains nothing from.
+    """
+
+    def __init__(self, *, as_on_gpu: bool = False, **options: object) -> None:
         asked = LoadOptions(backend="cuda", device="cpu", **options)  # type: ignore[arg-type]
         super().__init__(load(Load("tiny", str(TINY), asked), lambda _share: None))
         assert isinstance(self.model.runner, CudaRunner)
         self.runner = self.model.runner
+        self.runner._looks_ahead = as_on_gpu
+        assert isinstance(self.runner._steps, DeviceSteps)
+        self.runner._steps._graphs = as_on_gpu
 
     def check(self) -> None:
         self.runner.room.check()
@@ -126,4 +135,65 @@ def test_a_cache_in_eight_bits(kind: str, alone: list[Reply]) -> None:
     replies = bench.ask(CHATS, GREEDY)
     same = sum(a.text == b.text for a, b in zip(replies, alone, strict=True))
     assert same >= {"int8": 17, "fp8": 12}[kind], same
+    bench.close()
+
+
+PLAIN = SamplingParams(temperature=0, max_tokens=60)
+
+
+def texts(replies: Sequence[Reply]) -> list[str]:
+    return [reply.text for reply in replies]
+
+
+def test_steps_launched_ahead_change_nothing(alone: list[Reply]) -> None:
+    """Sequences that end, join and wait while a step is ahead of them."""
+    bench = CudaBench(as_on_gpu=True, parallel=6)
+    asked = [bench.submit(chat, PLAIN) for chat in CHATS]
+    replies = bench.run(asked)
+    different = sum(a != b for a, b in zip(texts(replies), texts(alone), strict=True))
+    assert different <= MAX_NOISY
+    bench.close()
+
+
+def test_steps_launched_ahead_and_preemption(alone: list[Reply]) -> None:
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    undisturbed, crowded = CudaBench(), CudaBench(as_on_gpu=True, ctx=160, kv_tokens=400)
+    references = texts(undisturbed.ask_one_by_one(CHATS[:8], long))
+    replies = texts(crowded.ask(CHATS[:8], long))
+    assert sum(a != b for a, b in zip(replies, references, strict=True)) <= MAX_NOISY
+    assert crowded.stats.num_preemptions_total > 0, "the pool was too small for all"
+    undisturbed.close()
+    crowded.close()
+
+
+def test_a_step_launched_ahead_is_used() -> None:
+    """Each token is computed once: one step a token, and one for nothing at the end."""
+    bench = CudaBench(as_on_gpu=True)
+    rows: list[int] = []
+    run = bench.runner._steps.run
+
+    def counted(inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+        rows.append(len(inputs.tokens))
+        return run(inputs, latest)
+
+    bench.runner._steps.run = counted  # type: ignore[method-assign]
+    (reply,) = bench.ask(CHATS[:1], PLAIN)
+    prompt, answer = reply.finished.prompt_tokens, reply.finished.completion_tokens
+    assert sum(rows) in (prompt + answer, prompt + answer + 1)
+    bench.close()
+
+
+def test_cancelled_while_a_step_is_ahead() -> None:
+    bench = CudaBench(as_on_gpu=True)
+    endless = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+    stays, goes = (bench.submit(chat, endless) for chat in CHATS[:2])
+    while not bench.replies[goes].text:
+        bench.engine.step(wait=False)
+    bench.engine.cancel(goes)
+    bench.run([goes])
+    # takes the pages that became free while a step was ahead
+    (answer,) = bench.ask(CHATS[2:3], PLAIN)
+    assert answer.text == CudaBench().ask(CHATS[2:3], PLAIN)[0].text
+    bench.engine.cancel(stays)
+    bench.run([stays])
     bench.close()

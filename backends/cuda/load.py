@@ -12,6 +12,7 @@ import torch
 from localgen.backends.cuda import sizing
 from localgen.backends.cuda.cache import PagedCache
 from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.made_up import MadeUpTokenizer
 from localgen.backends.cuda.options import Settings, device_of, settle
 from localgen.backends.cuda.runner import CudaRunner, limits
@@ -50,9 +51,9 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     on_progress(1.0)
     limit = None if request.memory_bytes is None else request.memory_bytes - weights.num_bytes
     cache = _cache(spec, options, dtype, limit)
+    on_gpu = device.type == "cuda"
     runner = CudaRunner(
-        Decoder(spec, weights, cache.size.ctx),
-        cache.pages,
+        DeviceSteps(Decoder(spec, weights, cache.size.ctx), cache.pages, graphs=on_gpu),
         PagedCache(cache.size.num_pages, share=options.prefix_cache),
         limits(
             max_seqs=options.parallel,
@@ -62,6 +63,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
             share=options.prefix_cache,
         ),
         lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
+        ahead=on_gpu,  # on a CPU nothing waits to be filled
     )
     defaults, notes = source.sampling()
     oddities = {

@@ -4,50 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.batch import build
+from localgen.backends.cuda.batch import StepInputs, arrange
 from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.graphs import Latest
+from localgen.backends.cuda.lookahead import Lookahead, can_go_on, looks_back, next_inputs
 from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose, logprobs
-from localgen.backends.engine.runner import Chunk, Limits, PoolUsage, Sampled, StepResult
+from localgen.backends.engine.runner import (
+    Chunk,
+    Limits,
+    NoRoom,
+    PoolUsage,
+    Sampled,
+    StepFailed,
+    StepResult,
+)
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+class Steps(Protocol):
+    """Computes steps: on one device, or on several that split each layer."""
+
+    device: torch.device
+
+    def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+        """Logits of the outputs, float32 [outputs, vocab], valid until the next step."""
+        ...
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole pages of the cache, (source, target) each."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """A step in flight: its logits, float32 [outputs, vocab], and the token of each row."""
+    """A step in flight. tokens: of all sampled rows, on the host once `done` says so.
+
+    rows: where those of each chunk begin. error: why there is no step.
+    """
 
     chunks: Seq[Chunk]
-    logits: Tensor
     tokens: Tensor
+    rows: list[int] = field(default_factory=list)
+    logprobs: dict[int, tuple[PositionLogprobs, ...]] = field(default_factory=dict)
+    done: torch.cuda.Event | None = None
+    error: Exception | None = None
 
 
 class CudaRunner:
     """Owns the weights and the cache of one model. See ModelRunner for the calls.
 
-    text: what a token says, for logprobs.
+    text: what a token says, for logprobs. ahead: whether to launch steps before they are asked for.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
-        cache: KVCache,
+        steps: Steps,
         room: PagedCache,
         limits: Limits,
         text: Callable[[int], str],
+        *,
+        ahead: bool,
     ) -> None:
-        self._decoder, self._cache, self._text = decoder, cache, text
-        self._device = cache.layers[0].keys.device
+        self._steps, self._text, self._looks_ahead = steps, text, ahead
+        self._ahead: Lookahead | None = None
         self.room = room
         self.limits = limits
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """As ModelRunner.admit."""
+        self._forget(seq)
         return self.room.admit(seq, spare=spare)
 
     def grow(self, seq: Sequence, n: int) -> bool:
@@ -56,11 +90,17 @@ class CudaRunner:
 
     def rewind(self, seq: Sequence, length: int) -> None:
         """As ModelRunner.rewind."""
+        self._forget(seq)
         self.room.rewind(seq, length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         """As ModelRunner.release."""
+        self._forget(seq)
         self.room.release(seq, keep=keep)
+
+    def _forget(self, seq: Sequence) -> None:
+        if self._ahead is not None:
+            self._ahead.forget(seq)
 
     def usage(self) -> PoolUsage:
         """As ModelRunner.usage."""
@@ -68,53 +108,137 @@ class CudaRunner:
 
     def launch(self, chunks: Seq[Chunk]) -> Ticket:
         """As ModelRunner.launch; on a GPU this returns before the work is done."""
-        self._cache.copy(self.room.take_copies())
-        batch = build(chunks, self.room.table, self._device)
-        logits = self._decoder.forward(batch, self._cache)
+        try:
+            return self._launch(chunks)
+        except torch.OutOfMemoryError:
+            # what this step needed beside the pool is not there: one sequence has to give way
+            self._ahead = None
+            torch.cuda.empty_cache()
+            return Ticket(chunks, torch.empty(0, dtype=torch.int64), error=NoRoom())
+
+    def _launch(self, chunks: Seq[Chunk]) -> Ticket:
+        ahead, self._ahead = self._ahead, None
+        covered = [c for c in chunks if ahead is not None and ahead.covers(c)]
+        known = set(map(id, covered))
+        rest = [chunk for chunk in chunks if id(chunk) not in known]
+        parts = [] if ahead is None else [ahead.tokens]
+        rows = {} if ahead is None else {id(c): ahead.rows[c.seq] for c in covered}
+        said: dict[int, tuple[PositionLogprobs, ...]] = {}
+        if rest:
+            at = first = sum(map(len, parts))
+            self._steps.copy(self.room.take_copies())
+            logits = self._steps.run(arrange(rest, self.room.table))
+            for chunk in rest:
+                rows[id(chunk)] = at
+                at += 1 + chunk.num_drafts if chunk.samples else 0
+            parts.append(self._choose(rest, logits))
+            said = self._logprobs(rest, logits, parts[-1], first)
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        order = [rows[id(chunk)] for chunk in chunks]
+        ticket = self._ticket(chunks, tokens, order, said)
+        if self._looks_ahead:
+            self._launch_ahead(chunks, tokens, order)
+        return ticket
+
+    def _choose(self, chunks: Seq[Chunk], logits: Tensor) -> Tensor:
         rows = [row for chunk in chunks if chunk.samples for row in _rows(chunk)]
-        tokens = choose(logits, rows) if rows else torch.empty(0, dtype=torch.int64)
-        return Ticket(chunks, logits, tokens)
+        if not rows:
+            return torch.empty(0, dtype=torch.int64, device=self._steps.device)
+        return choose(logits, rows)
+
+    def _ticket(
+        self,
+        chunks: Seq[Chunk],
+        tokens: Tensor,
+        rows: list[int],
+        said: dict[int, tuple[PositionLogprobs, ...]],
+    ) -> Ticket:
+        if tokens.device.type == "cpu":
+            return Ticket(chunks, tokens, rows, said)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(tokens.device))
+        return Ticket(chunks, host, rows, said, done)
+
+    def _launch_ahead(self, chunks: Seq[Chunk], tokens: Tensor, rows: list[int]) -> None:
+        """Start the step after this one, if all it takes is known."""
+        going = [
+            (chunk, row)
+            for chunk, row in zip(chunks, rows, strict=True)
+            if chunk.start + 2 <= chunk.seq.limit  # or this is its last token
+        ]
+        if not going or not all(
+            can_go_on(chunk) and self.room.grow(chunk.seq, 2) for chunk, _ in going
+        ):
+            return
+        next_chunks = [chunk for chunk, _ in going]
+        self._steps.copy(self.room.take_copies())
+        inputs = next_inputs(next_chunks, [self.room.table(chunk.seq) for chunk in next_chunks])
+        sources = torch.tensor([row for _, row in going])
+        logits = self._steps.run(inputs, Latest(tokens, sources.to(tokens.device)))
+        # with the token that only the device knows there is one more before it; none looks at it
+        chosen = [Row(c.seq.params, range(c.start + 2)) for c in next_chunks]
+        starts = {chunk.seq: chunk.start + 1 for chunk in next_chunks}
+        self._ahead = Lookahead(choose(logits, chosen), starts)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """As ModelRunner.collect."""
+        if ticket.error is not None:
+            raise ticket.error
+        try:
+            if ticket.done is not None:
+                ticket.done.synchronize()
+        except RuntimeError as error:
+            raise StepFailed(f"the GPU could not compute a step: {error}") from error
         tokens = ticket.tokens.tolist()
-        results, row = [], 0
-        for chunk in ticket.chunks:
-            count = 1 + chunk.num_drafts if chunk.samples else 0
-            results.append(
-                self._accepted(chunk, tokens[row : row + count], ticket.logits[row : row + count])
-            )
-            row += count
-        return results
+        return [
+            self._accepted(chunk, tokens[row:], ticket.logprobs.get(row, ()))
+            for chunk, row in zip(ticket.chunks, ticket.rows, strict=True)
+        ]
 
-    def _accepted(self, chunk: Chunk, tokens: list[int], logits: Tensor) -> Sampled:
+    def _accepted(
+        self, chunk: Chunk, tokens: list[int], said: tuple[PositionLogprobs, ...]
+    ) -> Sampled:
         """The drafts that are what was sampled there, and the token after those."""
-        if not tokens:
+        if not chunk.samples:
             return Sampled()
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
         right = next(
             (i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), len(drafts)
         )
-        taken = tuple(tokens[: right + 1])
-        positions: tuple[PositionLogprobs, ...] = ()
-        count = chunk.seq.params.logprobs
-        if count is not None:
-            positions = tuple(
-                logprobs(logits[i], token, count, self._text) for i, token in enumerate(taken)
-            )
-        return Sampled(taken, positions)
+        return Sampled(tuple(tokens[: right + 1]), said[: right + 1])
+
+    def _logprobs(
+        self, chunks: Seq[Chunk], logits: Tensor, tokens: Tensor, first: int
+    ) -> dict[int, tuple[PositionLogprobs, ...]]:
+        """What was asked of probabilities, by the row that each chunk's begin at, from `first`."""
+        said, row = {}, 0
+        for chunk in chunks:
+            count = 1 + chunk.num_drafts if chunk.samples else 0
+            wanted = chunk.seq.params.logprobs
+            if count and wanted is not None:
+                said[first + row] = tuple(
+                    logprobs(logits[i], int(tokens[i]), wanted, self._text)
+                    for i in range(row, row + count)
+                )
+            row += count
+        return said
 
     def close(self) -> None:
         """As ModelRunner.close."""
-        self._cache.layers.clear()
+        self._ahead = None
+        self._steps.close()
 
 
 def _rows(chunk: Chunk) -> list[Row]:
     """The positions of a chunk that are sampled, each with all that comes before it."""
-    seq = chunk.seq
+    seq, end = chunk.seq, chunk.start + len(chunk)
+    lengths = range(end - chunk.num_drafts, end + 1)
+    if not looks_back(seq.params):  # only their number counts
+        return [Row(seq.params, range(length)) for length in lengths]
     known = seq.tokens[: chunk.start] + chunk.tokens
-    first = len(known) - chunk.num_drafts
-    return [Row(seq.params, known[:length]) for length in range(first, len(known) + 1)]
+    return [Row(seq.params, known[:length]) for length in lengths]
 
 
 def limits(
@@ -124,7 +248,7 @@ def limits(
     return Limits(
         max_seqs=max_seqs,
         max_batch_tokens=max_batch_tokens,
-        max_outputs=max_batch_tokens,
+        max_outputs=2 * max_seqs,
         max_len=max_len,
         kv_tokens=kv_tokens,
         can_rewind=share,

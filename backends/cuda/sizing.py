@@ -47,7 +47,7 @@ def work_bytes(spec: ModelSpec, options: Settings, dtype: torch.dtype) -> int:
     inner = moe.intermediate * moe.top_k if moe else spec.intermediate
     widest = 3 * inner + 4 * spec.hidden + (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     # logits in their own type, in float32, and twice more while they are sampled
-    outputs = options.parallel * spec.vocab * (dtype.itemsize + 3 * 4)
+    outputs = 2 * options.parallel * spec.vocab * (dtype.itemsize + 3 * 4)
     return options.max_batch_tokens * widest * dtype.itemsize + outputs
 
 

@@ -1,0 +1,143 @@
+"""Steps of the decoder, replayed from CUDA graphs where one fits.
+
+A graph bakes in every number that the host passes to a kernel. Decoding steps are therefore padded
+to a few shapes: sequences to a bucket, lengths to a power of two. A shape is captured when it comes
+back, not before: nothing is computed ahead of the first answer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.batch import Batch, StepInputs, on_device, pack, unpack
+from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.pages import pages_for
+
+# sequences of a captured step
+BUCKETS = (1, 2, 4, 8, *range(16, 257, 16))
+LEAST_LEN = 1024
+# a shape is captured when it comes up for the second time
+_SEEN_BEFORE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is baked into a graph: sequences, and the longest length they may have."""
+
+    sequences: int
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """packed: where its inputs are put. logits: where its outputs are found."""
+
+    graph: Any
+    packed: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latest:
+    """Tokens of the step before, on the device: row i continues `tokens[sources[i]]`.
+
+    tokens: int64 [sampled]. sources: int64 [rows], on the device.
+    """
+
+    tokens: Tensor
+    sources: Tensor
+
+    def fill(self, tokens: Tensor) -> None:
+        """Put them where they belong. tokens: int64, [rows] and what they are padded to."""
+        tokens[: len(self.sources)] = self.tokens[self.sources]
+
+
+class DeviceSteps:
+    """Computes the steps of a decoder over its cache. graphs: whether shapes are padded, and
+    captured where there is a GPU."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, *, graphs: bool) -> None:
+        self.decoder, self.cache = decoder, cache
+        self.device = cache.layers[0].keys.device
+        self._graphs = graphs
+        self._seen: dict[Shape, int] = {}
+        self._captured: dict[Shape, _Captured] = {}
+        self._pool: Any = None  # memory that all graphs share, for no two run at once
+
+    def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+        """Logits of the outputs, float32 [outputs, vocab], valid until the next step.
+
+        latest: tokens that only the device knows, to be filled in.
+        """
+        shape = shape_of(inputs) if self._graphs else None
+        if shape is None:
+            return self._eager(on_device(inputs, self.device), latest)
+        padded = pad(inputs, shape)
+        count = self._seen[shape] = self._seen.get(shape, 0) + 1
+        if count <= _SEEN_BEFORE or self.device.type == "cpu":
+            return self._eager(on_device(padded, self.device), latest)[: len(inputs.outputs)]
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(padded)
+        captured = self._captured[shape]
+        captured.packed.copy_(pack(padded, pinned=True), non_blocking=True)
+        if latest is not None:
+            latest.fill(unpack(captured.packed, padded).tokens)
+        captured.graph.replay()
+        return captured.logits[: len(inputs.outputs)]
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole pages of the cache, (source, target) each."""
+        self.cache.copy(pairs)
+
+    def _eager(self, batch: Batch, latest: Latest | None) -> Tensor:
+        if latest is not None:
+            latest.fill(batch.tokens)
+        return self.decoder.forward(batch, self.cache)
+
+    def _capture(self, padded: StepInputs) -> _Captured:
+        packed = pack(padded, pinned=True).to(self.device)
+        batch = unpack(packed, padded)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self.decoder.forward(batch, self.cache)
+        self._pool = self._pool or graph.pool()
+        return _Captured(graph, packed, logits)
+
+    def close(self) -> None:
+        """Give up graphs and cache."""
+        self._captured.clear()
+        self.cache.layers.clear()
+
+
+def shape_of(inputs: StepInputs) -> Shape | None:
+    """The shape that a step is padded to; None: it is no step of single tokens, or too wide."""
+    sequences = len(inputs.lengths)
+    if inputs.max_rows > 1 or len(inputs.outputs) < sequences or sequences > BUCKETS[-1]:
+        return None
+    length = max(LEAST_LEN, 1 << (inputs.max_len - 1).bit_length())
+    return Shape(BUCKETS[bisect_left(BUCKETS, sequences)], length)
+
+
+def pad(inputs: StepInputs, shape: Shape) -> StepInputs:
+    """The same step with sequences of no tokens behind it, which store nothing."""
+    missing = shape.sequences - len(inputs.lengths)
+    width = pages_for(shape.max_len)
+    tables = np.zeros((shape.sequences, width), np.int32)
+    tables[: len(inputs.tables), : inputs.tables.shape[1]] = inputs.tables
+    return StepInputs(
+        tokens=np.pad(inputs.tokens, (0, missing)),
+        slots=np.pad(inputs.slots, (0, missing), constant_values=-1),
+        outputs=np.arange(shape.sequences),
+        positions=np.pad(inputs.positions, (0, missing)),
+        tables=tables,
+        starts=np.pad(inputs.starts, (0, missing), mode="edge"),
+        lengths=np.pad(inputs.lengths, (0, missing)),
+        max_rows=1,
+        max_len=shape.max_len,
+    )
