@@ -85,6 +85,13 @@ def make(name: str, folder: Path) -> Any:
     return model
 
 
+def random_text(*, seed: int, length: int) -> list[int]:
+    """Tokens of no meaning, special ones not among them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+    return tokens
+
+
 class Model:
     """A decoder with a cache whose pages are dealt out at random."""
 

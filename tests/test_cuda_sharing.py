@@ -1,0 +1,134 @@
+"""The decoder's logits equal transformers' when pages are shared: prefix hit, fork, preemption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_models import ARCHITECTURES, MAX_LEN, make, random_text
+from torch import Tensor
+
+from localgen.backends.cuda.batch import arrange
+from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.graphs import DeviceSteps
+from localgen.backends.cuda.pages import PAGE_TOKENS
+from localgen.backends.cuda.spec import read_config
+from localgen.backends.cuda.weights import load_weights
+from localgen.backends.engine.runner import Chunk
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.types import BASE_SAMPLING
+
+TOLERANCE = 2e-4
+PAGES = 20
+
+
+class House:
+    """A random model, ours and theirs, and a pool that is hardly large enough."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.theirs = make(name, folder)
+        spec = read_config(folder)
+        weights = load_weights(folder, spec, device="cpu", dtype=torch.float32)
+        cache = KVCache.zeros(spec, PAGES, device="cpu", dtype=torch.float32)
+        self.steps = DeviceSteps(Decoder(spec, weights, MAX_LEN), cache, graphs=False)
+        self.room = PagedCache(PAGES, share=True)
+
+    def admit(self, tokens: list[int]) -> Sequence:
+        seq = Sequence(
+            id="s",
+            tokens=list(tokens),
+            num_prompt=len(tokens),
+            params=BASE_SAMPLING,
+            ctx=MAX_LEN,
+            limit=MAX_LEN,
+        )
+        seq.num_computed = self.room.admit(seq, spare=0)
+        return seq
+
+    def compute(self, *seqs: Sequence) -> None:
+        """All that these owe, in one step; their logits are those of transformers."""
+        chunks = []
+        for seq in seqs:
+            assert self.room.grow(seq, seq.num_owed)
+            owed = seq.tokens[seq.num_computed :]
+            chunks.append(
+                Chunk(
+                    seq=seq,
+                    start=seq.num_computed,
+                    tokens=owed,
+                    num_drafts=len(owed) - 1,
+                    samples=True,
+                )
+            )
+        self.steps.copy(self.room.take_copies())
+        logits = self.steps.run(arrange(chunks, self.room.table))
+        parts = torch.split(logits, [len(chunk) for chunk in chunks])
+        for chunk, ours in zip(chunks, parts, strict=True):
+            error = (ours - self.expected(chunk)).abs().max().item()
+            assert error < TOLERANCE, error
+            chunk.seq.num_computed = len(chunk.seq.tokens)
+            self.room.check()
+
+    @torch.inference_mode()
+    def expected(self, chunk: Chunk) -> Tensor:
+        logits: Tensor = self.theirs(torch.tensor([chunk.seq.tokens])).logits[0]
+        return logits[chunk.start : chunk.start + len(chunk)].float()
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
+    return House(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_a_prefix_that_another_left(house: House) -> None:
+    text = random_text(seed=1, length=70)
+    first = house.admit(text)
+    house.compute(first)
+    house.room.release(first, keep=True)
+    second = house.admit([*text[:50], *random_text(seed=2, length=30)])
+    assert second.num_computed == 50 // PAGE_TOKENS * PAGE_TOKENS
+    house.compute(second)
+    house.room.release(second, keep=False)
+
+
+@pytest.mark.parametrize("length", [16, 41])
+def test_forks_go_their_own_ways(house: House, length: int) -> None:
+    stem = house.admit(random_text(seed=3, length=length))
+    house.compute(stem)
+    branch = Sequence(
+        id="b",
+        tokens=list(stem.tokens),
+        num_prompt=length,
+        params=BASE_SAMPLING,
+        ctx=MAX_LEN,
+        limit=MAX_LEN,
+    )
+    branch.num_computed = house.room.fork(stem, branch)
+    assert branch.num_computed == length
+    for seed in range(4):
+        stem.tokens += random_text(seed=10 + seed, length=9)
+        branch.tokens += random_text(seed=20 + seed, length=5)
+        house.compute(stem, branch)
+    house.room.release(stem, keep=False)
+    house.room.release(branch, keep=False)
+
+
+def test_preempted_and_computed_again(house: House) -> None:
+    seq = house.admit(random_text(seed=5, length=60))
+    other = house.admit(random_text(seed=6, length=40))
+    house.compute(seq, other)
+    house.room.release(seq, keep=True)
+    # takes nearly all pages, and with them what was kept
+    large = house.admit(random_text(seed=7, length=PAGE_TOKENS * (PAGES - 5)))
+    house.compute(large)
+    house.room.release(large, keep=False)
+    again = house.admit([*seq.tokens, *random_text(seed=8, length=3)])
+    assert again.num_computed < 48, "some of it was taken"
+    house.compute(again)
+    other.tokens += random_text(seed=9, length=4)
+    house.compute(other)
+    for running in (again, other):
+        house.room.release(running, keep=False)
+    house.room.check()
