@@ -150,4 +150,6 @@ def _description(spec: ModelSpec, dtype: torch.dtype) -> str:
     kind = spec.architecture.removesuffix("ForCausalLM")
     quant = spec.quant
     how = str(dtype).removeprefix("torch.") if quant is None else quant.method
-    return f"{kind} {spec.num_params / 1e9:.2f}B {how}"
+    params = spec.num_params
+    size = f"{params / 1e9:.1f}B" if params >= 1e9 else f"{params / 1e6:.1f}M"
+    return f"{kind} {size} {how}"

@@ -1,0 +1,208 @@
+"""Options, sizes and shortages of the CUDA runner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hf_folders import TINY, edit
+from test_cuda_runner import CHATS, PLAIN, CudaBench, texts
+from torch import Tensor
+
+from localgen.backends.cuda import load as loading
+from localgen.backends.cuda import sizing
+from localgen.backends.cuda.batch import StepInputs
+from localgen.backends.cuda.decoder import KVCache
+from localgen.backends.cuda.graphs import Latest
+from localgen.backends.cuda.load import load
+from localgen.backends.cuda.options import Settings, device_of, settle
+from localgen.backends.cuda.spec import ModelSpec, read_config
+from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.wire import Load
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
+from localgen.backends.types import LoadOptions, SamplingParams
+
+CPU = torch.device("cpu")
+SPEC = read_config(TINY)
+GB = 10**9
+
+
+def loaded(folder: Path = TINY, memory: int | None = None, **options: object) -> LoadedModel:
+    asked = LoadOptions(backend="cuda", device="cpu", **options)  # type: ignore[arg-type]
+    return load(Load("tiny", str(folder), asked, memory), lambda _share: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_layers": 3}, "gpu_layers is not an option of the cuda backend"),
+        ({"mmap": True}, "mmap is not an option"),
+        ({"kv_unified": False}, "kv_unified is not an option"),
+        ({"parallel": 0}, "parallel is 0, it must be at least 1"),
+        ({"itl_target_ms": float("nan")}, "itl_target_ms is nan"),
+        ({"parallel": 9, "max_batch_tokens": 8}, "max_batch_tokens 8 is less than parallel 9"),
+        ({"cache_type_k": "q8_0"}, "'q8_0', for this model it must be one of f32, int8, fp8"),
+        ({"cache_type_k": "int8"}, "keeps both in the same type"),
+        ({"ctx": 4096}, "the model was trained for 2,048 tokens"),
+        ({"ctx": 512, "kv_tokens": 300}, "a pool of 300 tokens is smaller than the context of 512"),
+        ({"chat_template": "{% if %}"}, "template"),
+    ],
+)
+def test_options_that_cannot_be_honoured(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        loaded(**options)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "mps"])
+def test_a_device_that_is_none(device: str) -> None:
+    with pytest.raises(InvalidRequest, match="it must be cuda, cuda:N or cpu"):
+        device_of(LoadOptions(device=device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_way_out_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="--device cpu"):
+        device_of(LoadOptions())
+
+
+def settings(**options: object) -> Settings:
+    return settle(LoadOptions(**options), torch.bfloat16, torch.device("cuda", 0))  # type: ignore[arg-type]
+
+
+def llama_8b() -> ModelSpec:
+    changes = {
+        "layers": 32,
+        "hidden": 4096,
+        "intermediate": 14336,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocab": 128256,
+        "max_len": 131072,
+        "tied": False,
+    }
+    return replace(SPEC, **changes)  # type: ignore[arg-type]
+
+
+def test_params_and_bytes_of_a_model_everybody_knows() -> None:
+    spec = llama_8b()
+    assert spec.num_params == pytest.approx(8.03e9, rel=1e-3)
+    assert sizing.kv_bytes_per_token(spec, torch.bfloat16) == 131072
+    # eight bits and a scale of 32 for each of 128
+    assert sizing.kv_bytes_per_token(spec, torch.int8) == 131072 * (1 + 4 / 128) / 2
+
+
+def test_a_gpu_is_filled() -> None:
+    size = sizing.choose(llama_8b(), settings(), free=100 * GB)
+    assert size.ctx == 131072
+    assert 0.899 < size.kv_tokens * 131072 / (100 * GB) <= 0.9
+    assert size.notes == ()
+
+
+def test_a_small_gpu_gets_the_context_that_fits_and_says_so() -> None:
+    size = sizing.choose(llama_8b(), settings(), free=4 * GB)
+    assert size.ctx == size.kv_tokens == pytest.approx(0.9 * 4 * GB / 131072, abs=16)
+    assert size.notes == (f"context {size.ctx:,} of 131,072: what fits on cuda:0",)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_both_numbers() -> None:
+    message = r"65,536 tokens needs 8.6 GB, 4.0 GB are free on cuda:0 .* at most --ctx 30,"
+    with pytest.raises(OutOfMemory, match=message):
+        sizing.choose(llama_8b(), settings(ctx=65536), free=4 * GB)
+
+
+def test_a_limit_of_memory_is_kept() -> None:
+    with pytest.raises(OutOfMemory, match=r"0\.0 GB are free on cpu"):
+        loaded(memory=30_000_000)
+
+
+def test_a_pool_that_the_driver_refuses_becomes_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, refused = KVCache.zeros, []
+
+    def twice_too_large(spec: ModelSpec, pages: int, **more: object) -> KVCache:
+        if len(refused) < 2:
+            refused.append(pages)
+            raise torch.OutOfMemoryError
+        return zeros(spec, pages, **more)  # type: ignore[arg-type]
+
+    # so little is free that the pool is what fits
+    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 30 * 10**6)
+    monkeypatch.setattr(loading.KVCache, "zeros", twice_too_large)
+    info = loaded().info
+    assert info.kv_tokens // 16 < refused[1] < refused[0]
+    assert info.ctx == info.kv_tokens
+
+
+def test_a_pool_that_never_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> KVCache:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(loading.KVCache, "zeros", never)
+    with pytest.raises(OutOfMemory, match="ask for a smaller --kv-tokens"):
+        loaded()
+
+
+def test_the_models_own_sampling_defaults(folder: Path) -> None:
+    edit(
+        folder / "generation_config.json",
+        do_sample=True,
+        temperature=0.3,
+        top_k=7,
+        repetition_penalty=1.2,
+    )
+    assert loaded(folder).info.sampling == SamplingParams(
+        temperature=0.3, top_k=7, repeat_penalty=1.2
+    )
+    edit(folder / "generation_config.json", temperature="warm")
+    info = loaded(folder).info
+    assert info.sampling == SamplingParams()
+    assert any("'warm'" in note for note in info.notes)
+    edit(folder / "generation_config.json", do_sample=False)
+    assert loaded(folder).info.sampling == SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(LoadFailed, match=name):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}', "null"])
+def test_a_damaged_tokenizer_is_named(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(LoadFailed, match=r"tokenizer\.json"):
+        loaded(folder)
+
+
+def test_info_says_what_is_in_force() -> None:
+    info = loaded(parallel=5).info
+    assert (info.backend, info.processor, info.max_seqs) == ("cuda", "100% CPU", 5)
+    assert info.options.parallel == 5
+    assert info.options.device == "cpu"
+    assert info.options.mmap is None
+    assert info.kv_bytes == info.kv_tokens * sizing.kv_bytes_per_token(SPEC, torch.float32)
+
+
+def test_memory_that_runs_out_in_a_step_costs_nobody_an_answer() -> None:
+    bench = CudaBench()
+    expected = texts(bench.ask(CHATS[:6], PLAIN))
+    run, calls = bench.runner._steps.run, [0]
+
+    def sometimes(inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+        calls[0] += 1
+        if calls[0] % 5 == 3 and len(inputs.lengths) > 1:
+            raise torch.OutOfMemoryError
+        return run(inputs, latest)
+
+    bench.runner._steps.run = sometimes  # type: ignore[method-assign]
+    assert texts(bench.ask(CHATS[:6], PLAIN)) == expected
+    assert bench.stats.num_preemptions_total > 0
+    bench.close()
+
+
+def test_every_error_is_one_of_ours() -> None:
+    with pytest.raises(LocalgenError, match="does not exist"):
+        loaded(Path("/nowhere/at/all"))
