@@ -11,7 +11,6 @@ from hf_folders import TINY, edit
 from test_cuda_runner import CHATS, PLAIN, CudaBench, texts
 from torch import Tensor
 
-from localgen.backends.cuda import load as loading
 from localgen.backends.cuda import sizing
 from localgen.backends.cuda.batch import StepInputs
 from localgen.backends.cuda.decoder import KVCache
@@ -52,7 +51,7 @@ def loaded(folder: Path = TINY, memory: int | None = None, **options: object) ->
 )
 def test_options_that_cannot_be_honoured(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        loaded(**options)
+        loaded(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "mps"])
@@ -119,7 +118,8 @@ def test_a_limit_of_memory_is_kept() -> None:
 
 
 def test_a_pool_that_the_driver_refuses_becomes_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, refused = KVCache.zeros, []
+    zeros = KVCache.zeros
+    refused: list[int] = []
 
     def twice_too_large(spec: ModelSpec, pages: int, **more: object) -> KVCache:
         if len(refused) < 2:
@@ -129,7 +129,7 @@ def test_a_pool_that_the_driver_refuses_becomes_smaller(monkeypatch: pytest.Monk
 
     # so little is free that the pool is what fits
     monkeypatch.setattr(sizing, "free_bytes", lambda *_: 30 * 10**6)
-    monkeypatch.setattr(loading.KVCache, "zeros", twice_too_large)
+    monkeypatch.setattr(KVCache, "zeros", twice_too_large)
     info = loaded().info
     assert info.kv_tokens // 16 < refused[1] < refused[0]
     assert info.ctx == info.kv_tokens
@@ -139,7 +139,7 @@ def test_a_pool_that_never_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     def never(*_: object, **__: object) -> KVCache:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(loading.KVCache, "zeros", never)
+    monkeypatch.setattr(KVCache, "zeros", never)
     with pytest.raises(OutOfMemory, match="ask for a smaller --kv-tokens"):
         loaded()
 

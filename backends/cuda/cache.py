@@ -65,6 +65,8 @@ class PagedCache:
         """As ModelRunner.grow; pages that others have too are replaced before they are written."""
         table, done = self._tables[seq], seq.num_computed
         first, end = done // PAGE_TOKENS, pages_for(done + n)
+        if end == first + 1 <= len(table) and self._pool.can_write(table[first]):
+            return True  # as nearly always while decoding
         last = first  # shared pages come first in a table
         while last < min(end, len(table)) and not self._pool.can_write(table[last]):
             last += 1

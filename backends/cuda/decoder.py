@@ -46,15 +46,18 @@ class Decoder:
     """Weights and the tables that depend on positions alone. max_len: longest sequence."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, max_len: int) -> None:
-        self.spec = spec
+        self.spec, self.max_len = spec, max_len
         self._weights = weights
         device = weights.embed.device
         self._rope = _on(device, spec.rope.table(max_len))
         self._local_rope = _on(device, (spec.local_rope or spec.rope).table(max_len))
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Logits of the rows in batch.outputs, float32 [outputs, vocab]; fills the cache."""
+    def forward(self, batch: Batch, cache: KVCache, out: Tensor | None = None) -> Tensor:
+        """Logits of the rows in batch.outputs, float32 [outputs, vocab]; fills the cache.
+
+        out: where to put them.
+        """
         spec, weights = self.spec, self._weights
         hidden = weights.embed[batch.tokens]
         if spec.embed_scale != 1:
@@ -72,9 +75,10 @@ class Decoder:
         rows = batch.outputs
         kept = None if residual is None else residual[rows]
         normed, _ = self._norm(hidden[rows], weights.norm, kept)
-        logits = weights.head(normed).float()
+        found = weights.head(normed)
+        logits = found.float() if out is None else out.copy_(found)
         if spec.logit_softcap:
-            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+            logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
         return logits
 
     def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

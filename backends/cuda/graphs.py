@@ -35,12 +35,15 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    """packed: where its inputs are put. logits: where its outputs are found."""
+class _Buffers:
+    """Memory that all graphs read and write, for no two run at once.
 
-    graph: Any
-    packed: Tensor
+    inputs: uint8, a packed copy. logits: float32 [sequences, vocab]. pool: all in between.
+    """
+
+    inputs: Tensor
     logits: Tensor
+    pool: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +70,8 @@ class DeviceSteps:
         self.device = cache.layers[0].keys.device
         self._graphs = graphs
         self._seen: dict[Shape, int] = {}
-        self._captured: dict[Shape, _Captured] = {}
-        self._pool: Any = None  # memory that all graphs share, for no two run at once
+        self._captured: dict[Shape, Any] = {}
+        self._buffers: _Buffers | None = None
 
     def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
         """Logits of the outputs, float32 [outputs, vocab], valid until the next step.
@@ -82,14 +85,32 @@ class DeviceSteps:
         count = self._seen[shape] = self._seen.get(shape, 0) + 1
         if count <= _SEEN_BEFORE or self.device.type == "cpu":
             return self._eager(on_device(padded, self.device), latest)[: len(inputs.outputs)]
-        if shape not in self._captured:
-            self._captured[shape] = self._capture(padded)
-        captured = self._captured[shape]
-        captured.packed.copy_(pack(padded, pinned=True), non_blocking=True)
+        return self._replay(padded, shape, latest)[: len(inputs.outputs)]
+
+    def _replay(self, padded: StepInputs, shape: Shape, latest: Latest | None) -> Tensor:
+        buffers = self._buffers = self._buffers or self._allocate(padded)
+        packed = pack(padded, pinned=True)
+        buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
+        batch, logits = unpack(buffers.inputs, padded), buffers.logits[: shape.sequences]
         if latest is not None:
-            latest.fill(unpack(captured.packed, padded).tokens)
-        captured.graph.replay()
-        return captured.logits[: len(inputs.outputs)]
+            latest.fill(batch.tokens)
+        if shape not in self._captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=buffers.pool):
+                self.decoder.forward(batch, self.cache, logits)
+            self._captured[shape] = graph
+        self._captured[shape].replay()
+        return logits
+
+    def _allocate(self, padded: StepInputs) -> _Buffers:
+        longest = Shape(BUCKETS[-1], _rounded(self.decoder.max_len))
+        size = sum(array.nbytes for array in pad(padded, longest).arrays)
+        vocab = self.decoder.spec.vocab
+        return _Buffers(
+            torch.empty(size, dtype=torch.uint8, device=self.device),
+            torch.empty(BUCKETS[-1], vocab, dtype=torch.float32, device=self.device),
+            torch.cuda.graph_pool_handle(),
+        )
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages of the cache, (source, target) each."""
@@ -100,18 +121,10 @@ class DeviceSteps:
             latest.fill(batch.tokens)
         return self.decoder.forward(batch, self.cache)
 
-    def _capture(self, padded: StepInputs) -> _Captured:
-        packed = pack(padded, pinned=True).to(self.device)
-        batch = unpack(packed, padded)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self.decoder.forward(batch, self.cache)
-        self._pool = self._pool or graph.pool()
-        return _Captured(graph, packed, logits)
-
     def close(self) -> None:
         """Give up graphs and cache."""
         self._captured.clear()
+        self._buffers = None
         self.cache.layers.clear()
 
 
@@ -120,8 +133,11 @@ def shape_of(inputs: StepInputs) -> Shape | None:
     sequences = len(inputs.lengths)
     if inputs.max_rows > 1 or len(inputs.outputs) < sequences or sequences > BUCKETS[-1]:
         return None
-    length = max(LEAST_LEN, 1 << (inputs.max_len - 1).bit_length())
-    return Shape(BUCKETS[bisect_left(BUCKETS, sequences)], length)
+    return Shape(BUCKETS[bisect_left(BUCKETS, sequences)], _rounded(inputs.max_len))
+
+
+def _rounded(length: int) -> int:
+    return max(LEAST_LEN, 1 << (length - 1).bit_length())
 
 
 def pad(inputs: StepInputs, shape: Shape) -> StepInputs:
