@@ -116,3 +116,11 @@ def test_random_weights_need_a_config_and_a_template_alone(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["usage"]["completion_tokens"] == 5
     assert "the text means nothing" in done.stderr
+
+
+def test_a_gguf_file_on_the_same_backend(settings: Settings) -> None:
+    gguf = TINY.with_suffix(".gguf")
+    done = run(settings, str(gguf), QUESTION, *ON_CPU, "--temp", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "42" in json.loads(done.stdout)["text"]
+    assert "are widened" in done.stderr

@@ -92,7 +92,12 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         chat_template=template_source,
         sampling=defaults,
         options=options.with_sizes(cache.size.ctx, cache.size.kv_tokens),
-        notes=(*cache.size.notes, *notes, *(note for note, so in oddities.items() if so)),
+        notes=(
+            *cache.size.notes,
+            *source.notes,
+            *notes,
+            *(note for note, so in oddities.items() if so),
+        ),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=template)
 

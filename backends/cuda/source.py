@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from localgen.backends.cuda.defaults import defaults_of
 from localgen.backends.cuda.fields import Fields
 from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.cuda.tokenizer import HfTokenizer, chat_template, optional_json
 from localgen.backends.cuda.weights import Weights, load_weights
-from localgen.backends.engine import sampling
-from localgen.backends.errors import LoadFailed, LocalgenError
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
-
-# of generation_config.json, by our names
-_SAMPLING_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty",
-}
+from localgen.backends.errors import LoadFailed
+from localgen.backends.types import SamplingParams
 
 
 class ModelSource(Protocol):
-    """path: the folder or file. chat_template: None where there is none."""
+    """path: the folder or file. chat_template: None where there is none. notes: what a user should
+    know of how it is read."""
 
     path: Path
     spec: ModelSpec
+    notes: tuple[str, ...]
 
     @property
     def chat_template(self) -> str | None: ...
@@ -56,11 +48,18 @@ def open_source(path: Path) -> ModelSource:
     """The model at a path. LoadFailed: it is none, or none that can be run."""
     if not path.exists():
         raise LoadFailed(f"cannot load {path}: it does not exist")
+    if path.suffix.lower() == ".gguf":
+        # brings the gguf package, which folders do without
+        from localgen.backends.cuda.gguf_checkpoint import open_gguf
+
+        return open_gguf(path)
     return HfFolder(path if path.is_dir() else path.parent)
 
 
 class HfFolder:
     """A folder with config.json, safetensors and tokenizer.json, as Hugging Face has them."""
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,27 +86,4 @@ class HfFolder:
 
     def sampling(self) -> tuple[SamplingParams, tuple[str, ...]]:
         path = self.path / "generation_config.json"
-        return _defaults(optional_json(path))
-
-
-def _defaults(found: dict[str, Any]) -> tuple[SamplingParams, tuple[str, ...]]:
-    # without do_sample, transformers takes the likeliest token and ignores the rest
-    if found.get("do_sample") is False:
-        return SamplingParams(temperature=0.0), ()
-    values: dict[str, Any] = {}
-    try:
-        for field, key in _SAMPLING_KEYS.items():
-            value = found.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{key} is {value!r}")
-            if not math.isfinite(value):
-                raise ValueError(f"{key} is {value}")
-            values[field] = type(getattr(BASE_SAMPLING, field))(value)
-        defaults = SamplingParams(**values)
-        sampling.check(defaults.with_defaults(BASE_SAMPLING))
-    except (LocalgenError, ValueError) as error:
-        # or every request that names no settings of its own would fail
-        return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)
-    return defaults, ()
+        return defaults_of(optional_json(path))

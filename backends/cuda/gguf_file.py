@@ -1,0 +1,125 @@
+"""A GGUF file, or one split into parts: its metadata, and its tensors one by one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from localgen.backends.cuda.fields import Fields
+from localgen.backends.errors import LoadFailed
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# values dequantized at a time: as float32 they take 64 MB on the way to the device
+_CHUNK = 1 << 24
+
+
+class GgufFile:
+    """Metadata is that of the first part. Every reader raises LoadFailed, naming the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Any part of a split file stands for all. LoadFailed: one is missing or damaged."""
+        # the package is not needed for anything but GGUF files
+        from localgen.backends.cuda.gguf_reader import Reader
+
+        self.path, *others = _parts(path)
+        self._reader = Reader(self.path)
+        self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
+        for part, reader in ((self.path, self._reader), *((p, Reader(p)) for p in others)):
+            for tensor in reader.tensors:
+                if tensor.name in self._tensors:
+                    raise LoadFailed(f"{part}: {tensor.name} is in another part too")
+                self._tensors[tensor.name] = part, tensor
+        self._check_parts(1 + len(others))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._tensors)
+
+    def section(self, prefix: str) -> Fields:
+        """The metadata whose keys begin with `prefix`, by the rest of their keys."""
+        keys = [key for key in self._reader.fields if key.startswith(prefix)]
+        values = {key.removeprefix(prefix): self._reader.value(key) for key in keys}
+        return Fields(self.path, values, prefix)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, rows first."""
+        return tuple(self._entry(name)[1].shape.tolist()[::-1])
+
+    def read(
+        self, name: str, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """A tensor, dequantized, on the device."""
+        _, entry = self._entry(name)
+        if self.shape(name) != shape:
+            raise self.refusal(name, f"is of shape {list(self.shape(name))}, not {list(shape)}")
+        kind = entry.tensor_type.name
+        rows = entry.data.reshape(-1, entry.data.shape[-1])
+        target = torch.empty(rows.shape[0], shape[-1], device=device, dtype=dtype)
+        step = max(1, _CHUNK // shape[-1])
+        try:
+            for first in range(0, len(rows), step):
+                target[first : first + step] = _values(rows[first : first + step], kind).to(device)
+        except NotImplementedError:
+            raise self.refusal(name, f"is of type {kind}, which is not supported") from None
+        return target.view(shape)
+
+    def refusal(self, name: str, reason: str) -> LoadFailed:
+        """The error that a tensor cannot be used."""
+        return LoadFailed(f"{self._tensors[name][0]}: {name} {reason}")
+
+    def _entry(self, name: str) -> tuple[Path, ReaderTensor]:
+        if name not in self._tensors:
+            raise LoadFailed(f"{self.path} has no tensor {name}")
+        return self._tensors[name]
+
+    def _check_parts(self, opened: int) -> None:
+        split = self.section("split.")
+        count = split.count("count", 1) if split.values.get("count") else 1
+        if count != opened:
+            raise LoadFailed(
+                f"{self.path} is one of {count} parts, and {opened} are there by their names "
+                f"(they end in -00001-of-{count:05}.gguf and so on)"
+            )
+        total = split.values.get("tensors.count", len(self._tensors))
+        if total != len(self._tensors):
+            raise LoadFailed(
+                f"{self.path} and its parts have {len(self._tensors)} tensors, not {total}"
+            )
+
+
+def _values(rows: NDArray[Any], kind: str) -> Tensor:
+    """Rows of a tensor of this type as floats of some kind. NotImplementedError."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    if kind in _TORCH:
+        # a copy, for torch wants memory that may be written to
+        return torch.from_numpy(np.array(rows)).view(_TORCH[kind])
+    with np.errstate(all="ignore"):  # a model of NaN is for others to refuse
+        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
+
+
+def _parts(path: Path) -> list[Path]:
+    """The file, or every part of the split file that it is of."""
+    match = _PART.search(path.name)
+    if match is None:
+        return [path]
+    stem, count = path.name[: match.start()], int(match[2])
+    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise LoadFailed(f"{path.parent} has no {part.name}: download all {count} parts")
+    return parts or [path]

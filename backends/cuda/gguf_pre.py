@@ -1,0 +1,68 @@
+"""How text is cut into words before byte-level merges, by GGUF's names (tokenizer.ggml.pre)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _tiktoken(numbers: str) -> str:
+    return (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+    )
+
+
+def _by_case(numbers: str, tail: str = "") -> str:
+    """Words change from capitals to small letters once at most."""
+    capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{capitals}*{small}+{tail}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{capitals}+{small}*{tail}|{numbers}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+    )
+
+
+_SINGLE_DIGITS, _TRIPLE_DIGITS = _tiktoken(r"\p{N}"), _tiktoken(r"\p{N}{1,3}")
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """expressions: each cuts what those before it have left, into matches and what is between.
+
+    whole_words: a word that is a token is not merged. add_bos: where the file does not say.
+    """
+
+    expressions: tuple[str, ...]
+    whole_words: bool = False
+    add_bos: bool = False
+
+
+_LLAMA_3 = PreTokenizer((_TRIPLE_DIGITS,), whole_words=True, add_bos=True)
+_QWEN_2 = PreTokenizer((_SINGLE_DIGITS,))
+_BY_DIGITS = PreTokenizer((r"\p{N}", _GPT_2))
+
+PRE_TOKENIZERS = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "llama-bpe": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "falcon3": _LLAMA_3,
+    "dbrx": PreTokenizer((_TRIPLE_DIGITS,)),
+    "smaug-bpe": PreTokenizer((_TRIPLE_DIGITS,)),
+    "qwen2": _QWEN_2,
+    "deepseek-r1-qwen": _QWEN_2,
+    "megrez": _QWEN_2,
+    "gpt-2": PreTokenizer((_GPT_2,)),
+    "smollm": _BY_DIGITS,
+    "starcoder": _BY_DIGITS,
+    "refact": _BY_DIGITS,
+    "tekken": PreTokenizer((_by_case(r"\p{N}"),), whole_words=True, add_bos=True),
+    "gpt-4o": PreTokenizer((_by_case(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),)),
+    "deepseek-coder": PreTokenizer(
+        ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+    ),
+}

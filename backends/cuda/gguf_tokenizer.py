@@ -1,0 +1,215 @@
+"""The vocabulary of a GGUF file as a tokenizer of the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+from localgen.backends.cuda.fields import Fields
+from localgen.backends.cuda.gguf_file import GgufFile
+from localgen.backends.cuda.gguf_pre import PRE_TOKENIZERS, PreTokenizer
+from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.backends.errors import LoadFailed
+
+_SPACE = "▁"
+# token types of GGUF; any other, such as unused, stands for nothing
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_SHOWN = frozenset({_NORMAL, _USER_DEFINED, _BYTE})
+# most files name one end token of several; llama.cpp knows the others by their texts, as do we
+_ENDS = frozenset(
+    {
+        "</s>",
+        "<eos>",
+        "<EOT>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<｜end▁of▁sentence｜>",
+        "<|fim_pad|>",
+        "<fim_pad>",
+        "<|repo_name|>",
+        "<reponame>",
+        "<|file_sep|>",
+    }
+)
+# Phi-3's special tokens take the white space after them along, but for these
+_PHI_3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Vocabulary:
+    """Tokens by id: their texts, types and, where there are any, scores."""
+
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    ids: dict[str, int]
+
+    def special(self, key: Fields, name: str, default: int | None = None) -> int | None:
+        """The token of a role; None: there is none."""
+        token = key.values.get(name, default)
+        if token is None:
+            return None
+        if not isinstance(token, int) or not 0 <= token < len(self.tokens):
+            raise key.wrong(name, f"one of {len(self.tokens):,} tokens")
+        return token
+
+    def text(self, token: int | None) -> str:
+        return "" if token is None else self.tokens[token]
+
+
+def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> HfTokenizer:
+    """vocab_size: rows of the embedding.
+
+    LoadFailed: a key is missing or wrong, or the tokenizer is of a kind that is not supported.
+    """
+    fields = file.section("tokenizer.ggml.")
+    kind = fields.text("model")
+    if kind not in ("gpt2", "llama"):
+        raise fields.refusal(f"tokenizer {kind!r} is not supported, only gpt2 and llama")
+    pieces = kind == "llama"
+    vocabulary = _vocabulary(fields, scored=pieces)
+    pre = PreTokenizer((), add_bos=True) if pieces else _pre_tokenizer(fields)
+    bos = vocabulary.special(fields, "bos_token_id", 1 if pieces else None)
+    eos = vocabulary.special(fields, "eos_token_id", 2 if pieces else None)
+    try:
+        tokenizer = _by_pieces(fields, vocabulary) if pieces else _by_bytes(fields, vocabulary, pre)
+        _add_tokens(tokenizer, vocabulary, file)
+    except LoadFailed:
+        raise
+    except Exception as error:  # the library raises nothing more exact
+        reason = " ".join(str(error).split())
+        raise fields.refusal(f"the tokenizer cannot be built: {reason}") from None
+    ends = {eos, *(vocabulary.special(fields, f"{name}_token_id") for name in ("eot", "eom"))}
+    ends.update(vocabulary.ids.get(text) for text in _ENDS)
+    return HfTokenizer(
+        tokenizer,
+        source=file.path,
+        vocab_size=vocab_size,
+        bos=vocabulary.text(bos),
+        eos=vocabulary.text(eos),
+        end_ids=frozenset(token for token in ends if token is not None),
+        add_bos=fields.flag("add_bos_token", pre.add_bos),
+        byte_level=not pieces,
+        silent=frozenset(i for i, kind in enumerate(vocabulary.types) if kind not in _SHOWN),
+    )
+
+
+def _vocabulary(fields: Fields, *, scored: bool) -> _Vocabulary:
+    texts = fields.texts("tokens")
+    # as llama.cpp: a token without text cannot be written, but keeps its place
+    tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(texts)]
+    ids = {text: token for token, text in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(text for token, text in enumerate(tokens) if ids[text] != token)
+        raise fields.refusal(f"{fields.prefix}tokens has {twice!r} twice")
+    types = _list(fields, "token_type", len(tokens), [_NORMAL] * len(tokens))
+    types = [
+        _CONTROL if text in _ENDS and kind != _UNKNOWN else kind
+        for text, kind in zip(tokens, types, strict=True)
+    ]
+    scores = _list(fields, "scores", len(tokens), None) if scored else []
+    return _Vocabulary(tokens=tokens, types=types, scores=scores, ids=ids)
+
+
+def _list(fields: Fields, key: str, length: int, default: list[Any] | None) -> list[Any]:
+    """As many numbers as there are tokens."""
+    values = fields.values.get(key, default)
+    if values is None:
+        raise LoadFailed(f"{fields.path} has no {fields.prefix}{key}")
+    if not isinstance(values, list) or any(isinstance(value, str) for value in values[:1]):
+        raise fields.wrong(key, "a list of numbers")
+    if len(values) < length:
+        raise fields.refusal(f"{fields.prefix}{key} has {len(values)} values, {length} are needed")
+    return values[:length]
+
+
+def _pre_tokenizer(fields: Fields) -> PreTokenizer:
+    name = fields.text("pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise fields.refusal(
+            f"pre-tokenizer {name!r} is not supported, only {', '.join(PRE_TOKENIZERS)}"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _by_bytes(fields: Fields, vocabulary: _Vocabulary, pre: PreTokenizer) -> tokenizers.Tokenizer:
+    """GPT-2's kind: words cut by expressions, their bytes merged in a given order."""
+    merges = [_merge(fields, vocabulary, text) for text in fields.texts("merges")]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre.whole_words)
+    )
+    cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in pre.expressions]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return tokenizer
+
+
+def _merge(fields: Fields, vocabulary: _Vocabulary, text: str) -> tuple[str, str]:
+    left, _, right = text[1:].partition(" ")
+    left = text[:1] + left
+    # the library ends the process at some that are not
+    if not all(part in vocabulary.ids for part in (left, right, left + right)):
+        raise fields.refusal(f"{fields.prefix}merges has {text!r}, which makes no token of two")
+    return left, right
+
+
+def _by_pieces(fields: Fields, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """SentencePiece's kind: characters merged to the token of the highest score."""
+    unknown = vocabulary.special(fields, "unknown_token_id", 0)
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids,
+            merges=_merges_by_score(vocabulary),
+            unk_token=vocabulary.text(unknown),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = [normalizers.Prepend(_SPACE)] if fields.flag("add_space_prefix", True) else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    return tokenizer
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, those of the highest scores first."""
+    ids, found = vocabulary.ids, []
+    for token, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if kind == _BYTE:
+            continue
+        score = -vocabulary.scores[token]
+        for at in range(1, len(text)):
+            left, right = text[:at], text[at:]
+            if left in ids and right in ids:
+                found.append((score, ids[left], ids[right], left, right))
+    return [(left, right) for _, _, _, left, right in sorted(found)]
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary, file: GgufFile) -> None:
+    """Tokens that are found in a text before all else."""
+    name = str(file.section("general.name").values.get("", "")).lower()
+    phi_3 = "phi-3" in name or "phi3" in name
+
+    def added(kinds: Sequence[int], special: bool) -> list[AddedToken]:
+        return [
+            AddedToken(
+                text,
+                special=special,
+                normalized=False,
+                rstrip=phi_3 and text not in _PHI_3_PLAIN,
+            )
+            for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+            if kind in kinds
+        ]
+
+    tokenizer.add_tokens(added((_USER_DEFINED,), False))
+    tokenizer.add_special_tokens(added((_CONTROL, _UNKNOWN), True))

@@ -1,0 +1,60 @@
+"""Logits after every token of a text, from our decoder and from llama.cpp itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.batch import arrange, on_device
+from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.pages import PAGE_TOKENS
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.weights import Weights
+from localgen.backends.engine.runner import Chunk
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.llamacpp.native import library
+from localgen.backends.types import BASE_SAMPLING
+
+
+def our_logits(spec: ModelSpec, weights: Weights, tokens: list[int], ctx: int) -> Tensor:
+    """float32 [tokens, vocab]. ctx: a multiple of the page size."""
+    cache = KVCache.zeros(spec, ctx // PAGE_TOKENS, device="cpu", dtype=torch.float32)
+    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=ctx, limit=ctx)
+    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, samples=True)
+    pages = np.arange(ctx // PAGE_TOKENS, dtype=np.int32)
+    batch = on_device(arrange([chunk], lambda _: pages), torch.device("cpu"))
+    return Decoder(spec, weights, ctx).forward(batch, cache)
+
+
+def llama_cpp_logits(path: Path, tokens: list[int], ctx: int) -> Tensor:
+    """float32 [tokens, vocab], the cache in float32 too."""
+    library()
+    model_params = C.llama_model_default_params()
+    model_params.use_extra_bufts = False  # the file's own numbers, not repacked ones
+    model = C.llama_model_load_from_file(str(path).encode(), model_params)
+    assert model, library().reason()
+    params = C.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = ctx
+    params.type_k = params.type_v = C.GGML_TYPE_F32
+    params.flash_attn_type = 0
+    params.n_threads = params.n_threads_batch = 1
+    context = C.llama_init_from_model(model, params)
+    batch = C.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
+        batch.seq_id[i][0] = 0
+    assert C.llama_decode(context, batch) == 0
+    vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))
+    rows = [
+        np.ctypeslib.as_array(C.llama_get_logits_ith(context, i), (vocab,)).copy()
+        for i in range(len(tokens))
+    ]
+    C.llama_batch_free(batch)
+    C.llama_free(context)
+    C.llama_model_free(model)
+    return torch.from_numpy(np.stack(rows))

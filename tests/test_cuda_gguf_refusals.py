@@ -1,0 +1,188 @@
+"""GGUF files that are damaged or of another kind are refused, in one line that names the file."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from cuda_gguf_files import tiny_folder, write_gguf
+from gguf import GGMLQuantizationType as Kind
+
+from localgen.backends.cuda.gguf_checkpoint import open_gguf
+from localgen.backends.cuda.gguf_reader import Reader
+from localgen.backends.cuda.weights import Weights
+from localgen.backends.errors import LoadFailed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder("llama 3.1", tmp_path_factory.mktemp("hf"))
+
+
+def load(path: Path) -> Weights:
+    return open_gguf(path).weights(device="cpu", dtype=torch.float32)
+
+
+def reason(path: Path) -> str:
+    with pytest.raises(LoadFailed) as failure:
+        load(path)
+    text = str(failure.value)
+    assert str(path) in text
+    assert "\n" not in text
+    return text
+
+
+ROPE = "llama.rope."
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.block_count": None}, "has no llama.block_count"),
+        ({"llama.embedding_length": None}, "has no llama.embedding_length"),
+        ({"llama.attention.head_count": None}, "has no llama.attention.head_count"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "has no llama.attention.layer_norm_rms"),
+        ({"llama.context_length": "long"}, 'llama.context_length is "long", not a positive int'),
+        ({"llama.block_count": 0}, "llama.block_count is 0, not a positive integer"),
+        ({"llama.block_count": 4}, "has no tensor blk.3.attn_norm.weight"),
+        ({"llama.block_count": 2}, "blk.2.attn_k.weight is not part of LlamaForCausalLM"),
+        ({"llama.attention.head_count_kv": 3}, "4 attention heads cannot share 3 key-value heads"),
+        ({"llama.attention.head_count_kv": 4}, "attn_k.weight is of shape [32, 64], not [64, 64]"),
+        ({"llama.attention.value_length": 8}, "value_length is 8, not 16, the length of keys"),
+        ({"llama.attention.causal": False}, "this is an encoder"),
+        ({"llama.expert_count": 4}, "has no llama.expert_used_count"),
+        ({"llama.expert_count": 4, "llama.expert_used_count": 5}, "expert_used_count is 5, not up"),
+        ({f"{ROPE}dimension_count": 7}, "7 rotary dimensions do not fit heads of 16"),
+        ({f"{ROPE}dimension_count": 12}, "rope_freqs.weight is of shape [8], not [6]"),
+        ({f"{ROPE}freq_base": 1.0}, "freq_base is 1.0, it must be above 1"),
+        ({f"{ROPE}scaling.type": "ntk"}, "rope scaling 'ntk' is not supported, only linear, yarn"),
+        (
+            {f"{ROPE}scaling.type": "yarn", f"{ROPE}scaling.yarn_ext_factor": 0.5},
+            "yarn_ext_factor is 0.5, not 1",
+        ),
+        ({f"{ROPE}scaling.type": "yarn"}, "yarn together with rope_freqs.weight is not supported"),
+        ({"split.count": 2}, "is one of 2 parts, and 1 are there by their names"),
+    ],
+)
+def test_metadata(changes: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    write_gguf(folder, path, changes=changes)
+    assert message in reason(path)
+
+
+def test_another_architecture(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(folder, tmp_path / "m.gguf")
+    size = len("llama").to_bytes(8, "little")
+    path.write_bytes(path.read_bytes().replace(size + b"llama", size + b"bloom"))
+    text = "architecture 'bloom' is not supported, only llama, qwen2, qwen3, qwen3moe, gemma2"
+    assert text in reason(path)
+
+
+def test_experts_of_another_kind(tmp_path: Path) -> None:
+    path = write_gguf(
+        tiny_folder("qwen2", tmp_path / "hf"),
+        tmp_path / "m.gguf",
+        changes={"qwen2.expert_count": 4},
+    )
+    assert "qwen2 with experts is not supported" in reason(path)
+
+
+def damaged(folder: Path, path: Path, damage: Callable[[bytearray, Any], object]) -> str:
+    """Why the file is refused after `damage` to its bytes, given the reader of the whole one."""
+    content = bytearray(write_gguf(folder, path).read_bytes())
+    damage(content, gguf.GGUFReader(path))
+    path.write_bytes(content)
+    return reason(path)
+
+
+def tensor_type(content: bytearray, reader: Any, kind: int) -> None:
+    """Say of the first quarter of the norms that they are of another type."""
+    field = next(t.field for t in reader.tensors if t.name == "blk.0.attn_norm.weight")
+    at = field.offset + sum(part.nbytes for part in field.parts[:4])
+    content[at : at + 4] = struct.pack("<I", kind)
+
+
+def test_a_file_that_is_cut_short(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    text = damaged(folder, path, lambda content, _: content.__delitem__(slice(-5000, None)))
+    assert "is cut short: " in text
+    assert text.endswith(": download it again")
+
+
+def test_a_type_that_nobody_can_read(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "type.gguf"
+    text = damaged(folder, path, lambda content, reader: tensor_type(content, reader, 77))
+    assert "blk.0.attn_norm.weight is of type 77, which is not known here" in text
+    text = damaged(folder, path, lambda content, reader: tensor_type(content, reader, Kind.I32))
+    assert "blk.0.attn_norm.weight is of type I32, which is not supported" in text
+
+
+def test_other_files(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    assert "cannot be read: No such file" in reason(path)
+    path.touch()
+    assert "no GGUF file, or damaged or cut short" in reason(path)
+    path.write_bytes(b"PK\3\4" + bytes(1000))
+    assert "GGUF magic invalid" in reason(path)
+    write_gguf(folder, path, endianess=gguf.GGUFEndian.BIG)
+    assert "machines of the other byte order" in reason(path)
+
+
+def test_strings_that_are_no_text(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    write_gguf(folder, path, changes={"general.name": "plain name"})
+    path.write_bytes(path.read_bytes().replace(b"plain name", b"plain\xffname"))
+    assert "general.name is not UTF-8" in reason(path)
+
+
+def test_no_damage_is_worse_than_a_refusal(folder: Path, tmp_path: Path) -> None:
+    """Bytes of the header changed or gone: it loads, or it is refused as above."""
+    path = tmp_path / "m.gguf"
+    words = ["one", "two", "three", "four"]
+    write_gguf(folder, path, changes={"tokenizer.ggml.tokens": words})
+    content, chance = path.read_bytes(), random.Random(1)
+    header = Reader(path).data_offset
+    reasons = []
+    for _ in range(400):
+        bad = bytearray(content)
+        for _ in range(chance.randint(1, 3)):
+            bad[chance.randrange(header)] = chance.choice([0, 1, 0x7F, 0xFF, chance.randrange(256)])
+        if chance.random() < 0.3:
+            del bad[chance.randrange(len(bad)) :]
+        path.write_bytes(bad)
+        try:
+            load(path)
+        except LoadFailed as error:
+            reasons.append(str(error))
+    assert len(reasons) > 100
+    assert [text for text in reasons if str(path) not in text or "\n" in text] == []
+
+
+def test_values_are_what_the_package_reads(folder: Path, tmp_path: Path) -> None:
+    """Arrays are read in another way than the package does."""
+    path = tmp_path / "values.gguf"
+    changes: dict[str, Any] = {
+        "some.words": ["one", "", "drei ▁", "x" * 1000],
+        "some.numbers": [1, -2, 3],
+        "some.reals": [0.5, -1.25],
+        "some.flags": [True, False, True],
+    }
+    write_gguf(folder, path, changes=changes)
+    theirs, mine = gguf.GGUFReader(path), Reader(path)
+    assert list(mine.fields) == list(theirs.fields)
+    for key, field in theirs.fields.items():
+        assert mine.value(key) == field.contents(), key
+    for ours, other in zip(mine.tensors, theirs.tensors, strict=True):
+        assert ours.name == other.name
+        np.testing.assert_array_equal(ours.data, other.data)

@@ -1,0 +1,293 @@
+"""Vocabularies of GGUF files: the same tokens as llama.cpp's, of both kinds."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import gguf_files
+import llama_cpp.llama_cpp as C
+import pytest
+from gguf import GGUFValueType, TokenType
+from models import TESTS, TINY_GGUF
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+pytest.importorskip("torch")
+
+from localgen.backends.cuda.gguf_file import GgufFile
+from localgen.backends.cuda.gguf_pre import PRE_TOKENIZERS
+from localgen.backends.cuda.gguf_tokenizer import read_gguf_tokenizer
+from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.llamacpp.native import library
+from localgen.backends.llamacpp.vocab import Vocab
+
+NASTY = [
+    "",
+    " ",
+    "Hello world",
+    "  leading and trailing  ",
+    "\n\n\n",
+    " \n \t\t \r\n x\r",
+    "a  b   c    d",
+    "don't I'LL We'Ve it's THEY'RE 'tis ''''' 'S",
+    "123 4567 89012 3.14 1,000,000 007",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 ✅",
+    "中文字符，测试。日本語テスト 한국어",
+    "สวัสดี नमस्ते مرحبا שלום",
+    "naïve café — “quotes” … a\u0301e\u0308",
+    "½ Ⅷ ² ٣٤ ﬁ straße ǅungla İ",
+    "zero\u200bwidth\u00a0no\u3000wide\ufeff",
+    "\u0001\u007f\x00 nul",
+    "𝕳𝖊𝖑𝖑𝖔 𐍈 \U0010ffff\ue000",
+    "camelCaseHTTPServer ABCdefGHI XMLíÉ",
+    'if (x == 3) { return "y"; } // ~~!!?? --- === $$$ ^^^',
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_end|><|im_end|> <|endoftext|>x<|im_start",
+    "<s>x</s> <unk> <0x41> <0x0A> <tag>▁under▁▁<tag> </tag>",
+    "a" * 300,
+    " " * 70 + "x",
+    "\n" * 40,
+]
+RANGES = [(32, 126), (32, 0x2FF), (0x300, 0x33FF), (0x4E00, 0x9FFF), (0x1F300, 0x1F9FF)]
+REWRITTEN = {"gpt-4o", "tekken", "deepseek-coder"}
+
+
+def texts(count: int) -> list[str]:
+    """Those above, and random texts made of them and of random characters."""
+    chance = random.Random(count)
+
+    def part() -> str:
+        match chance.randrange(4):
+            case 0:
+                return chance.choice(NASTY)
+            case 1:
+                pairs = [chance.choice(RANGES) for _ in range(chance.randint(1, 8))]
+                return "".join(chr(chance.randint(*pair)) for pair in pairs)
+            case 2:
+                return " " * chance.randint(1, 5) + "\n" * chance.randint(0, 3)
+        words = ["the quick", " fox", "Jumps", "123", " 45", "'s", "<|im_end|>", "<tag>", "  "]
+        return chance.choice(words)
+
+    made = ["".join(part() for _ in range(chance.randint(1, 10))) for _ in range(count)]
+    return NASTY + made
+
+
+def ours(path: Path) -> HfTokenizer:
+    return read_gguf_tokenizer(GgufFile(path), 10_000)
+
+
+@contextmanager
+def llama_cpp(path: Path) -> Iterator[Vocab]:
+    library()
+    params = C.llama_model_default_params()
+    params.vocab_only = True
+    model = C.llama_model_load_from_file(str(path).encode(), params)
+    assert model, library().reason()
+    handles: Any = SimpleNamespace(vocab=C.llama_model_get_vocab(model))
+    yield Vocab(handles)
+    C.llama_model_free(model)
+
+
+def assert_same(path: Path, cases: list[str]) -> None:
+    """Everything that the engine asks of a tokenizer."""
+    mine = ours(path)
+    with llama_cpp(path) as theirs:
+        for text in cases:
+            assert mine.encode(text) == theirs.encode(text), ascii(text)
+        for token in range(theirs.vocab_size):
+            assert mine.piece(token) == theirs.piece(token), token
+        assert mine.end_ids == theirs.end_ids
+        assert (mine.bos, mine.eos) == (theirs.bos, theirs.eos)
+    assert mine.vocab_size == 10_000
+    assert mine.piece(9_999) == b""
+
+
+def test_the_built_in_model() -> None:
+    assert_same(TINY_GGUF, texts(200))
+
+
+LINES = (TESTS / "data" / "questions.jsonl").read_text().splitlines()
+
+
+def words(target: Path, pre: str | None) -> Path:
+    """A vocabulary of GPT-2's kind whose merges cross words: every cut of a text shows."""
+    trained = Tokenizer(models.BPE())
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trained.pre_tokenizer = bytes_only
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, show_progress=False, initial_alphabet=bytes_only.alphabet()
+    )
+    plain = [text for text in NASTY if "<" not in text]
+    trained.train_from_iterator([*plain * 3, *LINES], trainer)
+    model = json.loads(trained.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    ends = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    return vocabulary(
+        target,
+        model="gpt2",
+        pre=pre,
+        tokens=[*tokens, *ends, "<tag>"],
+        token_type=[1] * len(tokens) + [3] * len(ends) + [4],
+        merges=[" ".join(pair) for pair in model["merges"]],
+        bos_token_id=len(tokens) + 2,
+        eos_token_id=len(tokens) + 1,
+    )
+
+
+def vocabulary(target: Path, name: str = "tiny", **values: Any) -> Path:
+    """A file of nothing else. values: of tokenizer.ggml; None leaves one out."""
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_name(name)
+    for key, value in values.items():
+        match value:
+            case bool():
+                writer.add_bool(f"tokenizer.ggml.{key}", value)
+            case int():
+                writer.add_uint32(f"tokenizer.ggml.{key}", value)
+            case str():
+                writer.add_string(f"tokenizer.ggml.{key}", value)
+            case list():
+                writer.add_array(f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_pre_tokenizer(pre: str, tmp_path: Path) -> None:
+    """As in llama.cpp, which beyond ASCII writes three otherwise than their models' authors."""
+    path = words(tmp_path / "pre.gguf", pre)
+    assert_same(path, [text for text in texts(300) if pre not in REWRITTEN or text.isascii()])
+
+
+def test_pre_tokenizers_differ(tmp_path: Path) -> None:
+    assert len({pre.expressions for pre in PRE_TOKENIZERS.values()}) == 8
+    seen = set()
+    for pre in PRE_TOKENIZERS:
+        tokenizer = ours(words(tmp_path / "pre.gguf", pre))
+        tokens = [tokenizer.encode(text) for text in texts(150)]
+        seen.add(tuple(tuple(text[tokenizer.encode("") != [] :]) for text in tokens))
+    assert len(seen) >= 8
+
+
+def test_no_pre_tokenizer_is_the_default_one(tmp_path: Path) -> None:
+    assert_same(words(tmp_path / "none.gguf", None), texts(50))
+
+
+def pieces(target: Path, changes: dict[str, Any] | None = None, name: str = "tiny") -> Path:
+    """A vocabulary of SentencePiece's kind."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
+    trained.train_from_iterator([f" {line}" for line in LINES], trainer)
+    found = trained.get_vocab()
+    # single characters come last, as they do in real ones
+    order = list(enumerate(sorted(found, key=lambda text: (len(text) == 1, found[text]))))
+    random.Random(0).shuffle(order)  # only the scores say what is merged first
+    tokens: list[tuple[str, float, TokenType]] = [
+        ("<unk>", 0.0, TokenType.UNKNOWN),
+        ("<s>", 0.0, TokenType.CONTROL),
+        ("</s>", 0.0, TokenType.CONTROL),
+        *((f"<0x{byte:02X}>", 0.0, TokenType.BYTE) for byte in range(256)),
+        *((text, float(-rank), TokenType.NORMAL) for rank, text in order),
+        ("<tag>", -1000.0, TokenType.USER_DEFINED),
+        # Phi-3 has none of these
+        ("    " if name == "tiny" else "<none>", -1000.0, TokenType.USER_DEFINED),
+        ("<|im_end|>", -1000.0, TokenType.CONTROL),
+        ("<|endoftext|>", -1000.0, TokenType.CONTROL),
+        ("[PAD1]", -10000.0, TokenType.UNUSED),
+        ("", -10000.0, TokenType.UNUSED),
+    ]
+    values: dict[str, Any] = {
+        "model": "llama",
+        "tokens": [text for text, _, _ in tokens],
+        "scores": [score for _, score, _ in tokens],
+        "token_type": [int(kind) for _, _, kind in tokens],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return vocabulary(target, name, **(values | (changes or {})))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"add_space_prefix": False},
+        {"add_bos_token": False},
+        {"bos_token_id": None, "eos_token_id": None},
+        {"eot_token_id": 300},
+    ],
+)
+def test_pieces_by_score(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = pieces(tmp_path / "spm.gguf", changes)
+    assert_same(path, texts(200))
+    starts = [1] if changes.get("add_bos_token", True) else []
+    assert ours(path).encode("") == starts
+
+
+def test_pieces_of_phi_3(tmp_path: Path) -> None:
+    """Its special tokens take the spaces after them along, but for three."""
+    path = pieces(tmp_path / "spm.gguf", name="Phi-3 mini")
+    assert_same(path, ["x<|im_end|>  \n y", "<s>  x</s> \t z", "<tag>  x <unk> y", *texts(50)])
+    assert ours(path).encode("<|im_end|>  the") == ours(path).encode("<|im_end|>the")
+
+
+def test_merges_are_found_by_score_alone(tmp_path: Path) -> None:
+    tokenizer = ours(pieces(tmp_path / "spm.gguf"))
+    assert len(tokenizer.encode("How many apples are there?")) < 20
+
+
+def test_a_text_without_utf8_form_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not valid Unicode"):
+        ours(TINY_GGUF).encode("half an emoji: \ud83d")
+
+
+STRING, UINT32 = GGUFValueType.STRING, GGUFValueType.UINT32
+TOKENS = "tokenizer.ggml.tokens"
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("model", None, "has no tokenizer.ggml.model"),
+        ("model", ("bert", STRING), "tokenizer 'bert' is not supported, only gpt2 and llama"),
+        ("pre", ("poro-chat", STRING), "pre-tokenizer 'poro-chat' is not supported, only default"),
+        ("tokens", None, "has no tokenizer.ggml.tokens"),
+        ("tokens", (["a", "b", "a"], GGUFValueType.ARRAY), "tokens has 'a' twice"),
+        ("merges", None, "has no tokenizer.ggml.merges"),
+        ("merges", (["ab"], GGUFValueType.ARRAY), "merges has 'ab', which makes no token of two"),
+        ("merges", (["Ġ Ŀŀ"], GGUFValueType.ARRAY), "has 'Ġ Ŀŀ', which makes no token"),
+        ("token_type", ([1, 1], GGUFValueType.ARRAY), "token_type has 2 values, 4096 are needed"),
+        ("eos_token_id", (5000, UINT32), "eos_token_id is 5000, not one of 4,096 tokens"),
+        ("model", ("llama", STRING), "has no tokenizer.ggml.scores"),
+    ],
+)
+def test_refusals(key: str, change: gguf_files.Change, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    if change and change[1] is GGUFValueType.ARRAY:
+        changes: Any = {f"tokenizer.ggml.{key}": None}
+        kind = GGUFValueType.STRING if isinstance(change[0][0], str) else GGUFValueType.INT32
+        changes = {f"tokenizer.ggml.{key}": (change[0], GGUFValueType.ARRAY, kind)}
+    else:
+        changes = {f"tokenizer.ggml.{key}": change}
+    gguf_files.rewrite(path, changes)
+    with pytest.raises(LoadFailed) as failure:
+        ours(path)
+    assert str(path) in str(failure.value)
+    assert message in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_more_tokens_than_the_model_has_rows() -> None:
+    with pytest.raises(LoadFailed, match=r"it has 4,096 tokens, the model 4,000"):
+        read_gguf_tokenizer(GgufFile(TINY_GGUF), 4_000)
