@@ -211,6 +211,7 @@ class EngineStats:
 
     kv_*: tokens of the pool; kv_used by running requests, kv_cached kept as prefixes.
     step_sequences[n]: how many steps computed n sequences at once (index 0 unused).
+    step_tokens: how many steps by their tokens, in the classes of engine.stats.STEP_TOKENS_BOUNDS.
     *_per_s, ttft_* and itl_* are over the last minute at most.
     """
 
@@ -231,6 +232,7 @@ class EngineStats:
     steps_total: int = 0
     step_tokens_total: int = 0
     step_sequences: tuple[int, ...] = ()
+    step_tokens: tuple[int, ...] = ()
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     prefix_cache_queries_total: int = 0

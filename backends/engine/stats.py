@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 
 from localgen.backends.engine.runner import Chunk, PoolUsage
@@ -12,6 +13,8 @@ from localgen.backends.types import EngineStats, Finished, SequenceStats, Timing
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
+# steps are counted by their tokens: up to each of these, and above all
+STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class Window:
@@ -67,6 +70,7 @@ class Stats:
         self._step_tokens = 0
         self._step_ms = 0.0
         self._step_sequences: Counter[int] = Counter()
+        self._step_buckets = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
         self._requests: Counter[str] = Counter()
         self._prefill, self._decode = Rate(), Rate()
         self._ttft_ms, self._itl_ms = Window(), Window()
@@ -77,7 +81,9 @@ class Stats:
     ) -> None:
         """Enter a finished step. A step that does both counts its whole time for both rates."""
         self._steps += 1
-        self._step_tokens += sum(map(len, chunks))
+        tokens = sum(map(len, chunks))
+        self._step_tokens += tokens
+        self._step_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
         self._step_ms = step_ms
         self._step_sequences[len(chunks)] += 1
         prompts = [chunk for chunk in chunks if chunk.start < chunk.seq.num_prompt]
@@ -128,6 +134,7 @@ class Stats:
             itl_p99_ms=percentile(itl_ms, 0.99),
             steps_total=self._steps,
             step_tokens_total=self._step_tokens,
+            step_tokens=tuple(self._step_buckets),
             step_sequences=tuple(self._step_sequences[n] for n in range(widest + 1)),
             prompt_tokens_total=counters.prompt_tokens,
             generation_tokens_total=counters.generated_tokens,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,10 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import localgen
 from localgen.backends.errors import LocalgenError
-from localgen.backends.types import ModelInfo, Request
+from localgen.backends.types import EngineStats, ModelInfo, Request
 from localgen.server import openai
 from localgen.server.generation import EventStream, GenerationResponse, Job
+from localgen.server.journal import Journal
 from localgen.server.manager import KeepAlive, ModelManager
+from localgen.server.metrics import CONTENT_TYPE, Metrics
 from localgen.server.openai import ChatFormat, CompletionFormat
 from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
 from localgen.server.state import ServerState
@@ -40,8 +42,10 @@ def create_app(
 ) -> ASGIApp:
     """The application. leave: asks the server to end; leaving: whether it does."""
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
+    metrics = Metrics(lambda: _engines(manager))
     _add_errors(app)
-    _add_generation(app, manager)
+    _add_metrics(app, metrics)
+    _add_generation(app, manager, Journal(metrics))
     _add_models(app, manager, state)
     _add_server(app, state, leave, leaving)
     return _arrival_noted(app)
@@ -57,7 +61,19 @@ def _arrival_noted(app: ASGIApp) -> ASGIApp:
     return noted
 
 
-def _add_generation(app: FastAPI, manager: ModelManager) -> None:
+def _engines(manager: ModelManager) -> Iterator[tuple[str, EngineStats]]:
+    for resident in manager.residents:
+        if resident.engine.stats is not None:
+            yield resident.file.name, resident.engine.stats
+
+
+def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    @app.get("/metrics", response_model=None)
+    async def figures() -> Response:
+        return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _add_generation(app: FastAPI, manager: ModelManager, journal: Journal) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
         request = Request(
@@ -69,7 +85,7 @@ def _add_generation(app: FastAPI, manager: ModelManager) -> None:
             ctx=body.ctx,
             arrived_s=http.scope["arrived_s"],
         )
-        return GenerationResponse(manager, _job(body, request, ChatFormat.of))
+        return GenerationResponse(manager, journal, _job(body, request, ChatFormat.of))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
@@ -84,7 +100,7 @@ def _add_generation(app: FastAPI, manager: ModelManager) -> None:
             ctx=body.ctx,
             arrived_s=http.scope["arrived_s"],
         )
-        return GenerationResponse(manager, _job(body, request, CompletionFormat.of))
+        return GenerationResponse(manager, journal, _job(body, request, CompletionFormat.of))
 
 
 def _job(

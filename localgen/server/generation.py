@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, error_of
 from localgen.backends.types import Delta, Failed, Finished, Request
 from localgen.server import openai
 from localgen.server.engines import Event, Stream
+from localgen.server.journal import Entry, Journal
 from localgen.server.manager import ModelManager
 from localgen.server.openai import Format
 
@@ -39,23 +40,53 @@ class Job:
 class GenerationResponse(Response):
     """Answers a job. What fails before the first token is raised, as an HTTP status."""
 
-    def __init__(self, manager: ModelManager, job: Job) -> None:
+    def __init__(self, manager: ModelManager, journal: Journal, job: Job) -> None:
         super().__init__()
         self._manager = manager
+        self._journal = journal
         self._job = job
+        self._entry = Entry(
+            id=job.request.id,
+            asked=job.model or "",
+            client=job.request.client,
+            arrived_s=job.request.arrived_s,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        using = self._manager.using(self._job.model)
-        async with cancelled_on_disconnect(receive), using as (resident, _):
-            stream = resident.engine.submit(self._job.request)
-            try:
-                answer = self._job.format_of(self._job.request.id, resident.file.name)
-                await self._answer(stream, answer, send)
-            finally:
-                stream.cancel()
+        try:
+            using = self._manager.using(self._job.model)
+            async with cancelled_on_disconnect(receive), using as (resident, _):
+                self._entry.model = resident.file.name
+                stream = resident.engine.submit(self._job.request)
+                try:
+                    answer = self._job.format_of(self._job.request.id, resident.file.name)
+                    await self._answer(stream, answer, self._named(send))
+                finally:
+                    stream.cancel()
+        except LocalgenError as error:
+            self._entry.outcome = error.code
+            raise
+        finally:
+            self._journal.close(self._entry)
+
+    def _named(self, send: Send) -> Send:
+        """The same with the request's id among the headers."""
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                name = (b"x-request-id", self._entry.id.encode())
+                message = {**message, "headers": [*message["headers"], name]}
+            await send(message)
+
+        return named
+
+    async def _take(self, stream: Stream) -> list[Event]:
+        events = await stream.take()
+        self._entry.see(events)
+        return events
 
     async def _answer(self, stream: Stream, answer: Format, send: Send) -> None:
-        events = await stream.take()
+        events = await self._take(stream)
         if isinstance(events[0], Failed):
             raise error_of(events[0].code, events[0].message, events[0].param)
         if self._job.stream:
@@ -76,7 +107,7 @@ class GenerationResponse(Response):
             if ended:
                 return
             opening = []
-            events = await stream.take()
+            events = await self._take(stream)
 
     def _encode(self, event: Event, answer: Format) -> bytes:
         match event:
@@ -91,7 +122,7 @@ class GenerationResponse(Response):
         self, events: list[Event], stream: Stream, answer: Format, send: Send
     ) -> None:
         while isinstance(events[-1], Delta):
-            events += await stream.take()
+            events += await self._take(stream)
         end = events[-1]
         if isinstance(end, Failed):
             raise error_of(end.code, end.message, end.param)

@@ -20,6 +20,7 @@ from typing import IO
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.config import Settings
 from localgen.server.engine_process import EngineCommand, EngineProcess, llamacpp_command
+from localgen.server.logs import formatter
 
 LOG_BYTES = 4 << 20
 EXIT_FAILED = 1
@@ -64,7 +65,7 @@ def log_to_file(settings: Settings) -> None:
     handler = logging.handlers.RotatingFileHandler(
         settings.log_path, maxBytes=LOG_BYTES, backupCount=1
     )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

@@ -1,0 +1,103 @@
+"""What became of each request: one line in the log, and the figures of /metrics."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from localgen.backends.types import Delta, Failed, Finished
+from localgen.server.engines import Event
+
+# a client's misspellings shall not become labels of figures
+UNKNOWN = "unknown"
+_log = logging.getLogger("localgen.requests")
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One request for text. Times are monotonic seconds.
+
+    asked: the model as the client calls it; model: as the server does, once it is found.
+    outcome: stop, length or cancelled; the code of the error that ended it; gone: the client
+    left. gaps_s: between one text and the next, each token of the later one.
+    """
+
+    id: str
+    asked: str
+    client: str
+    arrived_s: float
+    model: str = UNKNOWN
+    outcome: str = "gone"
+    end: Finished | None = None
+    gaps_s: list[tuple[float, int]] = field(default_factory=list)
+    last_s: float | None = None
+    ended_s: float = 0.0
+    num_tokens: int = 0
+
+    def see(self, events: list[Event]) -> None:
+        """Events that have just come."""
+        now_s = time.monotonic()
+        for event in events:
+            match event:
+                case Delta():
+                    self._see_text(event, now_s)
+                case Finished():
+                    self.end, self.outcome = event, event.reason
+                case Failed():
+                    self.outcome = event.code
+
+    def _see_text(self, delta: Delta, now_s: float) -> None:
+        new = delta.num_tokens - self.num_tokens
+        if self.last_s is not None and new:
+            self.gaps_s.append(((now_s - self.last_s) / new, new))
+        self.last_s, self.num_tokens = now_s, delta.num_tokens
+
+
+class Observer(Protocol):
+    """Who wants to know of ended requests."""
+
+    def ended(self, entry: Entry) -> None: ...
+
+
+class Journal:
+    """Writes down requests that have ended."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def close(self, entry: Entry) -> None:
+        """The request has ended, however it did."""
+        entry.ended_s = time.monotonic()
+        self._observer.ended(entry)
+        _log.info("request", extra={"fields": fields_of(entry)})
+
+
+def fields_of(entry: Entry) -> dict[str, str | int | float]:
+    """What the log says of a request; times in milliseconds."""
+    fields: dict[str, str | int | float] = {
+        "id": entry.id,
+        "model": entry.asked if entry.model == UNKNOWN else entry.model,
+        "client": entry.client,
+        "outcome": entry.outcome,
+        "total_ms": _ms(entry.ended_s - entry.arrived_s),
+    }
+    if entry.end is None:
+        return fields | {"answer_tokens": entry.num_tokens}
+    timings = entry.end.timings
+    return fields | {
+        "queue_ms": round(timings.queue_ms, 1),
+        "template_ms": round(timings.template_ms, 1),
+        "prefill_ms": round(timings.prompt_ms, 1),
+        "decode_ms": round(timings.predicted_ms, 1),
+        "ttft_ms": round(timings.ttft_ms, 1),
+        "cached_tokens": timings.cache_n,
+        "new_tokens": timings.prompt_n,
+        "answer_tokens": entry.end.completion_tokens,
+        "tokens_per_s": round(timings.predicted_per_second, 1),
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)

@@ -1,0 +1,141 @@
+"""/metrics, request ids and the log line of each request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import House, chat_body, house, wait_until
+
+from localgen.server.logs import formatter
+
+GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+COUNTERS = {
+    *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total"),
+    *("prefix_cache_hits_total", "num_preemptions_total", "request_success_total"),
+}
+HISTOGRAMS = {
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "iteration_tokens_total"),
+}
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house() as built:
+        built.start()
+        yield built
+
+
+def figures(served: House) -> dict[str, float]:
+    """Values by name and the labels beside the model's name."""
+    found = {}
+    reply = served.http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    for family in text_string_to_metric_families(reply.text):
+        for sample in family.samples:
+            labels = [f"{key}={value}" for key, value in sorted(sample.labels.items())]
+            found[" ".join([sample.name.removeprefix("localgen:"), *labels])] = sample.value
+    return found
+
+
+def log(served: House) -> list[str]:
+    """Lines of ended requests."""
+    lines = served.settings.log_path.read_text().splitlines()
+    return [line for line in lines if " request id=" in line]
+
+
+def test_all_names_of_the_conventions(served: House) -> None:
+    served.chat(served.model(), "hello my world")
+    ended(served, 1)
+    names = {name.split()[0] for name in figures(served)}
+    assert names >= GAUGES | COUNTERS
+    for name in HISTOGRAMS:
+        assert names >= {f"{name}_bucket", f"{name}_count", f"{name}_sum"}
+
+
+def test_requests_are_counted(served: House) -> None:
+    model = served.model()
+    for _ in range(3):
+        served.chat(model, "hello my world")
+    ended(served, 3)
+    found = figures(served)
+    assert found["request_success_total finished_reason=stop model_name=echo"] == 3
+    assert found["prompt_tokens_total model_name=echo"] == 15
+    assert found["generation_tokens_total model_name=echo"] == 9
+    assert found["prefix_cache_hits_total model_name=echo"] == 6
+    assert found["time_to_first_token_seconds_count model_name=echo"] == 3
+    assert found["e2e_request_latency_seconds_count model_name=echo"] == 3
+    assert found["num_requests_running model_name=echo"] == 0
+
+
+def test_gaps_between_tokens(served: House) -> None:
+    list(served.events(served.model(token_s=0.02), "one two three four"))
+    ended(served, 1)
+    found = figures(served)
+    assert found["inter_token_latency_seconds_count model_name=echo"] == 3
+    assert found["inter_token_latency_seconds_sum model_name=echo"] > 0.04
+
+
+def test_who_left_is_counted(served: House) -> None:
+    model = served.model(token_s=0.05)
+    events = served.events(model, "word " * 100)
+    next(events)
+    events.close()
+    label = "request_failure_total model_name=echo outcome=gone"
+    wait_until(lambda: figures(served).get(label) == 1)
+    assert "outcome=gone" in log(served)[-1]
+
+
+def test_names_that_clients_make_up_are_no_labels(served: House) -> None:
+    reply = served.chat("no-such-model")
+    assert reply.status_code == 404
+    ended(served, 1)
+    found = figures(served)
+    assert found["request_failure_total model_name=unknown outcome=model_not_found"] == 1
+    assert not [name for name in found if "no-such-model" in name]
+    assert "model=no-such-model" in log(served)[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_an_answer_is_in_its_headers_and_the_log(served: House, stream: bool) -> None:
+    body = chat_body(served.model(), "hello", stream=stream)
+    reply = served.http.post("/v1/chat/completions", json=body)
+    name = reply.headers["x-request-id"]
+    assert name in reply.text
+    ended(served, 1)
+    (line,) = [line for line in log(served) if name in line]
+    fields = dict(re.findall(r"(\w+)=(\S+)", line))
+    assert fields["outcome"] == "stop"
+    assert {"queue_ms", "template_ms", "prefill_ms", "decode_ms"} <= fields.keys()
+    assert {"cached_tokens", "new_tokens", "answer_tokens"} <= fields.keys()
+
+
+def ended(served: House, count: int) -> None:
+    """Wait until so many requests are written down: an answer is sent first."""
+    wait_until(lambda: len(log(served)) >= count)
+
+
+def record(**fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("a.b", logging.INFO, "f", 1, "request", None, None)
+    made.fields = fields
+    return made
+
+
+def test_a_line_for_programs_is_json() -> None:
+    line = json.loads(formatter("json").format(record(id="x", ms=1.5)))
+    assert (line["message"], line["id"], line["ms"], line["level"]) == ("request", "x", 1.5, "INFO")
+
+
+def test_what_clients_say_forges_nothing() -> None:
+    said = 'x outcome=stop\n2026 INFO request id="fake"'
+    line = formatter().format(record(client=said, empty=""))
+    assert "\n" not in line
+    assert line.endswith(f'client={json.dumps(said)} empty=""')
+    assert len(formatter("json").format(record(client=said)).splitlines()) == 1
