@@ -66,6 +66,12 @@ class EngineDied(LocalgenError):
     code = "engine_died"
 
 
+class TimedOut(LocalgenError):
+    """The request took longer than the server lets one take."""
+
+    code = "timeout"
+
+
 class ServerUnavailable(LocalgenError):
     """The server cannot be started or reached."""
 

@@ -36,7 +36,8 @@ class Settings:
     """What a user may set. keep_alive_s: idle time before unloading and leaving; None: never.
 
     memory_limit: bytes that models may use together; None: what the machine has available.
-    max_queue: waiting requests per model beyond which new ones are refused; None: the engine's.
+    max_queue: waiting requests per model beyond which new ones are refused; parallel: requests of a
+    model computed at once; None: the engine's.
     """
 
     runtime_dir: Path
@@ -44,6 +45,7 @@ class Settings:
     keep_alive_s: float | None = DEFAULT_KEEP_ALIVE_S
     memory_limit: int | None = None
     max_queue: int | None = None
+    parallel: int | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:

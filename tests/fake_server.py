@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
 import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.config import Settings
+from localgen.server.access import Access, RateLimit
 from localgen.server.lifecycle import log_to_file, run
 
 
 def engine_command(fd: int) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(fd)]
+
+
+def _access() -> Access:
+    """What the test wants of TCP, as JSON in TEST_ACCESS."""
+    asked = json.loads(os.environ.get("TEST_ACCESS", "{}"))
+    limit = RateLimit(*asked.pop("rate_limit", ()))
+    lists = {name: tuple(value) for name, value in asked.items() if isinstance(value, list)}
+    return Access(**(asked | lists), rate_limit=limit)
 
 
 def main() -> int:
@@ -26,7 +37,7 @@ def main() -> int:
         settings = Settings.from_environment()
         settings.prepare()
         log_to_file(settings)
-        run(settings, idle_exit=True, engine_command=engine_command)
+        run(settings, _access(), idle_exit=True, engine_command=engine_command)
     except LocalgenError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1

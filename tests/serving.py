@@ -62,10 +62,12 @@ class House:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.clients: list[Client] = []
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, **access: Any) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, str(SERVER), *arguments],
-            env=python_environment() | self.settings.environment(),
+            env=python_environment()
+            | self.settings.environment()
+            | {"TEST_ACCESS": json.dumps(access)},
             stderr=subprocess.PIPE,
         )
         self.processes.append(process)

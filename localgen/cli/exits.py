@@ -19,6 +19,7 @@ BY_ERROR_CODE = {
     "engine_died": 10,
     "server_unavailable": 11,
     "bad_setting": 12,
+    "timeout": 13,
 }
 
 _MEANINGS = {

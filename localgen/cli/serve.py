@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from localgen.server.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.logs import LogFormat, formatter
+
+_OVER_TCP = "Over TCP"
+_LIMITS = "Limits"
 
 
 def command(
@@ -19,18 +24,106 @@ def command(
     log_format: Annotated[
         LogFormat, typer.Option(help="Log lines for people, or JSON for programs.")
     ] = "text",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on; 127.0.0.1 if only --port is given.",
+            envvar="LOCALGEN_HOST",
+            rich_help_panel=_OVER_TCP,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Port to listen on; {DEFAULT_PORT} if only --host is given, 0: any.",
+            envvar="LOCALGEN_PORT",
+            min=0,
+            max=65535,
+            rich_help_panel=_OVER_TCP,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that lets clients in (may be repeated). Others see it in the process list: "
+            "better LOCALGEN_API_KEY, or a file.",
+            envvar="LOCALGEN_API_KEY",
+            rich_help_panel=_OVER_TCP,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with keys, one a line.", rich_help_panel=_OVER_TCP),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Web pages that may ask, as https://chat.example (may be repeated); *: all.",
+            rich_help_panel=_OVER_TCP,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that clients call this server by (may be repeated).",
+            rich_help_panel=_OVER_TCP,
+        ),
+    ] = None,
+    rate_limit: Annotated[
+        str,
+        typer.Option(
+            help="Requests, or requests,tokens, a minute for each key.",
+            metavar="N[,N]",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = "0",
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a request may take.", min=0.001, rich_help_panel=_LIMITS),
+    ] = None,
+    max_body: Annotated[
+        str,
+        typer.Option(help="Largest request, as 32M.", metavar="SIZE", rich_help_panel=_LIMITS),
+    ] = f"{MAX_BODY_BYTES >> 20}M",
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            help="Most requests of a model computed at once.", min=1, rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(
+            help="Waiting requests of a model beyond which more are refused.",
+            min=1,
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
 ) -> None:
     """Run the server in the foreground until Ctrl+C, its log on standard error.
 
-    It listens on the socket that chat and run look for; `localgen doctor` names it.
+    It listens on the socket that chat and run look for (`localgen doctor` names it), and over TCP
+    if a host or a port is given.
     """
-    from localgen.config import Settings, parse_keep_alive
+    from localgen.config import Settings, parse_keep_alive, parse_size
+    from localgen.server.access import Access, parse_rate_limit, read_keys
     from localgen.server.lifecycle import run
 
     settings = Settings.from_environment()
     if keep_alive is not None:
         settings = replace(settings, keep_alive_s=parse_keep_alive(keep_alive, "--keep-alive"))
+    settings = replace(settings, parallel=parallel, max_queue=max_queue or settings.max_queue)
+    access = Access(
+        host=host or "127.0.0.1",
+        port=DEFAULT_PORT if port is None and host else port,
+        keys=(*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ())),
+        cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allow_host or ()),
+        rate_limit=parse_rate_limit(rate_limit),
+        timeout_s=timeout,
+        max_body_bytes=parse_size(max_body, "--max-body"),
+    )
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(log_format))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    run(settings, idle_exit=False)
+    run(settings, access, idle_exit=False)

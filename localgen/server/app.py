@@ -20,11 +20,14 @@ import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.backends.types import EngineStats, ModelInfo, Request
 from localgen.server import openai
+from localgen.server.access import Access
 from localgen.server.generation import EventStream, GenerationResponse, Job
+from localgen.server.guard import KEY_PREFIX, Guard, Refused
 from localgen.server.journal import Journal
 from localgen.server.manager import KeepAlive, ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics
 from localgen.server.openai import ChatFormat, CompletionFormat
+from localgen.server.rates import Rates
 from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
 from localgen.server.state import ServerState
 
@@ -36,19 +39,21 @@ _log = logging.getLogger("localgen.server")
 def create_app(
     manager: ModelManager,
     state: ServerState,
+    access: Access,
     *,
     leave: Callable[[], None],
     leaving: Callable[[], bool],
 ) -> ASGIApp:
-    """The application. leave: asks the server to end; leaving: whether it does."""
+    """The application behind its door. leave: asks the server to end; leaving: whether it does."""
+    rates = Rates(access.rate_limit)
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
     metrics = Metrics(lambda: _engines(manager))
     _add_errors(app)
     _add_metrics(app, metrics)
-    _add_generation(app, manager, Journal(metrics))
+    _add_generation(app, manager, Journal((metrics, rates)), access.timeout_s)
     _add_models(app, manager, state)
     _add_server(app, state, leave, leaving)
-    return _arrival_noted(app)
+    return _arrival_noted(Guard(app, access, rates))
 
 
 def _arrival_noted(app: ASGIApp) -> ASGIApp:
@@ -73,7 +78,9 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
         return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _add_generation(app: FastAPI, manager: ModelManager, journal: Journal) -> None:
+def _add_generation(
+    app: FastAPI, manager: ModelManager, journal: Journal, timeout_s: float | None
+) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
         request = Request(
@@ -85,7 +92,9 @@ def _add_generation(app: FastAPI, manager: ModelManager, journal: Journal) -> No
             ctx=body.ctx,
             arrived_s=http.scope["arrived_s"],
         )
-        return GenerationResponse(manager, journal, _job(body, request, ChatFormat.of))
+        return GenerationResponse(
+            manager, journal, _job(body, request, ChatFormat.of, http, timeout_s)
+        )
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
@@ -100,15 +109,21 @@ def _add_generation(app: FastAPI, manager: ModelManager, journal: Journal) -> No
             ctx=body.ctx,
             arrived_s=http.scope["arrived_s"],
         )
-        return GenerationResponse(manager, journal, _job(body, request, CompletionFormat.of))
+        return GenerationResponse(
+            manager, journal, _job(body, request, CompletionFormat.of, http, timeout_s)
+        )
 
 
 def _job(
     body: ChatRequest | CompletionRequest,
     request: Request,
     format_of: Callable[[str, str], openai.Format],
+    http: HttpRequest,
+    timeout_s: float | None,
 ) -> Job:
     return Job(
+        account=http.scope["account"],
+        timeout_s=timeout_s,
         model=body.model,
         request=request,
         stream=body.stream,
@@ -118,7 +133,11 @@ def _job(
 
 
 def _session_of(http: HttpRequest) -> str:
-    """Who asks: the session that our clients name, else the connection."""
+    """Who asks, for taking turns: the key; without one the session that our clients name, else
+    the connection."""
+    account: str = http.scope["account"]
+    if account.startswith(KEY_PREFIX):
+        return account
     session = http.headers.get("x-localgen-session")
     if session:
         return session
@@ -205,6 +224,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: HttpRequest, error: Exception) -> Response:
+        if isinstance(error, Refused):
+            return error.response()
         assert isinstance(error, HTTPException)
         place = f"{request.method} {request.url.path}"
         match error.status_code:

@@ -61,6 +61,11 @@ class Stream:
         """End the request in the engine now, if it has not ended; no event follows."""
         self._engine.cancel(self._request_id)
 
+    def fail(self, code: str, message: str) -> None:
+        """End the request in the engine now, with this as its last event."""
+        self.cancel()
+        self.put(Failed(self._request_id, code, message))
+
 
 class Engine(asyncio.Protocol):
     """The server's end of an engine process.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from localgen.backends.errors import LocalgenError, error_of
+from localgen.backends.errors import LocalgenError, TimedOut, error_of
 from localgen.backends.types import Delta, Failed, Finished, Request
 from localgen.server import openai
 from localgen.server.engines import Event, Stream
@@ -28,9 +29,14 @@ SSE_HEADERS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What was asked. format_of: from a request's id and a model's name to its format."""
+    """What was asked. format_of: from a request's id and a model's name to its format.
+
+    account: who pays for its tokens. timeout_s: how long it may take in all.
+    """
 
     model: str | None
+    account: str
+    timeout_s: float | None
     request: Request
     stream: bool
     include_usage: bool
@@ -49,6 +55,7 @@ class GenerationResponse(Response):
             id=job.request.id,
             asked=job.model or "",
             client=job.request.client,
+            account=job.account,
             arrived_s=job.request.arrived_s,
         )
 
@@ -58,16 +65,28 @@ class GenerationResponse(Response):
             async with cancelled_on_disconnect(receive), using as (resident, _):
                 self._entry.model = resident.file.name
                 stream = resident.engine.submit(self._job.request)
+                late = self._end_in_time(stream)
                 try:
                     answer = self._job.format_of(self._job.request.id, resident.file.name)
                     await self._answer(stream, answer, self._named(send))
                 finally:
                     stream.cancel()
+                    if late is not None:
+                        late.cancel()
         except LocalgenError as error:
             self._entry.outcome = error.code
             raise
         finally:
             self._journal.close(self._entry)
+
+    def _end_in_time(self, stream: Stream) -> asyncio.TimerHandle | None:
+        """See that the request ends in an error when its time is over."""
+        limit_s = self._job.timeout_s
+        if limit_s is None:
+            return None
+        message = f"the request took longer than the {limit_s:g} s that it may take here"
+        left_s = limit_s - (time.monotonic() - self._job.request.arrived_s)
+        return asyncio.get_running_loop().call_later(left_s, stream.fail, TimedOut.code, message)
 
     def _named(self, send: Send) -> Send:
         """The same with the request's id among the headers."""

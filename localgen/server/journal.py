@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,13 +21,15 @@ class Entry:
     """One request for text. Times are monotonic seconds.
 
     asked: the model as the client calls it; model: as the server does, once it is found.
-    outcome: stop, length or cancelled; the code of the error that ended it; gone: the client
-    left. gaps_s: between one text and the next, each token of the later one.
+    account: who pays for its tokens. outcome: stop, length or cancelled; the code of the error that
+    ended it; gone: the client left. gaps_s: between one text and the next, for each token of the
+    later one: (seconds, tokens).
     """
 
     id: str
     asked: str
     client: str
+    account: str
     arrived_s: float
     model: str = UNKNOWN
     outcome: str = "gone"
@@ -64,13 +67,14 @@ class Observer(Protocol):
 class Journal:
     """Writes down requests that have ended."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
 
     def close(self, entry: Entry) -> None:
         """The request has ended, however it did."""
         entry.ended_s = time.monotonic()
-        self._observer.ended(entry)
+        for observer in self._observers:
+            observer.ended(entry)
         _log.info("request", extra={"fields": fields_of(entry)})
 
 

@@ -19,6 +19,7 @@ from typing import IO
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.config import Settings
+from localgen.server.access import Access, listen
 from localgen.server.engine_process import EngineCommand, EngineProcess, llamacpp_command
 from localgen.server.logs import formatter
 
@@ -45,18 +46,35 @@ def main() -> int:
 
 def run(
     settings: Settings,
+    access: Access = Access(),
     *,
     idle_exit: bool,
     engine_command: EngineCommand = llamacpp_command,
 ) -> None:
-    """Serve until idle (idle_exit), told to leave, or a signal. ServerUnavailable: one runs."""
+    """Serve until idle (idle_exit), told to leave, or a signal. ServerUnavailable: one runs.
+
+    BadSetting: access would let in who should not be, or its port cannot be had.
+    """
+    access.check()
     settings.prepare()
-    with _only_server(settings), _listening(settings) as sock:
+    with _only_server(settings), _listening(settings) as sock, contextlib.ExitStack() as stack:
+        sockets = [sock]
+        if access.port is not None:
+            sockets.append(stack.enter_context(listen(access)))
+            place = "{}:{}".format(*sockets[-1].getsockname()[:2])
+            _log.info("listening on http://%s", place)
         spare = EngineProcess.start(engine_command)
         from localgen.server.serving import serve
 
         _log.info("server %d listens on %s", os.getpid(), settings.socket_path)
-        serve(settings, sock, idle_exit=idle_exit, engine_command=engine_command, spare=spare)
+        serve(
+            settings,
+            access,
+            sockets,
+            idle_exit=idle_exit,
+            engine_command=engine_command,
+            spare=spare,
+        )
         _log.info("server %d ends", os.getpid())
 
 

@@ -242,8 +242,9 @@ class ModelManager:
         asked = options
         if placement.gpu is not None:
             options = replace(options, device=f"cuda:{placement.gpu.index}")
-        if options.max_queue is None and self._settings.max_queue is not None:
-            options = replace(options, max_queue=self._settings.max_queue)
+        for name in ("max_queue", "parallel"):
+            if getattr(options, name) is None:
+                options = replace(options, **{name: getattr(self._settings, name)})
         request = wire.Load(file.name, str(file.path), options, self._limit_bytes())
         resident = Resident(
             file=file,

@@ -27,6 +27,7 @@ STATUS_OF_CODE = {
     "load_failed": 500,
     "engine_died": 502,
     "server_unavailable": 503,
+    "timeout": 504,
     "out_of_memory": 507,
 }
 
@@ -38,9 +39,11 @@ def sse(value: object) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
-def error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
-    """The error object that every failed request gets."""
-    status = STATUS_OF_CODE.get(code, 500)
+def error_body(
+    code: str, message: str, param: str | None = None, *, status: int | None = None
+) -> dict[str, Any]:
+    """The error object that every failed request gets. status: that of the code by default."""
+    status = status or STATUS_OF_CODE.get(code, 500)
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -14,8 +14,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.config import Settings
+from localgen.server.access import Access
 from localgen.server.app import create_app
 from localgen.server.engine_process import EngineCommand, EngineProcess
+from localgen.server.guard import LOCAL
 from localgen.server.manager import ModelManager
 from localgen.server.state import ServerState
 
@@ -26,46 +28,46 @@ _FLUSH_S = 2
 # a server that unloads at once must still live until its first client has asked
 _LEAST_IDLE_S = 1.0
 _TICK_S = 0.25
+# a connection's first headers have to be there by then; uvicorn ends those idle after a request
+HEADERS_S = 10.0
+MAX_HEADER_BYTES = 64 << 10
 _log = logging.getLogger("localgen.server")
 
 
 def serve(
     settings: Settings,
-    sock: socket.socket,
+    access: Access,
+    sockets: list[socket.socket],
     *,
     idle_exit: bool,
     engine_command: EngineCommand,
     spare: EngineProcess | None,
 ) -> None:
-    """Answer on a listening socket until told to leave; all engines have ended then."""
+    """Answer on listening sockets until told to leave; all engines have ended then."""
     # uvicorn raises the signals it caught once more when it is done: by then all is in order
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    asyncio.run(_serve(settings, sock, idle_exit, engine_command, spare))
+    manager = ModelManager(settings, engine_command=engine_command, spare=spare)
+    asyncio.run(_serve(_Server(settings, access, manager), manager, sockets, idle_exit))
 
 
 async def _serve(
-    settings: Settings,
-    sock: socket.socket,
-    idle_exit: bool,
-    engine_command: EngineCommand,
-    spare: EngineProcess | None,
+    server: _Server, manager: ModelManager, sockets: list[socket.socket], idle_exit: bool
 ) -> None:
-    manager = ModelManager(settings, engine_command=engine_command, spare=spare)
-    server = _Server(settings, manager)
     watch = asyncio.create_task(server.watch(idle_exit))
     try:
-        await server.serve(sockets=[sock])
+        await server.serve(sockets=sockets)
     finally:
         watch.cancel()
         await manager.close()
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, settings: Settings, manager: ModelManager) -> None:
+    def __init__(self, settings: Settings, access: Access, manager: ModelManager) -> None:
         app = create_app(
             manager,
             ServerState(settings, manager),
+            access,
             leave=self._leave,
             leaving=lambda: self.should_exit,
         )
@@ -112,11 +114,35 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection with a name of its own: Unix sockets have none, fair queueing needs one."""
+    """A connection whose client has a name, even on a Unix socket, for fair queueing; and whose
+    headers come in good time and are not endless."""
 
     _numbers = itertools.count(1)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self.client:
-            self.client = ("local", next(self._numbers))
+            self.client = (LOCAL, next(self._numbers))
+        self._header_bytes = 0
+        self._patience = self._hurry()
+
+    def _hurry(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(HEADERS_S, self.transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            if self.cycle is not None and not self._header_bytes:
+                self._patience = self._hurry()  # another request begins
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        self._header_bytes = 0
+        self._patience.cancel()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._patience.cancel()
+        super().connection_lost(exc)

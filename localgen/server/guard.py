@@ -1,0 +1,148 @@
+"""The door for TCP: who asks, from where, how much and how fast."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localgen.server import openai
+from localgen.server.access import Access
+from localgen.server.rates import Rates
+
+# how a connection over the Unix socket calls its client
+LOCAL = "local"
+# how an account begins that is a key
+KEY_PREFIX = "key-"
+# a body has to come within this
+BODY_S = 60.0
+# without a key: it says no more than that a server is there
+_OPEN_PATHS = frozenset({"/health"})
+_LIMITED = ("/v1/chat/completions", "/v1/completions")
+
+
+class Refused(HTTPException):
+    """A request that is not let in. headers: besides those of every error."""
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.code = code
+
+    def response(self) -> Response:
+        """What the client gets."""
+        body = openai.error_body(self.code, self.detail, status=self.status_code)
+        # what is left of the request shall not be read as another one
+        headers = {"Connection": "close", **(self.headers or {})}
+        return Response(openai.encode(body), self.status_code, headers, "application/json")
+
+
+class Guard:
+    """The application behind its door. An account is a key, or an address where none is needed;
+    it is left in scope["account"], and on the Unix socket it is empty."""
+
+    def __init__(self, app: ASGIApp, access: Access, rates: Rates) -> None:
+        self._access, self._rates = access, rates
+        self._inner = app
+        self._outer: ASGIApp = self._enter
+        if access.cors_origins:
+            self._outer = CORSMiddleware(
+                self._enter,
+                allow_origins=access.cors_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["Authorization", "Content-Type"],
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["account"] = ""
+        if scope["type"] != "http" or _is_local(scope):
+            await self._inner(scope, receive, send)
+            return
+        await self._outer(scope, receive, send)
+
+    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+            body = _Body(receive, self._access.max_body_bytes)
+            body.check_length(scope)
+        except Refused as refused:
+            await refused.response()(scope, receive, send)
+            return
+        await self._inner(scope, body.receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if not self._access.names(host):
+            message = f"the server is not called {host[:80]!r}: --allow-host adds a name"
+            raise Refused(403, "forbidden_host", message)
+        if origin is not None and not self._access.allows_origin(origin):
+            message = f"pages of {origin[:80]!r} may not ask: --cors-origin allows some"
+            raise Refused(403, "forbidden_origin", message)
+        if scope["path"] in _OPEN_PATHS:
+            return
+        scope["account"] = self._account(scope, headers.get(b"authorization", ""))
+        if scope["path"] in _LIMITED:
+            wait_s = self._rates.admit(scope["account"])
+            if wait_s is not None:
+                seconds = math.ceil(wait_s)
+                raise Refused(
+                    429,
+                    "rate_limited",
+                    f"the rate limit is reached: try again in {seconds} s",
+                    {"Retry-After": str(seconds)},
+                )
+
+    def _account(self, scope: Scope, authorization: str) -> str:
+        if not self._access.keys:
+            return str(scope["client"][0])
+        kind, _, key = authorization.partition(" ")
+        if kind.lower() != "bearer" or not self._access.admits(key.strip()):
+            what = "this API key is not known" if authorization else "an API key is needed"
+            message = f"{what}: send Authorization: Bearer KEY"
+            raise Refused(401, "unauthorized", message, {"WWW-Authenticate": "Bearer"})
+        # the key itself shall not be in logs
+        return KEY_PREFIX + hashlib.sha256(key.strip().encode(errors="replace")).hexdigest()[:12]
+
+
+class _Body:
+    """A request's body, counted and timed while it comes."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive, self._most = receive, most
+        self._size, self._whole = 0, False
+        self._deadline_s = asyncio.get_running_loop().time() + BODY_S
+
+    def check_length(self, scope: Scope) -> None:
+        """Refused: it says itself that it is too long."""
+        for name, value in scope["headers"]:
+            if name.lower() == b"content-length" and value.isdigit() and int(value) > self._most:
+                raise self._too_long()
+
+    async def receive(self) -> Message:
+        if self._whole:  # from now on, only that the client leaves
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise Refused(408, "too_slow", f"the body took longer than {BODY_S:.0f} s") from None
+        self._size += len(message.get("body", b""))
+        self._whole = not message.get("more_body", False)
+        if self._size > self._most:
+            raise self._too_long()
+        return message
+
+    def _too_long(self) -> Refused:
+        return Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
+
+
+def _is_local(scope: Scope) -> bool:
+    return scope["client"] is not None and scope["client"][0] == LOCAL

@@ -1,0 +1,301 @@
+"""Who gets in over TCP, and how much they may ask."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import House, chat_body, house, wait_until
+
+from localgen.config import BadSetting
+from localgen.server import serving
+from localgen.server.access import Access, RateLimit, is_loopback, parse_rate_limit, read_keys
+from localgen.server.journal import Entry
+from localgen.server.rates import Rates
+
+KEY = "a-key-of-some-length"
+AUTH = {"Authorization": f"Bearer {KEY}"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Door:
+    """A server on TCP with a fake model."""
+
+    def __init__(self, built: House, port: int) -> None:
+        self.house, self.port = built, port
+        self.model = built.model()
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
+
+    def chat(self, text: str = "hello", **headers: str) -> httpx.Response:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        body = chat_body(self.model, text)
+        return self.http.post("/v1/chat/completions", json=body, headers=names)
+
+    def raw(self, said: bytes, *, wait_s: float = 5.0) -> bytes:
+        """What the server answers until it closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=wait_s) as sock:
+            sock.sendall(said)
+            answer = b""
+            while received := sock.recv(1 << 16):
+                answer += received
+            return answer
+
+
+@contextmanager
+def door(**access: object) -> Iterator[Door]:
+    with house() as built:
+        port = free_port()
+        built.start(port=port, **access)
+        opened = Door(built, port)
+        try:
+            yield opened
+        finally:
+            opened.http.close()
+
+
+@pytest.fixture(scope="module")
+def open_door() -> Iterator[Door]:
+    with door(max_body_bytes=1 << 16) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Door]:
+    with door(keys=[KEY, "another-key-here"], cors_origins=["https://chat.example"]) as opened:
+        yield opened
+
+
+def code(reply: httpx.Response) -> str:
+    error: dict[str, str] = reply.json()["error"]
+    assert error["message"]
+    return error["code"]
+
+
+def test_loopback_without_a_key(open_door: Door) -> None:
+    assert open_door.chat().json()["choices"][0]["message"]["content"] == "hello"
+
+
+def test_the_socket_needs_no_key(keyed: Door) -> None:
+    assert keyed.house.chat(keyed.model, "hello").status_code == 200
+
+
+@pytest.mark.parametrize("key", [KEY, "another-key-here"])
+def test_a_key_opens(keyed: Door, key: str) -> None:
+    assert keyed.chat(Authorization=f"Bearer {key}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"],
+)
+def test_anything_else_does_not(keyed: Door, header: str) -> None:
+    reply = keyed.chat(Authorization=header) if header else keyed.chat()
+    assert (reply.status_code, code(reply)) == (401, "unauthorized")
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert KEY not in reply.text
+
+
+@pytest.mark.parametrize("query", [f"api_key={KEY}", f"key={KEY}", f"authorization=Bearer%20{KEY}"])
+def test_a_key_in_the_query_is_none(keyed: Door, query: str) -> None:
+    assert keyed.http.get(f"/v1/models?{query}").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/v1/stats", "/openapi.json", "/nothing"]
+)
+def test_every_path_needs_the_key(keyed: Door, path: str) -> None:
+    assert keyed.http.get(path).status_code == 401
+
+
+def test_health_is_open(keyed: Door) -> None:
+    assert keyed.http.get("/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "name", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST:1234", "10.0.0.7:80"]
+)
+def test_names_of_this_server(open_door: Door, name: str) -> None:
+    assert open_door.chat(Host=name).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", ""])
+def test_names_that_anybody_can_point_here(open_door: Door, name: str) -> None:
+    reply = open_door.chat(Host=name)
+    assert (reply.status_code, code(reply)) == (403, "forbidden_host")
+
+
+def test_a_web_page_may_not_ask(open_door: Door) -> None:
+    reply = open_door.chat(Origin="https://evil.example")
+    assert (reply.status_code, code(reply)) == (403, "forbidden_origin")
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_cors_for_pages_that_may(keyed: Door) -> None:
+    asks = {
+        "Origin": "https://chat.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    before = keyed.http.options("/v1/chat/completions", headers=asks)
+    assert before.status_code == 200
+    assert before.headers["access-control-allow-origin"] == "https://chat.example"
+    reply = keyed.chat(Origin="https://chat.example", **AUTH)
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_cors_for_others(keyed: Door) -> None:
+    asks = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    before = keyed.http.options("/v1/chat/completions", headers=asks)
+    assert before.status_code == 400
+    assert "access-control-allow-origin" not in before.headers
+    assert keyed.chat(Origin="https://evil.example", **AUTH).status_code == 403
+
+
+def test_a_body_that_says_it_is_too_long(open_door: Door) -> None:
+    said = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 1000000000\r\n\r\n{"
+    )
+    answer = open_door.raw(said)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"65,536 bytes" in answer
+
+
+def test_a_body_that_turns_out_too_long(open_door: Door) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b" " * 8192
+
+    reply = open_door.http.post(
+        "/v1/chat/completions", content=endless(), headers={"Content-Type": "application/json"}
+    )
+    assert (reply.status_code, code(reply)) == (413, "too_large")
+    assert open_door.chat().status_code == 200
+
+
+def test_endless_headers(open_door: Door) -> None:
+    flood = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * (1 << 18)
+    with suppress(ConnectionError):
+        assert open_door.raw(flood) == b""
+    assert open_door.chat().status_code == 200
+
+
+def test_many_headers(open_door: Door) -> None:
+    lines = b"".join(b"X-%d: y\r\n" % number for number in range(20_000))
+    with suppress(ConnectionError):  # closed while we were still sending
+        open_door.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines)
+    assert open_door.chat().status_code == 200
+
+
+def test_headers_that_never_end() -> None:
+    with door() as opened:
+        started_s = time.monotonic()
+        with socket.create_connection(("127.0.0.1", opened.port), timeout=30) as sock:
+            sock.sendall(b"GET /health HT")
+            assert sock.recv(1) == b""
+        assert time.monotonic() - started_s > serving.HEADERS_S - 1
+        assert opened.chat().status_code == 200
+
+
+def test_requests_a_minute() -> None:
+    with door(keys=[KEY, "another-key-here"], rate_limit=[2, None]) as opened:
+        assert [opened.chat(**AUTH).status_code for _ in range(3)] == [200, 200, 429]
+        reply = opened.chat(**AUTH)
+        assert code(reply) == "rate_limited"
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+        # another key has an account of its own, and looking costs nothing
+        assert opened.chat(Authorization="Bearer another-key-here").status_code == 200
+        assert opened.http.get("/v1/models", headers=AUTH).status_code == 200
+
+
+def test_tokens_a_minute() -> None:
+    with door(keys=[KEY], rate_limit=[None, 10]) as opened:
+        assert opened.chat("word " * 30, **AUTH).status_code == 200
+        wait_until(lambda: opened.chat(**AUTH).status_code == 429)
+
+
+def test_a_request_that_takes_too_long() -> None:
+    with door(timeout_s=1.0) as opened:
+        slow = opened.house.model("slow", token_s=0.2)
+        body = chat_body(slow, "word " * 100)
+        reply = opened.http.post("/v1/chat/completions", json=body)
+        assert (reply.status_code, code(reply)) == (504, "timeout")
+        streamed = opened.http.post("/v1/chat/completions", json=body | {"stream": True})
+        assert streamed.status_code == 200
+        assert '"code":"timeout"' in streamed.text
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_other_machines_only_with_a_key(host: str) -> None:
+    with pytest.raises(BadSetting, match="--api-key"):
+        Access(host=host, port=1).check()
+    Access(host=host, port=1, keys=(KEY,)).check()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+    Access(host=host, port=1).check()
+
+
+@pytest.mark.parametrize("key", ["", "short", "with\nnewline-in-it"])
+def test_keys_that_are_none(key: str) -> None:
+    with pytest.raises(BadSetting, match="8 or more"):
+        Access(keys=(key,)).check()
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# mine\n{KEY}\n\n  another-key-here  \n")
+    path.chmod(stat.S_IRUSR)
+    assert read_keys(path) == (KEY, "another-key-here")
+    path.chmod(0o644)
+    with pytest.raises(BadSetting, match="chmod 600"):
+        read_keys(path)
+    with pytest.raises(BadSetting, match="No such file"):
+        read_keys(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("60", RateLimit(60, None)),
+        ("60,1000", RateLimit(60, 1000)),
+        ("0,5", RateLimit(None, 5)),
+        ("0", RateLimit()),
+    ],
+)
+def test_rate_limits_as_written(text: str, limit: RateLimit) -> None:
+    assert parse_rate_limit(text) == limit
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,2,3", "-1", "1.5"])
+def test_what_is_no_rate_limit(text: str) -> None:
+    with pytest.raises(BadSetting, match="--rate-limit"):
+        parse_rate_limit(text)
+
+
+def test_a_bucket_fills_again() -> None:
+    now_s = [0.0]
+    rates = Rates(RateLimit(requests=2, tokens=100), lambda: now_s[0])
+    assert rates.admit("a") is None
+    entry = Entry(id="x", asked="m", client="c", account="a", arrived_s=0.0)
+    entry.num_tokens = 160
+    rates.ended(entry)
+    # 60 tokens overdrawn, and one to begin with: 36.6 s at 100 a minute
+    assert rates.admit("a") == pytest.approx(36.6)
+    assert rates.admit("b") is None
+    now_s[0] = 36.7
+    assert rates.admit("a") is None
