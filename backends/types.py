@@ -16,6 +16,7 @@ class SamplingParams:
     temperature 0 is greedy. mirostat 1 or 2 replaces top_k, top_p, min_p and typical_p.
     repeat_last_n and dry_penalty_last_n count tokens; -1 is the whole context.
     logprobs: None for none, n for the n best at each position besides the chosen one.
+    json_schema, regex, grammar (GBNF or Lark): what the answer is held to; one of them at most.
     """
 
     temperature: float | None = None
@@ -49,6 +50,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
         """These settings, each None replaced by that of `defaults`."""

@@ -14,6 +14,7 @@ from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.wire import Load
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
+from localgen.backends.text.grammar import Grammars
 from localgen.backends.types import (
     EngineStats,
     Failed,
@@ -70,6 +71,7 @@ class LoadedBench:
                 tokenizer=model.tokenizer,
                 template=model.template,
                 defaults=model.info.sampling,
+                grammars=Grammars(model.tokenizer),
             ),
             itl_target_ms=1e9,
             max_queue=1000,

@@ -7,6 +7,7 @@ together than NOISE, either may win; such cases are counted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -196,4 +197,17 @@ def test_cancelled_while_a_step_is_ahead() -> None:
     assert answer.text == CudaBench().ask(CHATS[2:3], PLAIN)[0].text
     bench.engine.cancel(stays)
     bench.run([stays])
+    bench.close()
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_an_answer_held_to_a_grammar(as_on_gpu: bool) -> None:
+    bench = CudaBench(as_on_gpu=as_on_gpu)
+    held = SamplingParams(temperature=1.0, max_tokens=60, seed=3, regex=r"[a-f]{3}-\d{2,4}")
+    names = [bench.submit(chat, held) for chat in CHATS[:6]]
+    free = bench.submit(CHATS[6], PLAIN)
+    for reply in bench.run(names):
+        assert re.fullmatch(r"[a-f]{3}-\d{2,4}", reply.text)
+        assert reply.finished.reason == "stop"
+    assert bench.run([free])[0].text == CudaBench().ask([CHATS[6]], PLAIN)[0].text
     bench.close()

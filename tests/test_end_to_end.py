@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from models import questions
@@ -201,3 +202,45 @@ def test_stop_ends_the_server(settings: Settings, client: Client) -> None:
     assert localgen(settings, "stop").returncode == 0
     assert client.health() is None
     assert not settings.socket_path.exists()
+
+
+def test_an_answer_in_json(settings: Settings, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}, '
+        '"required": ["sum"], "additionalProperties": false}'
+    )
+    done = localgen(settings, "run", "tiny", "What is 17 + 25?", "-j", f"@{schema}")
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout)["sum"], int)
+
+
+def test_a_schema_that_is_wrong_says_why(settings: Settings) -> None:
+    done = localgen(settings, "run", "tiny", "Hello", "-j", '{"type": "wish"}')
+    assert done.returncode == 3
+    assert "json_schema: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_object"}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "strict": True, "schema": {"type": "object"}},
+            }
+        },
+        {"json_schema": {"type": "object"}},
+        {"grammar": 'root ::= "{}"'},
+    ],
+)
+def test_an_object_over_http(client: Client, settings: Settings, asked: dict[str, Any]) -> None:
+    http = httpx.Client(transport=httpx.HTTPTransport(uds=str(settings.socket_path)), timeout=60)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "seed": 1}
+    reply = http.post("http://x/v1/chat/completions", json=body | asked | {"max_tokens": 600})
+    choice = reply.json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert isinstance(json.loads(choice["message"]["content"]), dict)
+    http.close()

@@ -26,6 +26,10 @@ SEPARATE_FLOORS = {4, 1}
 # the process border speaks msgpack and starts whichever runner the model needs
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
 FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
+# loaded by the first request that asks for a grammar
+LIBRARIES_OF = {"localgen.backends.text.grammar": {"llguidance"}} | dict.fromkeys(
+    PROCESS_BORDER, {"msgspec"}
+)
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 
 
@@ -120,7 +124,7 @@ def test_import_names_are_those_of_the_package(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if FLOORS[part_of(m)] == 0))
 def test_floor_0_needs_only_numpy_and_jinja(module: str) -> None:
     libraries = {name.split(".")[0] for name in imports(module)} - {"localgen"}
-    allowed = FLOOR_0_LIBRARIES | ({"msgspec"} if module in PROCESS_BORDER else set())
+    allowed = FLOOR_0_LIBRARIES | LIBRARIES_OF.get(module, set())
     assert libraries - sys.stdlib_module_names <= allowed
 
 

@@ -93,7 +93,7 @@ def refusal(**asked: Any) -> InvalidRequest:
 def test_every_number_has_a_rule() -> None:
     """A field added to SamplingParams must be bounded here or be known not to be a number."""
     others = {"dry_sequence_breakers", "logit_bias", "seed", "logprobs", "max_tokens"}
-    others |= {"stop", "stop_token_ids", "ignore_eos"}
+    others |= {"stop", "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar"}
     assert {field.name for field in fields(SamplingParams)} == {*EDGES, *UNBOUNDED} | others
 
 

@@ -51,8 +51,9 @@ def is_decoding(chunk: Chunk) -> bool:
 
 def can_go_on(chunk: Chunk) -> bool:
     """Whether what follows this chunk can be computed by who does not know its token."""
-    params = chunk.seq.params
-    return is_decoding(chunk) and not looks_back(params) and params.logprobs is None
+    params, matcher = chunk.seq.params, chunk.seq.matcher
+    unseen = not looks_back(params) and params.logprobs is None and matcher is None
+    return is_decoding(chunk) and unseen
 
 
 def looks_back(params: SamplingParams) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -144,7 +145,7 @@ class CudaRunner:
         rows = [row for chunk in chunks if chunk.samples for row in _rows(chunk)]
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=self._steps.device)
-        return choose(logits, rows)
+        return choose(_held(chunks, logits), rows)
 
     def _ticket(
         self,
@@ -207,7 +208,11 @@ class CudaRunner:
         right = next(
             (i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), len(drafts)
         )
-        return Sampled(tuple(tokens[: right + 1]), said[: right + 1])
+        taken = tuple(tokens[: right + 1])
+        if chunk.seq.matcher is not None:
+            for token in taken:
+                chunk.seq.matcher.accept(token)
+        return Sampled(taken, said[: right + 1])
 
     def _logprobs(
         self, chunks: Seq[Chunk], logits: Tensor, tokens: Tensor, first: int
@@ -239,6 +244,20 @@ def _rows(chunk: Chunk) -> list[Row]:
         return [Row(seq.params, range(length)) for length in lengths]
     known = seq.tokens[: chunk.start] + chunk.tokens
     return [Row(seq.params, known[:length]) for length in lengths]
+
+
+def _held(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
+    """The logits with what grammars do not allow at -inf."""
+    held, row = logits, 0
+    for chunk in chunks:
+        count = 1 + chunk.num_drafts if chunk.samples else 0
+        if count and chunk.seq.matcher is not None:
+            held = logits.clone() if held is logits else held
+            drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
+            banned = torch.from_numpy(~np.stack(chunk.seq.matcher.ahead(drafts)))
+            held[row : row + count].masked_fill_(banned.to(held.device), -torch.inf)
+        row += count
+    return held
 
 
 def limits(

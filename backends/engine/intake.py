@@ -10,6 +10,7 @@ from localgen.backends.engine import sampling
 from localgen.backends.engine.runner import Limits
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import ContextExceeded, InvalidRequest
+from localgen.backends.text.grammar import Grammars
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import BASE_SAMPLING, Request, SamplingParams
@@ -22,12 +23,16 @@ MAX_CHARS_PER_TOKEN = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """Turns requests for one loaded model into sequences. Safe to call from any thread."""
+    """Turns requests for one loaded model into sequences. Safe to call from any thread.
+
+    grammars: without them no request can ask for one.
+    """
 
     limits: Limits
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: SamplingParams
+    grammars: Grammars | None = None
 
     def prepare(self, request: Request) -> Sequence:
         """A new sequence. InvalidRequest, ContextExceeded."""
@@ -44,6 +49,7 @@ class Intake:
             tokens=tokens,
             num_prompt=len(tokens),
             params=params,
+            matcher=self.grammars.matcher(params) if self.grammars else None,
             ctx=ctx,
             limit=min(ctx, wanted),
             stop_ids=ends | frozenset(params.stop_token_ids),

@@ -14,6 +14,7 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.runner import ModelRunner, StepFailed
 from localgen.backends.errors import LocalgenError
+from localgen.backends.text.grammar import Grammars
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import ModelInfo
@@ -75,6 +76,7 @@ class _Process:
                 tokenizer=model.tokenizer,
                 template=model.template,
                 defaults=model.info.sampling,
+                grammars=Grammars(model.tokenizer),
             ),
             itl_target_ms=options.itl_target_ms,
             max_queue=options.max_queue,

@@ -295,7 +295,7 @@ class Scheduler:
         for token in tokens:
             seq.tokens.append(token)
             taken += 1
-            if token in seq.stop_ids:
+            if token in seq.stop_ids or (taken == len(tokens) and _completes(seq)):
                 reason = "stop"
             elif len(seq.tokens) >= seq.limit:
                 reason = "length"
@@ -307,3 +307,8 @@ class Scheduler:
         seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
         self.counters.generated_tokens += taken
         return Output(seq, tokens[:taken], logprobs[:taken], reason)
+
+
+def _completes(seq: Sequence) -> bool:
+    """Whether nothing can follow in the grammar that the answer is held to."""
+    return seq.matcher is not None and seq.matcher.is_done

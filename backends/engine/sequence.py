@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from localgen.backends.text.grammar import Matcher
 from localgen.backends.types import SamplingParams
 
 
@@ -24,6 +25,7 @@ class Sequence:
     drafts: proposed continuations of `tokens`, verified with the next step, then cleared.
     params: no sampling field is None. stop_ids: token ids that end the answer.
     ctx: the context it runs under; limit: most tokens it may hold, at most ctx.
+    matcher: the grammar that the answer is held to; the runner moves it on.
     Times as in backends/types.py.
     """
 
@@ -43,6 +45,7 @@ class Sequence:
     num_cached: int = 0
     num_preemptions: int = 0
     drafts: list[int] = field(default_factory=list)
+    matcher: Matcher | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

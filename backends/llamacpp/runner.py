@@ -158,13 +158,19 @@ class LlamaRunner:
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
         tokens: list[int] = []
         positions: list[PositionLogprobs] = []
+        matcher = chunk.seq.matcher
         for offset in range(1 + chunk.num_drafts):
-            token = chooser.sample(self._context.handle, index + offset, logits[offset])
+            row = own = logits[offset]
+            if matcher is not None:
+                # what is said of probabilities is the model's own
+                own = row.copy() if chooser.num_logprobs is not None else row
+                row[~matcher.allowed()] = -np.inf
+            token = chooser.sample(self._context.handle, index + offset, row)
             tokens.append(token)
+            if matcher is not None:
+                matcher.accept(token)
             if chooser.num_logprobs is not None:
-                positions.append(
-                    sampler.logprobs(logits[offset], token, chooser.num_logprobs, self._text)
-                )
+                positions.append(sampler.logprobs(own, token, chooser.num_logprobs, self._text))
             if offset == chunk.num_drafts or drafts[offset] != token:
                 break
         return Sampled(tuple(tokens), tuple(positions))

@@ -102,6 +102,9 @@ SAMPLING = (
     Flag("presence_penalty", float, "--presence-penalty", "Penalty of tokens seen at all."),
     Flag("frequency_penalty", float, "--frequency-penalty", "Penalty for each time seen."),
     Flag("logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."),
+    Flag("json_schema", str, "-j --json-schema", "The answer is JSON of this schema; @FILE."),
+    Flag("regex", str, "--regex", "The answer matches this regular expression; @FILE."),
+    Flag("grammar", str, "--grammar", "The answer is of this grammar, GBNF or Lark; @FILE."),
     Flag("stop", list[str], "--stop", "Text that ends the answer (may be repeated)."),
     Flag("stop_token_ids", list[int], "--stop-token", "Token id that ends it (may be repeated)."),
     Flag("ignore_eos", bool, "--ignore-eos", "Go on past the model's end of text."),
@@ -167,9 +170,12 @@ def collect(given: dict[str, Any]) -> ModelOptions:
     sampling = _given(SAMPLING, given)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = parameters.logit_bias(sampling["logit_bias"])
+    for field in ("json_schema", "regex", "grammar"):
+        if str(sampling.get(field, "")).startswith("@"):
+            sampling[field] = _text_of(Path(sampling[field][1:]), field)
     loading = _given(LOADING, given)
     if "chat_template" in loading:
-        loading["chat_template"] = _template(loading["chat_template"])
+        loading["chat_template"] = _text_of(loading["chat_template"], "chat_template")
     asking = _given(ASKING, given)
     if "keep_alive" in asking:
         parse_keep_alive(asking["keep_alive"], "--keep-alive")
@@ -193,9 +199,10 @@ def _require_finite(flag: Flag, value: object) -> None:
         raise InvalidRequest(f"{flag.long} {value}: give a finite number", param=flag.field)
 
 
-def _template(path: Path) -> str:
+def _text_of(path: Path, field: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise InvalidRequest(f"--chat-template {path}: {reason}", param="chat_template") from error
+        name = field.replace("_", "-")
+        raise InvalidRequest(f"--{name} {path}: {reason}", param=field) from error

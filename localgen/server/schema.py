@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +22,6 @@ Count = Annotated[int, Field(ge=1, lt=2**63)]
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (),
@@ -144,6 +144,41 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
+class JsonSchema(_Strict):
+    """The schema of an answer. name, description and strict are for other servers: every answer
+    is held to it here."""
+
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
+    )
+    name: str = ""
+    description: str | None = None
+    body: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """json_object: any object. json_schema: one that is valid under the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest(
+                "response_format of type json_schema has a json_schema, and no other has",
+                param="response_format",
+            )
+        return self
+
+    def schema_text(self) -> str | None:
+        """The schema as JSON; None: any text will do."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.body)
+        return '{"type": "object"}' if self.type == "json_object" else None
+
+
 def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
@@ -190,6 +225,10 @@ class _Generate(_Body):
     dry_penalty_last_n: Int32 | None = None
     dry_sequence_breakers: list[str] | None = None
     logit_bias: dict[Int32, float] | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +245,18 @@ class _Generate(_Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def _schema(self) -> str | None:
+        """The JSON schema of the answer. InvalidRequest: it is given twice."""
+        wanted = None if self.response_format is None else self.response_format.schema_text()
+        if self.json_schema is None:
+            return wanted
+        if wanted is not None:
+            raise InvalidRequest(
+                "give response_format or json_schema, not both", param="json_schema"
+            )
+        plain = isinstance(self.json_schema, str)
+        return str(self.json_schema) if plain else json.dumps(self.json_schema)
+
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The samplers by name; InvalidRequest if one is given twice under two names."""
         special = {
@@ -214,6 +265,7 @@ class _Generate(_Body):
             "repeat_penalty": _one_of(self, "repeat_penalty", "repetition_penalty"),
             "stop": tuple(self.stop or ()),
             "logit_bias": self.logit_bias or {},
+            "json_schema": self._schema(),
         }
         plain = {
             field.name: _frozen(getattr(self, field.name))

@@ -1,0 +1,141 @@
+"""Answers held to a grammar: which tokens may come next (llguidance)."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.text.tokenizer import Tokenizer
+from localgen.backends.types import SamplingParams
+
+# fields of SamplingParams, of which one at most is given
+KINDS = ("json_schema", "regex", "grammar")
+MAX_CHARS = 1 << 20
+# between the parts of JSON; without a bound a model may indent for ever
+_WHITESPACE = r"[\x20\x0A\x09]{1,16}"
+
+
+class Matcher:
+    """How far one answer has come in its grammar. For one thread at a time."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Which tokens may come next, [vocab]; all False where nothing can follow."""
+        if self.is_done:
+            return np.zeros(self._vocab_size, np.bool_)
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = np.unpackbits(words, bitorder="little")
+        allowed = np.zeros(self._vocab_size, np.bool_)
+        count = min(len(bits), self._vocab_size)
+        allowed[:count] = bits[:count]
+        return allowed
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with an allowed token."""
+        self._matcher.consume_token(token)
+
+    def ahead(self, drafts: list[int]) -> list[NDArray[np.bool_]]:
+        """What is allowed here, and after each of the drafts; a draft that is not allowed ends
+        that, and after it anything goes, for it is not taken."""
+        copy = Matcher(self._matcher.deep_copy(), self._vocab_size)
+        masks = [copy.allowed()]
+        for draft in drafts:
+            if not masks[-1][draft]:
+                break
+            copy.accept(draft)
+            masks.append(copy.allowed())
+        anything = np.ones(self._vocab_size, np.bool_)
+        return masks + [anything] * (1 + len(drafts) - len(masks))
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary. Safe to call from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._library_tokenizer: Any = None
+        self._lock = threading.Lock()
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """A matcher at the beginning of its grammar; None if none was asked for.
+
+        InvalidRequest: more than one, or one that is wrong, with the reason.
+        """
+        asked = [name for name in KINDS if getattr(params, name) is not None]
+        if not asked:
+            return None
+        if len(asked) > 1:
+            raise InvalidRequest(f"give only one of {', '.join(asked)}", param=asked[1])
+        if params.ignore_eos:
+            raise InvalidRequest(f"ignore_eos cannot be used with {asked[0]}", param="ignore_eos")
+        return self._compiled(asked[0], getattr(params, asked[0]))
+
+    def _compiled(self, kind: str, text: str) -> Matcher:
+        import llguidance
+
+        if len(text) > MAX_CHARS:
+            raise InvalidRequest(f"{kind} has more than {MAX_CHARS:,} characters", param=kind)
+        try:
+            if kind == "json_schema":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                    text, defaults={"whitespace_pattern": _WHITESPACE}
+                )
+            else:
+                grammar = llguidance.grammar_from("regex" if kind == "regex" else "gbnf", text)
+            matcher = llguidance.LLMatcher(self._tokens(), grammar, log_level=0)
+        except ValueError as error:
+            raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
+        if matcher.is_error():
+            reason = _one_line(matcher.get_error())
+            raise InvalidRequest(f"{kind}: {reason}", param=kind)
+        return Matcher(matcher, self._tokenizer.vocab_size)
+
+    def _tokens(self) -> Any:
+        """The vocabulary as llguidance wants it; made once, which takes up to a second."""
+        import llguidance
+
+        with self._lock:
+            if self._library_tokenizer is None:
+                ends = sorted(self._tokenizer.end_ids)
+                self._library_tokenizer = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)),
+                    n_vocab=self._tokenizer.vocab_size,
+                    eos_token=ends or None,
+                )
+            return self._library_tokenizer
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer. Tokens without text are special: b"\\xff" marks them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        pieces = map(tokenizer.piece, range(tokenizer.vocab_size))
+        self.tokens = [piece or b"\xff[%d]" % token for token, piece in enumerate(pieces)]
+        self.eos_token_id = min(tokenizer.end_ids, default=0)
+        self.bos_token_id = None
+        self.special_token_ids = [
+            token for token, piece in enumerate(self.tokens) if piece.startswith(b"\xff[")
+        ]
+        self._tokenizer = tokenizer
+        self._start = len(tokenizer.encode(""))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text)[self._start :]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:500]
