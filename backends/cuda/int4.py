@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.int4 import pack
 from localgen.backends.cuda.linear import Int4Linear
 
 # where the outputs 0 to 7 of an int32 lie in AutoAWQ's GEMM layout, counted in digits
@@ -49,11 +50,6 @@ def group_order(g_idx: Tensor, groups: int) -> Tensor | None:
     if not torch.equal(g_idx[order].long(), side_by_side):
         raise ValueError(f"does not put {size} inputs in each of {groups} groups")
     return None if torch.equal(g_idx.long(), side_by_side) else order
-
-
-def pack(digits: Tensor) -> Tensor:
-    """uint8 [out, in] of 0 to 15 -> [out, in / 2], as Int4Linear has them."""
-    return digits[:, 0::2] | digits[:, 1::2] << 4
 
 
 def _digits(words: Tensor) -> Tensor:

@@ -8,7 +8,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from localgen.backends.cuda.kernels.activation import gated
+from localgen.backends.cuda.kernels.fp8 import fp8_matmul, widened
+from localgen.backends.cuda.kernels.int4 import int4_matmul
+from localgen.backends.cuda.kernels.int4 import widened as widened_int4
+from localgen.backends.cuda.kernels.matmul import gated_matmul, matmul
+from localgen.backends.cuda.kernels.tile import Kind
 
 
 class Linear(Protocol):
@@ -39,14 +45,14 @@ class DenseLinear:
         return self.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return matmul(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Linear:
     """Weights of 4 bits, groups of inputs sharing a scale and a zero: (q - zero) * scale.
 
-    packed: uint8 [out, in / 2], an even input in the low half and the next in the high half.
+    packed: uint8 [out, in / 2], as kernels.int4.pack makes it of one digit for each input.
     scales: float [out, in / group]. zeros: uint8 [out, in / group], 0 to 15.
     bias: [out] or None. order: int64 [in] or None; packed column i is for input order[i].
     """
@@ -72,15 +78,11 @@ class Int4Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x[:, self.order]
-        return functional.linear(x, self.dequantized(x.dtype), self.bias)
+        return int4_matmul(x, self.packed, self.scales, self.zeros, self.bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight, [out, in], columns in packed order."""
-        groups = (self.out_features, self.scales.shape[1], self.group_size)
-        digits = torch.stack((self.packed & 15, self.packed >> 4), dim=-1).view(groups)
-        # a digit less a zero is exact, so this rounds once for float32 and once for dtype
-        values = (digits.float() - self.zeros[..., None].float()) * self.scales[..., None].float()
-        return values.to(dtype).view(self.out_features, self.in_features)
+        return widened_int4(self.packed, self.scales, self.zeros, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,11 +102,11 @@ class Fp8Linear:
         return self.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.dequantized(x.dtype), self.bias)
+        return fp8_matmul(x, self.weight, self.scale, self.bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight, [out, in]."""
-        return (self.weight.float() * self.scale[:, None]).to(dtype)
+        return widened(self.weight, self.scale, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +125,13 @@ class JoinedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def gated_linear(gate_up: Linear, x: Tensor, kind: Kind) -> Tensor:
+    """act(gate) * up, [rows, out / 2]; gate_up: all of gate, then all of up."""
+    if isinstance(gate_up, DenseLinear) and gate_up.bias is None:
+        return gated_matmul(x, gate_up.weight, kind)
+    return gated(gate_up(x), kind)
 
 
 def join(parts: Sequence[Linear]) -> Linear:

@@ -1,9 +1,7 @@
-"""Sampling where the logits are: all rows of a step at once, in torch.
+"""What requests ask of sampling, as tensors beside the logits: a copy a step, a second for edits.
 
-The order is llama.cpp's (penalties, bias, top-k, top-p, min-p, temperature), so that the same
-settings mean the same on both backends. A token is drawn by Gumbel noise (Gumbel 1954; Maddison
-et al. 2014), and the noise is a function of the seed, the position and the token alone: same seed,
-same text, whatever else is in the batch.
+What the settings mean, and in what order, is in kernels/sampling.py: llama.cpp's order, so that the
+same settings mean the same on both backends. Same seed, same text, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -11,11 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.logprobs import top_logprobs
+from localgen.backends.cuda.kernels.noise import seed_mix
+from localgen.backends.cuda.kernels.sampling import SamplingTensors, sample
 from localgen.backends.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 # settings that this sampler does not have; asking for them is an error
@@ -31,8 +35,15 @@ UNSUPPORTED = frozenset(
     }
 )
 _LEAST_TEMPERATURE = 1e-6
-# odd constants of splitmix64 (Steele et al. 2014), as signed 64-bit integers
-_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_MOST_TOP_K = 2**31 - 1
+# the float columns, as SamplingParams calls them
+_SETTINGS = attrgetter(
+    "temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"
+)
+# every block of a packed copy begins at a multiple of so many bytes
+_ALIGNED = 16
+
+Block = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +60,66 @@ class Row:
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """A token for each row, int64 [rows]. logits: float32 [rows, vocab], left as they are."""
-    changed = [row for row in rows if row.params.logit_bias or _penalizes(row.params)]
-    if changed:
-        logits = logits.clone()
-        for index, row in enumerate(rows):
-            _bias(logits[index], row)
-    if all(row.is_greedy for row in rows):
-        return logits.argmax(-1)
+    wholes, floats, top_k = _there(_settings(rows), logits.device)
+    seeds, positions = wholes.unbind()
+    temperature, top_p, min_p, repeat, presence, frequency = floats.unbind()
+    changes, amounts = _there(_edits(rows), logits.device)
+    edit_rows, edit_tokens = changes.unbind()
+    edit_counts, edit_biases = amounts.unbind()
+    settings = SamplingTensors(
+        temperature=temperature,
+        top_k=top_k[0],
+        top_p=top_p,
+        min_p=min_p,
+        seed_mix=seeds,
+        position=positions,
+        repeat=repeat,
+        presence=presence,
+        frequency=frequency,
+        edit_rows=edit_rows,
+        edit_tokens=edit_tokens,
+        edit_counts=edit_counts,
+        edit_biases=edit_biases,
+    )
+    return sample(logits, settings)
 
-    def column(get: Callable[[Any], float], kind: torch.dtype = torch.float32) -> Tensor:
-        values = [get(row.params) for row in rows]
-        return torch.tensor(values, dtype=kind, device=logits.device)[:, None]
 
-    vocab = logits.shape[-1]
-    kept = _top_k(logits, column(lambda p: p.top_k or vocab, torch.int64).clamp(max=vocab))
-    kept = _top_p(kept, column(lambda p: p.top_p))
-    kept = _min_p(kept, column(lambda p: p.min_p))
-    kept = kept / column(lambda p: max(p.temperature, _LEAST_TEMPERATURE))
-    drawn = (kept + _gumbel(rows, vocab, logits.device)).argmax(-1)
-    greedy = torch.tensor([row.is_greedy for row in rows], device=logits.device)
-    return torch.where(greedy, logits.argmax(-1), drawn)
+def _settings(rows: Sequence[Row]) -> list[Block]:
+    """int64 [2, rows], seeds and positions; float32 [6, rows], _SETTINGS; int32 [1, rows], k."""
+    seeds = [seed_mix(row.params.seed or 0) for row in rows]
+    wholes = np.array([seeds, [len(row.history) for row in rows]], np.int64)
+    exact = np.array([_SETTINGS(row.params) for row in rows], np.float64).T
+    floats = np.ascontiguousarray(exact, np.float32)
+    # float32 may have made one of the smallest 0, which is greedy: not what was asked
+    floats[0] = np.where(exact[0] == 0, 0, np.maximum(exact[0], _LEAST_TEMPERATURE))
+    top_k = [min(row.params.top_k or 0, _MOST_TOP_K) for row in rows]
+    return [wholes, floats, np.array([top_k], np.int32)]
+
+
+def _edits(rows: Sequence[Row]) -> list[Block]:
+    """int32 [2, edits], row and token of each logit to change; float32 [2, edits], by what."""
+    found = [
+        (index, *change)
+        for index, row in enumerate(rows)
+        if row.params.logit_bias or _penalizes(row.params)
+        for change in _changed(row)
+    ]
+    columns = zip(*found, strict=True) if found else ((),) * 4
+    of_rows, tokens, counts, biases = columns
+    return [np.array([of_rows, tokens], np.int32), np.array([counts, biases], np.float32)]
+
+
+def _changed(row: Row) -> list[tuple[int, int, float]]:
+    """Tokens with how often each was seen, if that is penalized, and its bias."""
+    params: Any = row.params
+    seen: Counter[int] = Counter()
+    if _penalizes(params):
+        last_n = params.repeat_last_n
+        seen.update(row.history if last_n < 0 else row.history[-last_n:])
+    biases = params.logit_bias
+    if not biases:
+        return [(token, count, 0.0) for token, count in seen.items()]
+    return [(token, seen[token], biases.get(token, 0.0)) for token in seen.keys() | biases.keys()]
 
 
 def _penalizes(params: Any) -> bool:
@@ -77,84 +128,33 @@ def _penalizes(params: Any) -> bool:
     )
 
 
-def _bias(logits: Tensor, row: Row) -> None:
-    """Penalties of what was seen (Keskar et al. 2019, OpenAI), then the biases; in place."""
-    params: Any = row.params
-    if _penalizes(params):
-        last_n = params.repeat_last_n
-        seen = Counter(row.history if last_n < 0 else row.history[-last_n:])
-        ids = torch.tensor(list(seen), device=logits.device)
-        counts = torch.tensor(list(seen.values()), dtype=logits.dtype, device=logits.device)
-        found, penalty = logits[ids], params.repeat_penalty
-        found = torch.where(found > 0, found / penalty, found * penalty)
-        logits[ids] = found - counts * params.frequency_penalty - params.presence_penalty
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
+def _there(blocks: Sequence[Block], device: torch.device) -> list[Tensor]:
+    """The blocks on the device, by one copy that is not waited for."""
+    sizes = [-(-block.nbytes // _ALIGNED) * _ALIGNED for block in blocks]
+    starts = [sum(sizes[:i]) for i in range(len(blocks))]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = packed.numpy()
+    for start, block in zip(starts, blocks, strict=True):
+        target[start : start + block.nbytes] = block.reshape(-1).view(np.uint8)
+    moved = packed.to(device, non_blocking=True)
+    return [
+        moved[start : start + block.nbytes].view(_TYPES[block.dtype.name]).view(block.shape)
+        for start, block in zip(starts, blocks, strict=True)
+    ]
 
 
-def _top_k(logits: Tensor, k: Tensor) -> Tensor:
-    """The k best; equals of the last one stay too."""
-    most = int(k.max())
-    if int(k.min()) == logits.shape[-1]:
-        return logits
-    last = logits.topk(most).values.gather(-1, k - 1)
-    return logits.masked_fill(logits < last, -torch.inf)
-
-
-def _top_p(logits: Tensor, mass: Tensor) -> Tensor:
-    """The fewest most probable tokens that hold this mass (Holtzman et al. 2020)."""
-    if bool((mass >= 1).all()):
-        return logits
-    best, order = logits.softmax(-1).sort(descending=True, stable=True)
-    before = best.cumsum(-1) - best
-    # the best one always stays
-    dropped = (before >= mass) & (mass < 1)
-    dropped[:, 0] = False
-    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
-
-
-def _min_p(logits: Tensor, share: Tensor) -> Tensor:
-    """What has this share of the best one's probability (Nguyen et al. 2024)."""
-    floor = logits.amax(-1, keepdim=True) + share.log()
-    return logits.masked_fill(logits < floor, -torch.inf)
-
-
-def _gumbel(rows: Sequence[Row], vocab: int, device: torch.device) -> Tensor:
-    """Noise for each row and token, float32 [rows, vocab], from seed, position and token."""
-    starts = [_mix(_mix(row.params.seed or 0) + len(row.history)) for row in rows]
-    start = torch.tensor(starts, dtype=torch.int64, device=device)[:, None]
-    x = start + torch.arange(1, vocab + 1, device=device) * _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    bits = _shifted(x ^ _shifted(x, 31), 32)
-    # near 0 a float32 is finest, and that is where the largest noise comes from
-    uniform = ((bits.to(torch.float32) + 0.5) / 2**32).clamp(max=1 - 2**-24)
-    return -torch.log(-torch.log1p(-uniform))
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """A logical shift to the right; torch's own keeps the sign."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _mix(x: int) -> int:
-    """splitmix64 of a Python integer, as a signed 64-bit integer."""
-    mask = (1 << 64) - 1
-    x = (x + _GOLDEN) & mask
-    x = ((x ^ (x >> 30)) * (_MIX_1 & mask)) & mask
-    x = ((x ^ (x >> 27)) * (_MIX_2 & mask)) & mask
-    x ^= x >> 31
-    return x - (1 << 64) if x >> 63 else x
+_TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
 def logprobs(
     logits: Tensor, chosen: int, count: int, text: Callable[[int], str]
 ) -> PositionLogprobs:
     """Log probabilities under the model itself, before any sampler. logits: float32 [vocab]."""
-    values = logits.double().log_softmax(-1)
-    best = values.topk(min(count, len(values))).indices.tolist()
+    token = torch.tensor([chosen], device=logits.device)
+    own, best, values = top_logprobs(logits[None].double(), token, count)
 
-    def entry(token: int) -> TokenLogprob:
-        return TokenLogprob(token, text(token), float(values[token]))
+    def entry(token: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(token, text(token), logprob)
 
-    return PositionLogprobs(entry(chosen), tuple(entry(token) for token in best))
+    top = zip(best[0].tolist(), values[0].tolist(), strict=True)
+    return PositionLogprobs(entry(chosen, float(own[0])), tuple(entry(*each) for each in top))

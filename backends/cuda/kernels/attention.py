@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from localgen.backends.cuda.kernels import attend_decode, attend_prompt
+from localgen.backends.cuda.kernels.attend_decode import MAX_ROWS, decode_triton
+from localgen.backends.cuda.kernels.attend_prompt import prompt_triton
 from localgen.backends.cuda.kernels.kv import LayerKV, widen
 from localgen.backends.cuda.kernels.ragged import Ragged
+from localgen.backends.cuda.kernels.variant import Variant
+from localgen.backends.cuda.kernels.wide import wide
 
 
 def paged_attention(
@@ -23,9 +30,45 @@ def paged_attention(
     queries: [rows, heads, size]. window: a row sees so many positions up to its own; None: all.
     softcap: logits are bent to stay within it (Gemma 2).
     """
-    return paged_attention_reference(
-        queries, cache, ragged, scale=scale, window=window, softcap=softcap
-    )
+    chosen = paged_attention_triton if queries.is_cuda else paged_attention_reference
+    return chosen(queries, cache, ragged, scale=scale, window=window, softcap=softcap)
+
+
+def paged_attention_triton(
+    queries: Tensor,
+    cache: LayerKV,
+    ragged: Ragged,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The same in one launch for single tokens or for prompts, or in one of each: a kernel leaves
+    alone what is for the other. Rows of no sequence are left as they are, which is anything."""
+    out = torch.empty_like(queries)
+    # a single sequence has all rows there are; of several, any may be short
+    longest = min(ragged.max_rows, len(queries))
+    some_short = len(ragged.lengths) > 1 or longest <= MAX_ROWS
+    if some_short:
+        decode_triton(queries, cache, ragged, out, scale=scale, window=window, softcap=softcap)
+    if longest > MAX_ROWS:
+        prompt_triton(
+            queries,
+            cache,
+            ragged,
+            out,
+            above=MAX_ROWS,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+    return out
+
+
+def variants() -> Iterator[Variant]:
+    """Those of both kernels."""
+    yield from attend_decode.variants()
+    yield from attend_prompt.variants()
 
 
 def paged_attention_reference(
@@ -65,9 +108,10 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One sequence. q: [rows, heads, size]; k, v: float32 [kv heads, length, size]."""
+    """One sequence. q: [rows, heads, size]; k, v: [kv heads, length, size]."""
     rows, heads, size = q.shape
-    grouped = q.float().transpose(0, 1).reshape(len(k), heads // len(k), rows, size)
+    grouped = wide(q).transpose(0, 1).reshape(len(k), heads // len(k), rows, size)
+    k, v = k.to(grouped.dtype), v.to(grouped.dtype)
     scores = grouped @ k[:, None].transpose(-1, -2) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap

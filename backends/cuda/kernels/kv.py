@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.wide import wide
+
 # the largest magnitude that each eight-bit type holds
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -54,5 +56,5 @@ def shrink(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def widen(x: Tensor, scales: Tensor | None) -> Tensor:
-    """What was stored, float32."""
-    return x.float() if scales is None else x.float() * scales[..., None]
+    """What was stored, float32 or float64."""
+    return wide(x) if scales is None else x.float() * scales[..., None]

@@ -1,9 +1,21 @@
 """RMSNorm (Zhang and Sennrich 2019), with the residual added before."""
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from localgen.backends.cuda.kernels.variant import Variant
+from localgen.backends.cuda.kernels.wide import wide
+
+# a row is held in the registers of one program
+MAX_SIZE = 16384
 
 
 def rms_norm(
@@ -11,11 +23,104 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual) * weight, x + residual), both [..., size] of x's dtype.
 
-    offset: multiply by 1 + weight, as Gemma does. Sums are taken in float32.
+    offset: multiply by 1 + weight, as Gemma does. Sums are taken in float32. size: up to MAX_SIZE.
     """
-    summed = x if residual is None else (x.float() + residual.float()).to(x.dtype)
-    normed = summed.float()
+    chosen = rms_norm_triton if x.is_cuda else rms_norm_reference
+    return chosen(x, weight, eps, offset=offset, residual=residual)
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
+    summed = x if residual is None else (wide(x) + wide(residual)).to(x.dtype)
+    normed = wide(summed)
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+    by = 1 + wide(weight) if offset else wide(weight)
+    return (normed * by).to(x.dtype), summed
+
+
+def rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same in one launch, a program for each row."""
+    size = x.shape[-1]
+    assert size <= MAX_SIZE, f"rows of {size}, the kernel holds {MAX_SIZE}"
+    x = x.contiguous()
+    normed = torch.empty_like(x)
+    summed = x if residual is None else torch.empty_like(x)
+    block, num_warps = _shape(size)
+    _rms_norm[(x.numel() // size,)](
+        x,
+        x if residual is None else residual.contiguous(),
+        weight,
+        normed,
+        summed,
+        eps,
+        size=size,
+        offset=offset,
+        adds=residual is not None,
+        block=block,
+        num_warps=num_warps,
+    )
+    return normed, summed
+
+
+def _shape(size: int) -> tuple[int, int]:
+    """Elements and warps of a program: a load of 16 bytes a thread while warps last."""
+    block = triton.next_power_of_2(size)
+    return block, min(max(block // 256, 1), 16)
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    normed,
+    summed,
+    eps,
+    size: tl.constexpr,
+    offset: tl.constexpr,
+    adds: tl.constexpr,
+    block: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * size
+    at = tl.arange(0, block)
+    inside = at < size
+    by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        values += tl.load(residual + start + at, mask=inside, other=0.0).to(tl.float32)
+        # the norm is that of what the residual stream holds, rounding included
+        rounded = values.to(summed.dtype.element_ty)
+        tl.store(summed + start + at, rounded, mask=inside)
+        values = rounded.to(tl.float32)
     if offset:
-        return (normed * (1 + weight.float())).to(x.dtype), summed
-    return (normed * weight.float()).to(x.dtype), summed
+        by += 1.0
+    scale = tl.rsqrt(tl.sum(values * values) / size + eps)
+    tl.store(normed + start + at, (values * scale * by).to(normed.dtype.element_ty), mask=inside)
+
+
+def variants() -> Iterator[Variant]:
+    """Hidden sizes of real models, and one that is no power of two."""
+    for size, adds, offset in (
+        (1024, True, False),
+        (3584, True, True),
+        (4096, False, False),
+        (4096, True, False),
+        (8192, True, False),
+        (MAX_SIZE, True, True),
+    ):
+        block, num_warps = _shape(size)
+        yield Variant(
+            name=f"rms_norm-{size}-{'add' if adds else 'plain'}{'-offset' if offset else ''}",
+            kernel=_rms_norm,
+            signature={
+                **dict.fromkeys(("x", "residual", "weight", "normed", "summed"), "*bf16"),
+                "eps": "fp32",
+                **dict.fromkeys(("size", "offset", "adds", "block"), "constexpr"),
+            },
+            constants={"size": size, "offset": offset, "adds": adds, "block": block},
+            num_warps=num_warps,
+        )

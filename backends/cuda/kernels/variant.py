@@ -10,7 +10,8 @@ from typing import Any
 class Variant:
     """kernel: a triton.jit function. signature: Triton's type of each argument, as `*bf16`, `i32`
     or `constexpr`. constants: values of those that are constexpr. min_arch: compute capability
-    below which it is not used (80, 89, 90, 100, 120).
+    below which it is not used (80, 89, 90, 100, 120). archs: those that it is chosen for; None:
+    all of these.
     """
 
     name: str
@@ -20,3 +21,4 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 2
     min_arch: int = 80
+    archs: frozenset[int] | None = None

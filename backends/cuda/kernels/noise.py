@@ -1,0 +1,89 @@
+"""Gumbel noise that is a function of a seed, a position and a token alone.
+
+Its bits are splitmix64's (Steele et al. 2014), the same in torch and in a kernel: a stream for
+each seed, from it a number for each position, and from that one for each token.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# splitmix64's odd constants; torch wants them as signed 64-bit integers
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_TL_GOLDEN, _TL_MIX_1, _TL_MIX_2 = map(tl.constexpr, (_GOLDEN, _MIX_1, _MIX_2))
+_MASK = (1 << 64) - 1
+
+
+@lru_cache(4096)
+def seed_mix(seed: int) -> int:
+    """What stands for any whole number as a seed: a signed 64-bit integer."""
+    x = (seed + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return _signed(x ^ (x >> 31))
+
+
+def noise_bits(mixes: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """32 random bits for each row and token, int64 [rows, vocab].
+
+    mixes: int64 [rows], of seed_mix. positions: int64 [rows].
+    """
+    start = _scrambled(mixes + positions + _signed(_GOLDEN))[:, None]
+    tokens = torch.arange(1, vocab + 1, device=mixes.device)
+    return _shifted(_scrambled(start + tokens * _signed(_GOLDEN)), 32)
+
+
+def gumbel(mixes: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Noise for each row and token, float32 [rows, vocab]."""
+    bits = noise_bits(mixes, positions, vocab)
+    # near 0 a float32 is finest, and that is where the largest noise comes from
+    uniform = ((bits.to(torch.float32) + 0.5) / 2**32).clamp(max=1 - 2**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _scrambled(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """A logical shift to the right; torch's own keeps the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+@triton.jit
+def tl_noise_bits(mix, position, tokens):
+    """noise_bits in a kernel, uint32. mix, position: int64 scalars. tokens: int32 of any shape."""
+    start = _tl_scrambled((mix + position).to(tl.uint64) + _TL_GOLDEN)
+    return (_tl_scrambled(start + (tokens + 1).to(tl.uint64) * _TL_GOLDEN) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def tl_gumbel(mix, position, tokens):
+    """gumbel in a kernel."""
+    bits = tl_noise_bits(mix, position, tokens)
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 2.0**-24)
+    # log1p as log(w) * u / (w - 1): w's rounding is in both (Goldberg 1991)
+    left = 1.0 - uniform
+    taken = 1.0 - left
+    exact = -tl.log(left) * (uniform / tl.where(taken == 0.0, 1.0, taken))
+    return -tl.log(tl.where(taken == 0.0, uniform, exact))
+
+
+@triton.jit
+def _tl_scrambled(x):
+    x = (x ^ (x >> 30)) * _TL_MIX_1
+    x = (x ^ (x >> 27)) * _TL_MIX_2
+    return x ^ (x >> 31)

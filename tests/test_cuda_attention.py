@@ -1,0 +1,240 @@
+"""Attention kernels in Triton's interpreter against their twin in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.kernels import attend_decode
+from localgen.backends.cuda.kernels.attend_decode import Plan, plan
+from localgen.backends.cuda.kernels.attention import (
+    paged_attention_reference,
+    paged_attention_triton,
+)
+from localgen.backends.cuda.kernels.kv import LayerKV, shrink
+from localgen.backends.cuda.kernels.ragged import Ragged
+
+PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """sequences: (rows, length) of each; heads, kv_heads, size: of the model."""
+
+    sequences: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    cache: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    queries: Tensor
+    cache: LayerKV
+    ragged: Ragged
+
+
+def made(case: Case, seed: int) -> Inputs:
+    """Random inputs; what lies beyond the sequences is poison, and so are unused table entries."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    pages_of = [-(-length // PAGE) for _, length in case.sequences]
+    total = sum(pages_of) + 3
+    order = torch.randperm(total, generator=generator).tolist()
+    tables = torch.full((len(case.sequences), max(pages_of) + 2), 2**30, dtype=torch.int32)
+    shape = (total, case.kv_heads, PAGE, case.size)
+    keys, values = (torch.full(shape, torch.nan) for _ in range(2))
+    for number, ((_, length), count) in enumerate(zip(case.sequences, pages_of, strict=True)):
+        for index in range(count):
+            page = order.pop()
+            tables[number, index] = page
+            inside = min(PAGE, length - index * PAGE)
+            for part in (keys, values):
+                part[page, :, :inside] = normal(case.kv_heads, inside, case.size)
+    rows = [count for count, _ in case.sequences]
+    starts = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32)
+    lengths = torch.tensor([length for _, length in case.sequences], dtype=torch.int32)
+    ragged = Ragged(tables, starts, lengths, max(rows), int(lengths.max()))
+    queries = normal(sum(rows), case.heads, case.size).to(case.dtype)
+    return Inputs(queries, stored(keys, values, case.cache), ragged)
+
+
+def stored(keys: Tensor, values: Tensor, dtype: torch.dtype) -> LayerKV:
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return LayerKV(keys.to(dtype), values.to(dtype))
+    (k, k_by), (v, v_by) = shrink(keys, dtype), shrink(values, dtype)
+    return LayerKV(k, v, k_by, v_by)
+
+
+def exact(inputs: Inputs, case: Case) -> Tensor:
+    cache = inputs.cache
+    if cache.key_scales is None:
+        cache = LayerKV(cache.keys.double(), cache.values.double())
+    return paged_attention_reference(
+        inputs.queries.double(),
+        cache,
+        inputs.ragged,
+        scale=case.size**-0.5,
+        window=case.window,
+        softcap=case.softcap,
+    )
+
+
+def compare(case: Case, seed: int = 0, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+    inputs = made(case, seed)
+    # a result of its own must have been written everywhere
+    if monkeypatch is not None:
+        monkeypatch.setattr(torch, "empty", poisoned)
+    ours = paged_attention_triton(
+        inputs.queries,
+        inputs.cache,
+        inputs.ragged,
+        scale=case.size**-0.5,
+        window=case.window,
+        softcap=case.softcap,
+    )
+    tolerance = 2e-3 if case.dtype is torch.float16 else 2e-5
+    torch.testing.assert_close(ours.double(), exact(inputs, case), atol=tolerance, rtol=tolerance)
+
+
+def poisoned(*shape: int | tuple[int, ...], **kind: object) -> Tensor:
+    made_of = shape[0] if isinstance(shape[0], tuple) else shape
+    return torch.full(made_of, torch.nan, **kind)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels are given to fill holds no numbers."""
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(
+        torch, "empty_like", lambda like: torch.full(like.shape, torch.nan, dtype=like.dtype)
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((1, 1),)),
+        Case(((1, 16), (1, 17), (1, 5))),
+        Case(((1, 300),)),
+        Case(((1, 70), (1, 130)), heads=8, kv_heads=1),
+        Case(((1, 45), (1, 33)), heads=3, kv_heads=3, size=96),
+        Case(((1, 50),), size=128),
+        Case(((1, 40),), size=256, heads=2, kv_heads=1),
+        Case(((1, 40),), size=80),
+        Case(((1, 200), (1, 20)), window=33),
+        Case(((1, 90),), softcap=5.0),
+        Case(((3, 60), (8, 100), (1, 9))),
+        Case(((5, 150),), window=20, softcap=3.0, heads=6, kv_heads=2),
+    ],
+    ids=str,
+)
+def test_single_tokens_and_drafts(case: Case, seed: int) -> None:
+    compare(case, seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((9, 9),)),
+        Case(((70, 70),)),
+        Case(((20, 100),)),
+        Case(((33, 40), (65, 65), (17, 80))),
+        Case(((30, 30),), heads=2, kv_heads=1, size=96),
+        Case(((30, 60),), heads=2, kv_heads=2, size=128),
+        Case(((20, 40),), heads=2, kv_heads=1, size=256),
+        Case(((64, 90),), window=17),
+        Case(((40, 40), (12, 50)), window=30, softcap=4.0),
+        Case(((130, 140),), heads=2, kv_heads=1),
+    ],
+    ids=str,
+)
+def test_prompts(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((1, 30), (20, 25), (1, 50), (4, 70))),
+        Case(((20, 25), (1, 50)), window=16),
+        Case(((1, 1), (64, 64), (8, 8), (9, 9), (65, 66))),
+    ],
+    ids=str,
+)
+def test_prompts_beside_single_tokens(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_a_cache_in_eight_bits(kind: torch.dtype, rows: int) -> None:
+    case = Case(((rows, 60), (rows, 37)), cache=torch.int8)
+    inputs = made(case, 3)
+    if kind is torch.float8_e4m3fn:
+        pytest.importorskip("triton", minversion="3.6")
+        inputs = made(replace(case, cache=kind), 3)
+    ours = paged_attention_triton(
+        inputs.queries, inputs.cache, inputs.ragged, scale=0.125, window=None, softcap=None
+    )
+    theirs = paged_attention_reference(
+        inputs.queries.double(), inputs.cache, inputs.ragged, scale=0.125, window=None, softcap=None
+    )
+    torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_half_precision(rows: int) -> None:
+    compare(Case(((rows, 50), (rows, 90)), dtype=torch.float16, cache=torch.float16))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8, 64])
+def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more than there are blocks: most of them see nothing."""
+
+    def cut(**numbers: int) -> Plan:
+        return replace(plan(**numbers), splits=splits)
+
+    monkeypatch.setattr(attend_decode, "plan", cut)
+    compare(Case(((1, 300), (1, 1), (1, 65)), heads=2, kv_heads=1))
+
+
+def test_padding_of_a_captured_step() -> None:
+    """Sequences without rows and tokens; rows that belong to nobody are not touched."""
+    case = Case(((1, 40), (1, 7)))
+    inputs = made(case, 1)
+    ragged = inputs.ragged
+    padded = Ragged(
+        torch.cat((ragged.tables, torch.zeros(2, ragged.tables.shape[1], dtype=torch.int32))),
+        torch.cat((ragged.starts, ragged.starts[-1:].repeat(2))),
+        torch.cat((ragged.lengths, torch.zeros(2, dtype=torch.int32))),
+        max_rows=1,
+        max_len=1024,
+    )
+    queries = torch.cat((inputs.queries, torch.full((2, 4, 64), torch.nan)))
+    ours = paged_attention_triton(
+        queries, inputs.cache, padded, scale=0.125, window=None, softcap=None
+    )
+    torch.testing.assert_close(ours[:2].double(), exact(inputs, case), atol=2e-5, rtol=2e-5)
+    assert ours[2:].isnan().all()
+
+
+def test_bounds_that_are_too_high_change_nothing() -> None:
+    case = Case(((2, 40), (12, 30)))
+    inputs = made(case, 2)
+    loose = replace(inputs, ragged=replace(inputs.ragged, max_rows=400, max_len=5000))
+    ours = paged_attention_triton(
+        loose.queries, loose.cache, loose.ragged, scale=0.125, window=None, softcap=None
+    )
+    torch.testing.assert_close(ours.double(), exact(inputs, case), atol=2e-5, rtol=2e-5)

@@ -1,0 +1,250 @@
+"""Kernels of products with weights, plain, int4 and FP8, equal their float64 twins."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.kernels import fp8, int4, matmul
+from localgen.backends.cuda.linear import DenseLinear, Int4Linear, gated_linear
+
+# largest error of an element, relative to the largest element
+LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors are full of NaN, so that what a kernel does not write shows."""
+    make = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: make(*a, **k).fill_(math.nan))
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same(ours: Tensor, exact: Tensor, limit: float | None = None) -> None:
+    assert exact.dtype is torch.float64
+    assert ours.shape == exact.shape
+    error = (ours.double() - exact).abs().max().item() / exact.abs().max().item()
+    assert error < (limit or LIMIT[ours.dtype]), error
+
+
+# -- plain ------------------------------------------------------------------------------------
+
+SHAPES = [(1, 2064, 37), (1, 48, 5), (1, 512, 16), (2, 1040, 33), (5, 512, 16), (8, 96, 70)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("rows", "ins", "outs"), SHAPES)
+def test_a_product(rows: int, ins: int, outs: int, adds: bool, dtype: torch.dtype) -> None:
+    x, weight = drawn(1, rows, ins, dtype=dtype), drawn(2, outs, ins, dtype=dtype)
+    bias = drawn(3, outs, dtype=dtype) * 20 if adds else None
+    residual = drawn(4, rows, outs, dtype=dtype) * 20 if adds else None
+    ours = matmul.matmul_triton(x, weight, bias, residual)
+    assert ours.dtype is dtype
+    same(ours, matmul.matmul_reference(*wide(x, weight, bias, residual)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 11, 35])
+def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fewer outputs, for the sake of time."""
+    thin, one = matmul.thin_tile(rows, 28672, 2), matmul.one_row_tile(592, 28672)
+    assert (thin, one) != (matmul.thin_tile(rows, 70, 2), matmul.one_row_tile(592, 70))
+    monkeypatch.setattr(matmul, "thin_tile", lambda *_: thin)
+    monkeypatch.setattr(matmul, "one_row_tile", lambda *_: one)
+    x, weight = drawn(1, rows, 592), drawn(2, 70, 592)
+    same(matmul.matmul_triton(x, weight), matmul.matmul_reference(*wide(x, weight)))
+    ours = matmul.matmul_triton(x, weight, kind="silu")
+    same(ours, matmul.gated_matmul_reference(x.double(), weight.double(), "silu"), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "ins", "size"), [(1, 1040, 23), (1, 48, 3), (4, 528, 19)])
+def test_a_gated_product(
+    rows: int, ins: int, size: int, kind: Literal["silu", "gelu_tanh"]
+) -> None:
+    for seed in range(3):
+        x, weight = drawn(seed, rows, ins), drawn(9 + seed, 2 * size, ins) / 8
+        ours = matmul.matmul_triton(x, weight, kind=kind)
+        same(ours, matmul.gated_matmul_reference(x.double(), weight.double(), kind), 1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_bfloat16(rows: int) -> None:
+    x, weight = (
+        drawn(seed, *shape).bfloat16() for seed, shape in ((1, (rows, 272)), (2, (21, 272)))
+    )
+    same(matmul.matmul_triton(x, weight), matmul.matmul_reference(x.double(), weight.double()))
+
+
+def test_every_number_of_rows() -> None:
+    x, weight = drawn(1, 9, 160), drawn(2, 20, 160)
+    whole = x.double() @ weight.double().T
+    for rows in range(1, 10):
+        same(matmul.matmul_triton(x[:rows], weight), whole[:rows])
+
+
+def test_a_row_of_nan_harms_no_other() -> None:
+    """Nothing of the next row comes in where inputs are not a multiple of a step."""
+    x, weight = drawn(1, 3, 144), drawn(2, 20, 144)
+    x[1] = math.nan
+    ours = matmul.matmul_triton(x, weight)
+    assert bool(ours[1].isnan().all())
+    same(ours[::2], x[::2].double() @ weight.double().T)
+    packed, scales, zeros, weight = int4_parts(1, 384, 20, 64)
+    x = drawn(3, 3, 384)
+    x[1] = math.nan
+    same(int4.int4_matmul_triton(x, packed, scales, zeros)[::2], x[::2].double() @ weight.T, 3e-5)
+
+
+def test_the_tensors_that_are_for_cublas() -> None:
+    weight = drawn(2, 8, 32, dtype=torch.float16)
+    assert matmul.fits(drawn(1, 3, 32, dtype=torch.float16), weight)
+    assert not matmul.fits(drawn(1, 3, 32), weight)
+    assert not matmul.fits(drawn(1, 0, 32, dtype=torch.float16), weight)
+    assert not matmul.fits(drawn(1, 3, 32, dtype=torch.float16), weight[:, :24].contiguous())
+    assert not matmul.fits(drawn(1, 3, 16, dtype=torch.float16), weight[:, :16])
+
+
+def test_the_public_functions_on_the_cpu_keep_float64() -> None:
+    x, weight = drawn(1, 3, 20).double(), drawn(2, 6, 20).double()
+    exact = matmul.matmul(x, weight, weight[:, 0], x[:, :6])
+    same(exact, x @ weight.T + weight[:, 0] + x[:, :6], 1e-15)
+    gate, up = (x @ weight.T).chunk(2, -1)
+    same(gated_linear(DenseLinear(weight), x, "silu"), gate * gate.sigmoid() * up, 1e-14)
+    biased = gated_linear(DenseLinear(weight, weight[:, 0]), x, "silu")
+    gate, up = (x @ weight.T + weight[:, 0]).chunk(2, -1)
+    same(biased, gate * gate.sigmoid() * up, 1e-14)
+
+
+# -- int4 -------------------------------------------------------------------------------------
+
+
+def int4_parts(seed: int, ins: int, outs: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """packed, scales, zeros, and the weight as float64."""
+    generator = torch.Generator().manual_seed(seed)
+    digits = torch.randint(0, 16, (outs, ins), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (outs, ins // group), generator=generator, dtype=torch.uint8)
+    scales = (0.01 + 0.01 * torch.rand((outs, ins // group), generator=generator)).half()
+    by_group = digits.view(outs, -1, group).double() - zeros[..., None].double()
+    return int4.pack(digits), scales, zeros, (by_group * scales[..., None].double()).flatten(1)
+
+
+@pytest.mark.parametrize("ins", [128, 256, 1152, 8, 200])
+def test_digits_come_back_out_of_their_tiles(ins: int) -> None:
+    digits = torch.randint(0, 16, (5, ins), dtype=torch.uint8)
+    packed = int4.pack(digits)
+    assert packed.shape == (5, ins // 2)
+    assert torch.equal(int4.unpack(packed), digits)
+    if not int4.tiled(ins):
+        assert torch.equal(packed[:, 0], digits[:, 0] | digits[:, 1] << 4)
+
+
+def test_where_a_digit_lies() -> None:
+    """Input 32 s + 2 i + h of the second tile is digit s of half h of its word i."""
+    for s, i, h in ((0, 0, 0), (0, 0, 1), (3, 15, 1), (2, 7, 0)):
+        digits = torch.zeros((1, 256), dtype=torch.uint8)
+        digits[0, 128 + 32 * s + 2 * i + h] = 15
+        words = int4.pack(digits).view(torch.int32).long() & 0xFFFFFFFF
+        assert words[0, 16 + i] == 15 << (4 * s + 16 * h)
+        assert words.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "ins", "outs", "group"),
+    [
+        (1, 1024, 24, 128),
+        (1, 1152, 17, 32),
+        (8, 256, 40, 64),
+        (3, 384, 16, 384),
+        (5, 512, 33, 256),
+        (12, 640, 40, 128),
+        (21, 256, 35, 32),
+        (41, 384, 35, 96),
+    ],
+)
+def test_an_int4_product(rows: int, ins: int, outs: int, group: int, dtype: torch.dtype) -> None:
+    packed, scales, zeros, weight = int4_parts(rows, ins, outs, group)
+    x, bias = drawn(5, rows, ins, dtype=dtype), drawn(6, outs, dtype=dtype)
+    ours = int4.int4_matmul_triton(x, packed, scales, zeros, bias)
+    assert ours.dtype is dtype
+    # sums with the exponents' 1024 in them cost 7 bits of float32
+    limit = 3e-5 if dtype is torch.float32 else None
+    same(ours, x.double() @ weight.T + bias.double(), limit)
+    same(
+        int4.int4_matmul_reference(*wide(x, packed, scales, zeros, bias)), exact_of(x, weight, bias)
+    )
+
+
+def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = int4.int4_tile(2, 28672)
+    assert tile != int4.int4_tile(2, 70)
+    monkeypatch.setattr(int4, "int4_tile", lambda *_: tile)
+    packed, scales, zeros, weight = int4_parts(1, 640, 70, 64)
+    x = drawn(2, 2, 640)
+    same(int4.int4_matmul_triton(x, packed, scales, zeros), x.double() @ weight.T, 3e-5)
+
+
+@pytest.mark.parametrize(("ins", "outs", "group"), [(128, 9, 32), (1280, 17, 128), (384, 8, 384)])
+def test_widening_int4(ins: int, outs: int, group: int) -> None:
+    packed, scales, zeros, weight = int4_parts(3, ins, outs, group)
+    same(int4.widened_triton(packed, scales, zeros, torch.float32), weight, 1e-7)
+    same(int4.widened(packed, scales, zeros, torch.float64), weight, 1e-15)
+
+
+def test_an_order_of_inputs() -> None:
+    packed, scales, zeros, weight = int4_parts(4, 256, 12, 64)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(5))
+    x = drawn(6, 3, 256).double()
+    linear = Int4Linear(packed, scales, zeros, None, order)
+    same(linear(x), x[:, order] @ weight.T, 1e-12)
+
+
+# -- FP8 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "ins", "outs"),
+    [(1, 512, 20), (1, 1040, 16), (7, 96, 33), (16, 256, 40), (50, 272, 40)],
+)
+def test_an_fp8_product(rows: int, ins: int, outs: int, dtype: torch.dtype) -> None:
+    weight = (drawn(1, outs, ins) * 20).to(torch.float8_e4m3fn)
+    weight[0, :4] = torch.tensor([448.0, -448.0, 2.0**-9, -(2.0**-9)]).to(weight.dtype)
+    scale, bias = drawn(2, outs).abs() / 10, drawn(3, outs, dtype=dtype)
+    x = drawn(4, rows, ins, dtype=dtype)
+    exact = exact_of(x, weight.double() * scale.double()[:, None], bias)
+    same(matmul.thin_triton(x, weight, scale, bias), exact)
+    same(fp8.fp8_matmul(*wide(x, weight, scale, bias)), exact)
+
+
+def test_rows_become_fp8_by_a_scale_of_their_own() -> None:
+    x = drawn(1, 5, 64) * torch.tensor([[1e-4], [1.0], [300.0], [1e4], [0.0]])
+    small, scales = fp8.small_rows(x)
+    assert small.dtype is torch.float8_e4m3fn
+    back = small.float() * scales
+    assert bool(((back - x).abs() <= x.abs() * 2**-4 + scales * 2**-9).all())
+
+
+# -- all --------------------------------------------------------------------------------------
+
+
+def exact_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.double() @ weight.T + bias.double()
+
+
+def wide(*tensors: Tensor | None) -> Any:
+    """Floats of 16 and 32 bits as float64; scales of float32, which twins widen, as they are."""
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    return [t.double() if t is not None and t.dtype in floats else t for t in tensors]
