@@ -1,0 +1,173 @@
+"""localgen on a GPU: checks, ceilings, workloads and peers in one run, and one table of it all.
+
+python -m benchmarks.gpu [--quick] [--only PART,...] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.gpu_parts import kernel_speed, startup, steps, workloads
+from benchmarks.gpu_parts.bench import Bench, progress
+from benchmarks.gpu_parts.clock import Budget, Clock
+from benchmarks.gpu_parts.decoder_checks import decoders
+from benchmarks.gpu_parts.device import Device, versions
+from benchmarks.gpu_parts.kernel_checks import kernels
+from benchmarks.gpu_parts.kernel_speed import Tester
+from benchmarks.gpu_parts.peers import Peers, compare
+from benchmarks.gpu_parts.plan import FULL, QUICK
+from benchmarks.gpu_parts.report import Check, Report, said
+from benchmarks.gpu_parts.session import Session
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def checks(bench: Bench, budget: Budget) -> None:
+    """Is what will be measured right at all?"""
+    seed = bench.report.seed
+    for check in kernels(bench.device, bench.plan.checked, seed):
+        bench.check(check)
+    bench.device.free()
+    for check in decoders(bench.device, seed):
+        bench.check(check)
+    bench.device.free()
+
+
+def ceilings(bench: Bench, budget: Budget) -> None:
+    """What the device can do at best."""
+    assert bench.ceilings
+
+
+def step(bench: Bench, budget: Budget) -> None:
+    """What happens within a decoding step."""
+    plan, shape = bench.plan, bench.plan.plain
+    for batch in plan.step_batches:
+        if not budget.fits(f"{batch} sequences"):
+            continue
+        kv_tokens = batch * (plan.alone.prompt + 1024) + 4096
+        with Session.of(bench.model(shape), bench.device, kv_tokens=kv_tokens) as session:
+            prompts = bench.prompts(shape, [plan.alone.prompt] * batch)
+            found = steps.measured(bench.device, session, prompts, steps=plan.steps)
+        bench.report.add("step", f"decoding × {batch}", shape.name, [found])
+
+
+def products(bench: Bench, budget: Budget) -> None:
+    """Kernels beside torch's own."""
+    plan = bench.plan
+    tester = Tester(bench.device, bench.ceilings, bench.report, bench.inputs)
+    models = [bench.model(shape) for shape in (plan.plain, plan.int4, plan.fp8)]
+    kernel_speed.products(tester, models, plan.product_rows, budget)
+    kernel_speed.attention(tester, plan.plain.spec, plan.crowds, budget)
+
+
+Part = Callable[[Bench, Budget], None]
+# with the most seconds that each may take, the most important first
+PARTS: dict[str, tuple[Part, float]] = {
+    "checks": (checks, 130.0),
+    "peers": (lambda bench, budget: None, 75.0),  # put in place once they have been started
+    "ceilings": (ceilings, 10.0),
+    "single": (workloads.single, 80.0),
+    "step": (step, 25.0),
+    "curve": (workloads.curve, 75.0),
+    "load": (workloads.load, 75.0),
+    "kernels": (products, 35.0),
+    "prefix": (workloads.prefix, 15.0),
+    "chats": (workloads.chats, 20.0),
+    "startup": (startup.startup, 70.0),
+    "large": (workloads.large, 30.0),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, write; 1 if a check failed, or a part did not come to its end."""
+    options = _options(arguments)
+    plan = QUICK if options.quick else FULL
+    device = Device.found(gpu=not options.quick)
+    if not options.quick and not device.is_gpu:
+        print("error: no GPU that torch can use: --quick runs on a CPU", file=sys.stderr)
+        return 2
+    clock = Clock(plan.total_s)
+    given = sys.argv[1:] if arguments is None else arguments
+    report = Report(
+        quick=options.quick,
+        seed=secrets.randbits(31) if options.seed is None else options.seed,
+        machine=device.describe(),
+        versions=versions(),
+        commands=[shlex.join(["python", "-m", "benchmarks.gpu", *_shown(given)])],
+        cut=clock.cut,
+    )
+    target = options.output or RESULTS / _file_name(device)
+    _run(Bench(device, plan, report), options.only, clock, target)
+    print(report.text())
+    print(f"written to {target}", file=sys.stderr)
+    return 1 if report.failed else 0
+
+
+def _run(bench: Bench, only: tuple[str, ...], clock: Clock, target: Path) -> None:
+    with ExitStack() as stack:
+        parts = {name: PARTS[name] for name in PARTS if name in only}
+        if "peers" in parts:
+            # they load and compile while localgen is checked
+            peers = stack.enter_context(Peers(quick=bench.report.quick))
+
+            def others(bench: Bench, budget: Budget) -> None:
+                compare(bench, peers, budget)
+                peers.close()
+
+            parts["peers"] = (others, PARTS["peers"][1])
+        for name, (part, most_s) in parts.items():
+            budget = clock.part(name, most_s)
+            if budget is not None:
+                _one(bench, name, part, budget)
+                # what is known so far outlives whatever comes next
+                bench.report.write(target)
+
+
+def _one(bench: Bench, name: str, part: Part, budget: Budget) -> None:
+    progress(f"{name} …")
+    begun_s = time.monotonic()
+    try:
+        part(bench, budget)
+    except Exception as error:  # the other parts are worth measuring
+        bench.check(Check(f"part {name}", 0.0, 0.0, said(error)))
+    bench.report.part_s[name] = time.monotonic() - begun_s
+    bench.device.free()
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.gpu")
+    parser.add_argument("--quick", action="store_true", help="the same on a CPU at toy size")
+    parser.add_argument("--only", type=_parts, default=tuple(PARTS), help=", ".join(PARTS))
+    parser.add_argument("--seed", type=int, help="of the random inputs; another one every time")
+    parser.add_argument("--output", type=Path, help="result file; a table is written beside it")
+    return parser.parse_args(arguments)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no part {unknown[0]!r}, only {', '.join(PARTS)}")
+    return names
+
+
+def _shown(given: list[str]) -> list[str]:
+    """The arguments without the folders of this machine."""
+    return [Path(argument).name if "/" in argument else argument for argument in given]
+
+
+def _file_name(device: Device) -> str:
+    name = "-".join(device.name.lower().removeprefix("nvidia").split())
+    return f"gpu-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What the device can do at best: reading, copying, and multiplying matrices in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Bytes a second of a copy, counting both directions, and by the datasheet if that is known."""
+
+    copy_bytes_s: float
+    datasheet_bytes_s: float | None
+
+    def shares(self, bytes_s: float) -> dict[str, float]:
+        """Figures of a report: parts of both."""
+        found = {"share_copy": bytes_s / self.copy_bytes_s}
+        if self.datasheet_bytes_s:
+            found["share_datasheet"] = bytes_s / self.datasheet_bytes_s
+        return found
+
+
+def measure(device: Device, report: Report, *, size: int, side: int) -> Ceilings:
+    """size: of the buffers, in bytes. side: of the square matrices."""
+    source = torch.randn(size // 4, device=device.torch)
+    target = torch.empty_like(source)
+    copy_s = device.median_s([lambda: target.copy_(source)])
+    # a sum reads everything once and writes next to nothing
+    read_s = min(device.median_s([read]) for read in _readers(source))
+    found = Ceilings(2 * source.nbytes / copy_s, device.datasheet_bytes_s)
+    for name, bytes_s in (("read", source.nbytes / read_s), ("copy", found.copy_bytes_s)):
+        figures = {"gb_s": bytes_s / 1e9} | found.shares(bytes_s)
+        report.add("ceilings", f"{name} of {size / 1e9:.2g} GB", "torch", [figures])
+    # random, not zeros: those multiply faster than any real data
+    one, other = (
+        torch.randn(side, side, device=device.torch, dtype=torch.bfloat16) for _ in range(2)
+    )
+    product_s = device.median_s([lambda: one @ other])
+    report.add(
+        "ceilings",
+        f"bf16 product of {side}²",
+        "torch",
+        [{"tflop_s": 2 * side**3 / product_s / 1e12}],
+    )
+    return found
+
+
+def _readers(x: torch.Tensor) -> list[Callable[[], object]]:
+    """Ways to read all of x; which of them torch does fastest differs from GPU to GPU."""
+    rows = x.view(1024, -1)
+    return [lambda: x.sum(), lambda: rows.sum(1), lambda: rows.amax(1)]

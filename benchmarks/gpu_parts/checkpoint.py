@@ -1,0 +1,70 @@
+"""A Llama of random numbers as a folder that transformers could have written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.shapes import config_of
+from localgen.backends.cuda.spec import ModelSpec
+
+_SHARD_BYTES = 4 << 30
+_STD = 0.02
+
+
+def write_checkpoint(folder: Path, spec: ModelSpec, device: Device) -> int:
+    """Plain weights in bfloat16, in shards; how many bytes that is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(spec, "bfloat16")), encoding="utf-8")
+    generator = torch.Generator(device.torch).manual_seed(0)
+    shard: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    written = held = 0
+    for name, shape in shapes(spec):
+        values = torch.empty(shape, device=device.torch, dtype=torch.bfloat16)
+        # norms around 1, as a model's are
+        values.normal_(mean=float(len(shape) == 1), std=_STD, generator=generator)
+        shard[name] = values.cpu()
+        held += values.nbytes
+        if held >= _SHARD_BYTES:
+            files |= _write(folder, shard, len(set(files.values())))
+            written, held, shard = written + held, 0, {}
+    files |= _write(folder, shard, len(set(files.values())))
+    index = {"metadata": {"total_size": written + held}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return written + held
+
+
+def _write(folder: Path, shard: dict[str, Tensor], number: int) -> dict[str, str]:
+    if not shard:
+        return {}
+    name = f"model-{number:05}.safetensors"
+    save_file(shard, folder / name, metadata={"format": "pt"})
+    return dict.fromkeys(shard, name)
+
+
+def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama's tensors."""
+    hidden, inner = spec.hidden, spec.intermediate
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield "model.embed_tokens.weight", (spec.vocab, hidden)
+    for index in range(spec.layers):
+        layer = f"model.layers.{index}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield f"{layer}.self_attn.q_proj.weight", (q, hidden)
+        yield f"{layer}.self_attn.k_proj.weight", (kv, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", (kv, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, q)
+        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not spec.tied:
+        yield "lm_head.weight", (spec.vocab, hidden)

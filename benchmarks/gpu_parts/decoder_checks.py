@@ -1,0 +1,142 @@
+"""The decoder and the engine around it, beside twins in float64: logits, then greedy tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.device import Device, relative_error
+from benchmarks.gpu_parts.probe import Probe, exact, livened
+from benchmarks.gpu_parts.report import Check, said
+from benchmarks.gpu_parts.session import DTYPE, Session, watched_runner
+from benchmarks.gpu_parts.shapes import CHECKED, Shape
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.weights import Weights, random_weights
+
+# relative error of the logits of a few layers in bfloat16. Random digits of 4 bits have a mean that
+# cancels in the end; FP8 rounds the rows of prompts too; and of two experts that are as good as
+# equal, rounding decides which of them a row gets
+LOGITS = 4e-2
+ROUGH_LOGITS = 0.15
+# how far below the best a greedy token may be, in deviations of a row's logits: of a thousand
+# random logits the best two are a third of one apart, and a wrong one is some three below
+NEARLY_BEST = 0.5
+_PROMPTS = (90, 33, 150, 5)
+_ANSWER, _SHARED = 14, 64
+
+
+@dataclass(slots=True)
+class Subject:
+    """A small model, and its twin."""
+
+    name: str
+    spec: ModelSpec
+    weights: Weights
+    twin: Probe
+    texts: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, shape: Shape, device: Device, seed: int) -> Subject:
+        spec = shape.spec
+        plain = random_weights(spec, device=device.torch, dtype=DTYPE, seed=seed)
+        generator = torch.Generator(device.torch).manual_seed(seed)
+        weights = livened(plain, generator)
+        draw = random.Random(seed)
+        prefix = draw.choices(range(spec.vocab), k=_SHARED)
+        texts = [draw.choices(range(spec.vocab), k=length) for length in _PROMPTS]
+        texts += [prefix + draw.choices(range(spec.vocab), k=9) for _ in range(2)]
+        twin = Probe(spec, exact(weights), max_len=512, dtype=torch.float64)
+        return cls(shape.name, spec, weights, twin, texts)
+
+    def below_best(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """How far the worst token of an answer is below its twin's best, in deviations."""
+        logits = self.twin.text([*prompt, *answer[:-1]])[len(prompt) - 1 :]
+        said = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        return float(((logits.amax(-1) - said) / logits.std(-1)).max())
+
+
+def decoders(device: Device, seed: int) -> Iterator[Check]:
+    """Every kind of model through prompts, parts of them, decoding, graphs, and the engine."""
+    for shape in CHECKED:
+        try:
+            subject = Subject.of(shape, device, seed)
+        except Exception as error:
+            yield Check(f"{shape.name}: made", 0.0, 0.0, said(error))
+            continue
+        checks: dict[str, Callable[[Subject, Device], tuple[float, float]]] = {
+            "logits of a prompt, in parts, and decoding": _logits,
+            "graphs against none, logits": _graphs,
+            "greedy, eager": partial(_greedy, graphs=False, ahead=False),
+            "greedy, eager, looking ahead": partial(_greedy, graphs=False, ahead=True),
+            "greedy, graphs": partial(_greedy, graphs=True, ahead=False),
+            "greedy, graphs, looking ahead": partial(_greedy, graphs=True, ahead=True),
+        }
+        for name, check in checks.items():
+            title = f"{shape.name}: {name}"
+            try:
+                yield Check(title, *check(subject, device))
+            except Exception as error:
+                yield Check(title, 0.0, 0.0, said(error))
+
+
+def _logits(subject: Subject, device: Device) -> tuple[float, float]:
+    """Two texts at once: one whole, the other in two parts; then each token by token."""
+    probe = Probe(subject.spec, subject.weights, max_len=512, sequences=2)
+    one, other = subject.texts[0], subject.texts[2]
+    middle, end = len(other) // 2, len(other) - 8
+    first = probe.step([(0, 0, one[:-8]), (1, 0, other[:middle])])
+    second = probe.step([(1, middle, other[middle:end])])
+    rest: list[list[Tensor]] = [[], []]
+    for i in range(8):
+        at = (len(one) - 8 + i, end + i)
+        found = probe.step([(0, at[0], [one[at[0]]]), (1, at[1], [other[at[1]]])])
+        for one_of, logits in zip(rest, found, strict=True):
+            one_of.append(logits)
+    whole = torch.cat([first[0], *rest[0]]), torch.cat([first[1], second[0], *rest[1]])
+    errors = [
+        relative_error(logits.cpu(), subject.twin.text(text))
+        for logits, text in zip(whole, (one, other), strict=True)
+    ]
+    return max(errors), _most(subject.spec)
+
+
+def _most(spec: ModelSpec) -> float:
+    return ROUGH_LOGITS if spec.moe or spec.quant else LOGITS
+
+
+def _graphs(subject: Subject, device: Device) -> tuple[float, float]:
+    """The same decoding step thrice: eager in a padded shape, captured, and replayed."""
+    texts = subject.texts[:3]
+    found = []
+    for graphs in (False, True):
+        probe = Probe(subject.spec, subject.weights, max_len=512, sequences=3, graphs=graphs)
+        probe.step([(i, 0, text[:-1]) for i, text in enumerate(texts)])
+        for _ in range(3 if graphs else 1):
+            last = [(i, len(text) - 1, text[-1:]) for i, text in enumerate(texts)]
+            found.append(torch.cat(probe.step(last)))
+    return max(relative_error(logits, found[0]) for logits in found[1:]), LOGITS
+
+
+def _answers(
+    subject: Subject, device: Device, *, graphs: bool, ahead: bool
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts and greedy answers; the last prompt comes when its prefix is known."""
+    runner = watched_runner(
+        subject.spec, subject.weights, device, kv_tokens=4096, graphs=graphs, ahead=ahead
+    )
+    with Session(runner, subject.spec.vocab) as session:
+        answers = [*session.ask(subject.texts[:-1], _ANSWER), *session.ask(subject.texts[-1:], 8)]
+        cached = answers[-1].finished.timings.cache_n
+        assert cached == _SHARED, f"{cached} of {_SHARED} tokens came from the cache"
+        return [(text, a.tokens) for text, a in zip(subject.texts, answers, strict=True)]
+
+
+def _greedy(subject: Subject, device: Device, *, graphs: bool, ahead: bool) -> tuple[float, float]:
+    """Every token is one that the twin could have said after the same text."""
+    pairs = _answers(subject, device, graphs=graphs, ahead=ahead)
+    return max(subject.below_best(*pair) for pair in pairs), NEARLY_BEST

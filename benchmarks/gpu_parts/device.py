@@ -1,0 +1,210 @@
+"""Where the benchmark runs, and how time is taken there: events on a GPU, else a host clock."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+import localgen
+from benchmarks.measure import machine
+
+REPEATS = 5
+# a call is repeated until a measurement takes about so long
+_MEASURED_S = 2e-3
+_LIBRARIES = ("torch", "triton", "transformers", "numpy", "safetensors")
+# bytes a second by the vendors' datasheets, by a part of the name that torch gives
+_DATASHEET = {
+    "H200": 4.8e12,
+    "H100 80GB HBM3": 3.35e12,
+    "H100 PCIe": 2.0e12,
+    "A100-SXM4-80GB": 2.039e12,
+    "A100-SXM4-40GB": 1.555e12,
+    "B200": 8.0e12,
+    "L40S": 0.864e12,
+    "RTX 4090": 1.008e12,
+    "RTX 5090": 1.792e12,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU, or the CPU, on which the same code runs to show that it does."""
+
+    torch: torch.device
+
+    @classmethod
+    def found(cls, *, gpu: bool) -> Device:
+        """gpu: take the GPU if there is one."""
+        return cls(torch.device("cuda", 0) if gpu and torch.cuda.is_available() else _CPU)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.torch.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        """As torch calls it."""
+        return torch.cuda.get_device_name(self.torch) if self.is_gpu else "cpu"
+
+    @property
+    def datasheet_bytes_s(self) -> float | None:
+        """Memory bandwidth that the vendor states; None where it is not known here."""
+        return next((value for part, value in _DATASHEET.items() if part in self.name), None)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.torch)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """What one run takes, by events on the device, or by a clock."""
+        if not self.is_gpu:
+            begun_s = time.perf_counter()
+            run()
+            return time.perf_counter() - begun_s
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def median_s(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Median seconds of a call. calls: the same work on different memory, taken in turn, so
+        that no call finds its input in a cache.
+
+        On a GPU they are replayed from a CUDA graph, so that launching takes no time.
+        """
+
+        def all_of_them() -> None:
+            for call in calls:
+                call()
+
+        with torch.inference_mode():
+            run = self._captured(all_of_them)
+            run()
+            once_s = self.seconds(run)
+            times = max(1, math.ceil(_MEASURED_S / max(once_s, 1e-9))) if self.is_gpu else 1
+
+            def repeated() -> None:
+                for _ in range(times):
+                    run()
+
+            took = [self.seconds(repeated) for _ in range(REPEATS)]
+        return statistics.median(took) / times / len(calls)
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The same as a replay of a graph; as it is where it cannot be captured."""
+        run()  # compiles, and creates handles
+        if not self.is_gpu:
+            return run
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                run()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return run
+        return graph.replay
+
+    def reset_peak(self) -> None:
+        """Forget the peak of memory so far."""
+        if self.is_gpu:
+            torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def peak_gb(self) -> float:
+        """The most memory that tensors held since reset_peak; of a CPU, what is resident now."""
+        if self.is_gpu:
+            return torch.cuda.max_memory_allocated(self.torch) / 1e9
+        return float(psutil.Process().memory_info().rss) / 1e9
+
+    def free(self) -> None:
+        """Give memory that no tensor holds back to the driver."""
+        gc.collect()  # an engine and who listens to it hold one another
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def describe(self) -> dict[str, Any]:
+        """The machine that the figures hold for."""
+        found: dict[str, Any] = machine()
+        if not self.is_gpu:
+            return found | {"gpu": None}
+        own = torch.cuda.get_device_properties(self.torch)
+        return found | {
+            "gpu": self.name,
+            "gpu_memory_bytes": own.total_memory,
+            "gpu_processors": own.multi_processor_count,
+            "gpu_l2_bytes": getattr(own, "L2_cache_size", None),
+            "gpu_capability": f"{own.major}.{own.minor}",
+            "gpu_datasheet_bytes_s": self.datasheet_bytes_s,
+            "gpu_state": _nvidia_smi(),
+        }
+
+
+_CPU = torch.device("cpu")
+
+
+def _nvidia_smi() -> str:
+    """Driver, clocks and power limit in nvidia-smi's words; empty where it does not answer."""
+    query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """Of everything that takes part and is there."""
+    found = {"localgen": localgen.__version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that torch hands out inside is full of NaN, or of the largest integer."""
+    deterministic: Any = torch.utils.deterministic
+    filled, was = (
+        deterministic.fill_uninitialized_memory,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(was)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖; infinite for NaN, or for another shape."""
+    if found.shape != wanted.shape:
+        return math.inf
+    exact = wanted.double()
+    off = float((found.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    return math.inf if math.isnan(off) else off

@@ -1,0 +1,137 @@
+"""transformers over the same weights: generate with a static cache, and continuous batching."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.shapes import config_of
+from localgen.backends.cuda.linear import DenseLinear, Linear
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.weights import Weights
+
+# of the memory that is free beside the weights: others are on the device, too
+_KV_SHARE = 0.2
+
+
+def hf_model(spec: ModelSpec, weights: Weights, device: Device) -> Any:
+    """A transformers model whose parameters are these very tensors, or parts of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{k: v for k, v in config_of(spec, "bfloat16").items() if k != "dtype"})
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(weights.embed.dtype)
+    model.load_state_dict(dict(named(spec, weights)), assign=True, strict=not spec.tied)
+    if spec.tied:
+        model.tie_weights()
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=config).to(device.torch)
+    return model.eval().requires_grad_(False)
+
+
+def named(spec: ModelSpec, weights: Weights) -> list[tuple[str, Tensor]]:
+    """The tensors under their names in a checkpoint."""
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    found = [("model.embed_tokens.weight", weights.embed), ("model.norm.weight", weights.norm)]
+    if not spec.tied:
+        found.append(("lm_head.weight", _dense(weights.head)))
+    for index, layer in enumerate(weights.layers):
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        qkv = torch.split(_dense(layer.qkv), [q, kv, kv])
+        gate, up = _dense(layer.gate_up).chunk(2)
+        parts = {
+            "input_layernorm": layer.input_norm,
+            "post_attention_layernorm": layer.mlp_norm,
+            **{f"self_attn.{n}_proj": part for n, part in zip("qkv", qkv, strict=True)},
+            "self_attn.o_proj": _dense(layer.out),
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": _dense(layer.down),
+        }
+        found += [(f"model.layers.{index}.{name}.weight", part) for name, part in parts.items()]
+    return found
+
+
+def _dense(linear: Linear) -> Tensor:
+    assert isinstance(linear, DenseLinear)
+    return linear.weight
+
+
+class StaticGenerate:
+    """generate() with a static cache, which compiles the model's forward pass on a GPU."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, device: Device, *, max_len: int) -> None:
+        from transformers import StaticCache
+
+        self._model, self._device = hf_model(spec, weights, device), device
+        self._cache: Any = StaticCache(config=self._model.config, max_cache_len=max_len)
+
+    @torch.inference_mode()
+    def prompt(self, tokens: Sequence[int]) -> Tensor:
+        """Logits after the last one, [vocab]."""
+        given = torch.tensor([tokens], device=self._device.torch)
+        return self._model(given).logits[0, -1]  # type: ignore[no-any-return]
+
+    def decode_s(self, tokens: Sequence[int], count: int) -> float:
+        """Seconds for `count` tokens after this prompt, less those for the first alone."""
+        return self._generate_s(tokens, count) - self._generate_s(tokens, 1)
+
+    def _generate_s(self, tokens: Sequence[int], count: int) -> float:
+        given = torch.tensor([tokens], device=self._device.torch)
+        self._cache.reset()
+        self._device.synchronize()
+        begun_s = time.perf_counter()
+        self._model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            past_key_values=self._cache,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        self._device.synchronize()
+        return time.perf_counter() - begun_s
+
+
+class ContinuousBatching:
+    """generate_batch(), which keeps its cache and its graphs from round to round."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, device: Device) -> None:
+        self._model, self._device = hf_model(spec, weights, device), device
+
+    @torch.inference_mode()
+    def prompt(self, tokens: Sequence[int]) -> Tensor:
+        """Logits after the last one, [vocab]."""
+        given = torch.tensor([tokens], device=self._device.torch)
+        return self._model(given).logits[0, -1]  # type: ignore[no-any-return]
+
+    def serve_s(self, prompts: Sequence[Sequence[int]], count: int) -> float:
+        """Seconds for `count` tokens of each. RuntimeError: not all of them came."""
+        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        make: Any = GenerationConfig
+        asked = make(max_new_tokens=count, do_sample=False, eos_token_id=-1)
+        self._device.synchronize()
+        begun_s = time.perf_counter()
+        found = self._model.generate_batch(
+            [list(prompt) for prompt in prompts],
+            generation_config=asked,
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=_KV_SHARE),
+            persistent_manager=True,
+        )
+        took_s = time.perf_counter() - begun_s
+        said = sum(len(answer.generated_tokens) for answer in found.values())
+        if said != len(prompts) * count:
+            raise RuntimeError(f"{said} tokens came, {len(prompts) * count} were asked for")
+        return took_s

@@ -1,0 +1,85 @@
+"""Fresh random inputs of kernels, never zeros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV, shrink
+from localgen.backends.cuda.kernels.ragged import Ragged
+from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """dtype: of everything that is a plain float."""
+
+    generator: torch.Generator
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.generator.device
+
+    def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Normally distributed numbers."""
+        values = torch.empty(shape, device=self.device, dtype=torch.float32)
+        return values.normal_(std=std, generator=self.generator).to(dtype or self.dtype)
+
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        """Whole numbers from low to high - 1."""
+        given = {"generator": self.generator, "device": self.device, "dtype": torch.int64}
+        return torch.randint(low, high, shape, **given).to(dtype)  # type: ignore[call-overload, no-any-return]
+
+    def permutation(self, count: int) -> Tensor:
+        """0 to count - 1, shuffled."""
+        return torch.randperm(count, generator=self.generator, device=self.device)
+
+    def cache(self, pages: int, kv_heads: int, size: int, kind: torch.dtype) -> LayerKV:
+        """A layer of a cache that is full. kind: what it is kept in."""
+        shape = (pages, kv_heads, PAGE_TOKENS, size)
+        keys, values = self.normal(*shape), self.normal(*shape)
+        if kind not in LARGEST:
+            return LayerKV(keys.to(kind), values.to(kind))
+        (k, k_scales), (v, v_scales) = shrink(keys.float(), kind), shrink(values.float(), kind)
+        return LayerKV(k, v, k_scales, v_scales)
+
+    def ragged(self, rows: list[int], lengths: list[int], pages: int) -> Ragged:
+        """Sequences of so many new rows each, that end at these lengths, on pages in any order."""
+        width = max(map(pages_for, lengths))
+        assert width * len(lengths) <= pages
+        tables = self.permutation(pages)[: width * len(lengths)].view(len(lengths), width)
+        starts = torch.tensor([0, *rows]).cumsum(0)
+        return Ragged(
+            tables=tables.to(torch.int32),
+            starts=starts.to(self.device, torch.int32),
+            lengths=torch.tensor(lengths, device=self.device, dtype=torch.int32),
+            max_rows=max(rows),
+            max_len=max(lengths),
+        )
+
+
+def doubled(x: Tensor) -> Tensor:
+    """In float64, if it is a float of 16 bits or more; eight bits stay as they are."""
+    return x.double() if x.is_floating_point() and x.dtype.itemsize > 1 else x
+
+
+def doubled_cache(cache: LayerKV) -> LayerKV:
+    """A copy in float64; in eight bits, a copy as it is."""
+    keys, values, *scales = (doubled(part).clone() for part in cache.tensors)
+    return LayerKV(keys, values, *scales)
+
+
+def exact_cache(cache: LayerKV) -> LayerKV:
+    """The values that a cache stands for, in float64."""
+    keys, values = doubled(cache.keys), doubled(cache.values)
+    if cache.key_scales is None or cache.value_scales is None:
+        return LayerKV(keys, values)
+    return LayerKV(
+        cache.keys.double() * cache.key_scales.double()[..., None],
+        cache.values.double() * cache.value_scales.double()[..., None],
+    )

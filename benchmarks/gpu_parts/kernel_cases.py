@@ -1,0 +1,184 @@
+"""Norms, gates, rotations and attention on random inputs of real models' sizes.
+
+Kernels are called as the decoder calls them: by their public name, which takes the Triton kernel on
+a GPU and the twin on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, Case, Sizes, Tensors, beside
+from benchmarks.gpu_parts.inputs import Inputs, doubled_cache, exact_cache
+from localgen.backends.cuda.kernels import activation, attention, norm, rope
+from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV, widen
+from localgen.backends.cuda.kernels.tile import Kind
+
+
+def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    for rows, size in ((1, sizes.hidden), (sizes.rows, sizes.hidden), (7, 1000)):
+        for adds, offset in ((True, False), (False, True)):
+            x, weight = make.normal(rows, size), make.normal(size)
+            residual = make.normal(rows, size) if adds else None
+
+            def found(
+                x: Tensor = x,
+                w: Tensor = weight,
+                r: Tensor | None = residual,
+                offset: bool = offset,
+            ) -> Tensors:
+                return norm.rms_norm(x, w, 1e-5, offset=offset, residual=r)
+
+            def wanted(
+                x: Tensor = x,
+                w: Tensor = weight,
+                r: Tensor | None = residual,
+                offset: bool = offset,
+            ) -> Tensors:
+                # the norm is that of the sum as it is stored
+                summed = x if r is None else (x.float() + r.float()).to(x.dtype)
+                normed, _ = norm.rms_norm_reference(
+                    summed.double(), w.double(), 1e-5, offset=offset, residual=None
+                )
+                return normed, summed.double()
+
+            kind = f"{rows} × {size}{', residual' if adds else ''}{', offset' if offset else ''}"
+            yield Case("rms_norm", kind, found, wanted)
+
+
+def gates(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    kinds: tuple[Kind, ...] = ("silu", "gelu_tanh")
+    for rows, size in ((1, sizes.intermediate), (sizes.rows, 1000)):
+        for kind in kinds:
+            x = make.normal(rows, 2 * size, std=2.0)
+            sides = activation.gated, activation.gated_reference
+            name = f"{rows} × {size}, {kind}"
+            yield beside("gated", name, sides, (x, kind), (x.double(), kind))
+
+
+def rotations(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    kinds = (make.dtype, torch.int8, torch.float8_e4m3fn)
+    for rows, size, half, normed in (
+        (1, 128, 64, False),
+        (sizes.rows, 64, 32, True),
+        (9, 96, 24, True),
+    ):
+        for kind in kinds:
+            if _has(kind, make.device):
+                yield _rotation(make, rows, size, half, normed, kind)
+
+
+def _has(kind: torch.dtype, device: torch.device) -> bool:
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+    return not (old and kind is torch.float8_e4m3fn)
+
+
+def _rotation(
+    make: Inputs, rows: int, size: int, half: int, normed: bool, kind: torch.dtype
+) -> Case:
+    heads, kv_heads, pages = 8, 2, 2 + rows // 8
+    qkv = make.normal(rows, (heads + 2 * kv_heads) * size)
+    angles = make.normal(512, half, dtype=torch.float32)
+    table = (angles.cos(), angles.sin())
+    positions = make.integers(0, 512, rows, dtype=torch.int32)
+    slots = make.permutation(16 * pages)[:rows]
+    slots[rows // 2] = slots[0] if rows == 1 else -1
+    weights = None
+    if normed:
+        weights = rope.HeadNorms(make.normal(size), make.normal(size), 1e-5, False)
+    cache = make.cache(pages, kv_heads, size, kind)
+
+    def stored(into: LayerKV, queries: Tensor) -> Tensors:
+        # the cache as values: what was there before must still be there
+        keys = widen(into.keys, into.key_scales)
+        return queries, keys, widen(into.values, into.value_scales)
+
+    def found() -> Tensors:
+        into = LayerKV(*(part.clone() for part in cache.tensors))
+        return stored(into, rope.rope_and_store(qkv, positions, table, weights, into, slots))
+
+    def wanted() -> Tensors:
+        # rows keep their type, or what is stored would be rounded from something else; the twin
+        # computes in float32 or better, and rounds once
+        into = doubled_cache(cache)
+        norms = weights and rope.HeadNorms(
+            weights.q.double(), weights.k.double(), weights.eps, weights.offset
+        )
+        exact = tuple(part.double() for part in table)
+        queries = rope.rope_and_store_reference(
+            qkv.double(), positions, (exact[0], exact[1]), norms, into, slots
+        )
+        return stored(into, queries)
+
+    name = f"{rows} × {size}, {2 * half} rotated{', norms' if normed else ''}, {_short(kind)}"
+    return Case("rope_and_store", name, found, wanted, EIGHT_BITS.get(kind, BF16))
+
+
+def attentions(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    """Decoding, a whole prompt, a part of one behind others, and both at once."""
+    long = sizes.long
+    steps = {
+        "one": ([1], [long]),
+        "decode": ([1] * 5, [long, 1, 17, 256, 33]),
+        "prompt": ([97], [97]),
+        "behind": ([64, 40], [long, 40]),
+        "mixed": ([1, 70, 1, 1], [long, 90, 16, 5]),
+    }
+    for name, (rows, lengths) in steps.items():
+        yield _attention(make, name, rows, lengths, make.dtype)
+    rows, lengths = steps["mixed"]
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        if _has(kind, make.device):
+            yield _attention(make, "decode", *steps["decode"], kind)
+            yield _attention(make, "mixed", rows, lengths, kind)
+    for size in (64, 96, 256):
+        yield _attention(make, "mixed", rows, lengths, make.dtype, size=size, heads=6)
+    for step in ("decode", "mixed"):
+        yield _attention(make, step, *steps[step], make.dtype, window=50, softcap=30.0)
+
+
+def _attention(
+    make: Inputs,
+    step: str,
+    rows: list[int],
+    lengths: list[int],
+    kind: torch.dtype,
+    *,
+    size: int = 128,
+    heads: int = 8,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Case:
+    kv_heads, pages = 2, -(-max(lengths) // 16) * len(lengths) + 3
+    queries = make.normal(sum(rows), heads, size)
+    cache = make.cache(pages, kv_heads, size, kind)
+    ragged = make.ragged(rows, lengths, pages)
+    scale = size**-0.5
+
+    def found() -> Tensors:
+        return (
+            attention.paged_attention(
+                queries, cache, ragged, scale=scale, window=window, softcap=softcap
+            ),
+        )
+
+    def wanted() -> Tensors:
+        return (
+            attention.paged_attention_reference(
+                *(queries.double(), exact_cache(cache), ragged),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            ),
+        )
+
+    bent = f", window {window}, softcap {softcap}" if window else ""
+    name = f"{step} of {max(lengths)}, {heads}/{kv_heads} × {size}, {_short(kind)}{bent}"
+    return Case("paged_attention", name, found, wanted)
+
+
+def _short(kind: torch.dtype) -> str:
+    return f"{'cache ' if kind in LARGEST else ''}{str(kind).removeprefix('torch.')}"

@@ -1,0 +1,47 @@
+"""Runs the cases: is every kernel what its twin in float64 is?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.gpu_parts import kernel_cases, product_cases, sampling_cases
+from benchmarks.gpu_parts.case import Case, Sizes
+from benchmarks.gpu_parts.device import Device, poisoned, relative_error
+from benchmarks.gpu_parts.inputs import Inputs
+from benchmarks.gpu_parts.report import Check, said
+
+GROUPS: tuple[Callable[[Inputs, Sizes], Iterator[Case]], ...] = (
+    *(kernel_cases.norms, kernel_cases.gates, kernel_cases.rotations, kernel_cases.attentions),
+    *(product_cases.products, product_cases.int4_products, product_cases.fp8_products),
+    *(product_cases.mixtures, sampling_cases.draws),
+)
+
+
+def kernels(device: Device, sizes: Sizes, seed: int) -> Iterator[Check]:
+    """A check for every case; an exception fails that one alone, or the rest of its group."""
+    generator = torch.Generator(device.torch).manual_seed(seed)
+    make = Inputs(generator, torch.bfloat16)
+    for group in GROUPS:
+        try:
+            for case in group(make, sizes):
+                yield _checked(case, device)
+        except Exception as error:  # whatever it is, the other kernels are worth checking
+            yield Check(f"cases of {group.__name__}", 0.0, 0.0, said(error))
+
+
+@torch.inference_mode()
+def _checked(case: Case, device: Device) -> Check:
+    try:
+        wanted = case.wanted()
+        with poisoned(), warnings.catch_warnings():
+            # torch warns of what is not deterministic; that is not the question here
+            warnings.simplefilter("ignore")
+            found = case.found()
+        device.synchronize()
+        pairs = zip(found, wanted, strict=True)
+        return Check(case.name, max(relative_error(*pair) for pair in pairs), case.most)
+    except Exception as error:
+        return Check(case.name, 0.0, case.most, said(error))

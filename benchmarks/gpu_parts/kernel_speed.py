@@ -1,0 +1,166 @@
+"""Kernels beside what torch has for the same: cuBLAS for products, SDPA for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.gpu_parts.ceilings import Ceilings
+from benchmarks.gpu_parts.clock import Budget
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.inputs import Inputs
+from benchmarks.gpu_parts.report import Report, said
+from benchmarks.gpu_parts.session import DTYPE, Loaded
+from localgen.backends.cuda.kernels.attention import paged_attention
+from localgen.backends.cuda.kernels.kv import LayerKV
+from localgen.backends.cuda.kernels.ragged import Ragged
+from localgen.backends.cuda.linear import DenseLinear, Linear
+from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.weights import LayerWeights
+
+PART, SDPA = "kernels", "torch SDPA"
+_NAMES = ("qkv", "out", "gate_up", "down")
+# layers whose weights are read in turn: together they are many times a cache
+_LAYERS = 16
+# bytes of keys and values that are read in turn
+_ROTATED_BYTES = 200e6
+
+
+@dataclass(frozen=True, slots=True)
+class Tester:
+    """What both tests need."""
+
+    device: Device
+    ceilings: Ceilings
+    report: Report
+    make: Inputs
+
+
+def products(tester: Tester, models: Sequence[Loaded], rows: Sequence[int], budget: Budget) -> None:
+    """The four products of a layer: of every model, and cuBLAS over the first, which is dense."""
+    for count in rows:
+        test = f"a layer's products, {count} rows"
+        if not budget.fits(test):
+            return
+        for model in models:
+            _layer(tester, test, model.name, model, count, _call)
+        _layer(tester, test, f"cuBLAS, {models[0].name}", models[0], count, _cublas)
+
+
+Maker = Callable[[Linear, Tensor], Callable[[], object]]
+
+
+def _call(linear: Linear, x: Tensor) -> Callable[[], object]:
+    return lambda: linear(x)
+
+
+def _cublas(linear: Linear, x: Tensor) -> Callable[[], object]:
+    assert isinstance(linear, DenseLinear)
+    weight = linear.weight
+    return lambda: functional.linear(x, weight)
+
+
+def _layer(tester: Tester, test: str, side: str, model: Loaded, rows: int, maker: Maker) -> None:
+    layers = model.weights.layers[:_LAYERS]
+    took_us = {}
+    for name in _NAMES:
+        linears = [_linear(layer, name) for layer in layers]
+        xs = [tester.make.normal(rows, linear.in_features) for linear in linears]
+        calls = [maker(linear, x) for linear, x in zip(linears, xs, strict=True)]
+        took_us[f"{name}_us"] = tester.device.median_s(calls) * 1e6
+    whole_us = sum(took_us.values())
+    layer_bytes = _layer_bytes(model)
+    first = [_linear(layers[0], name) for name in _NAMES]
+    sums = 2 * rows * sum(linear.in_features * linear.out_features for linear in first)
+    bytes_s = layer_bytes / whole_us * 1e6
+    figures = {"gb_s": bytes_s / 1e9, **tester.ceilings.shares(bytes_s)}
+    figures |= {"us": whole_us, "tflop_s": sums / whole_us / 1e6, **took_us}
+    tester.report.add(PART, test, side, [figures])
+
+
+def _linear(layer: LayerWeights, name: str) -> Linear:
+    found = getattr(layer, name)
+    assert found is not None
+    return found  # type: ignore[no-any-return]
+
+
+def _layer_bytes(model: Loaded) -> float:
+    """Weights of one layer, about: norms are next to nothing."""
+    head = 0 if model.spec.tied else model.spec.vocab * model.spec.hidden * DTYPE.itemsize
+    embed = model.weights.embed.nbytes
+    return (model.weights.num_bytes - head - embed) / model.spec.layers
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Sequences of so many tokens each, of which the last `rows` are new."""
+
+    sequences: int
+    tokens: int
+    rows: int = 1
+
+
+def attention(tester: Tester, spec: ModelSpec, crowds: Sequence[Crowd], budget: Budget) -> None:
+    """One layer's attention; torch's has its keys and values without pages."""
+    for crowd in crowds:
+        what = "decoding" if crowd.rows == 1 else f"{crowd.rows} new"
+        test = f"attention, {crowd.sequences} × {crowd.tokens:,}, {what}"
+        if not budget.fits(test):
+            return
+        _attend(tester, test, "localgen", spec, crowd, _paged)
+        try:
+            _attend(tester, test, SDPA, spec, crowd, _sdpa)
+        except RuntimeError as error:  # not every build has a kernel for every shape
+            tester.report.skipped.append((f"{SDPA}, {test}", said(error)))
+
+
+def _attend(
+    tester: Tester,
+    test: str,
+    side: str,
+    spec: ModelSpec,
+    crowd: Crowd,
+    maker: Callable[[Inputs, ModelSpec, Crowd], Callable[[], object]],
+) -> None:
+    kv = 2 * crowd.sequences * crowd.tokens * spec.kv_heads * spec.head_dim * DTYPE.itemsize
+    copies = max(1, min(16, int(_ROTATED_BYTES // kv))) if tester.device.is_gpu else 1
+    took_s = tester.device.median_s([maker(tester.make, spec, crowd) for _ in range(copies)])
+    seen = crowd.rows * (crowd.tokens - crowd.rows) + crowd.rows * (crowd.rows + 1) / 2
+    sums = 4 * crowd.sequences * spec.heads * spec.head_dim * seen
+    if crowd.rows == 1:
+        figures = {"gb_s": kv / took_s / 1e9, **tester.ceilings.shares(kv / took_s)}
+    else:
+        figures = {"tflop_s": sums / took_s / 1e12}
+    tester.report.add(PART, test, side, [figures | {"us": took_s * 1e6}])
+    tester.device.free()
+
+
+def _paged(make: Inputs, spec: ModelSpec, crowd: Crowd) -> Callable[[], object]:
+    pages = pages_for(crowd.tokens) * crowd.sequences
+    cache: LayerKV = make.cache(pages, spec.kv_heads, spec.head_dim, make.dtype)
+    count = crowd.sequences
+    ragged: Ragged = make.ragged([crowd.rows] * count, [crowd.tokens] * count, pages)
+    queries = make.normal(crowd.rows * count, spec.heads, spec.head_dim)
+    return lambda: paged_attention(
+        queries, cache, ragged, scale=spec.attn_scale, window=None, softcap=None
+    )
+
+
+def _sdpa(make: Inputs, spec: ModelSpec, crowd: Crowd) -> Callable[[], object]:
+    tokens = pages_for(crowd.tokens) * PAGE_TOKENS
+    shape = (crowd.sequences, spec.kv_heads, tokens, spec.head_dim)
+    keys, values = (make.normal(*shape)[:, :, : crowd.tokens] for _ in range(2))
+    queries = make.normal(crowd.sequences, spec.heads, crowd.rows, spec.head_dim)
+    causal = crowd.rows > 1
+    bias = None
+    if causal and crowd.rows < crowd.tokens:
+        from torch.nn.attention.bias import causal_lower_right
+
+        bias, causal = causal_lower_right(crowd.rows, crowd.tokens), False
+    return lambda: functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=bias, is_causal=causal, enable_gqa=True
+    )

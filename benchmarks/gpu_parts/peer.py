@@ -1,0 +1,107 @@
+"""A peer in a process of its own: python -m benchmarks.gpu_parts.peer NAME LOGITS [--quick]
+
+It loads, warms up, writes its logits of a fixed prompt to the file LOGITS and says that it is
+ready; then it measures a round for every line it reads, and answers with the figures in a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.hf_peers import ContinuousBatching, StaticGenerate
+from benchmarks.gpu_parts.plan import FULL, QUICK, Plan
+from benchmarks.gpu_parts.session import Loaded
+from benchmarks.gpu_parts.static_decode import StaticDecode
+
+Round = Callable[[], dict[str, float]]
+ROOM = 16
+
+
+def asked_prompt(plan: Plan) -> list[int]:
+    """What every peer and localgen compute the logits of."""
+    return random.Random(0).choices(range(plan.plain.spec.vocab), k=plan.alone.prompt)
+
+
+def _prompts(plan: Plan, count: int, tokens: int) -> list[list[int]]:
+    return [random.choices(range(plan.plain.spec.vocab), k=tokens) for _ in range(count)]
+
+
+def _static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+    loaded, length = Loaded(plan.plain, device), plan.alone.prompt + plan.alone.answer + ROOM
+    peer = StaticDecode(loaded.spec, loaded.weights, device, max_len=length, compiler=plan.compiler)
+    peer.warm_up()
+    return peer.prompt(asked_prompt(plan)), _decoding(plan, peer)
+
+
+def _hf_static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+    loaded, length = Loaded(plan.plain, device), plan.alone.prompt + plan.alone.answer + ROOM
+    peer = StaticGenerate(loaded.spec, loaded.weights, device, max_len=length)
+    run = _decoding(plan, peer)
+    run()
+    return peer.prompt(asked_prompt(plan)), run
+
+
+def _hf_batching(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+    loaded, crew = Loaded(plan.plain, device), plan.peer
+    peer = ContinuousBatching(loaded.spec, loaded.weights, device)
+
+    def run() -> dict[str, float]:
+        took_s = peer.serve_s(_prompts(plan, crew.requests, crew.prompt), crew.answer)
+        return {"tok_s": crew.requests * crew.answer / took_s}
+
+    # before, because it changes how the model attends
+    logits = peer.prompt(asked_prompt(plan))
+    run()
+    return logits, run
+
+
+def _decoding(plan: Plan, peer: StaticDecode | StaticGenerate) -> Round:
+    crew = plan.alone
+
+    def run() -> dict[str, float]:
+        (prompt,) = _prompts(plan, 1, crew.prompt)
+        return {"decode_tok_s": (crew.answer - 1) / peer.decode_s(prompt, crew.answer)}
+
+    return run
+
+
+# alone: one request at a time, as much as localgen's; batch: several
+STATIC, HF_STATIC = "torch.compile, static cache", "transformers, static cache"
+HF_BATCHING = "transformers, continuous batching"
+ALONE, BATCH = (STATIC, HF_STATIC), (HF_BATCHING,)
+_PEERS: dict[str, Callable[[Plan, Device], tuple[torch.Tensor, Round]]] = {
+    STATIC: _static,
+    HF_STATIC: _hf_static,
+    HF_BATCHING: _hf_batching,
+}
+
+
+def main() -> None:
+    """Until nothing more comes to read."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=[*_PEERS])
+    parser.add_argument("logits", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    # whatever a library prints goes elsewhere
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    plan = QUICK if options.quick else FULL
+    logits, run = _PEERS[options.name](plan, Device.found(gpu=not options.quick))
+    torch.save(logits.float().cpu(), options.logits)
+    print(json.dumps({}), file=answers)
+    for _ in sys.stdin:
+        print(json.dumps(run()), file=answers)
+
+
+if __name__ == "__main__":
+    main()

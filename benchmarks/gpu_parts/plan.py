@@ -1,0 +1,145 @@
+"""How much is measured: in full on a GPU, or a little of everything on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.gpu_parts import case, shapes
+from benchmarks.gpu_parts.case import Sizes
+from benchmarks.gpu_parts.kernel_speed import Crowd
+from benchmarks.gpu_parts.shapes import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """Requests that are handed in at once: prompt and answer of so many tokens."""
+
+    requests: int
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Sizes in tokens, buffers in bytes, times in seconds.
+
+    plain, int4, fp8: the same model in three forms; small: another; large: measured alone only.
+    alone: a request by itself. depths: what lies before it. batches: sequences of the curve, each
+    as `each`. rush: more requests than run at once. mixed: requests of lowest to highest tokens, in
+    and out. lognormal: requests of a mean of so many tokens. prefix: shared by requests like
+    `behind`. chats: `turns` of a question and an answer, `behind` one another.
+    peer: requests that engines with batches get. compiler: torch.compile's backend for peers.
+    """
+
+    plain: Shape
+    int4: Shape
+    fp8: Shape
+    small: Shape
+    large: Shape
+    rounds: int
+    total_s: float
+    copy_bytes: int
+    product_side: int
+    checked: Sizes
+    product_rows: tuple[int, ...]
+    crowds: tuple[Crowd, ...]
+    alone: Crew
+    depths: tuple[int, ...]
+    batches: tuple[int, ...]
+    each: Crew
+    rush: Crew
+    mixed_requests: int
+    mixed_tokens: tuple[int, int]
+    lognormal: Crew
+    prefix: int
+    behind: Crew
+    chats: int
+    turns: int
+    turn: Crew
+    steps: int
+    step_batches: tuple[int, ...]
+    peer: Crew
+    peer_ready_s: float
+    compiler: str
+    kv_tokens: int
+
+    @property
+    def models(self) -> tuple[Shape, ...]:
+        """Those that stay loaded, each once."""
+        return tuple(dict.fromkeys((self.plain, self.int4, self.fp8, self.small)))
+
+
+FULL = Plan(
+    plain=shapes.PLAIN_8B,
+    int4=shapes.INT4_8B,
+    fp8=shapes.FP8_8B,
+    small=shapes.PLAIN_1B,
+    large=shapes.INT4_70B,
+    rounds=5,
+    total_s=510.0,
+    copy_bytes=4 << 30,
+    product_side=8192,
+    checked=case.FULL,
+    product_rows=(1, 2, 4, 8, 16, 64, 256),
+    crowds=(
+        Crowd(1, 4096),
+        Crowd(1, 32_768),
+        Crowd(16, 4096),
+        Crowd(64, 2048),
+        Crowd(256, 1024),
+        Crowd(1, 4096, 4096),
+        Crowd(1, 32_768, 4096),
+    ),
+    alone=Crew(requests=1, prompt=128, answer=256),
+    depths=(4096, 32_768),
+    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    each=Crew(requests=1, prompt=128, answer=64),
+    rush=Crew(requests=768, prompt=128, answer=128),
+    mixed_requests=256,
+    mixed_tokens=(100, 1024),
+    lognormal=Crew(requests=512, prompt=202, answer=179),
+    prefix=2048,
+    behind=Crew(requests=64, prompt=64, answer=128),
+    chats=16,
+    turns=8,
+    turn=Crew(requests=1, prompt=64, answer=96),
+    steps=40,
+    step_batches=(1, 64, 256),
+    peer=Crew(requests=64, prompt=128, answer=128),
+    peer_ready_s=140.0,
+    compiler="inductor",
+    kv_tokens=330_000,
+)
+QUICK = Plan(
+    plain=shapes.PLAIN_TINY,
+    int4=shapes.INT4_TINY,
+    fp8=shapes.FP8_TINY,
+    small=shapes.PLAIN_TINY,
+    large=shapes.INT4_TINY,
+    rounds=2,
+    total_s=240.0,
+    copy_bytes=4 << 20,
+    product_side=128,
+    checked=case.QUICK,
+    product_rows=(1, 16),
+    crowds=(Crowd(1, 256), Crowd(4, 64), Crowd(1, 64, 64), Crowd(1, 256, 64)),
+    alone=Crew(requests=1, prompt=16, answer=16),
+    depths=(64, 256),
+    batches=(1, 2, 4),
+    each=Crew(requests=1, prompt=16, answer=16),
+    rush=Crew(requests=12, prompt=16, answer=8),
+    mixed_requests=6,
+    mixed_tokens=(8, 32),
+    lognormal=Crew(requests=8, prompt=20, answer=18),
+    prefix=64,
+    behind=Crew(requests=4, prompt=8, answer=8),
+    chats=2,
+    turns=3,
+    turn=Crew(requests=1, prompt=8, answer=8),
+    steps=5,
+    step_batches=(1, 3),
+    peer=Crew(requests=3, prompt=16, answer=16),
+    peer_ready_s=150.0,
+    compiler="eager",
+    kv_tokens=8192,
+)

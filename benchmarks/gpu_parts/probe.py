@@ -1,0 +1,127 @@
+"""A decoder with a cache of its own, stepped directly: the logits of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.inputs import doubled
+from localgen.backends.cuda.batch import Ints, StepInputs, arrange
+from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.graphs import DeviceSteps
+from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.weights import LayerWeights, Weights
+from localgen.backends.engine.runner import Chunk
+from localgen.backends.engine.sequence import Sequence as Seq
+from localgen.backends.types import BASE_SAMPLING
+
+Part = TypeVar("Part")
+
+
+class Probe:
+    """Sequences 0 to `sequences` - 1 of at most `max_len` tokens each, on pages in any order."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        *,
+        max_len: int,
+        sequences: int = 1,
+        graphs: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        device, kind = weights.embed.device, dtype or weights.embed.dtype
+        self._each = pages_for(max_len)
+        count = self._each * sequences
+        cache = KVCache.zeros(spec, count, device=device, dtype=kind)
+        for layer in cache.layers:
+            for tensor in (layer.keys, layer.values):
+                if kind.itemsize > 1:
+                    tensor.fill_(torch.nan)  # nothing may be read before it is written
+        self._pages = np.random.default_rng(0).permutation(count).astype(np.int32)
+        self._names = [_sequence(i, max_len) for i in range(sequences)]
+        length = min(spec.max_len, self._each * PAGE_TOKENS)
+        self._steps = DeviceSteps(Decoder(spec, weights, length), cache, graphs=graphs)
+
+    def step(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
+        """Logits after every token of each part (sequence, start, tokens): [tokens, vocab]."""
+        logits = self._steps.run(self.inputs(parts))
+        return list(torch.split(logits.clone(), [len(tokens) for _, _, tokens in parts]))
+
+    def inputs(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> StepInputs:
+        """The step that computes these."""
+        chunks = [
+            Chunk(
+                seq=self._names[number],
+                start=start,
+                tokens=list(tokens),
+                num_drafts=len(tokens) - 1,
+                samples=True,
+            )
+            for number, start, tokens in parts
+        ]
+        return arrange(chunks, self._table)
+
+    def _table(self, seq: Seq) -> Ints:
+        first = int(seq.id) * self._each
+        return self._pages[first : first + self._each]
+
+    def text(self, tokens: Sequence[int], *, rows: int = 1024) -> Tensor:
+        """Logits after every token of one text: [tokens, vocab]."""
+        return torch.cat(
+            [
+                self.step([(0, start, tokens[start : start + rows])])[0]
+                for start in range(0, len(tokens), rows)
+            ]
+        )
+
+
+def _sequence(number: int, max_len: int) -> Seq:
+    return Seq(
+        id=str(number), tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=max_len, limit=max_len
+    )
+
+
+def exact(weights: Weights) -> Weights:
+    """The same weights in float64 on the CPU, where only twins compute."""
+    return _changed(weights, lambda tensor: doubled(tensor.cpu()))
+
+
+def livened(weights: Weights, generator: torch.Generator) -> Weights:
+    """With norms that are not all ones, where mistakes would not show."""
+
+    def other(norm: Tensor | None) -> Tensor | None:
+        if norm is None:
+            return None
+        noise = torch.empty(norm.shape, device=norm.device).normal_(generator=generator)
+        return norm + (0.3 * noise).to(norm.dtype)
+
+    def lively(layer: LayerWeights) -> LayerWeights:
+        names = [f.name for f in fields(layer) if "norm" in f.name]
+        changed: dict[str, Any] = {name: other(getattr(layer, name)) for name in names}
+        return replace(layer, **changed)
+
+    layers = [lively(layer) for layer in weights.layers]
+    norm = other(weights.norm)
+    assert norm is not None
+    return replace(weights, layers=layers, norm=norm)
+
+
+def _changed(part: Part, change: Any) -> Part:
+    """A value made of dataclasses, lists and tuples, with other tensors."""
+    found: Any = part
+    if isinstance(part, Tensor):
+        found = change(part)
+    elif isinstance(part, (list, tuple)):
+        found = type(part)(_changed(item, change) for item in part)
+    elif is_dataclass(part) and not isinstance(part, type):
+        changed = {f.name: _changed(getattr(part, f.name), change) for f in fields(part) if f.init}
+        found = replace(part, **changed)
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,80 @@
+"""Products with weights of every kind, and mixtures of experts, on random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, Case, Sizes, beside
+from benchmarks.gpu_parts.inputs import Inputs, doubled
+from localgen.backends.cuda.kernels import experts, fp8, int4, matmul
+from localgen.backends.cuda.kernels.experts_many import Chosen
+
+
+def products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    plain = matmul.matmul, matmul.matmul_reference
+    gated = matmul.gated_matmul, matmul.gated_matmul_reference
+    for rows, ins, outs in _products(sizes):
+        given = (
+            *(make.normal(rows, ins), make.normal(outs, ins, std=0.02)),
+            *(make.normal(outs), make.normal(rows, outs)),
+        )
+        exact = tuple(map(doubled, given))
+        name = f"{rows} × {ins} → {outs}"
+        yield beside("matmul", name, plain, given, exact)
+        yield beside("gated_matmul", name, gated, (*given[:2], "silu"), (*exact[:2], "silu"))
+
+
+def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
+    """Rows, inputs and outputs."""
+    for rows in (1, 2, 5, 8, 16, 33, 64, sizes.rows):
+        yield rows, sizes.hidden, sizes.hidden + 64
+    for rows in (1, 7):
+        yield rows, sizes.intermediate, sizes.hidden
+        yield rows, 896, 1000
+
+
+def int4_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    sides = int4.int4_matmul, int4.int4_matmul_reference
+    for group in (128, 32):
+        for rows, ins, outs in _products(sizes):
+            given = (
+                make.normal(rows, ins),
+                int4.pack(make.integers(0, 16, outs, ins, dtype=torch.uint8)),
+                (make.normal(outs, ins // group).abs() * 0.01 + 0.001).to(torch.float16),
+                make.integers(0, 16, outs, ins // group, dtype=torch.uint8),
+                make.normal(outs),
+            )
+            name = f"{rows} × {ins} → {outs}, groups of {group}"
+            yield beside("int4_matmul", name, sides, given, tuple(map(doubled, given)))
+
+
+def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    sides = fp8.fp8_matmul, fp8.fp8_matmul_reference
+    for rows, ins, outs in _products(sizes):
+        given = (
+            make.normal(rows, ins),
+            make.normal(outs, ins).to(torch.float8_e4m3fn),
+            make.normal(outs, dtype=torch.float32).abs() * 0.02 + 0.001,
+            make.normal(outs),
+        )
+        most = BF16 if rows <= fp8.MOST_ROWS else ROUNDED_ROWS
+        name = f"{rows} × {ins} → {outs}"
+        yield beside("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
+
+
+def mixtures(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    sides = experts.mixture, experts.mixture_reference
+    hidden, inner = sizes.hidden // 2, 768
+    for rows, count, top_k in ((1, 8, 2), (8, 16, 4), (sizes.rows, 16, 2)):
+        weights = (
+            make.normal(rows, hidden),
+            make.normal(count, 2 * inner, hidden, std=0.02),
+            make.normal(count, hidden, inner, std=0.02),
+        )
+        shares, ids = make.normal(rows, count, dtype=torch.float32).softmax(-1).topk(top_k)
+        given = (*weights, Chosen(ids, shares), "silu")
+        exact = (*map(doubled, weights), Chosen(ids, shares.double()), "silu")
+        name = f"{rows} × {hidden}, {top_k} of {count} × {inner}"
+        yield beside("mixture", name, sides, given, exact)

@@ -1,0 +1,167 @@
+"""What a run on a GPU found: one table, and a file with every value."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import table
+
+# the figures of one side in one round, by name; names end in their unit
+Figures = Mapping[str, float]
+HEAD = (
+    *("part", "test", "side", "rate", "TTFT p50/p99 ms", "ITL p50/p99 ms"),
+    *("of datasheet", "of copy", "besides"),
+)
+# the first of these that a row has is its rate
+RATES = {
+    "decode_tok_s": "tok/s",
+    "tok_s": "tok/s",
+    "gb_s": "GB/s",
+    "tflop_s": "TFLOP/s",
+    "first_token_s": "s to the first token",
+}
+_PLACED = (
+    *("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"),
+    *("share_datasheet", "share_copy"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One side of one test: for each figure its value in every round."""
+
+    part: str
+    test: str
+    side: str
+    figures: Mapping[str, tuple[float, ...]]
+
+    def median(self, name: str) -> float | None:
+        """The median of a figure over the rounds; None: this row does not have it."""
+        values = self.figures.get(name)
+        return statistics.median(values) if values else None
+
+    def cells(self) -> tuple[str, ...]:
+        """Of HEAD: medians, and of the rate its lowest and highest value."""
+        rate = next((name for name in RATES if name in self.figures), None)
+        rest = [name for name in self.figures if name not in (*_PLACED, rate)]
+        besides = ", ".join(f"{name} {_number(self.median(name))}" for name in rest)
+        return (
+            *(self.part, self.test, self.side, "" if rate is None else self._rate(rate)),
+            *(self._pair("ttft"), self._pair("itl")),
+            *(_percent(self.median(f"share_{of}")) for of in ("datasheet", "copy")),
+            besides,
+        )
+
+    def _rate(self, name: str) -> str:
+        values = self.figures[name]
+        text = f"{_number(self.median(name))} {RATES[name]}"
+        if len(values) == 1:
+            return text
+        return f"{text} ({_number(min(values))}–{_number(max(values))})"
+
+    def _pair(self, name: str) -> str:
+        pair = [self.median(f"{name}_p{share}_ms") for share in (50, 99)]
+        return "" if None in pair else " / ".join(map(_number, pair))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Whether something is right. error: how far off, to be at most `most`; problem: an exception,
+    or what else is wrong."""
+
+    name: str
+    error: float
+    most: float
+    problem: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem and self.error <= self.most  # NaN is not
+
+    def line(self) -> str:
+        """For the list of what failed."""
+        return f"{self.name}: {self.problem or f'off by {self.error:.3g}, allowed {self.most:.3g}'}"
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that a run found. skipped: name and reason. cut: what there was no time for."""
+
+    quick: bool
+    seed: int
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    commands: list[str]
+    cut: list[str]
+    rows: list[Row] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    models: list[Mapping[str, Any]] = field(default_factory=list)
+    part_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, part: str, test: str, side: str, rounds: Sequence[Figures]) -> Row:
+        """Enter one side of a test: its figures in each round, all with the same names."""
+        names = rounds[0].keys()
+        figures = {name: tuple(figures[name] for figures in rounds) for name in names}
+        row = Row(part, test, side, figures)
+        self.rows.append(row)
+        return row
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
+
+    def text(self) -> str:
+        """Everything as Markdown."""
+        passed = len(self.checks) - len(self.failed)
+        parts = [
+            f"# {self.machine.get('gpu') or self.machine['cpu']}"
+            + (", quick: the figures mean nothing" if self.quick else ""),
+            ", ".join(f"{name} {number}" for name, number in self.versions.items()),
+            f"{passed} of {len(self.checks)} checks passed.",
+            _list("Failed", [check.line() for check in self.failed]),
+            table(HEAD, [row.cells() for row in self.rows]) if self.rows else "",
+            _list("Skipped", [f"{name}: {reason}" for name, reason in self.skipped]),
+            _list("Cut for lack of time", self.cut),
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Everything as JSON, and the text beside it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = asdict(self) | {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
+            "rows": [
+                asdict(row) | {"medians": {name: row.median(name) for name in row.figures}}
+                for row in self.rows
+            ],
+        }
+        path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(self.text(), encoding="utf-8")
+
+
+def said(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _list(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{title}:", *(f"- {line}" for line in lines)]) if lines else ""
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"

@@ -1,0 +1,78 @@
+"""Sampling on random logits: the kernel has to draw the very tokens that its twin draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.case import Case, Sizes, Tensors
+from benchmarks.gpu_parts.inputs import Inputs
+from localgen.backends.cuda.kernels import sampling
+from localgen.backends.cuda.kernels.noise import seed_mix
+from localgen.backends.cuda.kernels.sampling import SamplingTensors
+
+# rows that may differ: two tokens can be as good as equal
+DIFFERENT = 0.02
+_EDITS = 3  # changed logits of a row
+
+
+def draws(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+    vocab = 32 * sizes.hidden - 61
+    for rows in (1, 4, 64):
+        for kind in ("greedy", "plain", "top-k", "top-p", "min-p", "all", "edits"):
+            yield _draw(make, rows, vocab, kind)
+
+
+def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
+    logits = make.normal(rows, vocab, std=3.0, dtype=torch.float32)
+    settings = _settings(make, rows, vocab, kind)
+
+    def found() -> Tensors:
+        drawn = sampling.sample(logits, settings)
+        same = drawn == sampling.sample_reference(logits.double(), settings)
+        return (same.double(),)
+
+    def wanted() -> Tensors:
+        return (torch.ones(rows, dtype=torch.float64, device=logits.device),)
+
+    # of zeros and ones, the relative error is the root of the share that differs
+    return Case("sample", f"{rows} × {vocab}, {kind}", found, wanted, math.sqrt(DIFFERENT))
+
+
+def _settings(make: Inputs, rows: int, vocab: int, kind: str) -> SamplingTensors:
+    def column(value: float) -> Tensor:
+        return torch.full((rows,), value, device=make.device)
+
+    seeds = make.integers(0, 2**31, rows).tolist()
+    none = torch.empty(0, dtype=torch.int32, device=make.device)
+    has = {name: kind in (name, "all") for name in ("top-k", "top-p", "min-p")}
+    settings = SamplingTensors(
+        temperature=column(0.0 if kind == "greedy" else 0.8),
+        top_k=column(40 if has["top-k"] else 0).to(torch.int32),
+        top_p=column(0.95 if has["top-p"] else 1.0),
+        min_p=column(0.05 if has["min-p"] else 0.0),
+        seed_mix=torch.tensor([seed_mix(seed) for seed in seeds], device=make.device),
+        position=make.integers(1, 4096, rows),
+        repeat=column(1.2),
+        presence=column(0.3),
+        frequency=column(0.2),
+        edit_rows=none,
+        edit_tokens=none,
+        edit_counts=none.float(),
+        edit_biases=none.float(),
+    )
+    if kind != "edits":
+        return settings
+    edits = rows * _EDITS
+    return replace(
+        settings,
+        edit_rows=torch.arange(edits, device=make.device, dtype=torch.int32) // _EDITS,
+        # each token once in a row
+        edit_tokens=make.permutation(vocab)[:_EDITS].repeat(rows).to(torch.int32),
+        edit_counts=make.integers(0, 4, edits).float(),
+        edit_biases=make.normal(edits, dtype=torch.float32),
+    )

@@ -1,0 +1,176 @@
+"""Models as shapes alone: those of Llama, plain and quantized, and one small enough for a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localgen.backends.cuda.quantization import Quant
+from localgen.backends.cuda.rope import Llama3Scaling, Rope
+from localgen.backends.cuda.spec import ModelSpec, Moe
+
+INT4 = Quant(method="awq", bits=4, group_size=128, zero_point=True)
+FP8 = Quant(method="fp8", bits=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model to measure with random weights."""
+
+    name: str
+    spec: ModelSpec
+
+
+def llama(
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int = 128_256,
+    max_len: int = 131_072,
+    stretch: float = 8.0,
+    tied: bool = False,
+    quant: Quant | None = None,
+) -> ModelSpec:
+    """A Llama 3. stretch: the factor of its rope scaling."""
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        max_len=max_len,
+        norm_eps=1e-5,
+        norm_offset=False,
+        sandwich_norms=False,
+        qk_norm=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        activation="silu",
+        rope=Rope(
+            theta=500_000.0,
+            dim=head_dim,
+            scaling=Llama3Scaling(
+                factor=stretch, low_freq_factor=1.0, high_freq_factor=4.0, trained_len=8192
+            ),
+        ),
+        local_rope=None,
+        windows=(None,) * layers,
+        attn_scale=head_dim**-0.5,
+        attn_softcap=None,
+        logit_softcap=None,
+        embed_scale=1.0,
+        tied=tied,
+        fused=False,
+        moe=None,
+        quant=quant,
+    )
+
+
+def config_of(spec: ModelSpec, dtype: str) -> dict[str, Any]:
+    """The config.json of such a Llama, as transformers writes it. dtype: bfloat16, for example."""
+    scaling = spec.rope.scaling
+    assert isinstance(scaling, Llama3Scaling)
+    return {
+        "architectures": [spec.architecture],
+        "model_type": "llama",
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.max_len,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": spec.rope.theta,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.trained_len,
+        },
+        "tie_word_embeddings": spec.tied,
+        "dtype": dtype,
+    }
+
+
+_8B = llama(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128)
+_70B = llama(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8, head_dim=128)
+_1B = llama(
+    layers=16,
+    hidden=2048,
+    intermediate=8192,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    stretch=32.0,
+    tied=True,
+)
+_TINY = llama(
+    layers=2,
+    hidden=128,
+    intermediate=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocab=512,
+    max_len=4096,
+)
+
+PLAIN_8B = Shape("8B bf16", _8B)
+INT4_8B = Shape("8B int4-g128", replace(_8B, quant=INT4))
+FP8_8B = Shape("8B fp8", replace(_8B, quant=FP8))
+PLAIN_1B = Shape("1B bf16", _1B)
+INT4_70B = Shape("70B int4-g128", replace(_70B, quant=INT4))
+PLAIN_TINY = Shape("tiny bf16", _TINY)
+INT4_TINY = Shape("tiny int4-g128", replace(_TINY, quant=INT4))
+FP8_TINY = Shape("tiny fp8", replace(_TINY, quant=FP8))
+
+# every turn that the decoder can take, small enough to be computed in float64
+SMALL = replace(
+    llama(
+        layers=3,
+        hidden=256,
+        intermediate=512,
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        vocab=1000,
+        max_len=2048,
+    ),
+    attn_scale=1.0,  # random weights attend to everything alike otherwise
+)
+CHECKED = (
+    Shape("llama", SMALL),
+    # random digits have a mean, so that scores are larger
+    Shape("llama int4", replace(SMALL, quant=INT4, attn_scale=0.125)),
+    Shape("llama fp8", replace(SMALL, quant=FP8)),
+    Shape(
+        "gemma",
+        replace(
+            SMALL,
+            norm_offset=True,
+            sandwich_norms=True,
+            qk_norm=True,
+            attn_scale=0.125,  # of normed heads, whose products are larger
+            activation="gelu_tanh",
+            local_rope=Rope(theta=10_000.0, dim=64),
+            windows=(48, None, 48),
+            attn_softcap=50.0,
+            logit_softcap=30.0,
+            embed_scale=16.0,
+            tied=True,
+        ),
+    ),
+    Shape("qwen", replace(SMALL, qk_norm=True, qkv_bias=True, attn_scale=0.125)),
+    Shape("mixture", replace(SMALL, moe=Moe(experts=8, top_k=2, intermediate=128, normalize=True))),
+)

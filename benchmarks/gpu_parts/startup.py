@@ -1,0 +1,71 @@
+"""From the start of a process to the first token of a model whose files are in the page cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.gpu_parts.bench import Bench, Side
+from benchmarks.gpu_parts.checkpoint import write_checkpoint
+from benchmarks.gpu_parts.clock import Budget
+from benchmarks.gpu_parts.report import Figures
+
+PART = "startup"
+# room beside the checkpoint, on the disk and in memory
+_SPARE = 1.3
+_TIMEOUT_S = 120
+
+
+def startup(bench: Bench, budget: Budget) -> None:
+    """A start as usual, and the first one ever, which compiles its kernels."""
+    shape = bench.plan.plain
+    with tempfile.TemporaryDirectory(prefix="localgen-benchmark-") as name:
+        folder, needed = Path(name), 2 * shape.spec.num_params
+        free = min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
+        if free < _SPARE * needed:
+            reason = f"{free / 1e9:.0f} GB are free, it takes {_SPARE * needed / 1e9:.0f}"
+            bench.report.skipped.append((PART, reason))
+            return
+        begun_s = time.monotonic()
+        size = write_checkpoint(folder / "model", shape.spec, bench.device)
+        wrote_s = time.monotonic() - begun_s
+        bench.device.free()
+        bench.report.add(PART, f"write {size / 1e9:.2g} GB", shape.name, [{"write_s": wrote_s}])
+        sides: dict[str, Side] = {
+            f"{shape.name}, first start ever": lambda: _start(bench, folder, fresh=True),
+            shape.name: lambda: _start(bench, folder, fresh=False),
+        }
+        for side, run in sides.items():
+            test = "to the first token"
+            if budget.fits(f"{test}, {side}"):
+                bench.rounds(PART, test, {side: run}, 3 if side == shape.name else 1, budget)
+
+
+def _start(bench: Bench, folder: Path, *, fresh: bool) -> Figures:
+    """fresh: with an empty cache of compiled kernels. RuntimeError: it failed."""
+    environment = dict(os.environ)
+    with tempfile.TemporaryDirectory(dir=folder) as empty:
+        if fresh:
+            environment["TRITON_CACHE_DIR"] = empty
+        more = [] if bench.device.is_gpu else ["--cpu"]
+        module = "benchmarks.gpu_parts.first_token"
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(folder / "model"), str(time.monotonic()), *more],
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{module}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]

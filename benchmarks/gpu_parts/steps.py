@@ -1,0 +1,119 @@
+"""What happens within a step: launches, idle time, what the host does, and what graphs cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_parts.answers import Answer
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.session import Session
+
+# gaps longer than this are those in which the device waits for the host
+LONG_GAP_US = 10.0
+# calls with which the host gives the device something to do
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Of some steps. kernels: done by the device, copies included. launches: asked for by the host.
+
+    busy_s: with at least one kernel running. waits_s: in gaps of more than LONG_GAP_US.
+    """
+
+    kernels: int
+    launches: int
+    busy_s: float
+    waits_s: float
+
+
+def activity(device: Device, run: Callable[[], None]) -> Activity:
+    """What the profiler sees of a run. On a CPU, torch's operators stand for kernels."""
+    kinds = torch.profiler.ProfilerActivity
+    wanted = [kinds.CPU, kinds.CUDA] if device.is_gpu else [kinds.CPU]
+    with torch.profiler.profile(activities=wanted) as profile:
+        run()
+        device.synchronize()
+    events = list(profile.events() or [])
+    own = "CUDA" if device.is_gpu else "CPU"
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type.name == own and (device.is_gpu or event.name.startswith("aten::"))
+    ]
+    calls = sum(any(name in event.name for name in _LAUNCHES) for event in events)
+    busy_us, waits_us = busy_and_waits(spans)
+    return Activity(len(spans), calls, busy_us / 1e6, waits_us / 1e6)
+
+
+def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Time covered by at least one span, and that of the long gaps between them."""
+    busy = waits = 0.0
+    end: float | None = None
+    for begin, stop in sorted(spans):
+        if end is None or begin > end:
+            if end is not None and begin - end > LONG_GAP_US:
+                waits += begin - end
+            busy += stop - begin
+            end = stop
+        elif stop > end:
+            busy += stop - end
+            end = stop
+    return busy, waits
+
+
+@contextmanager
+def decoding(session: Session, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
+    """All of them decode inside; yields how long each step took so far, in seconds."""
+    answers: list[Answer] = [session.submit(prompt, tokens) for prompt in prompts]
+    while not all(answer.arrivals for answer in answers):
+        session.step()
+    yield [_step_s(session) for _ in range(_FIRST_STEPS)]
+    session.cancel(answers)
+
+
+# by then the shape is captured and replayed
+_FIRST_STEPS = 12
+
+
+def _step_s(session: Session) -> float:
+    begun_s = time.perf_counter()
+    session.step()
+    return time.perf_counter() - begun_s
+
+
+def measured(
+    device: Device, session: Session, prompts: Sequence[Sequence[int]], *, steps: int
+) -> dict[str, float]:
+    """Figures of a decoding step of so many sequences, averaged over `steps` of them."""
+    device.reset_peak()
+    with decoding(session, prompts, _FIRST_STEPS + 4 * steps + 100) as first_s:
+        session.runner.waited_s = 0.0
+        begun_s = time.perf_counter()
+        each_s = [_step_s(session) for _ in range(steps)]
+        wall_s, waited_s = time.perf_counter() - begun_s, session.runner.waited_s
+
+        def some() -> None:
+            for _ in range(steps):
+                session.step()
+
+        activity(device, session.step)  # the profiler's own first time
+        seen = activity(device, some)
+    step_s = statistics.median(each_s)
+    return {
+        "step_ms": step_s * 1e3,
+        "host_us": (wall_s - waited_s) / steps * 1e6,
+        "kernels": seen.kernels / steps,
+        "launches": seen.launches / steps,
+        "idle_share": max(0.0, 1 - seen.busy_s / wall_s),
+        "waits_share": seen.waits_s / wall_s,
+        "capture_ms": max(0.0, sum(first_s) - len(first_s) * step_s) * 1e3,
+        "peak_gb": device.peak_gb(),
+    }

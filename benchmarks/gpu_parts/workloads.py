@@ -1,0 +1,259 @@
+"""Requests as KERNELS have them, through the real engine: alone, in batches, of mixed lengths, over
+one prefix, as chats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from benchmarks.gpu_parts.answers import Answer, computed_tokens, decode_tok_s, served
+from benchmarks.gpu_parts.bench import Bench, Side
+from benchmarks.gpu_parts.clock import Budget
+from benchmarks.gpu_parts.plan import Crew
+from benchmarks.gpu_parts.report import Figures
+from benchmarks.gpu_parts.session import GREEDY, Loaded, Session
+from benchmarks.gpu_parts.shapes import Shape
+from localgen.backends.types import SamplingParams
+
+# the standard deviation of the logarithm of lengths, about that of chats people shared
+_SPREAD = 1.0
+_SAMPLED = SamplingParams(temperature=0.8, seed=1)
+_CURVE_ROUNDS = 3
+_ROOM = 64  # tokens of a pool besides those needed
+
+
+def single(bench: Bench, budget: Budget) -> None:
+    """One request at a time, of all models in turn: with nothing before it, and far into a text."""
+    plan, answer = bench.plan, bench.plan.alone.answer
+    longest = max(plan.depths, default=0) + plan.alone.prompt + 2 * answer + _ROOM
+    with ExitStack() as stack:
+        sessions = {
+            # a deep text that only warms up, and the one that is measured
+            shape: stack.enter_context(_session(bench, shape, 2 * longest))
+            for shape in plan.models
+        }
+        test = f"{plan.alone.prompt} in/{answer} out"
+        for shape, session in sessions.items():
+            for params in (GREEDY, _SAMPLED):  # compiles, and captures
+                session.ask([bench.prompt(shape, plan.alone.prompt)], answer, params)
+        sides = {shape.name: _alone(bench, session, shape) for shape, session in sessions.items()}
+        first = plan.plain
+        sides[f"{first.name}, sampled"] = _alone(bench, sessions[first], first, _SAMPLED)
+        bench.rounds("single", test, sides, plan.rounds, budget)
+        for depth in plan.depths:
+            name = f"{test} at {depth:,}"
+            if budget.fits(name):
+                _deep(bench, sessions, name, depth, budget)
+
+
+def large(bench: Bench, budget: Budget) -> None:
+    """One request at a time of a model that fills most of the device."""
+    shape, crew = bench.plan.large, bench.plan.alone
+    test = f"{crew.prompt} in/{crew.answer} out"
+    with _session(bench, shape, 4 * (crew.prompt + crew.answer + _ROOM)) as session:
+        session.ask([bench.prompt(shape, crew.prompt)], crew.answer)
+        sides = {shape.name: _alone(bench, session, shape)}
+        bench.rounds("large", test, sides, bench.plan.rounds, budget)
+    bench.drop(shape)
+
+
+def _session(bench: Bench, shape: Shape, kv_tokens: int) -> Session:
+    return Session.of(bench.model(shape), bench.device, kv_tokens=kv_tokens)
+
+
+def _alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Side:
+    return lambda: alone(bench, session, shape, params)
+
+
+def alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Figures:
+    """One request by itself."""
+    crew = bench.plan.alone
+    answers = session.ask([bench.prompt(shape, crew.prompt)], crew.answer, params)
+    return _decoding(bench, bench.model(shape), answers, crew.prompt)
+
+
+def at_once(bench: Bench, session: Session, shape: Shape, crew: Crew) -> Figures:
+    """Requests that come together."""
+    return served(_crew(bench, session, shape, crew))
+
+
+def _deep(
+    bench: Bench, sessions: dict[Shape, Session], test: str, depth: int, budget: Budget
+) -> None:
+    """The time to the first token is that of a text never seen; then the same text from the cache
+    is what decodes, so that rounds do not spend their time on prompts."""
+    crew = bench.plan.alone
+    texts: dict[Shape, list[int]] = {}
+    for shape, session in sessions.items():
+        session.ask([bench.prompt(shape, depth)], 4)  # compiles
+        texts[shape] = bench.prompt(shape, depth)
+        (answer,) = session.ask([texts[shape]], 4)
+        ttft_ms = (answer.first_s - answer.sent_s) * 1e3
+        figures = {"ttft_p50_ms": ttft_ms, "ttft_p99_ms": ttft_ms}
+        figures["prompt_tok_s"] = depth / ttft_ms * 1e3
+        bench.report.add("single", f"{test}, cold", shape.name, [figures])
+        session.ask([texts[shape]], 8)  # captures
+
+    def side(shape: Shape, session: Session) -> Side:
+        def run() -> Figures:
+            found = _decoding(
+                bench, bench.model(shape), session.ask([texts[shape]], crew.answer), depth
+            )
+            return {name: value for name, value in found.items() if "ttft" not in name}
+
+        return run
+
+    sides = {shape.name: side(shape, session) for shape, session in sessions.items()}
+    bench.rounds("single", test, sides, bench.plan.rounds, budget)
+
+
+def _decoding(
+    bench: Bench, model: Loaded, answers: Sequence[Answer], prompt: int
+) -> dict[str, float]:
+    """Figures of sequences that decode together, with the bandwidth that their steps come to."""
+    rate = decode_tok_s(answers)
+    tokens = prompt + answers[0].finished.completion_tokens / 2
+    step_bytes = model.step_bytes + len(answers) * model.kv_bytes(tokens)
+    shares = bench.ceilings.shares(rate / len(answers) * step_bytes)
+    return {"decode_tok_s": rate, **served(answers), **shares}
+
+
+def curve(bench: Bench, budget: Budget) -> None:
+    """How fast sequences decode together, by their number."""
+    plan = bench.plan
+    shapes = (plan.plain, plan.int4, plan.fp8)
+    room = max(plan.batches) * (plan.each.prompt + plan.each.answer + _ROOM)
+    with ExitStack() as stack:
+        sessions = {
+            shape: stack.enter_context(_session(bench, shape, 2 * room)) for shape in shapes
+        }
+        for batch in plan.batches:
+            test = f"{plan.each.prompt} in/{plan.each.answer} out × {batch}"
+            if not budget.fits(test):
+                continue
+            for shape, session in sessions.items():
+                _crew(bench, session, shape, replace(plan.each, requests=batch))
+            sides = {
+                shape.name: _batch(bench, session, shape, batch)
+                for shape, session in sessions.items()
+            }
+            bench.rounds("curve", test, sides, min(plan.rounds, _CURVE_ROUNDS), budget)
+
+
+def _crew(bench: Bench, session: Session, shape: Shape, crew: Crew) -> Sequence[Answer]:
+    prompts = bench.prompts(shape, [crew.prompt] * crew.requests)
+    return session.ask(prompts, crew.answer)
+
+
+def _batch(bench: Bench, session: Session, shape: Shape, batch: int) -> Side:
+    crew = replace(bench.plan.each, requests=batch)
+
+    def run() -> Figures:
+        return _decoding(bench, bench.model(shape), _crew(bench, session, shape, crew), crew.prompt)
+
+    return run
+
+
+def load(bench: Bench, budget: Budget) -> None:
+    """More at once than one would ask for alone: output of the whole, and how long all wait."""
+    plan = bench.plan
+    low, high = plan.mixed_tokens
+    rush, chats = plan.rush, plan.lognormal
+    tests: list[tuple[str, tuple[Shape, ...], list[int], list[int]]] = [
+        (
+            f"{rush.requests} × {rush.prompt} in/{rush.answer} out",
+            (plan.plain, plan.int4, plan.fp8),
+            [rush.prompt] * rush.requests,
+            [rush.answer] * rush.requests,
+        ),
+        (
+            f"{plan.mixed_requests} × {low}–{high} in and out",
+            (plan.plain, plan.fp8),
+            [bench.random.randint(low, high) for _ in range(plan.mixed_requests)],
+            [bench.random.randint(low, high) for _ in range(plan.mixed_requests)],
+        ),
+        (
+            f"{chats.requests} × lognormal, mean {chats.prompt} in/{chats.answer} out",
+            (plan.plain,),
+            _lognormal(bench, chats.prompt, chats.requests),
+            _lognormal(bench, chats.answer, chats.requests),
+        ),
+    ]
+    for test, shapes, ins, outs in tests:
+        for shape in shapes:
+            if budget.fits(f"{test}, {shape.name}"):
+                _loaded(bench, test, shape, ins, outs, budget)
+
+
+def _loaded(
+    bench: Bench, test: str, shape: Shape, ins: list[int], outs: list[int], budget: Budget
+) -> None:
+    bench.device.reset_peak()
+    with _session(bench, shape, bench.plan.kv_tokens) as session:
+
+        def run() -> Figures:
+            answers = session.ask(bench.prompts(shape, ins), outs)
+            return {**served(answers), "peak_gb": bench.device.peak_gb()}
+
+        few = max(1, len(ins) // 8)  # compiles, and captures the smaller shapes
+        session.ask(bench.prompts(shape, ins[:few]), [min(n, 32) for n in outs[:few]])
+        bench.rounds("load", test, {shape.name: run}, 2, budget)
+    bench.device.free()
+
+
+def _lognormal(bench: Bench, mean: int, count: int) -> list[int]:
+    """Lengths of a lognormal distribution of this mean."""
+    middle = math.log(mean) - _SPREAD**2 / 2
+    drawn = [bench.random.lognormvariate(middle, _SPREAD) for _ in range(count)]
+    return [min(max(int(length), 4), 8 * mean) for length in drawn]
+
+
+def prefix(bench: Bench, budget: Budget) -> None:
+    """Cold requests that arrive together over one long prefix, which is computed once."""
+    plan, shape, crew = bench.plan, bench.plan.plain, bench.plan.behind
+    test = f"{crew.requests} × {crew.prompt} in/{crew.answer} out over {plan.prefix:,}"
+    with _session(bench, shape, plan.kv_tokens) as session:
+
+        def run() -> Figures:
+            shared = bench.prompt(shape, plan.prefix)
+            prompts = [
+                [*shared, *own] for own in bench.prompts(shape, [crew.prompt] * crew.requests)
+            ]
+            answers = session.ask(prompts, crew.answer)
+            return {**served(answers), "computed_tokens": computed_tokens(answers)}
+
+        run()
+        bench.rounds("prefix", test, {shape.name: run}, plan.rounds, budget)
+
+
+def chats(bench: Bench, budget: Budget) -> None:
+    """Chats that go on side by side: each turn sends all that was said, and a question more."""
+    plan, shape, turn = bench.plan, bench.plan.plain, bench.plan.turn
+    test = f"{plan.chats} chats × {plan.turns} turns of {turn.prompt} in/{turn.answer} out"
+    with _session(bench, shape, plan.kv_tokens) as session:
+
+        def run() -> Figures:
+            answers = _talk(bench, session, shape)
+            return {**served(answers), "computed_tokens": computed_tokens(answers)}
+
+        run()
+        bench.rounds("chats", test, {shape.name: run}, 2, budget)
+
+
+def _talk(bench: Bench, session: Session, shape: Shape) -> list[Answer]:
+    """Every chat's next question comes when its answer is complete."""
+    plan, turn = bench.plan, bench.plan.turn
+    texts = bench.prompts(shape, [turn.prompt] * plan.chats)
+    current = [session.submit(text, turn.answer) for text in texts]
+    answers, asked = list(current), [1] * plan.chats
+    while any(answer.end is None for answer in current):
+        session.step()
+        for i, answer in enumerate(current):
+            if answer.end is not None and asked[i] < plan.turns:
+                texts[i] += answer.tokens + bench.prompt(shape, turn.prompt)
+                current[i] = session.submit(texts[i], turn.answer)
+                answers.append(current[i])
+                asked[i] += 1
+    return answers

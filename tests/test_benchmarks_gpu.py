@@ -1,0 +1,282 @@
+"""The benchmark of the GPU engine, on the CPU and at toy size."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import localgen.backends.cuda.kernels as kernel_modules
+from benchmarks import gpu
+from benchmarks.gpu_parts import case, decoder_checks, peer, peers, shapes
+from benchmarks.gpu_parts.answers import Answer, AnswerFailed, decode_tok_s, served
+from benchmarks.gpu_parts.bench import Bench
+from benchmarks.gpu_parts.clock import Budget, Clock
+from benchmarks.gpu_parts.device import Device, poisoned, relative_error
+from benchmarks.gpu_parts.kernel_checks import kernels
+from benchmarks.gpu_parts.report import Check, Report, Row
+from benchmarks.gpu_parts.steps import busy_and_waits
+from localgen.backends.cuda import decoder
+from localgen.backends.cuda.kernels import activation, norm
+from localgen.backends.types import Finished, Timings
+
+CPU = Device.found(gpu=False)
+
+
+@pytest.mark.slow
+def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "result.json"
+    assert gpu.main(["--quick", "--seed", "1", "--output", str(output)]) == 0, capsys.readouterr()
+    printed = capsys.readouterr().out
+    assert printed.strip() == output.with_suffix(".md").read_text().strip()
+    text = output.read_text()
+    assert str(tmp_path) not in text
+    result = json.loads(text)
+    assert {"date", "machine", "versions", "commands", "seed", "part_s"} <= result.keys()
+    assert (result["cut"], result["skipped"]) == ([], [])
+    assert set(result["part_s"]) == set(gpu.PARTS)
+    assert {row["part"] for row in result["rows"]} == set(gpu.PARTS) - {"checks"}
+    for part in set(gpu.PARTS) - {"checks"}:
+        assert f"| {part} " in printed
+    rates = [
+        row["figures"].get("decode_tok_s", row["figures"].get("tok_s")) for row in result["rows"]
+    ]
+    assert all(value > 0 for values in rates if values for value in values)
+    sides = {row["side"] for row in result["rows"] if row["part"] == "peers"}
+    assert sides == {"localgen, tiny bf16", *peer.ALONE, *peer.BATCH}
+    # each of them has computed the same logits before it was measured
+    names = [check["name"] for check in result["checks"]]
+    assert sum(name.startswith("logits of ") for name in names) == 3
+
+
+def _no_decoders(device: Device, seed: int) -> Iterator[Check]:
+    yield from ()
+
+
+def _checked(tmp_path: Path) -> tuple[int, list[str]]:
+    """The exit status of the checks alone, and what failed."""
+    output = tmp_path / "checks.json"
+    status = gpu.main(["--quick", "--seed", "1", "--only", "checks", "--output", str(output)])
+    checks = json.loads(output.read_text())["checks"]
+    return status, [check["name"] for check in checks if not check["passed"]]
+
+
+def test_a_wrong_kernel_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "decoders", _no_decoders)
+    assert _checked(tmp_path) == (0, [])
+    right = norm.rms_norm
+
+    def wrong(*given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        normed, summed = right(*given, **more)
+        return normed * 1.02, summed
+
+    monkeypatch.setattr(norm, "rms_norm", wrong)
+    status, failed = _checked(tmp_path)
+    assert status == 1
+    assert failed
+    assert {name.split(",")[0] for name in failed} == {"rms_norm"}
+
+
+def test_what_a_kernel_does_not_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = activation.gated
+
+    def partial(x: Tensor, kind: Any) -> Tensor:
+        out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype)
+        found = right(x, kind)
+        out[:, :-1] = found[:, :-1]
+        return out
+
+    monkeypatch.setattr(activation, "gated", partial)
+    errors = [c.error for c in kernels(CPU, case.QUICK, 1) if c.name.startswith("gated,")]
+    assert errors
+    assert all(math.isinf(error) for error in errors)
+
+
+def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x: Tensor, kind: Any) -> Tensor:
+        raise RuntimeError("an illegal memory access\nand more of it")
+
+    monkeypatch.setattr(activation, "gated", broken)
+    failed = [check for check in kernels(CPU, case.QUICK, 1) if not check.passed]
+    assert {check.name.split(",")[0] for check in failed} == {"gated"}
+    assert failed[0].line().endswith(": RuntimeError: an illegal memory access")
+
+
+def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_checks, "CHECKED", shapes.CHECKED[:1])
+    assert [c.line() for c in decoder_checks.decoders(CPU, 1) if not c.passed] == []
+    right = activation.gated
+
+    def wrong(x: Tensor, kind: Any) -> Tensor:
+        """Gate and up exchanged; the twin in float64 stays as it is."""
+        other = x if x.dtype is torch.float64 else torch.cat(x.chunk(2, -1)[::-1], -1)
+        return right(other, kind)
+
+    monkeypatch.setattr(decoder, "gated", wrong)
+    failed = [check.name for check in decoder_checks.decoders(CPU, 1) if not check.passed]
+    assert "llama: logits of a prompt, in parts, and decoding" in failed
+    assert "llama: greedy, graphs, looking ahead" in failed
+
+
+def test_every_kernel_with_a_twin_is_checked() -> None:
+    checked = {check.name.split(",")[0] for check in kernels(CPU, case.QUICK, 1)}
+    for found in pkgutil.iter_modules(kernel_modules.__path__):
+        module = importlib.import_module(f"{kernel_modules.__name__}.{found.name}")
+        twins = {name.removesuffix("_reference") for name in vars(module)}
+        own = {
+            name
+            for name in twins & set(vars(module))
+            if f"{name}_reference" in vars(module)
+            and vars(module)[name].__module__ == module.__name__
+        }
+        assert own <= checked, f"{found.name} has kernels that no case checks"
+
+
+def test_poison_is_there_and_goes_away() -> None:
+    with poisoned():
+        assert torch.empty(1000, dtype=torch.bfloat16).isnan().all()
+        assert (torch.empty(1000, dtype=torch.int32) == 2**31 - 1).all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_errors_are_relative_and_nan_is_never_right() -> None:
+    one = torch.tensor([3.0, 4.0])
+    assert relative_error(one + torch.tensor([0.5, 0.0]), one) == pytest.approx(0.1)
+    assert math.isinf(relative_error(torch.tensor([math.nan, 4.0]), one))
+    assert math.isinf(relative_error(one[:1], one))
+    assert not Check("a", math.nan, 1.0).passed
+    assert not Check("a", 0.0, 1.0, "it raised").passed
+
+
+def test_rounds_stop_when_another_does_not_fit() -> None:
+    cut: list[str] = []
+    budget = Budget("single", time.monotonic() + 0.05, cut)
+    numbers = []
+    for number in budget.rounds(5, "1 in/1 out"):
+        numbers.append(number)
+        time.sleep(0.03)
+    assert numbers == [0]
+    assert cut == ["single: 1 in/1 out: 1 of 5 rounds"]
+    assert list(Budget("single", time.monotonic() + 60, cut).rounds(5, "more")) == [0, 1, 2, 3, 4]
+    assert not Budget("curve", time.monotonic() - 1, cut).fits("256 sequences")
+    assert cut[1:] == ["curve: 256 sequences"]
+
+
+def test_a_run_without_time_says_what_it_left_out() -> None:
+    clock = Clock(0.0)
+    assert clock.part("load", 10.0) is None
+    assert clock.cut == ["load: all of it"]
+
+
+def test_parts_that_fail_do_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(bench: Bench, budget: Budget) -> None:
+        raise RuntimeError("no more")
+
+    parts = {"checks": (broken, 10.0), "ceilings": gpu.PARTS["ceilings"]}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    output = tmp_path / "r.json"
+    arguments = ["--quick", "--only", "checks,ceilings", "--output", str(output)]
+    assert gpu.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "- part checks: RuntimeError: no more" in printed
+    assert "| ceilings | copy of" in printed
+
+
+def test_unknown_parts_and_a_missing_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--quick", "--only", "singel"])
+    assert "no part 'singel', only checks, peers" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert "no GPU that torch can use" in capsys.readouterr().err
+
+
+def test_it_runs_where_only_torch_and_its_companions_are() -> None:
+    others = ("msgspec", "fastapi", "httpx", "llama_cpp", "textual", "gguf", "transformers")
+    program = f"import sys, benchmarks.gpu; print([n for n in {others} if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=peers.ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_peer_that_ends_says_why(tmp_path: Path) -> None:
+    one = peers.Peer("no such peer", tmp_path, quick=True)
+    with pytest.raises(peers.PeerFailed, match="invalid choice: 'no such peer'"):
+        one.answer(60)
+    one.close()
+
+
+def _answer(*arrivals: tuple[float, int], sent_s: float = 0.0) -> Answer:
+    end = Finished(
+        request_id="",
+        reason="length",
+        timings=Timings(),
+        prompt_tokens=1,
+        completion_tokens=arrivals[-1][1],
+        ctx=100,
+    )
+    return Answer(sent_s, list(arrivals), end=end)
+
+
+def test_rates_and_waits_of_answers() -> None:
+    early = _answer((1.0, 1), (2.0, 2), (3.0, 4), (4.0, 8))
+    late = _answer((2.0, 1), (3.0, 3), (4.0, 5), (9.0, 6), sent_s=1.0)
+    assert decode_tok_s([early, late]) == pytest.approx(5.0)
+    figures = served([early, late])
+    assert figures["tok_s"] == pytest.approx(14 / 9)
+    assert (figures["ttft_p50_ms"], figures["itl_p50_ms"], figures["itl_p99_ms"]) == (1e3, 1e3, 5e3)
+    with pytest.raises(AnswerFailed, match="never went on together"):
+        decode_tok_s([early, _answer((5.0, 1), (6.0, 2))])
+    with pytest.raises(AnswerFailed, match="no end"):
+        _ = Answer(0.0).finished
+
+
+def test_busy_time_counts_once_and_only_long_gaps_are_waits() -> None:
+    # two that overlap, one within, a short gap, a long one
+    spans = [(0.0, 10.0), (5.0, 20.0), (6.0, 8.0), (25.0, 30.0), (130.0, 140.0)]
+    assert busy_and_waits(reversed(spans)) == (35.0, 100.0)
+    assert busy_and_waits([]) == (0.0, 0.0)
+
+
+def test_the_table_shows_medians_and_the_file_everything(tmp_path: Path) -> None:
+    report = Report(False, 7, {"gpu": "H200", "cpu": "x"}, {"torch": "2.11"}, [], ["load: a"])
+    rounds = [
+        {"decode_tok_s": rate, "ttft_p50_ms": 5.0, "ttft_p99_ms": 6.0, "share_copy": 0.5, "us": 2.0}
+        for rate in (200.0, 100.0, 300.0)
+    ]
+    row = report.add("single", "128 in/256 out", "8B bf16", rounds)
+    report.skipped.append(("vLLM", "not there"))
+    cells = ("200 tok/s (100–300)", "5 / 6", "", "", "50%", "us 2")
+    assert row.cells() == ("single", "128 in/256 out", "8B bf16", *cells)
+    assert Row("a", "b", "c", {"us": (1.0,)}).cells()[3:] == ("", "", "", "", "", "us 1")
+    path = tmp_path / "r.json"
+    report.write(path)
+    found = json.loads(path.read_text())["rows"][0]
+    assert found["figures"]["decode_tok_s"] == [200.0, 100.0, 300.0]
+    assert found["medians"]["decode_tok_s"] == 200.0
+    text = path.with_suffix(".md").read_text()
+    assert text.startswith("# H200\n")
+    assert "- vLLM: not there" in text
+    assert "Cut for lack of time:\n- load: a" in text
+
+
+def test_the_shapes_are_those_of_llama() -> None:
+    assert shapes.PLAIN_8B.spec.num_params == pytest.approx(8.03e9, rel=1e-3)
+    assert shapes.PLAIN_1B.spec.num_params == pytest.approx(1.236e9, rel=1e-3)
+    assert shapes.INT4_70B.spec.num_params == pytest.approx(70.55e9, rel=1e-3)
