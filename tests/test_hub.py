@@ -47,6 +47,7 @@ def filled(cache: Path) -> Path:
     put(cache, "acme/Big", "BF16/big-BF16-00001-of-00002.gguf", "BF16/big-BF16-00002-of-00002.gguf")
     put(cache, "acme/Only8", "only-Q8_0.gguf", "README.md")
     put(cache, "acme/Torch", "model.safetensors")
+    put(cache, "acme/Folder", "config.json", "model.safetensors")
     return cache
 
 
@@ -125,8 +126,9 @@ def test_names_of_a_cached_model(filled: Path, name: str) -> None:
 def test_quants(filled: Path) -> None:
     assert resolve("acme/Chat-8B-GGUF:q8_0").path.name == "chat-8b-Q8_0.gguf"
     assert len(resolve("acme/Big:bf16").shards) == 2
+    assert resolve("acme/Only8").name == "acme/Only8:Q8_0"
     with pytest.raises(ModelNotFound, match=r"Only8 has no Q4_K_M here, there is: acme/Only8:Q8_0"):
-        resolve("acme/Only8")
+        resolve("acme/Only8:Q4_K_M")
     with pytest.raises(ModelNotFound, match="has no Q2_K"):
         resolve("acme/Chat-8B-GGUF:Q2_K")
 
@@ -152,6 +154,7 @@ def test_available(filled: Path) -> None:
         "acme/Big:BF16",
         "acme/Chat-8B-GGUF:Q4_K_M",
         "acme/Chat-8B-GGUF:Q8_0",
+        "acme/Folder",
         "acme/Only8:Q8_0",
     ]
     assert all(isinstance(file, ModelFile) and file.size_bytes > 0 for file in found)
@@ -190,3 +193,24 @@ def test_names_for_a_server_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
     assert for_server("./folder") == str(tmp_path / "folder")
     (tmp_path / "user" / "repo").mkdir(parents=True)
     assert for_server("user/repo") == str(tmp_path / "user" / "repo")
+
+
+def test_a_folder_of_the_cache(filled: Path) -> None:
+    found = resolve("hf.co/acme/folder")
+    assert (found.name, found.is_gguf, found.source) == ("acme/Folder", False, "cache")
+    assert found.path.parent.name == "snapshots"
+    index = found.path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}')
+    with pytest.raises(ModelNotFound, match=r"not whole, 1 files are missing, model-2"):
+        resolve("acme/Folder")
+    assert "acme/Folder" not in [file.name for file in available()]
+    index.write_text("[]")
+    with pytest.raises(ModelNotFound, match="cannot be read"):
+        resolve("acme/Folder")
+
+
+@pytest.mark.parametrize("name", ["a/../../etc:Q4", "../a/b:Q4", "hf.co/../x", "a/..", "..%2fa/b"])
+def test_no_name_leads_out_of_the_cache(filled: Path, name: str) -> None:
+    (filled.parent / "etc").mkdir()
+    with pytest.raises((ModelNotFound, InvalidRequest)):
+        resolve(name)

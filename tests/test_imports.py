@@ -27,9 +27,9 @@ SEPARATE_FLOORS = {4, 1}
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
 FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
 # loaded by the first request that asks for a grammar
-LIBRARIES_OF = {"localgen.backends.text.grammar": {"llguidance"}} | dict.fromkeys(
-    PROCESS_BORDER, {"msgspec"}
-)
+LIBRARIES_OF = {"localgen.backends.text.grammar": {"llguidance"}} | {
+    module: {"msgspec"} for module in PROCESS_BORDER
+}
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 
 

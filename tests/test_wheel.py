@@ -68,7 +68,11 @@ def test_holds_the_derived_model_and_not_its_source(wheel: zipfile.ZipFile, tmp_
     others = [
         name for name in wheel.namelist() if ".dist-info/" not in name and not name.endswith(".py")
     ]
-    assert sorted(others) == ["localgen/models/tiny.gguf", "localgen/py.typed"]
+    assert sorted(others) == [
+        "localgen/hub/catalog.toml",
+        "localgen/models/tiny.gguf",
+        "localgen/py.typed",
+    ]
     path = wheel.extract("localgen/models/tiny.gguf", tmp_path)
     reader = gguf.GGUFReader(path)
     assert len(reader.tensors) == 56

@@ -8,6 +8,7 @@ from contextlib import closing
 from localgen.backends.errors import InvalidRequest
 from localgen.cli.arguments import ModelArgument, model_and_prompt, whole_prompt
 from localgen.cli.options import takes_model_options
+from localgen.cli.pull import or_fetch
 from localgen.repl.session import ModelOptions
 
 
@@ -32,4 +33,4 @@ def command(options: ModelOptions, model: ModelArgument = None) -> None:
         if prompt is not None:
             answer_one(client, loading, model, prompt, options)
         else:
-            start_chat(client, loading, model, options)
+            or_fetch(model, lambda: start_chat(client, loading, model, options))

@@ -20,6 +20,10 @@ BY_ERROR_CODE = {
     "server_unavailable": 11,
     "bad_setting": 12,
     "timeout": 13,
+    "hub_unavailable": 14,
+    "access_denied": 15,
+    "disk_full": 16,
+    "download_failed": 17,
 }
 
 _MEANINGS = {

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import TYPE_CHECKING
+
+import typer
 
 from localgen.cli.arguments import JsonFlag
 
+if TYPE_CHECKING:
+    from localgen.client import ModelCard
+
 
 def command(json: JsonFlag = False) -> None:
-    """List the models that can be named: the built-in one, and what the cache holds."""
+    """List the models that can be named, and what the cache takes on the disk."""
     from localgen.cli import tables
     from localgen.client import Client
 
@@ -17,5 +23,38 @@ def command(json: JsonFlag = False) -> None:
     if json:
         tables.print_json(cards)
         return
-    rows = [(card.name, tables.size(card.size_bytes), card.source, card.state) for card in cards]
-    tables.print_table(("NAME", "SIZE", "SOURCE", "STATE"), rows)
+    rows = [
+        (card.name, tables.size(card.size_bytes), card.source, card.state, _also(card))
+        for card in cards
+    ]
+    tables.print_table(("NAME", "SIZE", "SOURCE", "STATE", "ALSO"), rows)
+    _print_disk_use()
+
+
+def _also(card: ModelCard) -> str:
+    """Other names of a model: the catalog's, and those that the user gave it."""
+    from localgen.hub import catalog
+    from localgen.hub.aliases import aliases
+
+    repo, _, quant = card.name.partition(":")
+    entry = catalog.by_repo(repo) if card.source == "cache" else None
+    names = {card.name, card.path}
+    if entry is not None and quant:
+        is_default = catalog.same(quant, entry.gguf.quant)
+        names |= {f"{name}:{quant}" for name in (entry.alias, *entry.names)}
+        names |= {entry.alias, *entry.names} if is_default else set()
+        short = entry.alias if is_default else f"{entry.alias}:{quant}"
+    given = [name for name, target in aliases().items() if target in names]
+    return ", ".join([short, *given] if entry is not None and quant else given)
+
+
+def _print_disk_use() -> None:
+    from localgen.cli import tables
+    from localgen.hub.cache import scan
+
+    found = scan()
+    if found is None or not (found.size_on_disk or found.incomplete_files):
+        return
+    unfinished = found.incomplete_size_on_disk
+    more = f", {tables.size(unfinished)} more in unfinished downloads" if unfinished else ""
+    typer.echo(f"{tables.size(found.size_on_disk)} in {found.cache_dir}{more}", err=True)

@@ -12,6 +12,7 @@ from localgen.cli.arguments import (
     whole_prompt,
 )
 from localgen.cli.options import takes_model_options
+from localgen.cli.pull import or_fetch
 from localgen.repl.session import ModelOptions
 
 
@@ -36,4 +37,4 @@ def command(
 
     loading = Loading(stderr_console(), model or "the built-in model")
     with closing(Client(say=loading.say)) as client:
-        answer_one(client, loading, model, prompt, options, as_json=json)
+        or_fetch(model, lambda: answer_one(client, loading, model, prompt, options, as_json=json))

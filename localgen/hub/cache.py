@@ -1,23 +1,34 @@
-"""GGUF models in the Hugging Face cache, used in place."""
+"""Models in the Hugging Face cache, used in place."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from localgen.hub.files import models_in, stem_of
+from localgen.backends.errors import ModelNotFound
+from localgen.hub import quants
+from localgen.hub.files import ModelFile, model_file, model_folder, models_in, stem_of
+from localgen.hub.library import cache_folder, hub
 
-_QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)$", re.IGNORECASE)
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
 
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A GGUF model of a repository. path: where its first shard is, or would be."""
+    """A model of a repository. path: where its first shard is, or would be; or the folder of a
+    model in Hugging Face's format."""
 
     repo: str
     path: Path
+
+    @property
+    def is_gguf(self) -> bool:
+        """Or else a folder with config.json and safetensors."""
+        return self.path.suffix.lower() == ".gguf"
 
     @property
     def stem(self) -> str:
@@ -27,43 +38,71 @@ class CachedModel:
     @property
     def quant(self) -> str:
         """The quantization its file name ends in, upper case; the whole stem if in none."""
-        match = _QUANT.search(self.stem)
-        return match[1].upper() if match else self.stem
+        return quants.quant_of(self.stem)
 
     @property
     def name(self) -> str:
-        """What it is called here: `user/repo:QUANT`."""
-        return f"{self.repo}:{self.quant}"
+        """What it is called here: `user/repo:QUANT`, `user/repo` where it is a folder."""
+        return f"{self.repo}:{self.quant}" if self.is_gguf else self.repo
 
-    def answers_to(self, tag: str) -> bool:
-        """Whether `user/repo:tag` means this one."""
-        wanted, stem = tag.lower(), self.stem.lower()
-        return stem == wanted or bool(re.search(rf"[-._]{re.escape(wanted)}$", stem))
+    def file(self) -> ModelFile:
+        """Its files. ModelNotFound: not all of them are here."""
+        if self.is_gguf:
+            return model_file(self.path, name=self.name, source="cache")
+        missing = _missing_weights(self.path)
+        if missing:
+            raise ModelNotFound(
+                f"{self.repo} is not whole, {len(missing)} files are missing, {missing[0]} is one: "
+                f"localgen pull {self.repo} fetches them",
+                param="model",
+            )
+        return replace(model_folder(self.path), name=self.name, source="cache")
+
+
+def scan() -> HFCacheInfo | None:
+    """Everything in the cache (HF_HUB_CACHE, HF_HOME); None if there is no cache."""
+    hub()
+    # imported late: most requests name no cached model
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return scan_cache_dir(cache_folder())
+    except CacheNotFound:
+        return None
 
 
 def cached_models() -> list[CachedModel]:
-    """GGUF models in the Hugging Face cache (HF_HUB_CACHE, HF_HOME); none if there is no cache."""
-    # imported late: most requests name no cached model
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
-
-    try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        return []
-    found: list[CachedModel] = []
-    for repo in sorted(repos, key=lambda repo: repo.repo_id):
-        if repo.repo_type == "model":
-            revisions = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
-            snapshots = [[file.file_path for file in revision.files] for revision in revisions]
-            found += _newest(repo.repo_id, snapshots)
-    return found
+    """The models in the cache, by repository; of each the newest revision that has it."""
+    found = scan()
+    repos = sorted(found.repos if found else (), key=lambda repo: repo.repo_id)
+    return [model for repo in repos if repo.repo_type == "model" for model in _newest(repo)]
 
 
-def _newest(repo: str, snapshots: list[list[Path]]) -> Iterator[CachedModel]:
+def _newest(repo: CachedRepoInfo) -> Iterator[CachedModel]:
     # an older revision may hold a quantization that the newest one was not pulled with
     seen: set[str] = set()
-    for paths in snapshots:
-        for path in models_in(paths):
+    for revision in sorted(repo.revisions, key=lambda revision: -revision.last_modified):
+        for path in models_in(file.file_path for file in revision.files):
             if stem_of(path) not in seen:
                 seen.add(stem_of(path))
-                yield CachedModel(repo, path)
+                yield CachedModel(repo.repo_id, path)
+        if _is_folder(revision) and "" not in seen:
+            seen.add("")
+            yield CachedModel(repo.repo_id, revision.snapshot_path)
+
+
+def _is_folder(revision: CachedRevisionInfo) -> bool:
+    top = {f.file_name for f in revision.files if f.file_path.parent == revision.snapshot_path}
+    return "config.json" in top and any(name.endswith(".safetensors") for name in top)
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    """Files of weights that the folder's index names and that are not there."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelNotFound(f"{index} cannot be read: {error}", param="model") from error
+    return sorted(name for name in named if not (folder / name).is_file())

@@ -82,10 +82,11 @@ def model_folder(folder: Path) -> ModelFile:
 
 
 def models_in(paths: Iterable[Path]) -> list[Path]:
-    """One path for each model among these files, shards counted once; projectors are no models."""
+    """One path for each model among these files, shards counted once; projectors of images and
+    matrices that guided a quantization are no models."""
     first = {
         shards_of(path)[0]: path
         for path in sorted(paths)
-        if path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj")
+        if path.suffix.lower() == ".gguf" and not re.search("mmproj|imatrix", path.name.lower())
     }
     return sorted(first)

@@ -7,28 +7,33 @@ from pathlib import Path
 
 import localgen
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
+from localgen.hub import catalog
+from localgen.hub.aliases import aliases
 from localgen.hub.cache import CachedModel, cached_models
 from localgen.hub.files import ModelFile, model_file, model_folder, models_in
+from localgen.hub.quants import pick
+from localgen.hub.reference import HUB_PREFIXES, Reference, reference, without_prefix
 
 BUILT_IN = "tiny"
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
-DEFAULT_QUANT = "Q4_K_M"
-
-_HUB_PREFIXES = ("hf.co/", "huggingface.co/", "https://hf.co/", "https://huggingface.co/")
 
 
 def resolve(name: str | None) -> ModelFile:
-    """The model of a name: None or `tiny`, a path, `[hf.co/]user/repo[:QUANT]`, or a file stem.
+    """The model of a name: None or `tiny`, a name of the user's, a path, a name of the catalog,
+    `[hf.co/]user/repo[:QUANT]`, or a file stem.
 
-    Raises ModelNotFound with what there is and close matches.
+    Raises ModelNotFound with how to get it, or what there is and close matches.
     """
     if name is None or name == BUILT_IN:
         return _built_in()
     if not name.strip() or "\0" in name:
         raise InvalidRequest("the name of the model is empty or has a zero byte", param="model")
+    name = aliases().get(name, name)
+    if name == BUILT_IN:
+        return _built_in()
     if is_path(name):
         return _at_path(Path(name).expanduser())
-    return _in_cache(name)
+    return cached_model(name).file()
 
 
 def for_server(name: str | None) -> str | None:
@@ -42,9 +47,18 @@ def is_path(name: str) -> bool:
     """Whether a name means a place on disk rather than a repository or a stem."""
     if name.startswith(("/", "./", "../", "~")) or name in (".", ".."):
         return True
-    if name.startswith(_HUB_PREFIXES) or name == BUILT_IN or "\0" in name:
+    if name.startswith(HUB_PREFIXES) or name == BUILT_IN or "\0" in name:
         return False
     return name.lower().endswith(".gguf") or ("/" in name and Path(name).exists())
+
+
+def is_here(name: str | None) -> bool:
+    """Whether a name can be loaded as it is."""
+    try:
+        resolve(name)
+    except ModelNotFound:
+        return False
+    return True
 
 
 def available() -> list[ModelFile]:
@@ -54,10 +68,62 @@ def available() -> list[ModelFile]:
         found.append(_built_in())
     for cached in cached_models():
         try:
-            found.append(_of_cached(cached))
+            found.append(cached.file())
         except ModelNotFound:
             continue  # a shard is still missing: naming it says which
     return found
+
+
+def cached_model(name: str) -> CachedModel:
+    """The model of the cache that a name means, whole or not. ModelNotFound."""
+    cached = cached_models()
+    wanted = reference(name)
+    if wanted is None:
+        stems = [m for m in cached if m.is_gguf and m.stem.lower() == name.lower()]
+        if not stems:
+            raise unknown(name, cached)
+        return stems[0]
+    held = [m for m in cached if catalog.same(m.repo, wanted.repo)]
+    return _among(held, wanted) if held else _absent(wanted, cached)
+
+
+def _among(held: list[CachedModel], wanted: Reference) -> CachedModel:
+    """The model of its repository that a reference means."""
+    folders = [model for model in held if not model.is_gguf]
+    files = [model for model in held if model.is_gguf]
+    if folders and (wanted.folder is not None or (wanted.tag is None and not files)):
+        return folders[0]
+    if files and wanted.is_auto:
+        return _best(files, wanted)
+    chosen = pick(files, wanted.tag, wanted.default_quant)
+    if chosen is None:
+        names = ", ".join(model.name for model in held)
+        raise ModelNotFound(
+            f"{held[0].repo} has no {wanted.tag or wanted.default_quant} here, there is: {names}; "
+            f"localgen pull {wanted.name} fetches it",
+            param="model",
+        )
+    return chosen
+
+
+def _best(files: list[CachedModel], wanted: Reference) -> CachedModel:
+    # imported late: it looks at the machine's hardware
+    from localgen.hub import fit
+
+    sizes = {model.quant: model.file().size_bytes for model in files}
+    ways = [fit.Alternative(quant, size) for quant, size in sizes.items()]
+    chosen, _ = fit.choose(ways, wanted.repo, wanted.entry, fit.room_here())
+    return next(model for model in files if model.quant == chosen.alternative.quant)
+
+
+def _absent(wanted: Reference, cached: list[CachedModel]) -> CachedModel:
+    """Raises what to say of a model of which nothing is here."""
+    if wanted.entry is None:
+        raise unknown(wanted.name, cached, f"; localgen pull {wanted.name} fetches it")
+    raise ModelNotFound(
+        f"{wanted.name} is not here yet: localgen pull {wanted.name} fetches {wanted.what}",
+        param="model",
+    )
 
 
 def _built_in() -> ModelFile:
@@ -100,51 +166,23 @@ def _in_folder(folder: Path) -> ModelFile:
     return model_file(models[0])
 
 
-def _in_cache(name: str) -> ModelFile:
-    cached = cached_models()
-    plain = _without_prefix(name)
-    if "/" not in plain:
-        matches = [model for model in cached if model.stem.lower() == plain.lower()]
-        if not matches:
-            raise _unknown(name, cached)
-        return _of_cached(matches[0])
-    repo, _, tag = plain.partition(":")
-    quants = [model for model in cached if model.repo.lower() == repo.lower()]
-    if not quants:
-        raise _unknown(name, cached)
-    return _of_cached(_quant_of(quants, tag or DEFAULT_QUANT))
-
-
-def _without_prefix(name: str) -> str:
-    for prefix in _HUB_PREFIXES:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
-
-
-def _quant_of(models: list[CachedModel], tag: str) -> CachedModel:
-    for model in models:
-        if model.answers_to(tag):
-            return model
-    names = ", ".join(model.name for model in models)
-    raise ModelNotFound(f"{models[0].repo} has no {tag} here, there is: {names}", param="model")
-
-
-def _of_cached(cached: CachedModel) -> ModelFile:
-    return model_file(cached.path, name=cached.name, source="cache")
-
-
-def _unknown(name: str, cached: list[CachedModel]) -> ModelNotFound:
+def unknown(name: str, cached: list[CachedModel] | None = None, way_out: str = "") -> ModelNotFound:
+    """The error that a name means nothing, with close matches and what there is."""
+    cached = cached_models() if cached is None else cached
     names = [BUILT_IN, *(model.name for model in cached)]
     spellings = {
         spelling.lower(): model.name
         for model in cached
         for spelling in (model.name, model.repo, model.stem)
     } | {BUILT_IN: BUILT_IN}
-    close = difflib.get_close_matches(_without_prefix(name).lower(), spellings, n=3, cutoff=0.6)
+    for entry in catalog.entries():
+        spellings |= {spelling.lower(): spelling for spelling in (entry.alias, *entry.names)}
+    spellings |= {alias.lower(): alias for alias in aliases()}
+    close = difflib.get_close_matches(without_prefix(name).lower(), spellings, n=3, cutoff=0.6)
     hint = ", ".join(dict.fromkeys(spellings[spelling] for spelling in close))
     meant = f" Did you mean {hint}?" if hint else ""
     return ModelNotFound(
-        f"no model {name!r} here.{meant} There is: {', '.join(names)}, or give a path to a .gguf",
+        f"no model {name!r} here.{meant} There is: {', '.join(names)}{way_out}, "
+        "or give a path to a .gguf",
         param="model",
     )

@@ -29,6 +29,10 @@ STATUS_OF_CODE = {
     "server_unavailable": 503,
     "timeout": 504,
     "out_of_memory": 507,
+    "hub_unavailable": 503,
+    "access_denied": 403,
+    "disk_full": 507,
+    "download_failed": 502,
 }
 
 encode = msgspec.json.Encoder().encode

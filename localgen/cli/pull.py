@@ -1,0 +1,95 @@
+"""`localgen pull`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localgen.backends.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    from localgen.hub.pull import Plan
+
+PullArgument = Annotated[
+    str, typer.Argument(help="llama-8b, llama-8b:q8_0, llama-8b:auto or user/repo[:QUANT].")
+]
+
+
+def command(model: PullArgument) -> None:
+    """Fetch a model from the hub into the Hugging Face cache.
+
+    Without a quantization it is Q4_K_M; `auto` takes the best that fits memory. What was
+    interrupted goes on from where it stopped.
+    """
+    fetch(model)
+
+
+def fetch(model: str) -> None:
+    """Pull a model, with a bar on a terminal and lines elsewhere, on stderr."""
+    from localgen.hub import pull
+    from localgen.hub.errors import HubUnavailable
+    from localgen.hub.names import is_here
+
+    try:
+        plan = pull.plan(model, _tell)
+    except HubUnavailable as error:
+        if not is_here(model):
+            raise
+        _tell(f"{model} is here; whether it is the newest was not checked: {error.message}")
+        return
+    if plan.why:
+        _tell(plan.why)
+    if plan.is_here:
+        _tell(f"{plan.name} is here and up to date")
+        return
+    _download(model, plan)
+
+
+def or_fetch(model: str | None, run: Callable[[], None]) -> None:
+    """Run what needs a model. On a terminal, offer to pull one that is not here, and run again."""
+    try:
+        run()
+    except ModelNotFound as error:
+        if model is None or not _is_terminal() or not _can_be_pulled(model):
+            raise
+        _tell(error.message)
+        if not typer.confirm("Pull it now?", default=True, err=True):
+            raise typer.Exit(1) from None
+        fetch(model)
+        run()
+
+
+def _download(model: str, plan: Plan) -> None:
+    from localgen.cli.transfer import Transfer
+    from localgen.hub import pull
+
+    transfer = Transfer(plan.name, plan.size_bytes, plan.size_bytes - plan.left_bytes)
+    try:
+        with transfer:
+            pull.execute(plan, transfer.update, transfer.say)
+    except KeyboardInterrupt:
+        _tell(f"stopped at {transfer.position}: localgen pull {model} goes on from there")
+        raise
+    _tell(f"{plan.name} is here")
+
+
+def _can_be_pulled(model: str) -> bool:
+    from localgen.hub.aliases import aliases
+    from localgen.hub.names import is_here, is_path
+    from localgen.hub.reference import reference
+
+    meant = aliases().get(model, model)
+    return not is_path(meant) and reference(meant) is not None and not is_here(model)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _tell(line: str) -> None:
+    from localgen.repl.inert import one_line
+
+    print(one_line(line), file=sys.stderr, flush=True)

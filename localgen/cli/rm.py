@@ -1,0 +1,54 @@
+"""`localgen rm`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from localgen.backends.errors import InvalidRequest, LocalgenError, ModelBusy
+
+YesFlag = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A model of the cache, or a name of yours.")],
+    yes: YesFlag = False,
+) -> None:
+    """Remove a model from the cache, or a name that `cp` made. Other models keep their files."""
+    from localgen.hub import aliases
+    from localgen.hub.removal import removal
+    from localgen.repl.report import size
+
+    target = aliases.aliases().get(model)
+    if target is not None:
+        aliases.remove(model)
+        typer.echo(f"{model} is no longer a name; {target} stays")
+        return
+    found = removal(model)
+    _require_unused(found.name)
+    if not yes:
+        _ask(f"Remove {found.name} ({size(found.freed_bytes)})?")
+    found.execute()
+    typer.echo(f"{found.name} removed, {size(found.freed_bytes)} freed")
+
+
+def _require_unused(name: str) -> None:
+    from localgen.client import Client
+
+    with closing(Client()) as client:
+        try:
+            loaded = [running.name for running in client.running()]
+        except LocalgenError:
+            return  # there is no server that could have loaded it
+    if name in loaded:
+        raise ModelBusy(f"{name} is loaded: localgen stop {name} unloads it")
+
+
+def _ask(question: str) -> None:
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise InvalidRequest("there is no terminal to ask on: --yes removes it without asking")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)

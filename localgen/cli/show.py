@@ -1,0 +1,117 @@
+"""`localgen show`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.cli.arguments import JsonFlag
+
+if TYPE_CHECKING:
+    from localgen.hub.files import ModelFile
+    from localgen.hub.reference import Reference
+
+QuantsFlag = Annotated[bool, typer.Option("--quants", help="Which quantizations there are.")]
+TemplateFlag = Annotated[bool, typer.Option("--template", help="Its chat template, nothing else.")]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Name or path of a model, here or not.")],
+    quants: QuantsFlag = False,
+    template: TemplateFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Show what a model is: size, quantization, context, template, sampling defaults, licence."""
+    from localgen.cli import quant_table, tables
+    from localgen.hub.aliases import aliases
+    from localgen.hub.names import resolve
+    from localgen.hub.reference import reference
+    from localgen.repl.inert import one_line
+
+    if quants:
+        quant_table.show(model, as_json=json)
+        return
+    wanted = reference(aliases().get(model, model))
+    try:
+        file = resolve(model)
+    except ModelNotFound:
+        if wanted is None or wanted.entry is None or template:
+            raise
+        facts = _from_catalog(wanted)
+    else:
+        if template:
+            _print_template(file)
+            return
+        facts = _from_files(file)
+    if json:
+        typer.echo(tables.json_text(facts, indent=2))
+        return
+    for name, value in facts.items():
+        typer.echo(
+            f"{name.removesuffix('_bytes').replace('_', ' '):<15} {one_line(_cell(name, value))}"
+        )
+
+
+def _from_files(file: ModelFile) -> dict[str, Any]:
+    from localgen.hub.about import about, entry_of
+
+    found = asdict(about(file))
+    entry = entry_of(file)
+    known = {"name": file.name, "path": str(file.path), "size_bytes": file.size_bytes}
+    known |= {"files": max(1, len(file.shards)), "source": file.source}
+    if entry is not None:
+        found["license"] = found["license"] or entry.license
+        found["params"] = found["params"] or entry.params
+        known["also"] = [entry.alias, *entry.names]
+    return known | found
+
+
+def _from_catalog(wanted: Reference) -> dict[str, Any]:
+    entry = wanted.entry
+    assert entry is not None, "the caller has looked"
+    return {
+        "name": wanted.name,
+        "here": False,
+        "fetches": wanted.what,
+        "also": [entry.alias, *entry.names],
+        "title": entry.title,
+        "architecture": entry.architecture or None,
+        "params": entry.params,
+        "context": entry.context,
+        "license": entry.license,
+    }
+
+
+def _print_template(file: ModelFile) -> None:
+    from localgen.hub.about import about
+    from localgen.repl.inert import inert
+
+    template = about(file).chat_template
+    if template is None:
+        raise InvalidRequest(f"{file.name} has no chat template")
+    typer.echo(inert(template) if sys.stdout.isatty() else template)
+
+
+def _cell(name: str, value: Any) -> str:
+    from localgen.repl.report import size
+
+    match value:
+        case None:
+            return "not stated"
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return ", ".join(value)
+        case dict():
+            pairs = [f"{key} {jsonlib.dumps(each)}" for key, each in value.items()]
+            return ", ".join(pairs) or "none of its own"
+        case int():
+            return size(value) if name == "size_bytes" else f"{value:,}"
+    if name == "chat_template":
+        return f"{len(value):,} characters (--template prints it)"
+    return str(value)

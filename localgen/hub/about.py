@@ -1,0 +1,135 @@
+"""What a model's own files say of it, read without loading it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localgen.backends.errors import LoadFailed
+from localgen.hub.catalog import Entry, by_repo
+from localgen.hub.files import ModelFile, stem_of
+from localgen.hub.quants import quant_of
+
+_SAMPLING_PREFIX = "general.sampling."
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """None: the files do not say. sampling: the model's own defaults, by their names there."""
+
+    architecture: str | None = None
+    title: str | None = None
+    params: int | None = None
+    quantization: str | None = None
+    context: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    vocab: int | None = None
+    license: str | None = None
+    chat_template: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def about(file: ModelFile) -> About:
+    """Facts of a model. LoadFailed: its files are damaged."""
+    return _of_gguf(file) if file.is_gguf else _of_folder(file.path)
+
+
+def entry_of(file: ModelFile) -> Entry | None:
+    """What the catalog knows of a model of the cache."""
+    return by_repo(file.name.partition(":")[0]) if file.source == "cache" else None
+
+
+def _of_gguf(file: ModelFile) -> About:
+    # it maps the file, reads its header, and skips vocabularies
+    from localgen.backends.cuda.gguf_reader import Reader
+
+    reader = Reader(file.path)
+    found = {key: reader.fields[key] for key in reader.fields}
+
+    def value(key: str) -> Any:
+        return reader.value(key) if key in found else None
+
+    architecture = value("general.architecture")
+    others = [Reader(path) for path in file.shards[1:]]
+    tensors = [tensor for part in (reader, *others) for tensor in part.tensors]
+    embedding = next((t for t in tensors if t.name == "token_embd.weight"), None)
+    return About(
+        architecture=architecture,
+        title=value("general.name"),
+        params=sum(int(tensor.n_elements) for tensor in tensors),
+        quantization=_file_type(value("general.file_type")) or _named_quant(stem_of(file.path)),
+        context=value(f"{architecture}.context_length"),
+        layers=value(f"{architecture}.block_count"),
+        hidden=value(f"{architecture}.embedding_length"),
+        vocab=int(embedding.shape[-1]) if embedding is not None else None,
+        license=value("general.license"),
+        chat_template=value("tokenizer.chat_template"),
+        sampling={
+            key.removeprefix(_SAMPLING_PREFIX): reader.value(key)
+            for key in found
+            if key.startswith(_SAMPLING_PREFIX)
+        },
+    )
+
+
+def _file_type(number: int | None) -> str | None:
+    from gguf import LlamaFileType
+
+    if number is None:
+        return None
+    try:
+        name = LlamaFileType(number).name
+    except ValueError:
+        return None  # of a later version than the package
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
+
+def _named_quant(stem: str) -> str | None:
+    quant = quant_of(stem)
+    return None if quant == stem else quant
+
+
+def _of_folder(folder: Path) -> About:
+    config = _json(folder / "config.json")
+    # models that see images keep their text part's figures one level down
+    text = config.get("text_config") or config
+    architectures = config.get("architectures") or [config.get("model_type")]
+    generation = _json(folder / "generation_config.json")
+    quantization = config.get("quantization_config") or {}
+    return About(
+        architecture=architectures[0],
+        quantization=quantization.get("quant_method")
+        or config.get("dtype")
+        or config.get("torch_dtype"),
+        context=text.get("max_position_embeddings"),
+        layers=text.get("num_hidden_layers"),
+        hidden=text.get("hidden_size"),
+        vocab=text.get("vocab_size"),
+        chat_template=_folder_template(folder),
+        sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
+    )
+
+
+def _folder_template(folder: Path) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    template = _json(folder / "tokenizer_config.json").get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """An object of a file; empty if there is no such file. LoadFailed: it is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise LoadFailed(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise LoadFailed(f"{path} holds no object")
+    return found

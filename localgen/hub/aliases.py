@@ -1,0 +1,89 @@
+"""Names that the user gave to models: one `name = "model"` a line, in a file of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.config import BadSetting, Settings
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
+
+
+def aliases_path() -> Path:
+    """The file; it need not exist."""
+    return Settings.from_environment().state_dir / "models.toml"
+
+
+def aliases() -> dict[str, str]:
+    """The model that each name means, in the user's own words. BadSetting: the file is damaged."""
+    path = aliases_path()
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadSetting(f"{path}: {error}: correct it or remove it") from error
+    for name, target in found.items():
+        if not isinstance(target, str):
+            raise BadSetting(f'{path}: {name}: give a model, as in {name} = "user/repo:Q4_K_M"')
+    return found
+
+
+def add(name: str, target: str) -> None:
+    """Let a name mean a model from now on. InvalidRequest: it cannot be a name, or is one."""
+    if not _NAME.fullmatch(name) or name.lower().endswith(".gguf"):
+        raise InvalidRequest(
+            f"{name!r} cannot be a name: use letters, digits and . _ : - , without / and .gguf"
+        )
+    taken = aliases().get(name)
+    if taken is not None:
+        raise InvalidRequest(f"{name} means {taken} already: localgen rm {name} frees the name")
+    path = aliases_path()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kept = path.read_text(encoding="utf-8") if path.exists() else ""
+    ended = kept if not kept or kept.endswith("\n") else kept + "\n"
+    _write(path, f"{ended}{_quoted(name)} = {_quoted(target)}\n")
+
+
+def remove(name: str) -> None:
+    """Forget a name. ModelNotFound: there is none; InvalidRequest: only an editor can do it."""
+    path = aliases_path()
+    known = aliases()
+    if name not in known:
+        raise ModelNotFound(f"{name} is no name of yours")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = "".join(line for line in lines if not _says(line, name))
+    try:
+        left = tomllib.loads(kept)
+    except tomllib.TOMLDecodeError:
+        left = known
+    if left != {other: target for other, target in known.items() if other != name}:
+        raise InvalidRequest(f"{path} spells {name} over several lines: edit it by hand")
+    _write(path, kept)
+
+
+def _says(line: str, name: str) -> bool:
+    try:
+        return name in tomllib.loads(line)
+    except tomllib.TOMLDecodeError:
+        return False
+
+
+def _quoted(text: str) -> str:
+    # a JSON string is a TOML string too
+    return json.dumps(text)
+
+
+def _write(path: Path, text: str) -> None:
+    # whole or not at all: another command may be reading it
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise BadSetting(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,176 @@
+"""The models that have a short name, from the file that comes with the package."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CATALOG_PATH = Path(__file__).with_name("catalog.toml")
+_GB = 1_000_000_000
+# a key and a value of two bytes each
+_KV_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSource:
+    """Where an entry's GGUF files are. file: the name of the default; sizes: bytes by quant."""
+
+    repo: str
+    quant: str
+    file: str
+    sizes: Mapping[str, int]
+
+    def size(self, quant: str) -> int | None:
+        """Bytes of a quantization, where the catalog knows them."""
+        return next((size for name, size in self.sizes.items() if same(name, quant)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSource:
+    """A repository in Hugging Face's format. method: how its weights are stored.
+
+    mirror: an open copy of one that asks for a licence. skip: files that are not needed.
+    """
+
+    repo: str
+    method: str
+    size_bytes: int | None = None
+    mirror: str | None = None
+    skip: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A model of the catalog. context: tokens it was trained for; kv_bytes: what one takes."""
+
+    alias: str
+    title: str
+    names: tuple[str, ...]
+    gguf: GgufSource
+    folders: tuple[FolderSource, ...]
+    license: str | None = None
+    params: int | None = None
+    context: int | None = None
+    kv_bytes: int | None = None
+    draft: str | None = None
+    architecture: str = ""
+
+    def folder(self, method: str) -> FolderSource | None:
+        """The repository of a method, `awq` for `awq-int4`; safetensors: the original."""
+        wanted = method.lower()
+        known = (f for f in self.folders if wanted in (f.method, f.method.partition("-")[0]))
+        return next(known, None)
+
+
+def find(name: str) -> tuple[Entry, str | None] | None:
+    """The entry that a name means, and the tag behind it; None: there is no such name."""
+    whole = _named(name)
+    if whole is not None:
+        return whole, None
+    head, colon, tag = name.rpartition(":")
+    entry = _named(head) if colon else None
+    if entry is None:
+        return None
+    if tag.lower() == "latest":  # what Ollama appends to names without a tag
+        return entry, None
+    return (entry, tag) if is_tag(tag) or entry.folder(tag) else None
+
+
+def by_repo(repo: str) -> Entry | None:
+    """The entry whose files a repository holds."""
+    wanted = repo.lower()
+    for entry in entries():
+        held = [entry.gguf.repo, *(folder.repo for folder in entry.folders)]
+        if wanted in (name.lower() for name in held):
+            return entry
+    return None
+
+
+def is_tag(text: str) -> bool:
+    """Whether a text behind a colon can be a quantization, rather than part of a name."""
+    return bool(QUANT.fullmatch(text)) or text.lower() in ("auto", "safetensors")
+
+
+def same(one: str, other: str) -> bool:
+    return one.lower() == other.lower()
+
+
+# how file names spell the quantization of their weights
+QUANT = re.compile(r"(?:UD-)?(?:(?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All of them, in the file's order."""
+    with CATALOG_PATH.open("rb") as file:
+        return tuple(_entry(table) for table in tomllib.load(file)["model"])
+
+
+@cache
+def _index() -> dict[str, Entry]:
+    return {_plain(name): entry for entry in entries() for name in (entry.alias, *entry.names)}
+
+
+def _named(name: str) -> Entry | None:
+    plain = _plain(name)
+    # llama-3.1-8b is llama3.1-8b, but gemma-31b is not gemma3-1b: the name as given comes first
+    return _index().get(plain) or _index().get(re.sub(r"^([a-z]+)-(?=\d)", r"\1", plain))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[:_]", "-", name.lower())
+
+
+def _entry(table: dict[str, Any]) -> Entry:
+    shape = table.get("shape", {})
+    params = table.get("params_b")
+    return Entry(
+        alias=table["alias"],
+        title=table["title"],
+        names=tuple(table.get("also", ())),
+        gguf=_gguf(table["gguf"]),
+        folders=(
+            _folder(table["safetensors"] | {"method": "safetensors"}),
+            *map(_folder, table.get("quantized", ())),
+        ),
+        license=table.get("license"),
+        params=round(params * 1e9) if params else None,
+        context=shape.get("context"),
+        kv_bytes=_kv_bytes(shape),
+        draft=table.get("draft"),
+        architecture=table.get("arch", ""),
+    )
+
+
+def _gguf(table: dict[str, Any]) -> GgufSource:
+    sizes = {quant: round(gb * _GB) for quant, gb in table.get("sizes_gb", {}).items()}
+    if "size_gb" in table:
+        sizes[table["quant"]] = round(table["size_gb"] * _GB)
+    if "bytes" in table:
+        sizes[table["quant"]] = table["bytes"]
+    return GgufSource(table["repo"], table["quant"], table["file"], sizes)
+
+
+def _folder(table: dict[str, Any]) -> FolderSource:
+    size_gb = table.get("size_gb")
+    return FolderSource(
+        repo=table["repo"],
+        method=table["method"],
+        size_bytes=round(size_gb * _GB) if size_gb else None,
+        mirror=table.get("mirror"),
+        skip=tuple(table.get("skip", ())),
+    )
+
+
+def _kv_bytes(shape: dict[str, Any]) -> int | None:
+    if not {"layers", "kv_heads", "head_dim"} <= shape.keys():
+        return None
+    layers = shape["layers"]
+    if "full_attention_every" in shape and "sliding_window" not in shape:
+        layers //= shape["full_attention_every"]  # the others keep a state of one size
+    return int(layers * shape["kv_heads"] * shape["head_dim"] * _KV_BYTES)

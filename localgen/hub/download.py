@@ -1,0 +1,173 @@
+"""One file from the hub into the cache: resumed, verified, and fetched once however many ask.
+
+huggingface_hub starts over when it is interrupted, and compares sizes only. So its HTTP function
+writes into a file here that stays, under the name that its cache has for unfinished files, and the
+file gets its final name when its hash is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localgen.hub.errors import DownloadFailed
+from localgen.hub.library import cache_folder, hub, repo_folder
+from localgen.hub.remote import RemoteFile
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+# bytes of a file that are here, whoever fetches it
+OnBytes = Callable[[int], None]
+_POLL_S = 0.25
+_TRIES = 3
+_BLOCK_BYTES = 1 << 20
+
+
+class Arriving(io.FileIO):
+    """An unfinished file, at its end. What is written to it is hashed and counted."""
+
+    def __init__(self, path: Path, file: RemoteFile, on_bytes: OnBytes) -> None:
+        path.touch()
+        super().__init__(path, "r+")
+        self._file = file
+        self._on_bytes = on_bytes
+        self._hash = _hash_of(file)
+        while block := self.read(_BLOCK_BYTES):
+            self._hash.update(block)
+            on_bytes(self.tell())
+
+    def write(self, block: ReadableBuffer) -> int:
+        left = memoryview(block)
+        while left:
+            # a disk that fills up takes a part, and refuses the rest
+            left = left[super().write(left) or 0 :]
+        self._hash.update(block)
+        self._on_bytes(self.tell())
+        return len(memoryview(block))
+
+    def truncate(self, size: int | None = None) -> int:
+        """Start over, where a server knows no ranges."""
+        left = super().truncate(size)
+        assert left == 0, "only a whole file is taken back"
+        self._hash = _hash_of(self._file)
+        return left
+
+    def is_right(self) -> bool:
+        """Whether the content is what the hub announced."""
+        return self._hash.hexdigest() == self._file.digest
+
+
+def blob_path(repo: str, file: RemoteFile) -> Path:
+    """Where the cache has the content of a file."""
+    return repo_folder(repo) / "blobs" / file.digest
+
+
+def bytes_here(repo: str, file: RemoteFile) -> int:
+    """How much of a file is here, finished or not."""
+    blob = blob_path(repo, file)
+    if blob.exists():
+        return file.size_bytes
+    # those of other programs have a part more in their names
+    unfinished = blob.parent.glob(f"{file.digest}*.incomplete")
+    return max((_size(path) for path in unfinished), default=0)
+
+
+def fetch(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
+    """Bring a file into the cache, or wait while another process does.
+
+    An interruption leaves what came; the next call goes on from there. Raises what the library
+    raises, and DownloadFailed: the content is not what was announced, and was removed.
+    """
+    hub()
+    from filelock import Timeout
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    folder = repo_folder(repo)
+    # the library's own lock for this file: its other users wait for us, and we for them
+    lock = cache_folder() / ".locks" / folder.name / f"{file.digest}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    blob_path(repo, file).parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            with WeakFileLock(lock, timeout=_POLL_S):
+                if not blob_path(repo, file).exists():
+                    _download(repo, commit, file, on_bytes)
+                break
+        except Timeout:
+            on_bytes(bytes_here(repo, file))
+    on_bytes(file.size_bytes)
+    _link(repo, commit, file)
+
+
+def _download(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
+    from huggingface_hub import constants, hf_hub_url
+
+    if file.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
+        raise DownloadFailed(
+            f"{file.path} has {file.size_bytes / 1e9:.0f} GB, which the hub does not serve in one "
+            f"piece: `hf download {repo} {file.path}` brings it into the same cache"
+        )
+    blob = blob_path(repo, file)
+    unfinished = blob.with_name(f"{blob.name}.incomplete")
+    if _size(unfinished) > file.size_bytes:
+        unfinished.unlink()
+    with Arriving(unfinished, file, on_bytes) as target:
+        _stream(hf_hub_url(repo, file.path, revision=commit), target, file)
+        if not target.is_right():
+            unfinished.unlink()
+            raise DownloadFailed(
+                f"{file.path} of {repo} arrived damaged (its hash is not {file.digest[:12]}…) and "
+                "was removed: pull again"
+            )
+    unfinished.replace(blob)
+
+
+def _stream(url: str, target: Arriving, file: RemoteFile) -> None:
+    """Write the rest of a file, through broken connections."""
+    import httpx2
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    failures = 0
+    while True:
+        start = target.tell()
+        try:
+            # the library goes on by itself after most ends of a connection, but not after a reset
+            http_get(
+                url,
+                target,
+                resume_size=start,
+                headers=build_hf_headers(),
+                expected_size=file.size_bytes,
+            )
+            return
+        except httpx2.TransportError:
+            failures = 0 if target.tell() > start else failures + 1
+            if failures == _TRIES:
+                raise
+            time.sleep(1)
+
+
+def _link(repo: str, commit: str, file: RemoteFile) -> None:
+    """Give the content its name in the snapshot, as the library lays it out."""
+    from huggingface_hub import hf_hub_download
+
+    hf_hub_download(repo, file.path, revision=commit)
+
+
+def _hash_of(file: RemoteFile) -> hashlib._Hash:
+    if len(file.digest) == hashlib.sha256().digest_size * 2:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,96 @@
+"""Taking a model out of the cache, with nothing that anything else needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.hub import catalog
+from localgen.hub.aliases import aliases
+from localgen.hub.cache import scan
+from localgen.hub.files import shards_of, stem_of
+from localgen.hub.library import repo_folder
+from localgen.hub.names import BUILT_IN, cached_model, is_path
+from localgen.hub.reference import reference
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedFileInfo, CachedRepoInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What would go. name: of the model; freed_bytes: on the disk; execute: does it."""
+
+    name: str
+    freed_bytes: int
+    execute: Callable[[], None]
+
+
+def removal(name: str) -> Removal:
+    """What removing a model would do. ModelNotFound; InvalidRequest: it is not in the cache."""
+    meant = aliases().get(name, name)
+    if meant == BUILT_IN:
+        raise InvalidRequest(f"{name} comes with localgen, it cannot be removed")
+    if is_path(meant):
+        raise InvalidRequest(f"{name} is a file of yours: rm removes models of the cache only")
+    try:
+        model = cached_model(meant)
+    except ModelNotFound:
+        return _unfinished_only(meant)
+    return _of_cached(model.name, model.repo, model.stem if model.is_gguf else None)
+
+
+def _of_cached(name: str, repo_id: str, stem: str | None) -> Removal:
+    """The files of a model in every revision. stem: of its GGUF files; None: all that are none."""
+    found = scan()
+    assert found is not None, "a model of the cache was found"
+    repo = next(r for r in found.repos if r.repo_id == repo_id and r.repo_type == "model")
+    chosen = [file for file in _files(repo) if _belongs(file.file_path, stem)]
+    rest = [file for file in _files(repo) if file not in chosen]
+    if any(_is_weights(file.file_path) for file in rest):
+        strategy = found.delete_files(*chosen)
+        return Removal(name, strategy.expected_freed_size, strategy.execute)
+    # what is left says something of models that are gone, and unfinished files go with them
+    strategy = found.delete_revisions(*(revision.commit_hash for revision in repo.revisions))
+    unfinished = _bytes(_unfinished(repo.repo_path))
+    return Removal(name, strategy.expected_freed_size + unfinished, strategy.execute)
+
+
+def _unfinished_only(name: str) -> Removal:
+    """What an interrupted pull left of a model that never was whole. ModelNotFound."""
+    wanted = reference(name)
+    folder = repo_folder(wanted.repo) if wanted else None
+    unfinished = _unfinished(folder) if folder else []
+    if not unfinished:
+        raise ModelNotFound(f"no model {name!r} here: localgen list shows what there is")
+    assert wanted is not None
+
+    def execute() -> None:
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+
+    return Removal(f"what came of {wanted.repo}", _bytes(unfinished), execute)
+
+
+def _files(repo: CachedRepoInfo) -> list[CachedFileInfo]:
+    return [file for revision in repo.revisions for file in revision.files]
+
+
+def _belongs(path: Path, stem: str | None) -> bool:
+    is_gguf = path.suffix.lower() == ".gguf"
+    return is_gguf and catalog.same(stem_of(shards_of(path)[0]), stem) if stem else not is_gguf
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix.lower() in (".gguf", ".safetensors", ".bin", ".pth", ".pt")
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    return list(folder.glob("blobs/*.incomplete"))
+
+
+def _bytes(paths: list[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)

@@ -1,0 +1,92 @@
+"""What tests that pull from a hub on loopback share."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from loopback_hub import LoopbackHub
+
+from localgen.hub import pull
+from localgen.hub.library import repo_folder
+from localgen.hub.names import resolve
+
+REPO = "acme/Chat-GGUF"
+Q4 = "chat-Q4_K_M.gguf"
+
+
+def made_up(size_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size_bytes)
+
+
+CONTENT = made_up(3_000_000)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    from huggingface_hub import constants
+
+    server = LoopbackHub()
+    endpoint = server.endpoint
+    # huggingface_hub reads its variables at import
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    server.add(REPO, {Q4: CONTENT, "README.md": b"# Chat\n"})
+    with server.serving():
+        yield server
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Waits that would have been."""
+    waits: list[float] = []
+    sleep = time.sleep
+
+    def skip(seconds: float) -> None:
+        waits.append(seconds)
+        sleep(min(seconds, 0.01))
+
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", skip)
+    return waits
+
+
+def fetch(name: str = REPO) -> pull.Plan:
+    plan = pull.plan(name)
+    pull.execute(plan, lambda here: None)
+    return plan
+
+
+def unfinished() -> list[Path]:
+    return list(repo_folder(REPO).glob("blobs/*.incomplete"))
+
+
+def assert_clean(name: str = REPO, content: bytes = CONTENT) -> None:
+    """The model can be used, and nothing else lies about."""
+    file = resolve(name)
+    assert b"".join(path.read_bytes() for path in file.shards) == content
+    assert unfinished() == []
+
+
+def environment(hub: LoopbackHub, cache: Path, folder: Path) -> dict[str, str]:
+    root = str(Path(__file__).parents[1])
+    return os.environ | {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_CACHE": str(cache),
+        "HF_HOME": str(folder / "home"),
+        "NO_PROXY": "*",
+        "PYTHONPATH": root,
+        "LOCALGEN_STATE_DIR": str(folder / "state"),
+    }

@@ -1,0 +1,260 @@
+"""Short names: the catalog's, the user's own, and what fits this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_hub import put
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound, OutOfMemory
+from localgen.config import BadSetting
+from localgen.gpus import Gpu
+from localgen.hub import aliases, catalog, fit
+from localgen.hub.catalog import Entry
+from localgen.hub.fit import Alternative, Room
+from localgen.hub.names import available, resolve
+from localgen.hub.quants import quant_of
+from localgen.hub.reference import reference
+from localgen.placement import Hardware
+
+GB = 1_000_000_000
+ENTRIES = catalog.entries()
+NAMES = [(entry, name) for entry in ENTRIES for name in (entry.alias, *entry.names)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    return folder
+
+
+def test_no_name_belongs_to_two_models() -> None:
+    plain: dict[str, str] = {}
+    for entry, name in NAMES:
+        spelled = name.lower().replace(":", "-").replace("_", "-")
+        assert plain.setdefault(spelled, entry.alias) == entry.alias
+    assert len(ENTRIES) > 60
+
+
+@pytest.mark.parametrize(("entry", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_every_name_resolves(cache: Path, entry: Entry, name: str) -> None:
+    missing = reference(name)
+    assert missing is not None
+    assert missing.entry == entry
+    with pytest.raises(ModelNotFound, match="is not here yet: localgen pull") as absent:
+        resolve(name)
+    assert entry.gguf.repo in absent.value.message
+    put(cache, entry.gguf.repo, entry.gguf.file)
+    for spelling in (name, name.upper(), f"{name}:{entry.gguf.quant}", f"{name}:latest"):
+        found = resolve(spelling)
+        assert found.path.name == entry.gguf.file
+        assert found.name == f"{entry.gguf.repo}:{quant_of(found.path.stem)}"
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.alias)
+def test_every_folder_of_the_catalog_resolves(cache: Path, entry: Entry) -> None:
+    assert entry.folders[0].method == "safetensors"
+    for repo in {source.repo for source in entry.folders}:
+        put(cache, repo, "config.json", "model.safetensors")
+    for source in entry.folders:
+        chosen = entry.folder(source.method)
+        assert chosen is not None
+        tag = "safetensors" if source.method == entry.gguf.quant.lower() else source.method
+        for name in (f"{entry.alias}:{tag}", chosen.repo):
+            found = resolve(name)
+            assert (found.name, found.is_gguf) == (chosen.repo, False)
+
+
+def test_drafts_are_in_the_catalog() -> None:
+    aliases = {entry.alias for entry in ENTRIES}
+    assert {entry.draft for entry in ENTRIES if entry.draft} <= aliases
+
+
+@pytest.mark.parametrize(
+    ("name", "alias", "tag"),
+    [
+        ("llama-8b", "llama3.1-8b", None),
+        ("Llama3.2:1B", "llama3.2-1b", None),
+        ("llama-3.1-8b", "llama3.1-8b", None),
+        ("gemma-3-1b", "gemma3-1b", None),
+        ("gemma-31b", "gemma4-31b", None),
+        ("llama-8b:q8_0", "llama3.1-8b", "q8_0"),
+        ("llama3.1:8b:Q6_K_L", "llama3.1-8b", "Q6_K_L"),
+        ("qwen3:latest", "qwen3-8b", None),
+        ("qwen3-8b:auto", "qwen3-8b", "auto"),
+        ("llama3.2-1b:awq", "llama3.2-1b", "awq"),
+    ],
+)
+def test_spellings(name: str, alias: str, tag: str | None) -> None:
+    found = catalog.find(name)
+    assert found is not None
+    assert (found[0].alias, found[1]) == (alias, tag)
+
+
+@pytest.mark.parametrize("name", ["", "llama-9b", "gpt", "llama-8b:huge", "gemma3_31b", ":q8_0"])
+def test_what_is_no_name(name: str) -> None:
+    assert catalog.find(name) is None
+
+
+def test_a_missing_model_says_what_it_would_fetch() -> None:
+    with pytest.raises(
+        ModelNotFound,
+        match=r"llama-8b is not here yet: localgen pull llama-8b fetches bartowski/.*:Q4_K_M "
+        r"\(4\.9 GB\)$",
+    ):
+        resolve("llama-8b")
+    with pytest.raises(ModelNotFound, match=r"Did you mean llama-8b"):
+        resolve("lama-8b")
+
+
+def test_context_and_cache_of_the_catalog() -> None:
+    llama = catalog.find("llama-8b")
+    assert llama is not None
+    # 32 layers, 8 heads of 128, keys and values, two bytes each
+    assert llama[0].kv_bytes == 32 * 8 * 128 * 2 * 2
+    assert llama[0].context == 131_072
+    hybrid = catalog.find("qwen3.5-0.8b")
+    assert hybrid is not None
+    assert hybrid[0].kv_bytes is not None
+    assert hybrid[0].kv_bytes % 4 == 0
+
+
+def test_names_of_the_user_win(cache: Path, tmp_path: Path) -> None:
+    put(cache, "acme/Chat", "chat-Q8_0.gguf")
+    aliases.add("llama-8b", "acme/Chat:Q8_0")
+    assert resolve("llama-8b").name == "acme/Chat:Q8_0"
+    aliases.add("work", "tiny")
+    assert resolve("work").name == "tiny"
+    (tmp_path / "m.gguf").write_bytes(b"x")
+    aliases.add("mine", str(tmp_path / "m.gguf"))
+    assert resolve("mine").name == "m"
+    aliases.remove("llama-8b")
+    with pytest.raises(ModelNotFound, match="bartowski"):
+        resolve("llama-8b")
+    with pytest.raises(ModelNotFound, match="no name of yours"):
+        aliases.remove("llama-8b")
+    assert aliases.aliases() == {"work": "tiny", "mine": str(tmp_path / "m.gguf")}
+
+
+def test_the_file_of_names_keeps_what_the_user_wrote() -> None:
+    path = aliases.aliases_path()
+    path.parent.mkdir()
+    path.write_text('# mine\nwork = "tiny"  # for tests\nother = """tiny"""')
+    aliases.add("a.b:c", 'x "quoted" \\ path')
+    assert path.read_text().startswith('# mine\nwork = "tiny"  # for tests\n')
+    assert aliases.aliases()["a.b:c"] == 'x "quoted" \\ path'
+    aliases.remove("work")
+    assert path.read_text().startswith("# mine\nother")
+    assert set(aliases.aliases()) == {"other", "a.b:c"}
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "x.gguf", "-x", "a b", "a\n", "é", '"', "a" * 101, "../x"]
+)
+def test_what_cannot_be_a_name(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be a name"):
+        aliases.add(name, "tiny")
+    assert aliases.aliases() == {}
+
+
+def test_a_name_is_given_once() -> None:
+    aliases.add("work", "tiny")
+    with pytest.raises(InvalidRequest, match="work means tiny already: localgen rm work"):
+        aliases.add("work", "other")
+
+
+@pytest.mark.parametrize("text", ["work = ", "work = 3", "= =", 'a = "1"\na = "2"'])
+def test_a_damaged_file_of_names(text: str) -> None:
+    path = aliases.aliases_path()
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(BadSetting, match=r"models\.toml"):
+        resolve("work")
+    assert path.read_text() == text
+
+
+WAYS = [
+    Alternative("Q2_K", 3 * GB),
+    Alternative("Q4_K_M", 5 * GB),
+    Alternative("Q8_0", 8 * GB),
+    Alternative("F16", 16 * GB),
+]
+
+
+@pytest.mark.parametrize(
+    ("room", "quant"),
+    [
+        (Room(ram=100 * GB), "Q8_0"),
+        (Room(ram=7 * GB), "Q4_K_M"),
+        (Room(ram=4 * GB), "Q2_K"),
+        # as it is, on the GPU: rather fewer bits there than more on the CPU
+        (Room(ram=100 * GB, gpu=7 * GB, own_bits=True), "Q4_K_M"),
+        # widened to 16 bits, a quarter fits
+        (Room(ram=100 * GB, gpu=24 * GB, folders=True), "Q4_K_M"),
+        (Room(ram=100 * GB, gpu=7 * GB, folders=True), "Q8_0"),
+    ],
+)
+def test_what_fits(room: Room, quant: str) -> None:
+    chosen, why = fit.choose(WAYS, "it", None, room)
+    assert chosen.alternative.quant == quant
+    assert why.startswith(f"{quant} needs ")
+
+
+def test_only_wide_weights_are_better_than_none() -> None:
+    chosen, _ = fit.choose(WAYS[3:], "it", None, Room(ram=100 * GB))
+    assert chosen.alternative.quant == "F16"
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(OutOfMemory, match=r"the smallest, Q2_K, needs 3\.. GB with a context of"):
+        fit.choose(WAYS, "it", None, Room(ram=GB))
+
+
+def test_why_not_the_next_larger() -> None:
+    _, why = fit.choose(WAYS, "it", None, Room(ram=7 * GB))
+    assert why.endswith("; Q8_0 would need 9.4 GB")
+    _, why = fit.choose(WAYS, "it", None, Room(ram=100 * GB))
+    assert "F16 fits, but" in why
+    _, why = fit.choose(WAYS, "it", None, Room(ram=100 * GB, gpu=7 * GB, own_bits=True))
+    assert why.endswith("; Q8_0 would run on the CPU")
+
+
+def test_the_context_takes_its_part() -> None:
+    found = catalog.find("llama-8b")
+    assert found is not None
+    (one,) = fit.fits([Alternative("Q8_0", 8 * GB)], Room(ram=100 * GB), found[0])
+    assert one.need_bytes == int(8 * GB * 1.05) + 131_072 * 8192
+
+
+def test_hugging_face_format_where_something_runs_it() -> None:
+    found = catalog.find("llama-8b")
+    assert found is not None
+    entry = found[0]
+    assert fit.folder_alternatives(entry, Room(ram=100 * GB)) == []
+    for gpu, quant in ((40 * GB, "safetensors"), (14 * GB, "fp8")):
+        room = Room(ram=100 * GB, gpu=gpu, folders=True)
+        ways = [*WAYS, *fit.folder_alternatives(entry, room)]
+        chosen, _ = fit.choose(ways, "it", entry, room)
+        assert chosen.alternative.quant == quant
+
+
+def test_room_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALGEN_MEMORY_LIMIT", "8G")
+    gpu = Gpu(0, "a GPU", 24 * GB, 20 * GB, (9, 0))
+    cpu_only = Hardware((), (), False, lambda: False)
+    assert fit.room_here(cpu_only) == Room(ram=8 << 30)
+    with_cuda = Hardware((gpu,), (), True, lambda: False)
+    assert fit.room_here(with_cuda) == Room(8 << 30, 20 * GB, False, True)
+    old = Hardware((Gpu(0, "old", GB, GB, (6, 1)),), (), True, lambda: False)
+    assert fit.room_here(old) == Room(ram=8 << 30)
+    llama_cpp = Hardware((gpu,), ("torch",), True, lambda: True)
+    assert fit.room_here(llama_cpp) == Room(8 << 30, 20 * GB, True, False)
+
+
+def test_auto_among_what_is_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(cache, "a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
+    monkeypatch.setattr(fit, "room_here", lambda: Room(ram=GB))
+    assert resolve("a/b:auto").name in {file.name for file in available()}

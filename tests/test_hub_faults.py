@@ -1,0 +1,282 @@
+"""What can go wrong in a pull: one line, a clean cache, and the next try works."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from loopback_hub import LoopbackHub
+from pulling import (
+    CONTENT,
+    Q4,
+    REPO,
+    assert_clean,
+    environment,
+    fetch,
+    hub,
+    impatient,
+    made_up,
+    unfinished,
+)
+
+from localgen.backends.errors import LocalgenError, ModelNotFound
+from localgen.hub import pull
+from localgen.hub.download import blob_path
+from localgen.hub.errors import AccessDenied, DiskFull, DownloadFailed, HubUnavailable
+from localgen.hub.library import repo_folder
+from localgen.hub.names import resolve
+
+__all__ = ["hub", "impatient"]
+
+
+def test_a_wrong_hash(hub: LoopbackHub) -> None:
+    hub.faults.corrupt = 1
+    with pytest.raises(
+        DownloadFailed, match=r"chat-Q4_K_M\.gguf of acme/Chat-GGUF arrived damaged"
+    ):
+        fetch()
+    assert unfinished() == []
+    with pytest.raises(ModelNotFound):
+        resolve(REPO)
+    fetch()
+    assert_clean()
+
+
+def test_a_wrong_beginning_from_an_interrupted_pull(hub: LoopbackHub) -> None:
+    plan = pull.plan(REPO)
+    blob = blob_path(REPO, plan.files[0])
+    blob.parent.mkdir(parents=True)
+    blob.with_name(blob.name + ".incomplete").write_bytes(b"not it")
+    with pytest.raises(DownloadFailed, match="arrived damaged"):
+        pull.execute(plan, lambda here: None)
+    fetch()
+    assert_clean()
+
+
+def test_a_wrong_hash_of_a_small_file(hub: LoopbackHub) -> None:
+    files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": made_up(5000)}
+    hub.add("acme/Folder", files)
+    hub.faults.corrupt = 1
+    with pytest.raises(DownloadFailed, match=r"config\.json .* arrived damaged"):
+        fetch("acme/Folder")
+    fetch("acme/Folder")
+    assert resolve("acme/Folder").path.joinpath("config.json").read_bytes() == files["config.json"]
+
+
+def test_no_room_is_told_before_the_first_byte(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _path: usage(1, 1, 2_000_000))
+        with pytest.raises(DiskFull, match=r"needs 0\.00 GB, .* has 0\.00 GB free"):
+            fetch()
+    assert hub.downloads == []
+    fetch()
+    assert_clean()
+
+
+def test_what_is_here_needs_no_room(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, impatient: list[float]
+) -> None:
+    hub.faults.drops = 1000
+    with pytest.raises(HubUnavailable):
+        fetch()
+    hub.faults.drops = 0
+    usage = namedtuple("usage", "total used free")
+    left = pull.plan(REPO).left_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(1, 1, left))
+    fetch()
+    assert_clean()
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from localgen.hub import pull
+from localgen.hub.errors import DiskFull
+import shutil
+# the check before the first byte is passed, as when others fill the disk meanwhile
+honest = shutil.disk_usage
+shutil.disk_usage = lambda path: honest(path)._replace(free=1 << 40)
+plan = pull.plan("acme/Chat-GGUF")
+try:
+    pull.execute(plan, lambda here: None)
+except DiskFull as error:
+    print(error.message)
+filler = Path(sys.argv[1]) / "filler"
+print("unfinished", plan.left_bytes)
+filler.unlink()
+plan = pull.plan("acme/Chat-GGUF")
+pull.execute(plan, lambda here: None)
+from localgen.hub.names import resolve
+print("whole", resolve("acme/Chat-GGUF").size_bytes)
+"""
+
+
+def test_a_disk_that_fills_up(hub: LoopbackHub, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    program = tmp_path / "program.py"
+    program.write_text(FULL_DISK)
+    command = (
+        f"mount -t tmpfs -o size=4m none {disk} && head -c 2500000 /dev/zero > {disk}/filler && "
+        f"exec {sys.executable} {program} {disk}"
+    )
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount a small disk")
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", command],
+        env=environment(hub, disk / "hub", tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    said, left, whole = done.stdout.splitlines()
+    assert "the disk is full" in said
+    assert 0 < int(left.split()[1]) < len(CONTENT)
+    assert whole == f"whole {len(CONTENT)}"
+    assert hub.downloads[-1].start == len(CONTENT) - int(left.split()[1])
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "message"),
+    [
+        (
+            401,
+            "RepoNotFound",
+            ModelNotFound,
+            "has no repository acme/Chat-GGUF; if it is private, set",
+        ),
+        (404, "RepoNotFound", ModelNotFound, "has no repository"),
+        (401, "", AccessDenied, "refuses the token"),
+        (
+            401,
+            "GatedRepo",
+            AccessDenied,
+            "gated: accept its terms on .*/acme/Chat-GGUF and set HF_TOKEN",
+        ),
+        (403, "GatedRepo", AccessDenied, "is gated"),
+        (403, "", AccessDenied, "does not let this token read acme/Chat-GGUF"),
+        (500, "", HubUnavailable, "status 500"),
+        (404, "RevisionNotFound", ModelNotFound, "pull it again"),
+    ],
+)
+def test_answers_that_are_no_files(
+    hub: LoopbackHub, status: int, code: str, kind: type[LocalgenError], message: str
+) -> None:
+    hub.faults.denied[REPO] = (status, code)
+    with pytest.raises(kind, match=message) as refused:
+        fetch()
+    assert "\n" not in refused.value.message
+    hub.faults.denied.clear()
+    fetch()
+    assert_clean()
+
+
+def test_a_gated_repository(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(REPO, {Q4: CONTENT}, gated={"right"})
+    with pytest.raises(AccessDenied, match=r"is gated: accept its terms on .* and set HF_TOKEN"):
+        fetch()
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(AccessDenied, match=r"is gated: .* with this token's account"):
+        fetch()
+    monkeypatch.setenv("HF_TOKEN", "right")
+    fetch()
+    assert_clean()
+    (download,) = hub.downloads
+    assert (download.host, download.authorization) == ("localhost", None)
+
+
+def test_a_gated_repository_of_the_catalog_names_its_open_copy(hub: LoopbackHub) -> None:
+    original = "meta-llama/Llama-3.2-1B-Instruct"
+    files = {"config.json": b"{}", "model.safetensors": made_up(5000)}
+    hub.add(original, files, gated=set())
+    with pytest.raises(AccessDenied, match=r"or take the open copy unsloth/Llama-3\.2-1B"):
+        fetch(original)
+
+
+def test_a_busy_hub_is_waited_for(hub: LoopbackHub, impatient: list[float]) -> None:
+    hub.faults.busy, hub.faults.retry_after = 2, "7"
+    said: list[str] = []
+    plan = pull.plan(REPO, said.append)
+    assert impatient == [7.0, 7.0]
+    assert len(said) == 2
+    assert said[0].endswith("asks to wait 7 s")
+    hub.faults.busy = 1
+    pull.execute(plan, lambda here: None, said.append)
+    assert impatient[-1] == 8.0  # the library adds a second
+    assert "busy" in said[-1]
+    assert_clean()
+
+
+def test_a_hub_that_stays_busy(hub: LoopbackHub, impatient: list[float]) -> None:
+    hub.faults.busy = 1000
+    with pytest.raises(HubUnavailable, match="still asks to slow down"):
+        fetch()
+    hub.faults.busy = 0
+    fetch()
+    assert_clean()
+
+
+def test_something_that_is_no_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopback_hub.json.dumps", lambda _value: "<html>log in</html>")
+    with pytest.raises(HubUnavailable, match="does not answer as a hub"):
+        fetch()
+
+
+def test_no_network(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    fetch()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        HubUnavailable,
+        match=r"cannot reach 127\.0\.0\.1:9 .*; llama-8b is bartowski/.*:Q4_K_M \(4\.9 GB\)",
+    ):
+        fetch("llama-8b")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubUnavailable, match="HF_HUB_OFFLINE is set"):
+        fetch("llama-8b")
+    assert_clean()
+
+
+@pytest.mark.parametrize("digest", ["../../x", "", "z" * 40, None])
+def test_a_listing_that_would_lead_elsewhere(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, digest: object
+) -> None:
+    monkeypatch.setattr("loopback_hub._digest", lambda _content: digest or "a" * 39)
+    with pytest.raises(HubUnavailable, match="is no digest"):
+        fetch()
+    assert not repo_folder(REPO).exists()
+
+
+def test_a_commit_that_would_lead_elsewhere(hub: LoopbackHub) -> None:
+    hub.repos[REPO].commit = "../../../x"
+    with pytest.raises(HubUnavailable, match="is no digest"):
+        fetch()
+
+
+def test_a_file_that_would_lie_elsewhere(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.add(REPO, {"../../../../x-Q4_K_M.gguf": CONTENT})
+    with pytest.raises(LocalgenError):
+        fetch()
+    assert list(tmp_path.rglob("x-Q4_K_M.gguf")) == []
+
+
+def test_our_variables_come_first(hub: LoopbackHub, tmp_path: Path) -> None:
+    env = environment(hub, tmp_path / "theirs", tmp_path)
+    env |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "wrong"}
+    env |= {"LOCALGEN_HF_ENDPOINT": hub.endpoint, "LOCALGEN_HF_TOKEN": "right"}
+    env |= {"LOCALGEN_HF_HUB_CACHE": str(tmp_path / "ours")}
+    hub.repos[REPO].gated = {"right"}
+    command = [sys.executable, "-m", "localgen.cli.main", "pull", REPO]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ours" / "models--acme--Chat-GGUF").is_dir()
+    assert not (tmp_path / "theirs").exists()
