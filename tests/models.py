@@ -57,6 +57,23 @@ class Reply:
         return self.end
 
 
+def noisy(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -> int:
+    """Number of answers that differ; asserts that each could: its two best logits lie within
+    `noise`."""
+    count = 0
+    for reply, reference in zip(replies, references, strict=True):
+        if reply.tokens == reference.tokens:
+            assert reply.text == reference.text
+            continue
+        pairs = zip(reply.tokens, reference.tokens, strict=False)
+        at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        best, second = reference.logprobs[at].top
+        assert best.logprob - second.logprob < noise, (reply.text, reference.text)
+        assert reply.tokens[at] in (best.token_id, second.token_id)
+        count += 1
+    return count
+
+
 class LoadedBench:
     """A loaded model and the means to ask it."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from models import Bench, LoadedBench, Reply, questions
+from models import Bench, LoadedBench, Reply, noisy, questions
 from torch import Tensor
 
 from localgen.backends.cuda.batch import StepInputs
@@ -58,33 +58,17 @@ def alone() -> Iterator[list[Reply]]:
     bench.close()
 
 
-def noisy(replies: Sequence[Reply], references: Sequence[Reply]) -> int:
-    """Number of answers that differ; asserts that each could: two logits within NOISE."""
-    count = 0
-    for reply, reference in zip(replies, references, strict=True):
-        if reply.tokens == reference.tokens:
-            assert reply.text == reference.text
-            continue
-        pairs = zip(reply.tokens, reference.tokens, strict=False)
-        at = next(i for i, (a, b) in enumerate(pairs) if a != b)
-        best, second = reference.logprobs[at].top
-        assert best.logprob - second.logprob < NOISE, (reply.text, reference.text)
-        assert reply.tokens[at] in (best.token_id, second.token_id)
-        count += 1
-    return count
-
-
 def test_greedy_text_equals_the_llama_cpp_backends(alone: list[Reply]) -> None:
     bench = Bench(LoadOptions())
     theirs = bench.ask_one_by_one(CHATS, GREEDY)
     bench.close()
-    assert noisy(alone, theirs) <= MAX_NOISY
+    assert noisy(alone, theirs, NOISE) <= MAX_NOISY
     assert sum(len(reply.tokens) for reply in alone) > 200, "there is something to compare"
 
 
 def test_text_does_not_depend_on_batch_mates(alone: list[Reply]) -> None:
     bench = CudaBench()
-    assert noisy(bench.ask(CHATS, GREEDY), alone) <= MAX_NOISY
+    assert noisy(bench.ask(CHATS, GREEDY), alone, NOISE) <= MAX_NOISY
     assert len(bench.stats.step_sequences) > 8, "many sequences were computed at once"
     bench.close()
 
@@ -92,7 +76,7 @@ def test_text_does_not_depend_on_batch_mates(alone: list[Reply]) -> None:
 @pytest.mark.parametrize("tokens", [3, 17])
 def test_text_does_not_depend_on_chunk_size(tokens: int, alone: list[Reply]) -> None:
     bench = CudaBench(parallel=3, max_batch_tokens=tokens)
-    assert noisy(bench.ask(CHATS, GREEDY), alone) <= MAX_NOISY
+    assert noisy(bench.ask(CHATS, GREEDY), alone, NOISE) <= MAX_NOISY
     bench.close()
 
 
@@ -100,7 +84,7 @@ def test_text_does_not_depend_on_cache_hits(alone: list[Reply]) -> None:
     bench = CudaBench()
     bench.ask_one_by_one(CHATS, GREEDY)
     again = bench.ask_one_by_one(CHATS, GREEDY)
-    assert noisy(again, alone) <= MAX_NOISY
+    assert noisy(again, alone, NOISE) <= MAX_NOISY
     for reply in again:
         # whole pages, and a token is left to compute
         prompt = reply.finished.prompt_tokens
@@ -112,7 +96,7 @@ def test_text_does_not_depend_on_preemption() -> None:
     long = SamplingParams(temperature=0, max_tokens=90, logprobs=2, ignore_eos=True)
     undisturbed, crowded = CudaBench(), CudaBench(ctx=160, kv_tokens=400)
     references = undisturbed.ask_one_by_one(CHATS[:8], long)
-    assert noisy(crowded.ask(CHATS[:8], long), references) <= MAX_NOISY
+    assert noisy(crowded.ask(CHATS[:8], long), references, NOISE) <= MAX_NOISY
     assert crowded.stats.num_preemptions_total > 0, "the pool was too small for all"
     undisturbed.close()
     crowded.close()

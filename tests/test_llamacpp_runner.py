@@ -15,7 +15,7 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 import psutil
 import pytest
-from models import TINY_GGUF, Bench, Reply, questions
+from models import TINY_GGUF, Bench, Reply, noisy, questions
 
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence as EngineSequence
@@ -52,22 +52,6 @@ def alone() -> list[Reply]:
     return replies
 
 
-def noisy(replies: Sequence[Reply], references: Sequence[Reply]) -> int:
-    """Number of answers that differ; asserts that each could: two logits within NOISE."""
-    count = 0
-    for reply, reference in zip(replies, references, strict=True):
-        if reply.tokens == reference.tokens:
-            assert reply.text == reference.text
-            continue
-        pairs = zip(reply.tokens, reference.tokens, strict=False)
-        at = next(i for i, (a, b) in enumerate(pairs) if a != b)
-        best, second = reference.logprobs[at].top
-        assert best.logprob - second.logprob < NOISE, (reply.text, reference.text)
-        assert reply.tokens[at] in (best.token_id, second.token_id)
-        count += 1
-    return count
-
-
 def bare_greedy(prompt: Sequence[int], most: int, ends: frozenset[int]) -> list[int]:
     """Plain llama.cpp, one sequence, one token after the other: nothing of ours."""
     model = C.llama_model_load_from_file(str(TINY_GGUF).encode(), C.llama_model_default_params())
@@ -96,14 +80,14 @@ def test_greedy_text_equals_plain_llama_cpp(bench: Bench, alone: list[Reply]) ->
 
 
 def test_text_does_not_depend_on_batch_mates(bench: Bench, alone: list[Reply]) -> None:
-    assert noisy(bench.ask(CHATS, GREEDY), alone) <= MAX_NOISY
+    assert noisy(bench.ask(CHATS, GREEDY), alone, NOISE) <= MAX_NOISY
     assert len(bench.stats.step_sequences) > 8, "many sequences went into one llama_decode"
 
 
 @pytest.mark.parametrize("tokens", [4, 7, 33])
 def test_text_does_not_depend_on_chunk_size(tokens: int, alone: list[Reply]) -> None:
     bench = Bench(LoadOptions(parallel=4, max_batch_tokens=tokens))
-    assert noisy(bench.ask(CHATS, GREEDY), alone) <= MAX_NOISY
+    assert noisy(bench.ask(CHATS, GREEDY), alone, NOISE) <= MAX_NOISY
     bench.close()
 
 
@@ -112,7 +96,7 @@ def test_text_does_not_depend_on_cache_hits(bench: Bench, alone: list[Reply]) ->
     bench.ask_one_by_one(chats, GREEDY)
     before = bench.stats.prefix_cache_hits_total
     again = bench.ask_one_by_one(chats, GREEDY)
-    assert noisy(again, alone[:25]) <= MAX_NOISY
+    assert noisy(again, alone[:25], NOISE) <= MAX_NOISY
     prompt_tokens = sum(reply.finished.prompt_tokens for reply in again)
     cached = sum(reply.finished.timings.cache_n for reply in again)
     assert cached == bench.stats.prefix_cache_hits_total - before
@@ -131,7 +115,7 @@ def test_text_does_not_depend_on_preemption(bench: Bench) -> None:
     small = squeezed()
     replies = small.ask(CHATS[:16], params)
     assert small.stats.num_preemptions_total > 0
-    assert noisy(replies, references) <= MAX_NOISY
+    assert noisy(replies, references, NOISE) <= MAX_NOISY
     assert any("preempted" in note for reply in replies for note in reply.finished.notes)
     small.close()
 
@@ -168,7 +152,7 @@ def test_drafts_change_nothing(bench: Bench, alone: list[Reply]) -> None:
     for chat, reply in zip(CHATS, alone, strict=True):
         names.append(bench.submit(chat, GREEDY))
         answers[names[-1]] = reply.tokens
-    assert noisy(bench.run(names), alone) <= MAX_NOISY
+    assert noisy(bench.run(names), alone, NOISE) <= MAX_NOISY
     generated = bench.stats.generation_tokens_total
     rows = sum(n * steps for n, steps in enumerate(bench.stats.step_sequences))
     assert rows < 0.8 * generated, "accepted drafts save steps"
@@ -278,7 +262,7 @@ def test_parts_move_together_where_a_finished_one_left_a_gap() -> None:
         replace(reference, logprobs=reference.logprobs[:length], text=reply.text)
         for reference, reply, length in zip(references, replies, lengths, strict=True)
     ]
-    assert noisy(replies, cut) <= MAX_NOISY
+    assert noisy(replies, cut, NOISE) <= MAX_NOISY
     bench.close()
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from localgen.backends.cuda.batch import Batch
 from localgen.backends.cuda.experts import mixture
-from localgen.backends.cuda.kernels.activation import gated
 from localgen.backends.cuda.kernels.attention import paged_attention
 from localgen.backends.cuda.kernels.kv import LayerKV
 from localgen.backends.cuda.kernels.norm import rms_norm
 from localgen.backends.cuda.kernels.rope import HeadNorms, rope_and_store
+from localgen.backends.cuda.linear import gated_linear
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import LayerWeights, Weights
@@ -117,7 +117,7 @@ class Decoder:
             return mixture(x, layer.experts, self.spec.moe, self.spec.activation)
         assert layer.gate_up is not None
         assert layer.down is not None
-        return layer.down(gated(layer.gate_up(x), self.spec.activation))
+        return layer.down(gated_linear(layer.gate_up, x, self.spec.activation))
 
 
 def _on(device: torch.device, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
