@@ -27,8 +27,7 @@ from benchmarks.gpu_parts.device import Device, poisoned, relative_error
 from benchmarks.gpu_parts.kernel_checks import kernels
 from benchmarks.gpu_parts.report import Check, Report, Row
 from benchmarks.gpu_parts.steps import busy_and_waits
-from localgen.backends.cuda import decoder
-from localgen.backends.cuda.kernels import activation, norm
+from localgen.backends.cuda.kernels import activation, matmul, norm
 from localgen.backends.types import Finished, Timings
 
 CPU = Device.found(gpu=False)
@@ -116,14 +115,14 @@ def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_checks, "CHECKED", shapes.CHECKED[:1])
     assert [c.line() for c in decoder_checks.decoders(CPU, 1) if not c.passed] == []
-    right = activation.gated
+    right = matmul.gated_matmul
 
-    def wrong(x: Tensor, kind: Any) -> Tensor:
+    def wrong(x: Tensor, weight: Tensor, kind: Any) -> Tensor:
         """Gate and up exchanged; the twin in float64 stays as it is."""
-        other = x if x.dtype is torch.float64 else torch.cat(x.chunk(2, -1)[::-1], -1)
-        return right(other, kind)
+        other = weight if x.dtype is torch.float64 else torch.cat(weight.chunk(2)[::-1])
+        return right(x, other, kind)
 
-    monkeypatch.setattr(decoder, "gated", wrong)
+    monkeypatch.setattr("localgen.backends.cuda.linear.gated_matmul", wrong)
     failed = [check.name for check in decoder_checks.decoders(CPU, 1) if not check.passed]
     assert "llama: logits of a prompt, in parts, and decoding" in failed
     assert "llama: greedy, graphs, looking ahead" in failed
