@@ -91,11 +91,37 @@ BASE_SAMPLING = SamplingParams(
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. parameters: the JSON schema of its arguments, as text."""
+
+    name: str
+    description: str = ""
+    parameters: str = '{"type": "object", "properties": {}}'
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made. arguments: a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat. role: system, user or assistant."""
+    """One turn of a chat. role: system, user, assistant or tool.
+
+    reasoning: what an assistant thought before its content. tool_calls: the calls it made.
+    tool_call_id, name: which call, of which function, a message of role tool answers.
+    """
 
     role: str
     content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +131,15 @@ class Request:
     client: who asks; waiting clients are served in turn. priority: higher goes first.
     ctx: cap on prompt + answer in tokens; None is the model's limit.
     arrived_s: when the server received it; TTFT and queue time start there.
+    tools: only with messages. tool_choice: auto, none, required, or the name of the one to call.
+    parallel_tool_calls: whether an answer may make several calls.
     """
 
     id: str
     messages: tuple[Message, ...] | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
     params: SamplingParams = SamplingParams()
@@ -136,13 +167,31 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of the call at `index` of an answer. id and name come once, with its first delta.
+
+    arguments: the next piece of a JSON text.
+    """
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one request. num_tokens of its answer are now generated in all."""
+    """New text of one request. num_tokens of its answer are now generated in all.
+
+    reasoning: new text of what the model thinks before it answers; no part of `text`.
+    """
 
     request_id: str
     text: str
     num_tokens: int
     logprobs: tuple[PositionLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +216,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The one good end of a request. reason: stop, length or cancelled.
+    """The one good end of a request. reason: stop, length, tool_calls or cancelled.
 
     stop: the stop string or end token that ended it. ctx: the limit it ran under.
     notes: what a user should know of how it was served (preempted, context full).
