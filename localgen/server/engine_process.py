@@ -51,7 +51,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # a crash in native code is reported as what it is: no debugger, no pages of output
-                env=python_environment() | {"GGML_NO_BACKTRACE": "1"},
+                env=_environment(),
             )
         ours.setblocking(False)
         return cls(process, ours)
@@ -83,6 +83,17 @@ class EngineProcess:
         while (status := await self.wait(1.0)) is None:
             _log.warning("engine process %d is killed but has not left yet", self.pid)
         return status
+
+
+def _environment() -> dict[str, str]:
+    environment = python_environment()
+    environment["GGML_NO_BACKTRACE"] = "1"
+    # weights in huge pages where the system lets a process ask for them: fewer page table walks
+    known = environment.get("GLIBC_TUNABLES")
+    if not known or "glibc.malloc.hugetlb" not in known:
+        asked = "glibc.malloc.hugetlb=1"
+        environment["GLIBC_TUNABLES"] = f"{known}:{asked}" if known else asked
+    return environment
 
 
 def describe_status(status: int | None) -> str:
