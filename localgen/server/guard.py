@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 
@@ -21,6 +22,10 @@ LOCAL = "local"
 KEY_PREFIX = "key-"
 # a body has to come within this
 BODY_S = 60.0
+# a body that is refused is read this far: a connection that closes with bytes unread is reset,
+# and the answer is lost with it
+_LINGER_BYTES = 1 << 20
+_LINGER_S = 1.0
 # without a key: it says no more than that a server is there
 _OPEN_PATHS = frozenset({"/health"})
 _LIMITED = ("/v1/chat/completions", "/v1/completions")
@@ -73,6 +78,7 @@ class Guard:
             body = _Body(receive, self._access.max_body_bytes)
             body.check_length(scope)
         except Refused as refused:
+            await _read_rest(scope, receive)
             await refused.response()(scope, receive, send)
             return
         await self._inner(scope, body.receive, send)
@@ -142,6 +148,20 @@ class _Body:
 
     def _too_long(self) -> Refused:
         return Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
+
+
+async def _read_rest(scope: Scope, receive: Receive) -> None:
+    """Read the body of a request that is refused, within bounds."""
+    if any(name.lower() == b"expect" for name, _ in scope["headers"]):
+        return  # it waits for our consent before it sends any
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while size < _LINGER_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _is_local(scope: Scope) -> bool:
