@@ -312,7 +312,8 @@ class LoadOptions:
     backend: auto, llamacpp or cuda. device: cuda, cuda:N or cpu. dummy: random weights of the
     model's shapes, for benchmarks. ctx: longest sequence in tokens. kv_tokens: size of the KV
     cache, at least ctx.
-    kv_unified: whether all sequences share it, or each has a part of its own.
+    kv_unified: whether all sequences share it, or each has a part of its own. None: parts where
+    parallel and ctx say how many and how large, shared otherwise.
     gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
     repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
     one step. itl_target_ms: prefill yields to keep decoding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp.llama_cpp as C
@@ -15,7 +16,7 @@ from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.engine.wire import Load
-from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.cells import SharedCells
@@ -28,7 +29,7 @@ from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
+from localgen.backends.types import BASE_SAMPLING, LoadOptions, ModelInfo, SamplingParams
 
 MAX_DONORS = 32
 # what is never given to a pool: compute buffers, logits, the rest of the machine
@@ -58,7 +59,9 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     unlocked = options.mlock and library().warned_of("mlock")
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
-    size = sizing.choose(model, options, free_bytes=_free_bytes(model, options, request))
+    free_bytes = _free_bytes(model, options, request)
+    options = _with_layout(model, request.options, options, free_bytes)
+    size = sizing.choose(model, options, free_bytes=free_bytes)
     donors = _max_donors(model, options)
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
     can_rewind = _probe(model, vocab, context)
@@ -80,6 +83,10 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
         "no chat template came with the model: chat needs --chat-template FILE": not template,
     }
+    in_parts = f"the KV cache is in {options.parallel} parts of {size.ctx:,} tokens"
+    oddities[f"{in_parts}; --kv-unified shares one pool"] = (
+        not options.kv_unified and request.options.kv_unified is None
+    )
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -121,6 +128,21 @@ def _check_parts(model: Model, options: Settings) -> None:
             f"--no-kv-unified is not for {model.path.name}, which {why}: leave it out",
             param="kv_unified",
         )
+
+
+def _with_layout(model: Model, asked: LoadOptions, options: Settings, free_bytes: int) -> Settings:
+    """A part for each sequence where -np and --ctx together say what they need, as llama-server
+    has it, and it can be had: attention then looks at nobody else's tokens."""
+    sized = None not in (asked.parallel, asked.ctx) and asked.kv_tokens is None
+    rigid = model.is_recurrent or model.has_window
+    if not sized or rigid or asked.kv_unified is not None:
+        return options
+    in_parts = replace(options, kv_unified=False)
+    try:
+        sizing.choose(model, in_parts, free_bytes=free_bytes)
+    except OutOfMemory:
+        return options
+    return in_parts
 
 
 def _max_donors(model: Model, options: Settings) -> int:

@@ -124,7 +124,7 @@ LOADING = (
         "kv_unified",
         bool,
         "-kvu --kv-unified/--no-kv-unified",
-        "One cache for all requests; or a part for each, which is faster with several.",
+        "One cache for all requests; or a part for each, the default where -np and -c are given.",
     ),
     Flag("parallel", int, "-np --parallel", "Most requests computed at once."),
     Flag("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),
