@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import httpx
 
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, Client, Text
+from localgen.client.bodies import turn
 
 # llama-server now and then closes a new connection before it has read the request
 ATTEMPTS = 5
@@ -111,7 +112,7 @@ class HttpSpeaker:
         if isinstance(prompt, str):
             path, body["prompt"] = "/v1/completions", prompt
         else:
-            path, body["messages"] = "/v1/chat/completions", [asdict(turn) for turn in prompt]
+            path, body["messages"] = "/v1/chat/completions", [turn(message) for message in prompt]
         for _ in range(ATTEMPTS):
             with contextlib.suppress(httpx.RemoteProtocolError):
                 return _ended(self._stream(path, body), max_tokens)

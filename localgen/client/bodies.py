@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import msgspec
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable, error_of
-from localgen.backends.types import SamplingParams, Timings
+from localgen.backends.types import Message, SamplingParams, Timings
 from localgen.client.answers import Answer, Text
 from localgen.client.sse import DONE
+
+
+def turn(message: Message) -> dict[str, Any]:
+    """A message, without what it does not have."""
+    return {name: value for name, value in asdict(message).items() if value or name == "content"}
 
 
 def sampling_fields(params: SamplingParams, *, chat: bool) -> dict[str, Any]:
