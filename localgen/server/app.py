@@ -25,13 +25,15 @@ from localgen.server import openai
 from localgen.server.access import Access
 from localgen.server.caller import Caller
 from localgen.server.choices import repeated
+from localgen.server.events import EventStream
 from localgen.server.failures import failure
 from localgen.server.format import Format, encode
-from localgen.server.generation import EventStream, GenerationResponse, Job
+from localgen.server.generation import GenerationResponse, Job
 from localgen.server.guard import Guard, Refused
 from localgen.server.journal import Journal
 from localgen.server.manager import KeepAlive, ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics
+from localgen.server.ollama.routes import OllamaApi
 from localgen.server.openai import ChatFormat, CompletionFormat
 from localgen.server.rates import Rates
 from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
@@ -57,9 +59,11 @@ def create_app(
     metrics = Metrics(lambda: _engines(manager))
     _add_errors(app)
     _add_metrics(app, metrics)
-    _add_generation(app, manager, Journal((metrics, rates)), access.timeout_s)
+    journal = Journal((metrics, rates))
+    _add_generation(app, manager, journal, access.timeout_s)
     _add_models(app, manager, state)
     _add_server(app, state, leave, leaving)
+    app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
     return _arrival_noted(Guard(app, access, rates))
 
 

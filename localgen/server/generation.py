@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -16,11 +14,10 @@ from localgen.backends.errors import LocalgenError, TimedOut, error_of
 from localgen.backends.types import Delta, Failed, Finished, LoadOptions, Request
 from localgen.server.choices import Choice, together
 from localgen.server.engines import Event, Stream
-from localgen.server.format import Format, Framing, Start, encode
+from localgen.server.events import cancelled_on_disconnect, send_head, send_json
+from localgen.server.format import Format, Start
 from localgen.server.journal import Entry, Journal
 from localgen.server.manager import KeepAlive, ModelManager
-
-_log = logging.getLogger("localgen.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,79 +184,3 @@ def _require_good(events: list[Event]) -> None:
     last = events[-1]
     if isinstance(last, Failed):
         raise error_of(last.code, last.message, last.param)
-
-
-async def send_head(send: Send, framing: Framing) -> None:
-    """The headers of a stream."""
-    headers = [
-        (b"content-type", framing.content_type.encode()),
-        (b"cache-control", b"no-store"),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def send_json(send: Send, value: object, status: int = 200) -> None:
-    """A whole JSON response."""
-    body = encode(value)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-@contextlib.asynccontextmanager
-async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client goes away; to its caller it then just ends."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-        if gone:
-            await asyncio.sleep(0)  # a cancel that is on its way must land here
-    except asyncio.CancelledError:
-        if not gone or task.uncancel() > 0:
-            raise
-    finally:
-        watcher.cancel()
-
-
-class EventStream(Response):
-    """Events of our own making. The first is awaited before the headers: it may be an error."""
-
-    def __init__(self, events: AsyncGenerator[object, None], framing: Framing) -> None:
-        super().__init__()
-        self._events = events
-        self._framing = framing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        framing = self._framing
-        async with cancelled_on_disconnect(receive), contextlib.aclosing(self._events) as events:
-            first = await anext(events)
-            await send_head(send, framing)
-            await self._send(send, first)
-            try:
-                async for event in events:
-                    await self._send(send, event)
-                end = framing.end
-            except LocalgenError as error:
-                end = framing.failed(error.code, error.message, error.param)
-            except Exception:
-                _log.exception("a stream of events failed")
-                end = framing.failed("internal_error", "the server's log says why")
-            await send({"type": "http.response.body", "body": end, "more_body": False})
-
-    async def _send(self, send: Send, event: object) -> None:
-        body = self._framing.event(event)
-        await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -138,17 +138,37 @@ class ModelManager:
     async def unload(self, name: str) -> bool:
         """Unload a model now, in use or not; False if it is not loaded. InvalidRequest: two are
         called that."""
+        found = await self._loaded_as(name)
+        if found is None:
+            return False
+        await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
+        return True
+
+    async def let_go(self, name: str) -> bool:
+        """Unload a model as soon as nobody uses it; False if it is not loaded. InvalidRequest."""
+        found = await self._loaded_as(name)
+        if found is None:
+            return False
+        if found.idle:
+            await self._remove(found, f"{found.file.name} is no longer wanted")
+        else:
+            found.keep_alive_s = 0.0
+        return True
+
+    async def _loaded_as(self, name: str) -> Resident | None:
         found = self._asked_as(name) or self._called(name)
         if found is None:
             try:
                 path = (await self._locate(name)).path
             except LocalgenError:
-                return False
+                return None
             found = next((r for r in self._residents if r.file.path == path), None)
-        if found is None:
-            return False
-        await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
-        return True
+        return found
+
+    def forget_name(self, name: str) -> None:
+        """A name may mean another model from now on."""
+        for resident in self._residents:
+            resident.asked_as.discard(name)
 
     async def expire(self) -> None:
         """Unload what nobody used for the keep-alive time; to be called now and then."""
