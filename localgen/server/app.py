@@ -97,7 +97,7 @@ def _add_generation(
         caller = Caller.of(http, body.user)
         request = Request(
             id=uuid.uuid4().hex[:24],
-            messages=tuple(message.to_message() for message in body.messages),
+            **body.conversation(),
             params=body.to_params(),
             client=caller.client,
             priority=body.priority,

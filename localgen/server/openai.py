@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
+from localgen.server import tools
 from localgen.server.choices import Choice
 from localgen.server.format import Framing, Start, encode, extras
 from localgen.server.statuses import status_of
@@ -70,7 +71,7 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> list[object]:
         """New text."""
-        chunk = self._chunk(index, {"content": delta.text})
+        chunk = self._chunk(index, _delta_fields(delta))
         if delta.logprobs:
             chunk["choices"][0]["logprobs"] = _chat_logprobs(delta.logprobs)
         chunk["localgen"] = {"num_tokens": delta.num_tokens}
@@ -98,7 +99,7 @@ class ChatFormat:
         positions = _positions(choice.deltas)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": _text(choice.deltas)},
+            "message": _message(choice.deltas),
             "logprobs": _chat_logprobs(positions) if positions else None,
             "finish_reason": choice.end.reason,
         }
@@ -107,7 +108,7 @@ class ChatFormat:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _chunk(
-        self, index: int, delta: dict[str, str], finish_reason: str | None = None
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
@@ -192,6 +193,31 @@ class CompletionFormat:
             ],
             "text_offset": offsets,
         }
+
+
+def _delta_fields(delta: Delta) -> dict[str, Any]:
+    """What is new of a message, in a stream."""
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        fields["tool_calls"] = [tools.delta_fields(part) for part in delta.tool_calls]
+    if delta.text or not fields:
+        fields["content"] = delta.text
+    return fields
+
+
+def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """The whole message; its content is null where it only calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": _text(deltas)}
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = tools.whole_calls(deltas)
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [tools.call_fields(call) for call in calls]
+    return message
 
 
 def _text(deltas: Iterable[Delta]) -> str:
