@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import httpx
@@ -42,6 +43,11 @@ def failure(ask: Callable[[], object]) -> ResponseError:
     return refused.value
 
 
+def asked(server: RealServer, route: str, **body: Any) -> httpx.Response:
+    whole = {"model": "tiny", "stream": False, "options": {"num_predict": 20}} | body
+    return httpx.post(f"{server.url}/api/{route}", json=whole, timeout=60)
+
+
 def names(client: ollama.Client) -> list[str | None]:
     return [model.model for model in client.ps().models]
 
@@ -74,7 +80,7 @@ def test_a_streamed_chat(client: ollama.Client) -> None:
 
 def test_streams_are_lines_of_json_and_the_default(server: RealServer) -> None:
     body = {"model": "tiny", "messages": [QUESTION]}
-    reply = httpx.post(f"{server.url}/api/chat", json=body)
+    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
     assert reply.headers["content-type"] == "application/x-ndjson"
     assert "x-request-id" in reply.headers
     lines = [json.loads(line) for line in reply.text.splitlines()]
@@ -137,6 +143,46 @@ def test_samplers_reach_the_engine(client: ollama.Client) -> None:
     assert ask(temperature=1.5, seed=1, top_k=1) == ask(temperature=0)
     stopped = ask(temperature=0, stop=[one[:1], "e"])
     assert "e" not in stopped
+
+
+def test_tools(client: ollama.Client, server: RealServer) -> None:
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+          a: First number to add
+          b: Second number to add
+        """
+        return a + b
+
+    short = {"num_predict": 40}
+    reply = client.chat("tiny", [QUESTION], tools=[add], options=short)
+    # it was trained for sums, not for tools: what counts is that it is told of them
+    plain = client.chat("tiny", [QUESTION], options=short)
+    assert reply.prompt_eval_count is not None
+    assert plain.prompt_eval_count is not None
+    assert reply.prompt_eval_count > plain.prompt_eval_count
+    call = {"function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
+    history: list[dict[str, Any]] = [
+        QUESTION,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "add", "content": "42"},
+    ]
+    answered = client.chat("tiny", history, tools=[add], options=short)
+    assert answered.prompt_eval_count is not None
+    assert answered.prompt_eval_count > reply.prompt_eval_count
+    tools = [{"function": {"name": "no name"}}]
+    wrong = asked(server, "chat", messages=[QUESTION], tools=tools)
+    assert wrong.status_code == 400
+    assert "tools[0].function.name" in wrong.json()["error"]
+
+
+def test_a_model_that_does_not_think(client: ollama.Client) -> None:
+    assert client.chat("tiny", [QUESTION], think=False).message.content
+    for think in (True, "high"):
+        refused = failure(partial(client.chat, "tiny", [QUESTION], think=think))
+        assert refused.status_code == 400
+        assert "does not let thinking be set" in refused.error
 
 
 def test_logprobs(client: ollama.Client) -> None:
@@ -253,6 +299,10 @@ def generates(**fields: Any) -> Call:
         (lambda c: c.delete("tiny"), 400, "comes with localgen"),
         (lambda c: c.copy("no-such-model", "x"), 404, "no-such-model"),
         (lambda c: c.copy("tiny", "../x"), 400, "cannot be a name"),
+        (lambda c: c.copy("/etc/passwd", "x"), 400, "not by paths"),
+        (lambda c: c.show("../tiny.gguf"), 400, "not by paths"),
+        (lambda c: c.generate("/etc/hostname", "a"), 400, "not by paths"),
+        (lambda c: c.delete("~/x"), 400, "not by paths"),
         (lambda c: c.create("x", from_="tiny"), 404, "/api/create"),
         (lambda c: c.chat("tiny", [{"role": "system2", "content": ""}]), 400, "messages[0].role"),
         (
@@ -318,7 +368,7 @@ def test_who_leaves_frees_the_model(client: ollama.Client, server: RealServer) -
 def test_a_body_is_json_whatever_it_is_called(server: RealServer, content_type: str | None) -> None:
     body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": False}).encode()
     headers = {"Content-Type": content_type} if content_type else {}
-    reply = httpx.post(f"{server.url}/api/generate", content=body, headers=headers)
+    reply = httpx.post(f"{server.url}/api/generate", content=body, headers=headers, timeout=60)
     assert reply.json()["done"] is True
 
 
@@ -352,8 +402,7 @@ def test_what_clients_look_for_first(server: RealServer) -> None:
 
 
 def test_requests_are_written_down(client: ollama.Client, server: RealServer) -> None:
-    body = {"model": "tiny", "prompt": "Hello", "stream": False}
-    name = httpx.post(f"{server.url}/api/generate", json=body).headers["x-request-id"]
+    name = asked(server, "generate", prompt="Hello").headers["x-request-id"]
     wait_until(lambda: f"request id={name} model=tiny" in server.log.read_text())
     figures = httpx.get(f"{server.url}/metrics").text
     assert 'localgen:request_success_total{finished_reason="stop",model_name="tiny"}' in figures

@@ -13,6 +13,7 @@ from localgen.server.choices import Choice
 from localgen.server.format import Framing, Start, extras
 from localgen.server.ollama.frames import NDJSON
 from localgen.server.ollama.messages import PendingCalls, printed
+from localgen.server.tools import whole_calls
 
 _NS_PER_MS = 1_000_000
 
@@ -91,11 +92,9 @@ class AnswerFormat:
     def whole(self, choices: Sequence[Choice], total: Finished) -> dict[str, Any]:
         """The answer in one object."""
         (choice,) = choices
-        calls = [call for delta in choice.deltas for call in self.calls.add(delta.tool_calls)]
-        calls += self.calls.rest()
         text = "".join(delta.text for delta in choice.deltas)
         thinking = "".join(delta.reasoning for delta in choice.deltas)
-        line = self._line(text, thinking, calls)
+        line = self._line(text, thinking, whole_calls(choice.deltas))
         positions = [position for delta in choice.deltas for position in delta.logprobs]
         if positions:
             line["logprobs"] = _logprobs(positions)

@@ -12,29 +12,15 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from localgen.backends.types import Message, Tool, ToolCall, ToolCallDelta
+from localgen.backends.types import Message, ToolCall, ToolCallDelta
 from localgen.server.body import Strict, without_unsupported
+from localgen.server.tools import FunctionTool
 
 
-class Function(Strict):
-    """A function that the model may call."""
-
-    name: str = Field(min_length=1)
-    description: str = ""
-    parameters: dict[str, Any] | None = None
-
-
-class ToolDefinition(Strict):
-    """An entry of `tools`."""
+class ToolDefinition(FunctionTool):
+    """An entry of `tools`, which need not say that it is a function."""
 
     type: Literal["function"] = "function"
-    function: Function
-
-    def to_tool(self) -> Tool:
-        function = self.function
-        if function.parameters is None:
-            return Tool(function.name, function.description)
-        return Tool(function.name, function.description, json.dumps(function.parameters))
 
 
 class Call(Strict):

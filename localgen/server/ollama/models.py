@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
+from localgen.backends.text.reasoning import tags_of
 from localgen.hub.about import About, about, entry_of
 from localgen.hub.aliases import aliases
 from localgen.hub.files import ModelFile
@@ -148,10 +149,9 @@ def _model_info(facts: About) -> dict[str, Any]:
 
 def _capabilities(facts: About) -> list[str]:
     template = facts.chat_template or ""
-    found = ["completion"]
-    if re.search(r"\btools\b", template):
-        found.append("tools")
-    return found
+    knows_tools = re.search(r"\btools\b", template) is not None
+    thinks = tags_of(template) is not None
+    return ["completion", *["tools"] * knows_tools, *["thinking"] * thinks]
 
 
 def _modified(path: Path) -> str:

@@ -19,7 +19,7 @@ import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.backends.types import Request
 from localgen.hub import aliases
-from localgen.hub.names import BUILT_IN, LATEST, for_server, is_here, meant, own_name, resolve
+from localgen.hub.names import BUILT_IN, LATEST, is_here, meant, own_name, resolve
 from localgen.hub.reference import reference
 from localgen.hub.removal import removal
 from localgen.server.caller import Caller
@@ -80,30 +80,30 @@ class OllamaApi:
         async def chat(body: ChatRequest, http: HttpRequest) -> Response:
             if not body.messages:
                 return await self._only_load(body, message)
-            request = _request(
-                body,
-                http,
-                messages=body.to_messages(),
-                tools=tuple(tool.to_tool() for tool in body.tools or ()),
-            )
-            return self._answer(body, request, message, http)
+            return self._answer(body, message, http)
 
         @router.post("/api/generate", response_model=None)
         async def generate(body: GenerateRequest, http: HttpRequest) -> Response:
             if not body.prompt:
                 return await self._only_load(body, response)
-            messages = body.to_messages()
-            raw = body.prompt if messages is None else None
-            request = _request(body, http, messages=messages, prompt=raw)
-            return self._answer(body, request, response, http)
+            return self._answer(body, response, http)
 
     def _answer(
-        self, body: ChatRequest | GenerateRequest, request: Request, piece: Piece, http: HttpRequest
+        self, body: ChatRequest | GenerateRequest, piece: Piece, http: HttpRequest
     ) -> Response:
+        caller = Caller.of(http)
+        request = Request(
+            id=uuid.uuid4().hex[:24],
+            **body.conversation(),
+            params=body.to_params(),
+            client=caller.client,
+            ctx=body.ctx,
+            arrived_s=caller.arrived_s,
+        )
         job = Job(
             id=request.id,
             model=body.model,
-            account=Caller.of(http).account,
+            account=caller.account,
             timeout_s=self.timeout_s,
             requests=(request,),
             options=body.load(),
@@ -191,18 +191,6 @@ class OllamaApi:
             return _json({"version": localgen.__version__})
 
 
-def _request(body: ChatRequest | GenerateRequest, http: HttpRequest, **prompt: Any) -> Request:
-    caller = Caller.of(http)
-    return Request(
-        id=uuid.uuid4().hex[:24],
-        params=body.to_params(),
-        client=caller.client,
-        ctx=body.ctx,
-        arrived_s=caller.arrived_s,
-        **prompt,
-    )
-
-
 def _copy(source: str, destination: str) -> None:
     """Another name for a model, here or not. ModelNotFound, InvalidRequest."""
     name = destination.removesuffix(LATEST)
@@ -211,7 +199,7 @@ def _copy(source: str, destination: str) -> None:
     model = meant(source)
     if not is_here(model) and reference(model) is None:
         resolve(model)  # it says why not
-    aliases.add(name, for_server(model) or model)
+    aliases.add(name, model)
 
 
 def _json(value: object) -> Response:

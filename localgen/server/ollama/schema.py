@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, Message, SamplingParams
@@ -14,6 +15,7 @@ from localgen.server.manager import KeepAlive
 from localgen.server.ollama import keep_alive
 from localgen.server.ollama.messages import ChatMessage, ToolDefinition, to_messages
 from localgen.server.ollama.options import Options
+from localgen.server.tools import tools_of
 
 # what only means something where prompts are cut or contexts shifted, which never happens here
 _CUTTING: dict[str, tuple[object, ...]] = {"truncate": (False,), "shift": (False,)}
@@ -30,10 +32,24 @@ _UNSUPPORTED_IN_GENERATE = _UNSUPPORTED | {
 Think = bool | Literal["low", "medium", "high"]
 
 
+def _named(name: str) -> str:
+    """InvalidRequest: it is a path. Looks at the text alone: nobody learns what there is."""
+    steps = {".", ".."} & set(re.split(r"[/\\]", name))
+    if steps or name.startswith(("/", "\\", "~")) or name.lower().endswith(".gguf"):
+        raise InvalidRequest(
+            "models go by their names here, not by paths: `localgen cp PATH NAME` gives one",
+            param="model",
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_named)]
+
+
 class _Generate(Body):
     """What chat and generate share."""
 
-    model: str = Field(min_length=1)
+    model: Annotated[Name, Field(min_length=1)]
     stream: bool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
@@ -67,6 +83,10 @@ class _Generate(Body):
             json_schema=self._schema(),
         )
 
+    def _thinking(self) -> dict[str, Any]:
+        is_effort = isinstance(self.think, str)
+        return {"reasoning_effort" if is_effort else "thinking": self.think}
+
     def _schema(self) -> str | None:
         if isinstance(self.format, dict):
             return json.dumps(self.format)
@@ -84,8 +104,10 @@ class ChatRequest(_Generate):
     def _known(cls, body: Any) -> Any:
         return without_unsupported(body, _UNSUPPORTED)
 
-    def to_messages(self) -> tuple[Message, ...]:
-        return to_messages(self.messages or ())
+    def conversation(self) -> dict[str, Any]:
+        """The fields of a Request that say what is asked. InvalidRequest."""
+        messages = to_messages(self.messages or ())
+        return {"messages": messages, "tools": tools_of(self.tools or ()), **self._thinking()}
 
 
 class GenerateRequest(_Generate):
@@ -103,21 +125,24 @@ class GenerateRequest(_Generate):
     def _known(cls, body: Any) -> Any:
         return without_unsupported(body, _UNSUPPORTED_IN_GENERATE)
 
-    def to_messages(self) -> tuple[Message, ...] | None:
-        """The prompt as a chat; None: it is raw. InvalidRequest."""
+    def conversation(self) -> dict[str, Any]:
+        """The fields of a Request that say what is asked. InvalidRequest."""
         if self.raw and self.system:
             raise InvalidRequest("a raw prompt has no system: put it into the prompt", param="raw")
+        if self.raw and self.think:
+            raise InvalidRequest("think is for chats, a raw prompt is none", param="think")
         if self.raw:
-            return None
+            return {"prompt": self.prompt}
         system = (Message("system", self.system),) if self.system else ()
-        return (*system, Message("user", self.prompt or ""))
+        messages = (*system, Message("user", self.prompt or ""))
+        return {"messages": messages, **self._thinking()}
 
 
 class _OfModel(Body):
     """A request about a model, by its name; older clients call the field `name`."""
 
-    model: str = ""
-    name: str = ""
+    model: Name = ""
+    name: Name = ""
 
     @property
     def wanted(self) -> str:
@@ -160,5 +185,5 @@ class PullRequest(_OfModel):
 class CopyRequest(Body):
     """POST /api/copy."""
 
-    source: str = Field(min_length=1)
+    source: Annotated[Name, Field(min_length=1)]
     destination: str = Field(min_length=1)
