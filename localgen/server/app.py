@@ -31,11 +31,12 @@ from localgen.server.format import Format, encode
 from localgen.server.generation import GenerationResponse, Job
 from localgen.server.guard import Guard, Refused
 from localgen.server.journal import Journal
-from localgen.server.manager import KeepAlive, ModelManager
+from localgen.server.manager import ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics
 from localgen.server.ollama.routes import OllamaApi
 from localgen.server.openai import ChatFormat, CompletionFormat
 from localgen.server.rates import Rates
+from localgen.server.resident import KeepAlive
 from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
 from localgen.server.state import ServerState
 from localgen.server.statuses import status_of

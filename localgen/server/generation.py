@@ -17,7 +17,8 @@ from localgen.server.engines import Event, Stream
 from localgen.server.events import cancelled_on_disconnect, send_head, send_json
 from localgen.server.format import Format, Start
 from localgen.server.journal import Entry, Journal
-from localgen.server.manager import KeepAlive, ModelManager
+from localgen.server.manager import ModelManager
+from localgen.server.resident import KeepAlive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

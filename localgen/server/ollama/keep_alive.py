@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from localgen.backends.errors import InvalidRequest
-from localgen.server.manager import KeepAlive
+from localgen.server.resident import KeepAlive
 
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"

@@ -27,7 +27,7 @@ from localgen.server.events import EventStream, LastEvent
 from localgen.server.format import encode
 from localgen.server.generation import GenerationResponse, Job
 from localgen.server.journal import Journal
-from localgen.server.manager import KeepAlive, ModelManager
+from localgen.server.manager import ModelManager
 from localgen.server.ollama import models
 from localgen.server.ollama.formats import AnswerFormat, Piece, loaded, message, response
 from localgen.server.ollama.frames import NDJSON
@@ -40,6 +40,7 @@ from localgen.server.ollama.schema import (
     PullRequest,
     ShowRequest,
 )
+from localgen.server.resident import KeepAlive
 
 # the words that clients look for are Ollama's own
 GREETING = "localgen answers Ollama's protocol here, as clients expect it where Ollama is running\n"
@@ -116,7 +117,7 @@ class OllamaApi:
     async def _only_load(self, body: ChatRequest | GenerateRequest, piece: Piece) -> Response:
         """Load a model, or let it go where it shall not stay."""
         if body.idle == KeepAlive(0.0):
-            await self.manager.let_go(body.model)
+            await self.manager.unload(body.model, when_idle=True)
             return _json(loaded(body.model, piece, "unload"))
         using = self.manager.using(body.model, body.load(), keep_alive=body.idle)
         async with using as (_, info):

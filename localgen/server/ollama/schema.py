@@ -11,10 +11,10 @@ from pydantic import AfterValidator, Field, model_validator
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, Message, SamplingParams
 from localgen.server.body import Body, without_unsupported
-from localgen.server.manager import KeepAlive
 from localgen.server.ollama import keep_alive
 from localgen.server.ollama.messages import ChatMessage, ToolDefinition, to_messages
 from localgen.server.ollama.options import Options
+from localgen.server.resident import KeepAlive
 from localgen.server.tools import tools_of
 
 # what only means something where prompts are cut or contexts shifted, which never happens here
