@@ -72,15 +72,13 @@ class _Follower:
 
     def close(self, patience_s: float) -> None:
         """Wait for it to leave; end it if it does not."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience_s)
-        self.process.stdin.close()
         try:
-            self.process.wait(_LEAVE_S)
+            self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
 
 class Followers:

@@ -59,7 +59,7 @@ class Ranks:
         parts = logits.new_empty(self.shard.size, rows, width)
         if rows:
             padded = functional.pad(logits, (0, width - own)).contiguous()
-            dist.all_gather_into_tensor(parts, padded)
+            dist.all_gather(list(parts), padded)
         return parts.transpose(0, 1).flatten(1)[:, : self.shard.spec.vocab]
 
     def share_tokens(self, tokens: Tensor) -> None:

@@ -140,8 +140,8 @@ class Shard:
             return None
         by_input = piece in _INPUTS
         axis = _axis(kind, by_input, len(shape))
-        # of one scale, or of one group, everybody has it
-        if axis is None or shape[axis] == 1:
+        # a scale for all, or that of the only group, is everybody's
+        if axis is None or axis >= len(shape) or shape[axis] == 1:
             return None
         part = _INPUTS[piece] if by_input else _OUTPUTS[piece]
         if piece == "ffn_up" and self.spec.fused:

@@ -33,7 +33,7 @@ from localgen.backends.cuda.share import (
 )
 from localgen.backends.cuda.source import ModelSource
 from localgen.backends.engine.runner import StepFailed
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError
 
 
 class TensorParallelSteps:
@@ -86,6 +86,19 @@ def load(
     limit: what there is for this model on a CPU. LocalgenError: of whichever rank; none is left.
     """
     check(source.spec, options.tp)
+    try:
+        return _load(source, options, dtype, limit, on_progress)
+    except EngineDied as error:
+        raise LoadFailed(f"cannot load {source.path}: {error.message}") from error
+
+
+def _load(
+    source: ModelSource,
+    options: Settings,
+    dtype: torch.dtype,
+    limit: int | None,
+    on_progress: Callable[[float], None],
+) -> tuple[TensorParallelSteps, sizing.Size, int]:
     shard = Shard(source.spec, 0, options.tp)
     with ExitStack() as undo:
         followers = Followers(shard.size)
@@ -100,7 +113,10 @@ def load(
         followers.vital()
         followers.tell(Join())
         undo.callback(ranks.leave)
-        ranks.join(shard, store, share.device)
+        try:
+            ranks.join(shard, store, share.device)
+        except RuntimeError as error:
+            raise followers.loss(error) from error
         own = share.free_bytes(None if limit is None else limit - weight_bytes)
         size = sizing.fit(
             share.sized,

@@ -147,6 +147,8 @@ class Engine(asyncio.Protocol):
         else:
             self._transport.close()  # end of stream: the engine leaves
         await self._process.end(_LEAVE_S)
+        if self._transport is not None:
+            await self._output.closed(_LEAVE_S)
 
     def data_received(self, received: bytes) -> None:
         try:
