@@ -29,8 +29,8 @@ INSTALL = "pip install 'localgen[cuda]'"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """backend: llamacpp or cuda. reason: as a user reads it. gpus: those that were chosen, among which
-    the model is divided."""
+    """backend: llamacpp or cuda. reason: as a user reads it. gpus: those that were chosen; several
+    divide the model among them."""
 
     backend: str
     reason: str

@@ -1,4 +1,4 @@
-"""Two ranks compute what one does: the logits of transformers, whatever the layout of the weights."""
+"""Two ranks compute what one does: transformers' logits, whatever the layout of the weights."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tp_peer import SETTINGS, PairedSteps, Peer, peer
 from localgen.backends.cuda.batch import arrange
 from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.runner import Steps
-from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.sharding import Shard, check
+from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import open_source
 from localgen.backends.cuda.spec import ModelSpec, Quant, read_config
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.types import BASE_SAMPLING
 
 CTX = 64
@@ -188,3 +188,16 @@ def test_experts_are_divided_by_their_width(tmp_path: Path) -> None:
     spec = read_config(write_config(tmp_path, "qwen3 moe", moe_intermediate_size=42))
     with pytest.raises(InvalidRequest, match="experts of width 42 cannot be divided by 4"):
         check(spec, 4)
+
+
+def test_memory_that_runs_out_in_a_step_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(TINY)
+    share = Share(source, SETTINGS, torch.float32, Shard(source.spec, 1, 2))
+    assert share.allocate(1, 16)
+
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(share.steps, "run", full)
+    with pytest.raises(OutOfMemory, match="memory ran out on cpu in a step of rank 1: load with"):
+        step_logits(share, [1])  # type: ignore[arg-type]

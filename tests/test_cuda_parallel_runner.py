@@ -29,7 +29,6 @@ class ParallelBench(LoadedBench):
         assert isinstance(self.model.runner, CudaRunner)
         self.runner = self.model.runner
         assert isinstance(self.runner._steps, TensorParallelSteps)
-        self.followers = self.runner._steps.followers
 
     def check(self) -> None:
         self.runner.room.check()
@@ -41,10 +40,22 @@ def processes() -> list[int]:
     return [child.pid for child in children if followers._MODULE in child.cmdline()]
 
 
+def assert_fails(kind: type[LocalgenError], message: str, folder: Path, **options: object) -> None:
+    before = processes()
+    with pytest.raises(kind, match=message):
+        loaded(folder, tp=2, **options)  # type: ignore[arg-type]
+    assert processes() == before
+
+
+# before `bench`: a process can be in one group of ranks
+def test_a_pool_that_does_not_fit_leaves_no_process() -> None:
+    assert_fails(OutOfMemory, "are free on cpu beside the weights", TINY, kv_tokens=10**10)
+
+
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ParallelBench]:
     made = ParallelBench()
-    assert processes() == made.followers.pids
+    assert len(processes()) == 1
     yield made
     made.close()
     assert processes() == []
@@ -93,13 +104,6 @@ def test_a_number_of_ranks_that_is_none(tp: int) -> None:
         loaded(tp=tp)
 
 
-def assert_fails(kind: type[LocalgenError], message: str, folder: Path, **options: object) -> None:
-    before = processes()
-    with pytest.raises(kind, match=message):
-        loaded(folder, tp=2, **options)  # type: ignore[arg-type]
-    assert processes() == before
-
-
 def test_what_cannot_be_divided_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers, "_MODULE", "localgen.nothing")
     message = "--tp 3: 4 heads cannot be divided by 3: use 1, 2 or 4"
@@ -111,10 +115,6 @@ def test_damaged_weights_leave_no_process(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert_fails(LoadFailed, "model.safetensors is cut short", folder)
-
-
-def test_a_pool_that_does_not_fit_leaves_no_process() -> None:
-    assert_fails(OutOfMemory, "are free on cpu beside the weights", TINY, kv_tokens=10**10)
 
 
 def test_a_rank_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

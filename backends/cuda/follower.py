@@ -13,6 +13,8 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+import torch
+
 from localgen.backends.cuda import ranks
 from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import (
@@ -61,12 +63,14 @@ def obey(orders: Connection[object, object], begin: Begin) -> None:
     source = open_source(begin.path)
     shard = Shard(source.spec, begin.rank, begin.options.tp)
     share = Share(source, begin.options, begin.dtype, shard)
+    if share.device.type == "cpu":  # its cores are for all ranks
+        torch.set_num_threads(max(1, torch.get_num_threads() // shard.size))
     orders.send(Ready(share.weight_bytes))
     while True:
         order = orders.recv()
         match order:
             case Run(inputs, shared):
-                share.steps.run(inputs, SharedTokens(share.ranks) if shared else None)
+                share.run(inputs, SharedTokens(share.ranks) if shared else None)
             case Copy(pairs):
                 share.steps.copy(pairs)
             case Join():

@@ -96,11 +96,6 @@ class Followers:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Their processes."""
-        return [follower.process.pid for follower in self._followers]
-
     def vital(self) -> None:
         """From now on this process cannot go on without them."""
         self._vital = True

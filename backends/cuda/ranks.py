@@ -105,7 +105,8 @@ def join(shard: Shard, store: TCPStore, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def leave() -> None:
-    """Let go of the others; every rank calls it."""
-    if dist.is_initialized():
+def leave(*, together: bool = True) -> None:
+    """Let go of the others. together: every rank does."""
+    # NCCL may wait for those that do not; then it goes with this process
+    if dist.is_initialized() and (together or dist.get_backend() == "gloo"):
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.source import ModelSource
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import random_weights
+from localgen.backends.errors import OutOfMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +70,19 @@ class Share:
         """Its part of each step; only once there is room."""
         assert self._steps is not None
         return self._steps
+
+    def run(self, inputs: StepInputs, tokens: SharedTokens | None) -> Tensor:
+        """Its part of a step: logits of all tokens. tokens: those that are not in the inputs.
+
+        OutOfMemory: the other ranks are in the midst of the step, so that none can go on.
+        """
+        try:
+            return self.steps.run(inputs, tokens)
+        except torch.OutOfMemoryError:
+            raise OutOfMemory(
+                f"memory ran out on {self.device} in a step of rank {self.shard.rank}: "
+                "load with a smaller --batch-size, --parallel or --kv-tokens"
+            ) from None
 
     def free_bytes(self, limit: int | None = None) -> int:
         """Memory for its pages, beside what a step needs. limit: for all ranks on a CPU."""

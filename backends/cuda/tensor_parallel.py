@@ -49,11 +49,11 @@ class TensorParallelSteps:
         tokens = None if latest is None else SharedTokens(self._share.ranks, latest)
         try:
             self.followers.tell(Run(inputs, shared=latest is not None))
-            return self._share.steps.run(inputs, tokens)
+            return self._share.run(inputs, tokens)
         except LocalgenError as error:
             raise StepFailed(error.message) from error
         except RuntimeError as error:
-            # torch's, memory that ran out included: the others are in the midst of the step
+            # of a collective, most likely: a rank has died in the midst of it
             raise StepFailed(self.followers.loss(error).message) from error
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -112,7 +112,7 @@ def _load(
         weight_bytes = share.weight_bytes + sum(r.weight_bytes for r in followers.replies(Ready))
         followers.vital()
         followers.tell(Join())
-        undo.callback(ranks.leave)
+        undo.callback(ranks.leave, together=False)
         try:
             ranks.join(shard, store, share.device)
         except RuntimeError as error:
