@@ -12,6 +12,7 @@ import torch
 from localgen.backends.cuda import sizing
 from localgen.backends.cuda.cache import PagedCache
 from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.embedding import Pooler
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.made_up import MadeUpTokenizer
 from localgen.backends.cuda.options import Settings, device_of, settle
@@ -64,6 +65,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         ),
         lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
         ahead=on_gpu,  # on a CPU nothing waits to be filled
+        pooler=Pooler.of_folder(source.path),
     )
     defaults, notes = source.sampling()
     oddities = {
@@ -89,6 +91,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         processor="100% CPU" if device.type == "cpu" else "100% GPU",
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
+        embedding_width=spec.hidden,
         chat_template=template_source,
         sampling=defaults,
         options=options.with_sizes(cache.size.ctx, cache.size.kv_tokens),

@@ -35,7 +35,9 @@ class Answer:
             self.num_tokens += 1
             if not (output.reason == "stop" and token in self.seq.stop_ids):
                 piece = self._detokenizer.feed(self._tokenizer.piece(token))
-                text.append(self._matcher.feed(piece))
+                # what comes before min_tokens is no part of a stop string
+                early = self.num_tokens <= self.seq.params.min_tokens
+                text.append(piece if early else self._matcher.feed(piece))
         self._logprobs += output.logprobs
         if output.reason and self.stopped is None:
             text.append(self._matcher.flush())

@@ -193,6 +193,7 @@ class _Generate(_Body):
     priority: Int64 = 0
     ctx: Count | None = None
     max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
         None
     )
