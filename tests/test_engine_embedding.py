@@ -234,7 +234,7 @@ def test_every_request_ends_once_under_random_cancels_from_other_threads() -> No
     for thread in threads:
         thread.start()
     run(engine, log, 400)
-    ends = [len(each) for each in (*log.ends.values(), *log.vectors.values())]
+    ends = [*map(len, log.ends.values()), *map(len, log.vectors.values())]
     assert ends == [1] * 400
     runner.check()
 

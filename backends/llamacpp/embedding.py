@@ -87,14 +87,17 @@ class TextVectors:
 
     def _part(self, chunk: Chunk, states: Vectors) -> NDArray[np.float64]:
         """What a slice adds to the vector of its text. states: [tokens, width]."""
-        exact, length = states.astype(np.float64), len(chunk.seq.tokens)
+        exact: NDArray[np.float64] = states.astype(np.float64)
+        length = len(chunk.seq.tokens)
         match self._model.pooling:
             case C.LLAMA_POOLING_TYPE_CLS:
-                return exact[0] * (chunk.start == 0)
+                exact = exact[:1] if chunk.start == 0 else exact[:0]
             case C.LLAMA_POOLING_TYPE_LAST:
-                return exact[-1] * (chunk.start + len(chunk) == length)
+                exact = exact[-1:] if chunk.start + len(chunk) == length else exact[:0]
             case _:
-                return exact.mean(axis=0) * (len(chunk) / length)
+                exact /= length
+        part: NDArray[np.float64] = exact.sum(axis=0)
+        return part
 
     # -- the context ------------------------------------------------------------------------
 

@@ -18,9 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import localgen
 from localgen.backends.errors import LocalgenError
-from localgen.backends.types import EngineStats, ModelInfo, Request
+from localgen.backends.types import EmbedRequest, EngineStats, ModelInfo, Request
 from localgen.server import openai
 from localgen.server.access import Access
+from localgen.server.embeddings import EmbeddingResponse, EmbedJob
 from localgen.server.generation import EventStream, GenerationResponse, Job
 from localgen.server.guard import KEY_PREFIX, Guard, Refused
 from localgen.server.journal import Journal
@@ -28,8 +29,15 @@ from localgen.server.manager import KeepAlive, ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics
 from localgen.server.openai import ChatFormat, CompletionFormat
 from localgen.server.rates import Rates
-from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
+from localgen.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    LoadRequest,
+    UnloadRequest,
+)
 from localgen.server.state import ServerState
+from localgen.server.texts import texts_of
 
 STATS_PERIOD_S = 0.25
 _PROGRESS_PERIOD_S = 0.1
@@ -50,7 +58,9 @@ def create_app(
     metrics = Metrics(lambda: _engines(manager))
     _add_errors(app)
     _add_metrics(app, metrics)
-    _add_generation(app, manager, Journal((metrics, rates)), access.timeout_s)
+    journal = Journal((metrics, rates))
+    _add_generation(app, manager, journal, access.timeout_s)
+    _add_embeddings(app, manager, journal, access.timeout_s)
     _add_models(app, manager, state)
     _add_server(app, state, leave, leaving)
     return _arrival_noted(Guard(app, access, rates))
@@ -111,6 +121,29 @@ def _add_generation(
         )
         return GenerationResponse(
             manager, journal, _job(body, request, CompletionFormat.of, http, timeout_s)
+        )
+
+
+def _add_embeddings(
+    app: FastAPI, manager: ModelManager, journal: Journal, timeout_s: float | None
+) -> None:
+    @app.post("/v1/embeddings", response_model=None)
+    async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
+        request = EmbedRequest(
+            id=uuid.uuid4().hex[:24],
+            inputs=texts_of(body.input),
+            client=body.user or _session_of(http),
+            arrived_s=http.scope["arrived_s"],
+        )
+        job = EmbedJob(
+            model=body.model,
+            account=http.scope["account"],
+            timeout_s=timeout_s,
+            request=request,
+        )
+        as_base64 = body.encoding_format == "base64"
+        return EmbeddingResponse(
+            manager, journal, job, dimensions=body.dimensions, as_base64=as_base64
         )
 
 

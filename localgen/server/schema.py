@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, Message, SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
+from localgen.server.texts import checked
 
 # what the wire to the engine can carry, and what llama.cpp takes
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -310,6 +311,16 @@ class CompletionRequest(_Generate):
 
     def to_params(self) -> SamplingParams:
         return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class EmbeddingRequest(_Body):
+    """POST /v1/embeddings. input: a text or the ids of its tokens, or a list of either."""
+
+    model: str | None = None
+    input: Annotated[str | list[str] | list[int] | list[list[int] | str], BeforeValidator(checked)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    user: str | None = None
 
 
 class LoadRequest(_Body):
