@@ -73,8 +73,11 @@ class TextVectors:
     ) -> Generator[EmbedSlice, None, None]:
         lanes = {seq: lane for lane, seq in enumerate(seqs)}
         sums = np.zeros((len(seqs), self._model.embedding_width), np.float64)
+        total = sum(len(seq.tokens) for seq in seqs)
+        # of equal size: flash attention on a CPU is slow at a short rest (see reuse.py)
+        even = -(-total // -(-total // SLICE_TOKENS))
         try:
-            for chunks in in_slices(seqs, lambda: min(most(), SLICE_TOKENS)):
+            for chunks in in_slices(seqs, lambda: min(most(), even)):
                 self._compute(chunks, [lanes[chunk.seq] for chunk in chunks])
                 states, row = self._states(sum(map(len, chunks))), 0
                 for chunk in chunks:
