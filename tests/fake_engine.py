@@ -76,6 +76,7 @@ def info_of(load: wire.Load, script: dict[str, Any]) -> ModelInfo:
         sampling=SamplingParams(logit_bias={7: 1.5}),
         options=options,
         notes=("a fake",),
+        embedding_width=WIDTH,
     )
 
 

@@ -140,11 +140,10 @@ def _add_embeddings(
             account=http.scope["account"],
             timeout_s=timeout_s,
             request=request,
+            dimensions=body.dimensions,
         )
         as_base64 = body.encoding_format == "base64"
-        return EmbeddingResponse(
-            manager, journal, job, dimensions=body.dimensions, as_base64=as_base64
-        )
+        return EmbeddingResponse(manager, journal, job, as_base64=as_base64)
 
 
 def _job(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, TimedOut
-from localgen.backends.types import Embedded, EmbedRequest, Finished
+from localgen.backends.types import Embedded, EmbedRequest, Finished, ModelInfo
 from localgen.server import openai
 from localgen.server.engines import Engine
 from localgen.server.generation import cancelled_on_disconnect
@@ -26,44 +26,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedJob:
-    """What was asked. account: who pays for its tokens. timeout_s: how long it may take in all."""
+    """What was asked. account: who pays for its tokens. timeout_s: how long it may take in all.
+
+    dimensions: elements of a vector; None: as many as the model has.
+    """
 
     model: str | None
     account: str
     timeout_s: float | None
     request: EmbedRequest
+    dimensions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Vectors of texts, in their order. model: as the server calls it."""
+    """Vectors of texts, in their order. model: as the server calls it.
+
+    dimensions: how many elements of each were asked for, at most `embedded.width`.
+    """
 
     model: str
     embedded: Embedded
+    dimensions: int
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all texts."""
         return sum(self.embedded.prompt_tokens)
 
-    def rows(self, dimensions: int | None = None) -> NDArray[np.float32]:
-        """float32 [texts, width], each of length 1.
-
-        dimensions: keep so many elements of each. InvalidRequest: there are fewer.
-        """
+    def rows(self) -> NDArray[np.float32]:
+        """float32 little-endian [texts, dimensions], each of length 1."""
         import numpy as np  # what serves chats alone does without it
 
         width = self.embedded.width
         whole = np.frombuffer(self.embedded.vectors, "<f4").reshape(-1, width)
-        if dimensions is None or dimensions == width:
+        if self.dimensions == width:
             return whole
-        if dimensions > width:
-            raise InvalidRequest(
-                f"dimensions is {dimensions:,}, vectors of {self.model} have {width:,}: "
-                "ask for at most that, or leave it out",
-                param="dimensions",
-            )
-        cut = whole[:, :dimensions].astype(np.float64)
+        cut = whole[:, : self.dimensions].astype(np.float64)
         lengths = np.linalg.norm(cut, axis=-1, keepdims=True)
         return (cut / np.where(lengths == 0, 1, lengths)).astype("<f4")
 
@@ -84,14 +83,27 @@ async def embed(manager: ModelManager, journal: Journal, job: EmbedJob) -> Vecto
     try:
         async with manager.using(job.model) as (resident, info):
             entry.model = resident.file.name
+            dimensions = _dimensions(job, info)
             done = await _in_time(resident.engine, job)
             entry.outcome, entry.end = EMBEDDED, _end(done, info.ctx)
-            return Vectors(entry.model, done)
+            return Vectors(entry.model, done, dimensions)
     except LocalgenError as error:
         entry.outcome = error.code
         raise
     finally:
         journal.close(entry)
+
+
+def _dimensions(job: EmbedJob, info: ModelInfo) -> int:
+    """Elements of a vector. InvalidRequest: the model has fewer."""
+    width = info.embedding_width
+    if job.dimensions is not None and job.dimensions > width:
+        raise InvalidRequest(
+            f"dimensions is {job.dimensions:,}, vectors of {info.name} have {width:,}: "
+            "ask for at most that, or leave it out",
+            param="dimensions",
+        )
+    return job.dimensions or width
 
 
 async def _in_time(engine: Engine, job: EmbedJob) -> Embedded:
@@ -129,12 +141,11 @@ class EmbeddingResponse(Response):
         journal: Journal,
         job: EmbedJob,
         *,
-        dimensions: int | None,
         as_base64: bool,
     ) -> None:
         super().__init__()
         self._manager, self._journal, self._job = manager, journal, job
-        self._dimensions, self._as_base64 = dimensions, as_base64
+        self._as_base64 = as_base64
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancelled_on_disconnect(receive):
@@ -149,7 +160,7 @@ class EmbeddingResponse(Response):
         return Response(body, 200, headers, "application/json")
 
     def _body(self, vectors: Vectors) -> dict[str, Any]:
-        rows = vectors.rows(self._dimensions)
+        rows = vectors.rows()
         shown: list[Any]
         if self._as_base64:
             shown = [base64.b64encode(row.tobytes()).decode() for row in rows]
