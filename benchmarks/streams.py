@@ -16,7 +16,7 @@ import httpx
 
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, Client, Text
-from localgen.client.bodies import turn
+from localgen.client.bodies import message_fields
 
 # llama-server now and then closes a new connection before it has read the request
 ATTEMPTS = 5
@@ -117,7 +117,10 @@ class HttpSpeaker:
         if isinstance(prompt, str):
             path, body["prompt"] = "/v1/completions", prompt
         else:
-            path, body["messages"] = "/v1/chat/completions", [turn(message) for message in prompt]
+            path, body["messages"] = (
+                "/v1/chat/completions",
+                [message_fields(message) for message in prompt],
+            )
         for _ in range(ATTEMPTS):
             with contextlib.suppress(httpx.RemoteProtocolError):
                 return _ended(self._stream(path, body), max_tokens)

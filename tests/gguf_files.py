@@ -25,8 +25,11 @@ def rewrite(target: Path, changes: Mapping[str, Change], **writer_options: Any) 
     return _write(writer, target)
 
 
-def bert(target: Path) -> Path:
-    """A tiny encoder, which makes embeddings and no text, with the built-in model's vocabulary."""
+def bert(target: Path, pooling: int | None = None) -> Path:
+    """A tiny encoder, which makes embeddings and no text, with the built-in model's vocabulary.
+
+    pooling: LLAMA_POOLING_TYPE_*; None: the file does not say.
+    """
     width, vocab, context = 32, 4096, 64
     changes: dict[str, Change] = {
         "bert.context_length": (context, UINT32),
@@ -38,6 +41,8 @@ def bert(target: Path) -> Path:
         "bert.attention.causal": (False, gguf.GGUFValueType.BOOL),
         "tokenizer.ggml.token_type_count": (1, UINT32),
     }
+    if pooling is not None:
+        changes["bert.pooling_type"] = (pooling, UINT32)
     writer = _writer(target, gguf.GGUFReader(TINY_GGUF), changes, "bert", {})
     square, column = (width, width), (width,)
     shapes = {

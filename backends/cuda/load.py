@@ -10,6 +10,7 @@ import torch
 
 from localgen.backends.cuda import sizing, tensor_parallel
 from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.embedding import Pooler
 from localgen.backends.cuda.made_up import MadeUpTokenizer
 from localgen.backends.cuda.options import Settings, device_of, settle
 from localgen.backends.cuda.runner import CudaRunner, Steps, limits
@@ -47,6 +48,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         ),
         lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
         ahead=device.type == "cuda",  # on a CPU nothing waits to be filled
+        pooler=Pooler.of_folder(source.path),
     )
     defaults, notes = source.sampling()
     oddities = {
@@ -72,6 +74,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         processor="100% CPU" if device.type == "cpu" else "100% GPU",
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
+        embedding_width=spec.hidden,
         chat_template=template_source,
         sampling=defaults,
         options=options.with_sizes(size.ctx, size.kv_tokens),

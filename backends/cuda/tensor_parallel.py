@@ -6,8 +6,8 @@ step, and that pages are copied; pages have the same numbers everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from localgen.backends.cuda.share import (
     Join,
     Joined,
     Leave,
+    ReadStates,
     Ready,
     Run,
     Share,
@@ -47,9 +48,20 @@ class TensorParallelSteps:
     def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
         """As Steps.run."""
         tokens = None if latest is None else SharedTokens(self._share.ranks, latest)
-        try:
+        with self._together():
             self.followers.tell(Run(inputs, shared=latest is not None))
             return self._share.run(inputs, tokens)
+
+    def states(self, inputs: StepInputs) -> Tensor:
+        """As Steps.states."""
+        with self._together():
+            self.followers.tell(ReadStates(inputs))
+            return self._share.states(inputs)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
         except LocalgenError as error:
             raise StepFailed(error.message) from error
         except RuntimeError as error:

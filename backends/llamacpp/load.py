@@ -21,8 +21,10 @@ from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.cells import SharedCells
 from localgen.backends.llamacpp.devices import gpu_free_bytes
+from localgen.backends.llamacpp.embedding import TextVectors
+from localgen.backends.llamacpp.encoder import load_encoder
 from localgen.backends.llamacpp.lanes import Lanes
-from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, library
+from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, NoCache, library
 from localgen.backends.llamacpp.options import Settings, settle
 from localgen.backends.llamacpp.reuse import Reuse
 from localgen.backends.llamacpp.runner import LlamaRunner
@@ -63,7 +65,11 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     options = _with_layout(model, request.options, options, free_bytes)
     size = sizing.choose(model, options, free_bytes=free_bytes)
     donors = _max_donors(model, options)
-    context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
+    lanes = options.parallel + donors
+    try:
+        context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=lanes)
+    except NoCache:
+        return load_encoder(request, model, vocab, options, started_s=started_s)
     can_rewind = _probe(model, vocab, context)
     share = can_rewind and options.prefix_cache
     runner = LlamaRunner(
@@ -75,6 +81,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         max_len=size.ctx,
         can_rewind=share,
         threads=options.threads,
+        vectors=TextVectors(model, options, context.thread),
     )
     sampling_defaults, sampling_notes = _sampling(model)
     oddities = {
@@ -108,6 +115,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         chat_template=source,
         sampling=sampling_defaults,
         options=options.with_sizes(size.ctx, context.kv_tokens),
+        embedding_width=model.embedding_width,
         notes=(*size.notes, *sampling_notes, *(note for note, so in oddities.items() if so)),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)

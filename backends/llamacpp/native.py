@@ -53,7 +53,17 @@ _LOAD_MODES = {
     (False, True): C.LLAMA_LOAD_MODE_MLOCK,
     (True, True): C.LLAMA_LOAD_MODE_MMAP_MLOCK,
 }
+_POOLINGS = (
+    C.LLAMA_POOLING_TYPE_MEAN,
+    C.LLAMA_POOLING_TYPE_CLS,
+    C.LLAMA_POOLING_TYPE_LAST,
+    C.LLAMA_POOLING_TYPE_RANK,
+)
 _NOT_GENERATING = "it is not a text-generating decoder model"
+
+
+class NoCache(LoadFailed):
+    """The model is an encoder, which llama.cpp runs without a KV cache: it writes no text."""
 
 
 class NativeLog:
@@ -185,6 +195,22 @@ class Model:
         return int(C.llama_model_n_embd(self.handle))
 
     @property
+    def embedding_width(self) -> int:
+        """Elements of an embedding."""
+        return int(C.llama_model_n_embd_out(self.handle))
+
+    @property
+    def pooling(self) -> int:
+        """How states become one vector (LLAMA_POOLING_TYPE_*): as the file says, or their mean."""
+        asked = int(self.number(f"{self.architecture}.pooling_type") or 0)
+        return asked if asked in _POOLINGS else C.LLAMA_POOLING_TYPE_MEAN
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens look at those before them only, unless the architecture knows better."""
+        return self.metadata(f"{self.architecture}.attention.causal") != "false"
+
+    @property
     def kv_heads(self) -> int:
         """KV heads of the first layer, or of any where they differ."""
         return int(C.llama_model_n_head_kv(self.handle))
@@ -241,7 +267,11 @@ def _bytes(state: NDArray[np.uint8]) -> Any:
 class Context:
     """A KV cache over a model, for all sequences together or in equal parts (kv_unified).
 
-    n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason.
+    n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason; NoCache.
+
+    thread: where all computing of the model is done. Not where the context was made: OpenMP gives
+    each thread that computes a pool of its own, and once there are more threads than cores its
+    barriers sleep instead of spinning, which costs a fifth of the speed.
     """
 
     def __init__(self, model: Model, options: Settings, *, kv_tokens: int, n_seq_max: int) -> None:
@@ -265,20 +295,17 @@ class Context:
         if not self.handle:
             raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
         self.memory = C.llama_get_memory(self.handle)
-        # One thread for all computing, not the one that made the context: OpenMP gives each
-        # thread that computes a pool of its own, and once there are more threads than cores
-        # its barriers sleep instead of spinning, which costs a fifth of the speed.
-        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
-        if not self.memory:  # an encoder, which llama.cpp runs without a KV cache
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        if not self.memory:
             self.close()
-            raise LoadFailed(f"cannot load {model.path}: {_NOT_GENERATING}")
+            raise NoCache(f"cannot load {model.path}: {_NOT_GENERATING}")
         self.n_seq_max = n_seq_max
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.kv_tokens = int(C.llama_n_ctx(self.handle))
 
     def decode(self, batch: Any) -> Future[int]:
         """Compute a llama_batch; llama_decode's status. Nothing else may be called meanwhile."""
-        return self._decoder.submit(C.llama_decode, self.handle, batch)
+        return self.thread.submit(C.llama_decode, self.handle, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Tag the first `length` cells of one sequence as those of another too."""
@@ -316,7 +343,7 @@ class Context:
 
     def close(self) -> None:
         """Free the pool."""
-        self._decoder.shutdown()
+        self.thread.shutdown()
         if self.handle:
             C.llama_free(self.handle)
             self.handle = None
