@@ -349,7 +349,8 @@ class ModelInfo:
 
     ctx: longest sequence; kv_tokens: the pool; processor: as `ps` shows it, e.g. `100% CPU`.
     options: the load options in force; None: the backend has no such option. notes: why things
-    are as they are. backend_reason: why this backend.
+    are as they are. backend_reason: why this backend. url: where it is, if on a server that is not
+    ours; what that one does not tell is then 0 or empty.
     """
 
     name: str
@@ -374,3 +375,4 @@ class ModelInfo:
     options: LoadOptions
     notes: tuple[str, ...] = ()
     backend_reason: str = ""
+    url: str = ""
