@@ -133,6 +133,8 @@ class Request:
     arrived_s: when the server received it; TTFT and queue time start there.
     tools: only with messages. tool_choice: auto, none, required, or the name of the one to call.
     parallel_tool_calls: whether an answer may make several calls.
+    thinking: whether to think first; reasoning_effort: how much (none, low, medium, high).
+    None: as the model's template does it.
     """
 
     id: str
@@ -140,6 +142,8 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
     params: SamplingParams = SamplingParams()

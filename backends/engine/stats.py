@@ -193,7 +193,7 @@ def timings(seq: Sequence) -> Timings:
 
 def finished(seq: Sequence, reason: str, *, stop: str | None, completion_tokens: int) -> Finished:
     """The good end of a sequence, with what its user should know."""
-    notes = []
+    notes = [*seq.notes]
     if seq.num_preemptions:
         notes.append(f"preempted {seq.num_preemptions}× for lack of room, recomputed")
     if reason == "length" and len(seq.tokens) >= seq.ctx:

@@ -11,7 +11,7 @@ from localgen.backends.types import Timings
 class Text:
     """New text of an answer, of which num_tokens are now generated in all.
 
-    reasoning: new text of what the model thinks before it answers; no part of `text`.
+    reasoning: new text of what the model thinks before it answers.
     estimated: whether num_tokens counts the pieces that came, as nobody counts tokens.
     """
 

@@ -85,7 +85,7 @@ def _add_generation(
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
         request = Request(
             id=uuid.uuid4().hex[:24],
-            messages=tuple(message.to_message() for message in body.messages),
+            **body.conversation(),
             params=body.to_params(),
             client=body.user or _session_of(http),
             priority=body.priority,

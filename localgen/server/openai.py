@@ -11,6 +11,7 @@ import msgspec
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
+from localgen.server import tools
 
 DONE = b"data: [DONE]\n\n"
 
@@ -94,7 +95,7 @@ class ChatFormat:
 
     def delta(self, delta: Delta) -> bytes:
         """The event of new text."""
-        chunk = self._chunk({"content": delta.text}, None)
+        chunk = self._chunk(_delta_fields(delta), None)
         if delta.logprobs:
             chunk["choices"][0]["logprobs"] = _chat_logprobs(delta.logprobs)
         chunk["localgen"] = {"num_tokens": delta.num_tokens}
@@ -114,7 +115,7 @@ class ChatFormat:
         positions = _positions(deltas)
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": _text(deltas)},
+            "message": _message(deltas),
             "logprobs": _chat_logprobs(positions) if positions else None,
             "finish_reason": end.reason,
         }
@@ -124,7 +125,7 @@ class ChatFormat:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
@@ -202,6 +203,31 @@ class CompletionFormat:
 
 
 Format = ChatFormat | CompletionFormat
+
+
+def _delta_fields(delta: Delta) -> dict[str, Any]:
+    """What is new of a message, in a stream."""
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        fields["tool_calls"] = [tools.delta_fields(part) for part in delta.tool_calls]
+    if delta.text or not fields:
+        fields["content"] = delta.text
+    return fields
+
+
+def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """The whole message; its content is null where it only calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": _text(deltas)}
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = tools.whole_calls(deltas)
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [tools.call_fields(call) for call in calls]
+    return message
 
 
 def _text(deltas: Iterable[Delta]) -> str:

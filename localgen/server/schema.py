@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.backends.types import LoadOptions, SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
+from localgen.server.messages import ChatMessage, TemplateSettings, without_unsupported
+from localgen.server.tools import FunctionTool, choice_of, tools_of
 
 # what the wire to the engine can carry, and what llama.cpp takes
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -22,15 +24,11 @@ Count = Annotated[int, Field(ge=1, lt=2**63)]
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "service_tier": (),
     "store": (False,),
     "metadata": (),
@@ -39,30 +37,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-_UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
-    "name": (),
-    "refusal": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "audio": (),
-    "annotations": ([],),
-}
-
-
-def _without_unsupported(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
-    if not isinstance(body, dict):
-        return body
-    for name, harmless in unsupported.items():
-        value = body.get(name)
-        if value is not None and not any(_same(value, known) for known in harmless):
-            raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
-    return {name: value for name, value in body.items() if name not in unsupported}
-
-
-def _same(value: object, known: object) -> bool:
-    # to Python, true is 1
-    return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 def _lone_surrogate(body: Any) -> str | None:
@@ -111,31 +85,6 @@ class _Body(_Strict):
                 f"{place}: not Unicode text, a surrogate stands alone", param=place
             )
         return body
-
-
-class TextPart(_Strict):
-    """A part of a message; text is the only kind there is."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    """One turn. `developer` is what newer clients call `system`."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, body: Any) -> Any:
-        return _without_unsupported(body, _UNSUPPORTED_IN_MESSAGES)
-
-    def to_message(self) -> Message:
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return Message(role, self.content)
-        return Message(role, "".join(part.text for part in self.content))
 
 
 class StreamOptions(_Strict):
@@ -233,7 +182,7 @@ class _Generate(_Body):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, body: Any) -> Any:
-        return _without_unsupported(body, _UNSUPPORTED)
+        return without_unsupported(body, _UNSUPPORTED)
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -279,9 +228,31 @@ class ChatRequest(_Generate):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def conversation(self) -> dict[str, Any]:
+        """The fields of a Request that say what is asked, and how it may be answered."""
+        tools = tools_of(self.tools or ())
+        settings = self.chat_template_kwargs or TemplateSettings()
+        if settings.enable_thinking is not None and self.reasoning_effort is not None:
+            raise InvalidRequest(
+                "give reasoning_effort or enable_thinking, not both", param="reasoning_effort"
+            )
+        return {
+            "messages": tuple(turn.to_message(at) for at, turn in enumerate(self.messages)),
+            "tools": tools,
+            "tool_choice": choice_of(self.tool_choice, tools),
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "thinking": settings.enable_thinking,
+            "reasoning_effort": self.reasoning_effort,
+        }
 
     def to_params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:

@@ -9,7 +9,7 @@ from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, SamplingParams
-from localgen.client.bodies import sampling_fields
+from localgen.client.bodies import message_fields, sampling_fields
 
 _STANDARD = {
     "temperature",
@@ -82,19 +82,8 @@ def extras(params: SamplingParams, dialect: Dialect) -> tuple[str, ...]:
 
 
 def _turn(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        turn["tool_call_id"] = message.tool_call_id
-    return turn
+    # what was thought, and which function a call's result is of, only some servers take
+    return message_fields(replace(message, reasoning=None, name=None))
 
 
 def _response_format(schema: str) -> dict[str, Any]:
