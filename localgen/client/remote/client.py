@@ -148,8 +148,10 @@ class RemoteClient:
         self._listed = list(cards)
         name = self._only_one() if model is None else model
         card = cards.get(name, {})
-        family = card.get("owned_by")
-        self._dialect = replace(self._dialect, family=family if isinstance(family, str) else "")
+        # a server may know more names than it lists
+        makers = {str(each.get("owned_by", "")) for each in ([card] if card else cards.values())}
+        family = makers.pop() if len(makers) == 1 else ""
+        self._dialect = replace(self._dialect, family=family)
         notes = [] if family == "localgen" else [_MEASURED]
         if cards and not card:
             notes.append(f"{name} is not listed there, {names(self._listed)} is")
