@@ -27,7 +27,8 @@ from localgen.client import Answer, RemoteClient, Text
 from localgen.client.remote.connection import wait_s
 from localgen.client.remote.endpoint import Endpoint
 from localgen.client.remote.failures import EndpointUnavailable
-from localgen.client.remote.stream import AnswerReader
+from localgen.client.remote.stream import AnswerReader, Arrivals
+from localgen.client.sse import payloads
 from localgen.config import BadSetting
 from localgen.hub.errors import AccessDenied
 
@@ -280,10 +281,11 @@ def read(events: Sequence[tuple[float, bytes]]) -> Answer:
     def arriving() -> Iterator[bytes]:
         for at_s, event in events:
             now[0] = 100.0 + at_s
-            yield event.removeprefix(b"data: ").strip()
+            yield event
 
-    reader = AnswerReader("big", Endpoint("http://h/v1"), 100.0, lambda: now[0])
-    *_, end = reader.read(arriving())
+    arrivals = Arrivals(arriving(), lambda: now[0])
+    reader = AnswerReader("big", Endpoint("http://h/v1"), 100.0, arrivals)
+    *_, end = reader.read(payloads(arrivals))
     assert isinstance(end, Answer)
     return end
 
@@ -311,6 +313,13 @@ def test_pieces_of_several_tokens() -> None:
     end = read([*pieces, (3.0, chunk({}, "stop", usage=usage)), (3.0, DONE)])
     # what came with the first piece was not generated after it
     assert end.timings.predicted_per_second == pytest.approx(10.0)
+
+
+def test_what_arrives_together_has_no_rate() -> None:
+    burst = b"".join(chunk({"content": "a"}) for _ in range(5))
+    assert read([(0.5, burst + DONE)]).timings.predicted_per_second == 0
+    # five at once, then five more a second later
+    assert read([(0.5, burst), (1.5, burst), (2.0, DONE)]).timings.predicted_per_second == 5
 
 
 def test_reasoning_that_is_not_shown_is_not_in_the_rate() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from localgen.client.remote.body import Dialect, chat_body, extras
 from localgen.client.remote.connection import Connection, Reply
 from localgen.client.remote.endpoint import Endpoint
 from localgen.client.remote.failures import Refusal, failure, names, not_openai
-from localgen.client.remote.stream import AnswerReader
+from localgen.client.remote.stream import AnswerReader, Arrivals
 from localgen.client.sse import DONE, payloads
 
 _MEASURED = "TTFT and tokens/s are measured here, the network included"
@@ -110,20 +110,21 @@ class RemoteClient:
     def _answer(
         self, reply: Reply, info: ModelInfo, params: SamplingParams
     ) -> Iterator[Text | Answer]:
-        reader = AnswerReader(info.name, self._endpoint, reply.sent_s)
-        for part in reader.read(self._events(reply)):
+        arrivals = Arrivals(reply.response.iter_bytes())
+        reader = AnswerReader(info.name, self._endpoint, reply.sent_s, arrivals)
+        for part in reader.read(self._events(reply.kind, arrivals)):
             if isinstance(part, Answer):
                 notes = (*reply.waits, *part.notes, *self._unusual(params))
                 part = replace(part, ctx=part.ctx or info.ctx or None, notes=notes)
             yield part
 
-    def _events(self, reply: Reply) -> Iterator[bytes]:
-        match reply.kind:
+    def _events(self, kind: str, body: Iterable[bytes]) -> Iterator[bytes]:
+        match kind:
             case "application/json":  # it does not stream
-                yield from (reply.response.read(), DONE)
+                yield from (b"".join(body), DONE)
             case "text/event-stream" | "":
-                yield from payloads(reply.response.iter_bytes())
-            case kind:
+                yield from payloads(body)
+            case _:
                 raise not_openai(self._endpoint, kind)
 
     def _other_dialect(self, refusal: Refusal, name: str, params: SamplingParams) -> Dialect:

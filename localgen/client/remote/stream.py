@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -75,22 +75,38 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-class AnswerReader:
-    """Reads one answer. sent_s: when its request was sent, on `clock`. endpoint: whose it is."""
+class Arrivals:
+    """The pieces of a body as the network delivers them. last_s: when the last of them came.
+
+    What comes together has one time: how fast it is then read says nothing of the server.
+    """
 
     def __init__(
-        self,
-        model: str,
-        endpoint: Endpoint,
-        sent_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, chunks: Iterable[bytes], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._chunks = chunks
+        self._clock = clock
+        self.last_s = 0.0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._chunks:
+            self.last_s = self._clock()
+            yield chunk
+
+
+class AnswerReader:
+    """Reads one answer. endpoint: whose it is. sent_s: when its request was sent.
+
+    arrivals: what the events are read from, on the same clock.
+    """
+
+    def __init__(self, model: str, endpoint: Endpoint, sent_s: float, arrivals: Arrivals) -> None:
         self._model = model
         self._endpoint = endpoint
         self._sent_s = sent_s
-        self._clock = clock
+        self._arrivals = arrivals
         self._first_s = self._last_s = sent_s
-        self._pieces = 0
+        self._pieces = self._first_pieces = 0
         self._reasoned = False
         self._tools: list[str] = []
         self._reason: str | None = None
@@ -146,10 +162,11 @@ class AnswerReader:
         self._tools += [name for name in calls if name]
         if not (text or reasoning or delta.tool_calls):
             return
-        self._last_s = self._clock()
+        self._last_s = self._arrivals.last_s
         if not self._pieces:
             self._first_s = self._last_s
         self._pieces += 1
+        self._first_pieces += self._last_s == self._first_s
         self._reasoned = self._reasoned or bool(reasoning)
         counted = self._served.num_tokens
         yield Text(text, counted or self._pieces, reasoning, estimated=counted is None)
@@ -184,8 +201,9 @@ class AnswerReader:
         """TTFT and speed as they were seen here, the network included."""
         span_s = self._last_s - self._first_s
         tokens = self._completion_tokens - self._hidden_tokens()
-        # the first piece is where the measuring starts: its tokens do not count
-        timed = tokens * (self._pieces - 1) / self._pieces if self._pieces else 0.0
+        # the first arrival is where the measuring starts: its tokens do not count
+        later = self._pieces - self._first_pieces
+        timed = tokens * later / self._pieces if self._pieces else 0.0
         return Timings(
             cache_n=cached or 0,
             prompt_n=max(0, (self._usage.prompt_tokens or 0) - (cached or 0)),
