@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -13,11 +13,6 @@ from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavai
 from localgen.backends.types import Message, SamplingParams, Timings
 from localgen.client.answers import Answer, Text
 from localgen.client.sse import DONE
-
-
-def turn(message: Message) -> dict[str, Any]:
-    """A message, without what it does not have."""
-    return {name: value for name, value in asdict(message).items() if value or name == "content"}
 
 
 def sampling_fields(params: SamplingParams, *, chat: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import (
@@ -34,18 +34,11 @@ from localgen.server.engine_process import (
 )
 from localgen.server.engines import Engine, LoadCrashed
 from localgen.server.memory import as_gb
-from localgen.server.resident import Resident
+from localgen.server.resident import KeepAlive, Resident
 
 # an engine process started before anyone asked waits this long for a model
 SPARE_WAIT_S = 30.0
 _log = logging.getLogger("localgen.server")
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """How long a model stays when idle; None: for ever."""
-
-    seconds: float | None
 
 
 class ModelManager:
@@ -135,9 +128,9 @@ class ModelManager:
         resident.users -= 1
         resident.last_used_s = self._last_used_s = time.monotonic()
 
-    async def unload(self, name: str) -> bool:
-        """Unload a model now, in use or not; False if it is not loaded. InvalidRequest: two are
-        called that."""
+    async def unload(self, name: str, *, when_idle: bool = False) -> bool:
+        """Unload a model now, in use or not, or as soon as nobody uses it; False if it is not
+        loaded. InvalidRequest: two are called that."""
         found = self._asked_as(name) or self._called(name)
         if found is None:
             try:
@@ -147,8 +140,16 @@ class ModelManager:
             found = next((r for r in self._residents if r.file.path == path), None)
         if found is None:
             return False
-        await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
+        if when_idle and not found.idle:
+            found.keep_alive_s = 0.0
+        else:
+            await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
         return True
+
+    def forget_name(self, name: str) -> None:
+        """A name may mean another model from now on."""
+        for resident in self._residents:
+            resident.asked_as.discard(name)
 
     async def expire(self) -> None:
         """Unload what nobody used for the keep-alive time; to be called now and then."""

@@ -18,6 +18,13 @@ from localgen.server.engines import Engine
 LEAST_IDLE_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """How long a model stays when idle; None: for ever."""
+
+    seconds: float | None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
     """users: requests that hold it. last_used_s: when the last one let go (monotonic).
