@@ -151,6 +151,8 @@ class Engine(asyncio.Protocol):
         else:
             self._transport.close()  # end of stream: the engine leaves
         await self._process.end(_LEAVE_S)
+        if self._transport is not None:
+            await self._output.closed(_LEAVE_S)
 
     def data_received(self, received: bytes) -> None:
         try:
@@ -171,6 +173,8 @@ class Engine(asyncio.Protocol):
         self._burial = asyncio.create_task(self._bury() if unexpected else self._leave())
 
     async def _leave(self) -> None:
+        assert self._ended is not None
+        self.fail_all(EngineDied.code, self._ended)  # what reached it when it had told of its end
         await self._process.end(_LEAVE_S)
 
     async def _bury(self) -> None:
@@ -208,6 +212,11 @@ class Engine(asyncio.Protocol):
     def _publish(self, events: StepEvents) -> None:
         if events.stats is not None:
             self.stats = events.stats
+        dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)
+        if dying is not None and self._ended is None:
+            # it leaves in a moment: whoever reads of that and asks again gets another
+            self._ended = dying
+            self._on_death()
         for delta in events.deltas:
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)

@@ -221,28 +221,30 @@ class ModelManager:
 
     async def _place(self, file: ModelFile, options: LoadOptions) -> Placement:
         """Where a model goes, with room made on its GPU. InvalidRequest."""
-        need = memory.gpu_estimate(file)
+        need = memory.gpu_estimate(file) // (options.tp or 1)
         there = await asyncio.to_thread(self._look)
         placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
-        while placement.gpu is not None:
-            there = await asyncio.to_thread(self._look)
-            free = next(g.free_bytes for g in there.gpus if g.index == placement.gpu.index)
-            if need <= free or not await self._evict_one(file, placement.gpu):
-                break
+        for gpu in placement.gpus:
+            while need > await self._free_on(gpu) and await self._evict_one(file, gpu):
+                pass
         return placement
+
+    async def _free_on(self, gpu: Gpu) -> int:
+        there = await asyncio.to_thread(self._look)
+        return next(found.free_bytes for found in there.gpus if found.index == gpu.index)
 
     def _idle_on_gpus(self) -> dict[int, int]:
         """Bytes that idle models hold on each GPU."""
         held: Counter[int] = Counter()
         for resident in self._residents:
-            if resident.idle and resident.placement.gpu is not None:
-                held[resident.placement.gpu.index] += _taken(resident)
+            for gpu in resident.placement.gpus if resident.idle else ():
+                held[gpu.index] += _taken(resident) // len(resident.placement.gpus)
         return held
 
     def _begin(self, file: ModelFile, placement: Placement, options: LoadOptions) -> Resident:
         asked = options
-        if placement.gpu is not None:
-            options = replace(options, device=f"cuda:{placement.gpu.index}")
+        if len(placement.gpus) == 1:  # of several, each rank takes its own
+            options = replace(options, device=f"cuda:{placement.gpus[0].index}")
         for name in ("max_queue", "parallel"):
             if getattr(options, name) is None:
                 options = replace(options, **{name: getattr(self._settings, name)})
@@ -339,7 +341,7 @@ class ModelManager:
 
     def _idle(self, gpu: Gpu | None = None) -> list[Resident]:
         """Models that could go, least recently used first: those in main memory, or on a GPU."""
-        idle = [r for r in self._residents if r.idle and _place_of(r) == (gpu and gpu.index)]
+        idle = [r for r in self._residents if r.idle and r.placement.uses(gpu)]
         return sorted(idle, key=lambda resident: resident.last_used_s)
 
     async def _evict_one(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
@@ -391,8 +393,3 @@ def _taken(resident: Resident) -> int:
     if resident.info is None:
         return resident.estimate_bytes
     return memory.footprint(resident.info)
-
-
-def _place_of(resident: Resident) -> int | None:
-    """The GPU whose memory it takes; None: main memory."""
-    return None if resident.placement.gpu is None else resident.placement.gpu.index

@@ -103,6 +103,8 @@ def _satisfied(option: str, wanted: Any, actual: Any, asked: Any) -> bool:
             return bool(wanted == "auto")
         case "device":  # whichever GPU
             return bool(wanted == "cuda" and str(actual).startswith("cuda"))
+        case "tp":  # of a backend that has no such option
+            return bool(wanted == 1 and actual is None)
         case "dummy":
             return not wanted
     return False
