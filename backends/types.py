@@ -383,6 +383,8 @@ class ModelInfo:
     options: the load options in force; None: the backend has no such option. notes: why things
     are as they are. backend_reason: why this backend. generates: whether it can write an answer;
     a pure embedding model cannot. embedding_width: elements of a vector; 0: it makes none.
+    url: where it is, if on a server that is not ours; what that one does not tell is then 0 or
+    empty.
     """
 
     name: str
@@ -409,3 +411,4 @@ class ModelInfo:
     backend_reason: str = ""
     generates: bool = True
     embedding_width: int = 0
+    url: str = ""
