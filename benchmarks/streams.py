@@ -89,8 +89,8 @@ class LocalgenSpeaker:
                 case Text(text, num_tokens):
                     stream.arrived(text, num_tokens)
                 case Answer():
-                    stream.prompt_tokens = part.prompt_tokens
-                    stream.cached_tokens = part.cached_tokens
+                    stream.prompt_tokens = part.prompt_tokens or 0
+                    stream.cached_tokens = part.cached_tokens or 0
                     stream.completion_tokens = part.completion_tokens
                     stream.engine_ttft_ms = part.timings.ttft_ms
         return _ended(stream, max_tokens)
