@@ -343,12 +343,25 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes that a runner has allocated, by its own account; None: it cannot tell.
+
+    work: buffers of the computation.
+    """
+
+    weights: int | None = None
+    kv: int | None = None
+    work: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a loaded model is, and what was decided for it.
 
     ctx: longest sequence; kv_tokens: the pool; processor: as `ps` shows it, e.g. `100% CPU`.
     options: the load options in force; None: the backend has no such option. notes: why things
-    are as they are. backend_reason: why this backend.
+    are as they are. backend_reason: why this backend. kv_bytes, work_bytes: as estimated before
+    loading; memory: as allocated.
     """
 
     name: str
@@ -373,3 +386,5 @@ class ModelInfo:
     options: LoadOptions
     notes: tuple[str, ...] = ()
     backend_reason: str = ""
+    work_bytes: int = 0
+    memory: MemoryUse = MemoryUse()

@@ -15,6 +15,7 @@ from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.made_up import MadeUpTokenizer
 from localgen.backends.cuda.options import Settings, device_of, settle
+from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.runner import CudaRunner, limits
 from localgen.backends.cuda.source import ModelSource, open_source
 from localgen.backends.cuda.spec import ModelSpec
@@ -22,9 +23,10 @@ from localgen.backends.cuda.weights import Weights, random_weights
 from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.wire import Load
 from localgen.backends.errors import InvalidRequest, LoadFailed, OutOfMemory
+from localgen.backends.memory.pool import Size
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import ModelInfo
+from localgen.backends.types import MemoryUse, ModelInfo
 
 # a pool that turns out too large is made this much smaller, so often
 _SMALLER, _TRIES = 0.9, 4
@@ -35,7 +37,16 @@ class Cache:
     """The pool and the sizes that were possible."""
 
     pages: KVCache
-    size: sizing.Size
+    size: Size
+
+    @property
+    def num_pages(self) -> int:
+        return self.size.kv_tokens // PAGE_TOKENS
+
+    @property
+    def num_bytes(self) -> int:
+        """As allocated."""
+        return sum(tensor.nbytes for layer in self.pages.layers for tensor in layer.tensors)
 
 
 def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
@@ -54,7 +65,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     on_gpu = device.type == "cuda"
     runner = CudaRunner(
         DeviceSteps(Decoder(spec, weights, cache.size.ctx), cache.pages, graphs=on_gpu),
-        PagedCache(cache.size.num_pages, share=options.prefix_cache),
+        PagedCache(cache.num_pages, share=options.prefix_cache),
         limits(
             max_seqs=options.parallel,
             max_batch_tokens=options.max_batch_tokens,
@@ -87,6 +98,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         layers=spec.layers,
         backend="cuda",
         processor="100% CPU" if device.type == "cpu" else "100% GPU",
+        memory=_memory(weights, cache, device),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
         chat_template=template_source,
@@ -100,6 +112,14 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         ),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=template)
+
+
+def _memory(weights: Weights, cache: Cache, device: torch.device) -> MemoryUse:
+    """What is allocated; what steps need comes and goes, and a CPU's allocator keeps no books."""
+    held = weights.num_bytes + cache.num_bytes
+    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+    work = None if reserved is None else max(0, reserved - held)
+    return MemoryUse(weights=weights.num_bytes, kv=cache.num_bytes, work=work)
 
 
 def _weights(
@@ -126,7 +146,8 @@ def _cache(spec: ModelSpec, options: Settings, dtype: torch.dtype, limit: int | 
     for _ in range(_TRIES):
         size = sizing.choose(spec, options, free=free)
         try:
-            pages = KVCache.zeros(spec, size.num_pages, device=device, dtype=options.cache_dtype)
+            num_pages = size.kv_tokens // PAGE_TOKENS
+            pages = KVCache.zeros(spec, num_pages, device=device, dtype=options.cache_dtype)
         except torch.OutOfMemoryError:
             free = int(free * _SMALLER)
             continue

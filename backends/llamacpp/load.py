@@ -8,7 +8,6 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as C
 import numpy as np
-import psutil
 
 from localgen.backends.engine import sampling
 from localgen.backends.engine.process import LoadedModel
@@ -27,12 +26,11 @@ from localgen.backends.llamacpp.reuse import Reuse
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.memory.available import SPARED_BYTES, available_bytes
+from localgen.backends.memory.defaults import LLAMACPP
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
 
-MAX_DONORS = 32
-# what is never given to a pool: compute buffers, logits, the rest of the machine
-RESERVED_BYTES = 512 * 1024 * 1024
 _SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
@@ -58,8 +56,10 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     unlocked = options.mlock and library().warned_of("mlock")
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
-    size = sizing.choose(model, options, free_bytes=_free_bytes(model, options, request))
-    donors = _max_donors(model, options)
+    shape, donors = sizing.shape_of(model), _max_donors(model, options)
+    fixed = sizing.fixed_bytes(shape, options, options.parallel + donors)
+    free = _free_bytes(model, options, request, fixed)
+    size = sizing.choose(model, shape, options, free_bytes=free)
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
     can_rewind = _probe(model, vocab, context)
     share = can_rewind and options.prefix_cache
@@ -92,10 +92,12 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         ctx=size.ctx,
         kv_tokens=context.kv_tokens,
         max_seqs=options.parallel,
-        kv_bytes=int(context.kv_tokens * sizing.kv_bytes_per_token(model, options)),
+        kv_bytes=int(context.kv_tokens * sizing.kv_bytes_per_token(shape, options)),
         layers=model.layers,
         backend="llamacpp",
         processor=_processor(model, options),
+        work_bytes=fixed + context.kv_tokens * sizing.work_token_bytes(shape, options),
+        memory=library().buffers.use(),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=can_rewind,
         chat_template=source,
@@ -127,7 +129,7 @@ def _max_donors(model: Model, options: Settings) -> int:
     """Sequence ids for kept prefixes beside the running ones; parts are kept where they are."""
     if not options.kv_unified or not options.prefix_cache or model.is_recurrent:
         return 0
-    return min(MAX_DONORS, MAX_SEQUENCES - options.parallel)
+    return min(LLAMACPP.donors, MAX_SEQUENCES - options.parallel)
 
 
 def _lanes(
@@ -140,19 +142,19 @@ def _lanes(
     )
 
 
-def _free_bytes(model: Model, options: Settings, request: Load) -> int:
-    """Memory for a KV pool, which lies where the layers are.
+def _free_bytes(model: Model, options: Settings, request: Load, fixed: int) -> int:
+    """Memory for a KV pool, which lies where the layers are. fixed: bytes of buffers beside it.
 
     On a GPU the weights are in by now; on the CPU mmap reads them in later.
     """
     gpu_free = gpu_free_bytes() if options.gpu_layers else None
     share = 0.0 if gpu_free is None else _gpu_share(model, options)
-    most = psutil.virtual_memory().available - RESERVED_BYTES
+    most = available_bytes() - SPARED_BYTES - fixed
     if request.memory_bytes is not None:
-        most = min(most, request.memory_bytes)
+        most = min(most, request.memory_bytes - fixed)
     room = [(most - model.size_bytes * (1 - share)) / (1 - share)] if share < 1 else []
     if gpu_free is not None:
-        room.append((gpu_free - RESERVED_BYTES) / share)
+        room.append((gpu_free - SPARED_BYTES - fixed) / share)
     return max(0, int(min(room)))
 
 
