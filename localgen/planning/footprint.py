@@ -7,7 +7,7 @@ from typing import Literal
 
 from localgen.backends.memory import defaults
 from localgen.backends.memory.defaults import Defaults
-from localgen.backends.memory.shape import ModelShape, token_bytes
+from localgen.backends.memory.shape import ELEMENT_BYTES, ModelShape, token_bytes
 from localgen.backends.memory.work import (
     cuda_work_bytes,
     llamacpp_fixed_bytes,
@@ -21,8 +21,8 @@ USEFUL_TOKENS = 8192
 _WORK_SHARE = 0.05
 _KV_SHARE = 1 / 8
 _KV_LEAST_BYTES = 64 << 20
-# most GGUF files have four bits and a little a weight
-_BITS_WIDENED = 4
+# most GGUF files have four bits and a little a weight: in sixteen they are four times as large
+_GGUF_WIDENED = 4
 
 Runner = Literal["llamacpp", "cuda", "cuda on cpu"]
 _DEFAULTS: dict[Runner, Defaults] = {
@@ -43,7 +43,7 @@ class Footprint:
     fixed_bytes: int
     kv_token_bytes: float
     work_token_bytes: float
-    cache_types: tuple[str, str]
+    cache_types: tuple[str, ...]
     shape: ModelShape | None
 
     @property
@@ -55,7 +55,10 @@ class Footprint:
         fixed = self.weights_bytes + self.fixed_bytes
         if self.shape is None:
             return fixed + max(int(self.weights_bytes * _KV_SHARE), _KV_LEAST_BYTES)
-        return fixed + int(self.token_bytes * (tokens or useful_tokens(self.shape)))
+        useful = useful_tokens(self.shape)
+        # more than it was trained for, or nothing at all, is for the engine to refuse
+        wanted = useful if tokens is None else min(max(0, tokens), self.shape.ctx_train or tokens)
+        return fixed + int(self.token_bytes * wanted)
 
 
 def useful_tokens(shape: ModelShape | None) -> int:
@@ -64,9 +67,15 @@ def useful_tokens(shape: ModelShape | None) -> int:
     return min(USEFUL_TOKENS, trained or USEFUL_TOKENS)
 
 
-def widened(size_bytes: int, params: int | None) -> int:
-    """Bytes of a GGUF file's weights in 16 bits; a guess where their number is not known."""
-    return 2 * params if params else size_bytes * _BITS_WIDENED
+def kept_bytes(size_bytes: int, params: int | None, runner: Runner, *, is_gguf: bool) -> int:
+    """Bytes of weights as a runner keeps them: llama.cpp as the file has them, our own engine a
+    GGUF file's in 16 bits and all in 32 on a CPU. A guess where params is not known."""
+    if runner == "llamacpp" or (runner == "cuda" and not is_gguf):
+        return size_bytes
+    if not is_gguf:
+        return 2 * size_bytes
+    wide = 2 * params if params else size_bytes * _GGUF_WIDENED
+    return wide if runner == "cuda" else 2 * wide
 
 
 def footprint(
@@ -77,7 +86,10 @@ def footprint(
 ) -> Footprint:
     """What a model of these weights takes on a runner. weights_bytes: as the runner keeps them."""
     usual = _DEFAULTS[runner]
-    types = options.cache_type_k or usual.cache_type, options.cache_type_v or usual.cache_type
+    types = tuple(
+        asked if asked in ELEMENT_BYTES else usual.cache_type  # the engine refuses others
+        for asked in (options.cache_type_k, options.cache_type_v)
+    )
     if shape is None:
         return Footprint(
             weights_bytes=weights_bytes,
@@ -91,7 +103,7 @@ def footprint(
     return Footprint(
         weights_bytes=weights_bytes,
         fixed_bytes=fixed,
-        kv_token_bytes=token_bytes(shape.caches, *types),
+        kv_token_bytes=token_bytes(shape.caches, types[0], types[1]),
         work_token_bytes=per_token,
         cache_types=types,
         shape=shape,
