@@ -109,10 +109,13 @@ def _too_large(
 ) -> str:
     fewer = f", or fewer than {rules.parts} --parallel" * (rules.parts > 1)
     most = most // rules.step_tokens * rules.step_tokens
+    way_out = f"ask for at most --ctx {most:,}, or {rules.smaller}{fewer}"
+    if not most:
+        way_out = "take a smaller quantization or model, or free memory"
     return (
         f"a KV pool of {kv_tokens:,} tokens needs {kv_tokens * token_bytes / 1e9:.1f} GB, "
         f"{max(0, free_bytes) / 1e9:.1f} GB are free{rules.place} beside the weights: "
-        f"ask for at most --ctx {most:,}, or {rules.smaller}{fewer}"
+        f"{way_out}"
     )
 
 

@@ -62,6 +62,8 @@ ELEMENT_BYTES = {
 }
 # types with a scale for each head
 _SCALE_BYTES = {"int8": 4.0, "fp8": 4.0}
+LLAMACPP_TYPES = tuple(kind for kind in ELEMENT_BYTES if kind not in _SCALE_BYTES)
+CUDA_TYPES = ("f32", "f16", "bf16", *_SCALE_BYTES)
 
 
 def token_bytes(caches: Iterable[LayerCache], key_type: str, value_type: str) -> float:

@@ -149,7 +149,7 @@ def _entry(table: dict[str, Any]) -> Entry:
         context=shape.get("context"),
         active_params=round(active * 1e9) if active else None,
         shape=_shape(shape),
-        missing=tuple(fact for fact in _NEEDED if fact not in shape),
+        missing=tuple(fact for fact in (*_NEEDED, "context") if fact not in shape),
         draft=table.get("draft"),
         architecture=table.get("arch", ""),
     )

@@ -1,14 +1,15 @@
-"""How fast main memory is read, measured once on each machine."""
+"""How fast memory is read, measured once on each machine."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import platformdirs
 import psutil
 
 from localgen.backends.memory.available import available_bytes
+from localgen.gpus import Gpu
+from localgen.planning.gpu_bandwidth import measured
 
 _REVISION = 1  # of how it is measured
 _BLOCK_BYTES = 256 << 20  # of each thread: far more than caches hold
@@ -26,35 +29,50 @@ _MOST_THREADS = 64
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Of main memory. cached: from an earlier measurement on this machine."""
+    """Of main memory or a GPU's. how: where the figure is from, in words."""
 
     bytes_per_s: float
-    threads: int
-    cached: bool = False
+    how: str = "measured now"
 
 
 def cache_path() -> Path:
-    """Where the measurement of this machine is kept."""
+    """Where measurements are kept."""
     return platformdirs.user_cache_path("localgen", appauthor=False) / "bandwidth.json"
 
 
 def memory_bandwidth(*, again: bool = False) -> Bandwidth:
-    """Measured now, about a second, or as it was measured before on the same hardware.
+    """Measured, which takes a second or two, or as it was measured before on the same hardware.
 
     again: measure whether it was or not.
     """
-    path, machine = cache_path(), _machine()
-    if not again:
-        known = _known(path, machine)
-        if known is not None:
-            return known
-    found = measure()
-    _keep(path, machine, found)
-    return found
+    return _remembered(_machine(), measure, again=again)
 
 
-def measure(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS) -> Bandwidth:
-    """The best of several streaming reads, by one thread and by one on each core.
+def gpu_bandwidth(gpu: Gpu, *, again: bool = False) -> Bandwidth | None:
+    """The same of a GPU, where torch is installed; else by the driver's figures. None: unknown."""
+    found = _remembered(f"{_machine()}, {gpu.name}", partial(measured, gpu.index), again=again)
+    if found.bytes_per_s:
+        return found
+    return Bandwidth(gpu.bytes_per_s, "as the driver says") if gpu.bytes_per_s else None
+
+
+def _remembered(key: str, work: Callable[[], float], *, again: bool) -> Bandwidth:
+    path = cache_path()
+    known = _kept(path)
+    rate = known.get(key)
+    if not again and isinstance(rate, (int, float)) and rate > 0:
+        return Bandwidth(float(rate), "measured before")
+    if psutil.getloadavg()[0] > _cores() / 2:
+        # others take their part of it: good enough for now, not to be kept
+        return Bandwidth(work(), "measured now, while the machine is busy")
+    found = work()
+    if found:
+        _keep(path, known | {key: found})
+    return Bandwidth(found)
+
+
+def measure(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS) -> float:
+    """Bytes a second, the best of several streaming reads, by one thread and by one on each core.
 
     One core may not reach what memory can give, and all of them may get into each other's way.
     """
@@ -66,13 +84,12 @@ def measure(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS) -> Bandwidth
     for each in blocks:
         each.fill(1)  # pages that nobody has written to are all the same one
     # an or of all words: the cheapest thing that has to read them
-    best = Bandwidth(0.0, 1)
+    best = 0.0
     with ThreadPoolExecutor(cores) as pool:
         for threads in sorted({1, cores}):
             read = partial(_read, pool, np.bitwise_or.reduce, blocks[:threads])
             best_s = min(_timed(read) for _ in range(rounds))
-            rate = threads * block / best_s
-            best = max(best, Bandwidth(rate, threads), key=lambda found: found.bytes_per_s)
+            best = max(best, threads * block / best_s)
     return best
 
 
@@ -101,26 +118,20 @@ def _machine() -> str:
     return f"{_REVISION}: {platform.node()}, {cpu_name()}, {_cores()} cores, {total_gb} GB"
 
 
-def _known(path: Path, machine: str) -> Bandwidth | None:
+def _kept(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))[machine]
-        known = Bandwidth(float(found["bytes_per_s"]), int(found["threads"]), cached=True)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return known if known.bytes_per_s > 0 else None
-
-
-def _keep(path: Path, machine: str, found: Bandwidth) -> None:
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        kept = {}
-    kept = kept if isinstance(kept, dict) else {}
-    kept[machine] = {key: value for key, value in asdict(found).items() if key != "cached"}
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(path: Path, kept: dict[str, Any]) -> None:
+    partial_path = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-        partial.replace(path)
+        partial_path.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        partial_path.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)  # it is measured again next time
+        with contextlib.suppress(OSError):  # it is measured again next time
+            partial_path.unlink(missing_ok=True)

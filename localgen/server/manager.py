@@ -243,7 +243,6 @@ class ModelManager:
     def _begin(
         self, file: ModelFile, placement: Placement, options: LoadOptions, need: int
     ) -> Resident:
-        """need: bytes of main memory, as estimated."""
         asked = options
         if placement.gpu is not None:
             options = replace(options, device=f"cuda:{placement.gpu.index}")
