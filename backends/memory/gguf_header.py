@@ -7,7 +7,7 @@ here or of the beginning of one elsewhere, which is all that its shape needs.
 from __future__ import annotations
 
 import struct
-from io import BytesIO
+from io import SEEK_CUR, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,8 +16,9 @@ from localgen.backends.errors import LoadFailed
 # of GGUF's value types: how struct unpacks them
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_LONGEST_STRING, _LONGEST_ARRAY = 1 << 20, 1 << 16
-# converters write a model's shape before its vocabulary, which is by far the longest
+_LONGEST_STRING, _LONGEST_ARRAY = 1 << 20, 1 << 11
+_LARGEST_BYTES = 1 << 40
+# what is longest by far; converters write a model's shape before it
 VOCABULARY = "tokenizer.ggml.tokens"
 
 
@@ -26,7 +27,8 @@ class _Cut(Exception):
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Metadata by key, up to the vocabulary, of which there is the length only.
+    """Metadata by key, as far as the vocabulary if the shape comes before it. Of an array that is
+    as long as a vocabulary there is the length only.
 
     LoadFailed: it is no GGUF file.
     """
@@ -48,10 +50,9 @@ def parse_header(content: BinaryIO | bytes, name: str) -> dict[str, Any]:
         for _ in range(count):
             key = _string(stream)
             kind = _number(stream, "I")
-            if key == VOCABULARY:
-                found[key] = struct.unpack("<IQ", _read(stream, 12))[1]
-                break
             found[key] = _value(stream, kind)
+            if key == VOCABULARY and f"{found.get('general.architecture')}.block_count" in found:
+                break
     except _Cut:
         pass
     if "general.architecture" not in found:
@@ -65,12 +66,25 @@ def _value(stream: BinaryIO, kind: int) -> Any:
     if kind != _ARRAY:
         return _number(stream, _scalar(kind))
     kind, count = struct.unpack("<IQ", _read(stream, 12))
-    if count > _LONGEST_ARRAY:
-        raise _Cut
-    if kind == _STRING:
+    if kind != _STRING:
+        code = _scalar(kind)
+        size = count * struct.calcsize(code)
+        if count > _LONGEST_ARRAY:
+            return _skipped(stream, size, count)
+        return list(struct.unpack(f"<{count}{code}", _read(stream, size)))
+    if count <= _LONGEST_ARRAY:
         return [_string(stream) for _ in range(count)]
-    code = _scalar(kind)
-    return list(struct.unpack(f"<{count}{code}", _read(stream, count * struct.calcsize(code))))
+    for _ in range(count):
+        _skipped(stream, _number(stream, "Q"), 1)
+    return count
+
+
+def _skipped(stream: BinaryIO, size: int, count: int) -> int:
+    """Go on behind so many bytes, of which nothing is needed but their number of elements."""
+    if size > _LARGEST_BYTES:
+        raise _Cut
+    stream.seek(size, SEEK_CUR)
+    return count
 
 
 def _scalar(kind: int) -> str:

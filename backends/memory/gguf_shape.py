@@ -58,6 +58,11 @@ def _whole(value: object, default: int) -> int:
     return value if isinstance(value, int) and 0 <= value < _MOST else default
 
 
+def _length(found: object) -> int:
+    """Of an array, of which only that may be known."""
+    return len(found) if isinstance(found, list) else _whole(found, 0)
+
+
 def gguf_shape(header: Mapping[str, Any]) -> ModelShape | None:
     """The shape that metadata tells of; None: they say too little, or nothing that can be."""
     keys = _Keys(str(header.get("general.architecture")), header)
@@ -73,7 +78,7 @@ def gguf_shape(header: Mapping[str, Any]) -> ModelShape | None:
         hidden=hidden,
         inner=max(keys.count("feed_forward_length"), wide * max(1, experts_used)),
         heads=heads,
-        vocab=keys.count("vocab_size", int(header.get(VOCABULARY, 0))),
+        vocab=keys.count("vocab_size", _length(header.get(VOCABULARY))),
         ctx_train=keys.count("context_length"),
         caches=tuple(
             _cache(keys, layer, hidden // max(1, heads), heads)
@@ -111,17 +116,13 @@ def _is_recurrent(keys: _Keys, layer: int, layers: int) -> bool:
 def _cache(keys: _Keys, layer: int, usual: int, heads: int) -> LayerCache:
     window = _window(keys, layer)
     local = "_swa" if window else ""
-    key = keys.count("attention.key_length", usual)
-    value = keys.count("attention.value_length", usual)
-    kv_heads = keys.of_layer("attention.head_count_kv", layer, heads)
+    key, value = (
+        keys.count(f"attention.{kind}_length{local}", keys.count(f"attention.{kind}_length", usual))
+        for kind in ("key", "value")
+    )
     if keys.get("attention.key_length_mla"):
         value = 0  # latent attention: values are computed from what the keys keep
-    return LayerCache(
-        kv_heads,
-        keys.count(f"attention.key_length{local}", key),
-        keys.count(f"attention.value_length{local}", value),
-        window,
-    )
+    return LayerCache(keys.of_layer("attention.head_count_kv", layer, heads), key, value, window)
 
 
 def _window(keys: _Keys, layer: int) -> int | None:

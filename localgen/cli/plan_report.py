@@ -159,7 +159,7 @@ def _comparison(plans: tuple[Plan, ...]) -> list[str]:
             _size(plan.total_bytes),
             size(max(0, plan.free_bytes)),
             _count(plan.largest_ctx),
-            plan.place if plan.fits else "does not fit",
+            {True: plan.place, False: "does not fit", None: _UNKNOWN}[plan.fits],
             f"{_rate(plan.speed.most_tokens_per_s)} tokens/s" if plan.speed else _UNKNOWN,
             "here" if plan.source == "files" else "",
         )

@@ -39,7 +39,7 @@ class Plan:
     kv_bytes_per_1k: float | None
     kv_bytes: int | None
     work_bytes: int
-    total_bytes: int
+    total_bytes: int | None
     free_bytes: int
     ctx: int | None
     kv_tokens: int | None
@@ -52,8 +52,9 @@ class Plan:
     refusal: str | None
 
     @property
-    def fits(self) -> bool:
-        return self.refusal is None
+    def fits(self) -> bool | None:
+        """None: not known."""
+        return self.refusal is None if self.total_bytes else None
 
 
 def plan(facts: Facts, asked: LoadOptions, machine: Machine, others: Sequence[Facts] = ()) -> Plan:
@@ -66,7 +67,7 @@ def plan(facts: Facts, asked: LoadOptions, machine: Machine, others: Sequence[Fa
     size, fits = setting.size(asked, facts.name)
     used, shape = setting.footprint, setting.footprint.shape
     total = setting.total_bytes(size.kv_tokens)
-    fits = fits and bool(facts.weights_bytes) and total <= setting.free_bytes
+    refused = facts.weights_bytes and not (fits and total <= setting.free_bytes)
     on_gpus = layers_on(machine.hardware, setting.placement, used, size.kv_tokens) if shape else ()
     return Plan(
         name=facts.name,
@@ -82,17 +83,17 @@ def plan(facts: Facts, asked: LoadOptions, machine: Machine, others: Sequence[Fa
         kv_bytes_per_1k=1000 * used.kv_token_bytes if shape else None,
         kv_bytes=int(size.kv_tokens * used.kv_token_bytes) if shape else None,
         work_bytes=used.fixed_bytes + int(size.kv_tokens * used.work_token_bytes),
-        total_bytes=total,
+        total_bytes=total if facts.weights_bytes else None,
         free_bytes=setting.free_bytes,
         ctx=size.ctx if shape else None,
         kv_tokens=size.kv_tokens if shape else None,
         ctx_train=shape.ctx_train or None if shape else None,
-        largest_ctx=setting.largest_ctx(),
+        largest_ctx=setting.largest_ctx() if facts.weights_bytes else None,
         layers=shape.layers if shape else None,
         gpu_layers=on_gpus,
         speed=_speed(facts, setting, size, machine, on_gpus),
         missing=facts.missing,
-        refusal=None if fits else _refusal(facts, asked, machine, others, setting, total),
+        refusal=_refusal(facts, asked, machine, others, setting, total) if refused else None,
     )
 
 
@@ -113,8 +114,6 @@ def _refusal(
     setting: Setting,
     total: int,
 ) -> str:
-    if not facts.weights_bytes:
-        return f"the size of {facts.name} is not known: localgen pull {facts.name} asks the hub"
     ways = ", or ".join(_ways_out(facts, asked, machine, others, setting))
     way_out = f"what would fit: {ways}" if ways else "take a smaller model, or free memory"
     free = as_gb(max(0, setting.free_bytes))
