@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from localgen.backends.memory.available import SPARED_BYTES, available_bytes
 from localgen.config import Settings
@@ -31,6 +31,7 @@ def machine_here(*, measure_again: bool = False) -> Machine:
     return Machine(
         hardware=this_machine(),
         ram_bytes=room if limit is None else min(room, limit),
-        ram=partial(memory_bandwidth, again=measure_again),
-        gpu=partial(gpu_bandwidth, again=measure_again),
+        # once for all plans: a busy machine would give each another figure
+        ram=cache(partial(memory_bandwidth, again=measure_again)),
+        gpu=cache(partial(gpu_bandwidth, again=measure_again)),
     )
