@@ -390,6 +390,46 @@ def test_parts_need_a_cache_that_can_be_copied(
     assert why in error.message
 
 
+@pytest.mark.parametrize(
+    ("given", "in_parts"),
+    [
+        ({"parallel": 3, "ctx": 300}, True),
+        ({"parallel": 3, "ctx": 300, "kv_unified": True}, False),
+        ({"parallel": 3, "ctx": 300, "kv_tokens": 900}, False),
+        ({"parallel": 3}, False),
+        ({"ctx": 300}, False),
+    ],
+)
+def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: bool) -> None:
+    model = load(wire.Load("tiny", str(TINY_GGUF), LoadOptions(**given)), lambda share: None)
+    model.runner.close()
+    assert model.info.options.kv_unified is not in_parts
+    said = [note for note in model.info.notes if "--kv-unified" in note]
+    assert said == ["the KV cache is in 3 parts of 300 tokens; --kv-unified shares one pool"] * (
+        in_parts
+    )
+
+
+def test_no_parts_where_they_do_not_fit() -> None:
+    options = LoadOptions(parallel=32, ctx=2048)
+    for memory, unified in ((1 << 30, False), (200 << 20, True)):
+        request = wire.Load("tiny", str(TINY_GGUF), options, memory_bytes=memory)
+        model = load(request, lambda share: None)
+        model.runner.close()
+        assert model.info.options.kv_unified is unified
+
+
+@pytest.mark.parametrize("kind", ["has_window", "is_recurrent"])
+def test_no_parts_where_a_cache_cannot_be_copied(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(f"localgen.backends.llamacpp.native.Model.{kind}", True)
+    options = LoadOptions(parallel=3, ctx=300)
+    model = load(wire.Load("tiny", str(TINY_GGUF), options), lambda share: None)
+    model.runner.close()
+    assert model.info.options.kv_unified is True
+
+
 def test_a_pool_larger_than_memory() -> None:
     error = loading(kv_tokens=2**40)
     assert error.code == "out_of_memory"

@@ -205,7 +205,7 @@ def test_beside_the_loaded_model(
     with Client(measured) as client:
         client.connect()
         try:
-            info = client.load("tiny", LoadOptions(parallel=4, ctx=1024))
+            info = client.load("tiny", LoadOptions(parallel=4, ctx=1024, kv_unified=True))
             found = record(capsys, "tiny")
             out, _ = told(capsys, "tiny")
             (running,) = client.stats()["models"]

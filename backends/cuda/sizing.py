@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from localgen.backends.cuda.options import CACHE_NAMES, Settings
 from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.errors import OutOfMemory
 from localgen.backends.memory import pool
 from localgen.backends.memory.available import available_bytes
 from localgen.backends.memory.pool import Size, Wanted
 from localgen.backends.memory.shape import LayerCache, ModelShape, token_bytes
 from localgen.backends.memory.work import cuda_work_bytes
+
+# a pool that turns out too large is made this much smaller, so often
+_SMALLER, _TRIES = 0.9, 4
 
 
 def shape_of(spec: ModelSpec) -> ModelShape:
@@ -69,3 +74,19 @@ def choose(spec: ModelSpec, options: Settings, *, free: int) -> Size:
     wanted = Wanted(ctx=options.ctx, kv_tokens=options.kv_tokens, trained=spec.max_len)
     per_token = kv_bytes_per_token(spec, options.cache_dtype)
     return pool.choose(wanted, rules, token_bytes=per_token, free_bytes=free)
+
+
+def fit(spec: ModelSpec, options: Settings, *, free: int, allocate: Callable[[Size], bool]) -> Size:
+    """The size of `choose`, allocated; smaller where the driver's books turn out too good.
+
+    allocate: says whether there was room. InvalidRequest, OutOfMemory.
+    """
+    for _ in range(_TRIES):
+        size = choose(spec, options, free=free)
+        if allocate(size):
+            return size
+        free = int(free * _SMALLER)
+    raise OutOfMemory(
+        f"a KV pool of {size.kv_tokens:,} tokens does not fit on {options.device}, though "
+        f"{free / 1e9:.1f} GB seemed free: ask for a smaller --kv-tokens"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp.llama_cpp as C
@@ -14,7 +15,7 @@ from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.engine.wire import Load
-from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.cells import SharedCells
@@ -28,8 +29,9 @@ from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.available import SPARED_BYTES, available_bytes
 from localgen.backends.memory.defaults import LLAMACPP
+from localgen.backends.memory.shape import ModelShape
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
+from localgen.backends.types import BASE_SAMPLING, LoadOptions, ModelInfo, SamplingParams
 
 _SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
@@ -56,10 +58,12 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     unlocked = options.mlock and library().warned_of("mlock")
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
-    shape, donors = sizing.shape_of(model), _max_donors(model, options)
-    fixed = sizing.fixed_bytes(shape, options, options.parallel + donors)
+    shape = sizing.shape_of(model)
+    fixed = sizing.fixed_bytes(shape, options, options.parallel + _max_donors(model, options))
     free = _free_bytes(model, options, request, fixed)
+    options = _with_layout(model, shape, request.options, options, free)
     size = sizing.choose(model, shape, options, free_bytes=free)
+    donors = _max_donors(model, options)
     context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
     can_rewind = _probe(model, vocab, context)
     share = can_rewind and options.prefix_cache
@@ -80,6 +84,10 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
         "no chat template came with the model: chat needs --chat-template FILE": not template,
     }
+    in_parts = f"the KV cache is in {options.parallel} parts of {size.ctx:,} tokens"
+    oddities[f"{in_parts}; --kv-unified shares one pool"] = (
+        not options.kv_unified and request.options.kv_unified is None
+    )
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -96,7 +104,8 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         layers=model.layers,
         backend="llamacpp",
         processor=_processor(model, options),
-        work_bytes=fixed + context.kv_tokens * sizing.work_token_bytes(shape, options),
+        work_bytes=sizing.fixed_bytes(shape, options, options.parallel + donors)
+        + context.kv_tokens * sizing.work_token_bytes(shape, options),
         memory=library().buffers.use(),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=can_rewind,
@@ -123,6 +132,23 @@ def _check_parts(model: Model, options: Settings) -> None:
             f"--no-kv-unified is not for {model.path.name}, which {why}: leave it out",
             param="kv_unified",
         )
+
+
+def _with_layout(
+    model: Model, shape: ModelShape, asked: LoadOptions, options: Settings, free_bytes: int
+) -> Settings:
+    """A part for each sequence where -np and --ctx together say what they need, as llama-server
+    has it, and it can be had: attention then looks at nobody else's tokens."""
+    sized = None not in (asked.parallel, asked.ctx) and asked.kv_tokens is None
+    rigid = model.is_recurrent or model.has_window
+    if not sized or rigid or asked.kv_unified is not None:
+        return options
+    in_parts = replace(options, kv_unified=False)
+    try:
+        sizing.choose(model, shape, in_parts, free_bytes=free_bytes)
+    except OutOfMemory:
+        return options
+    return in_parts
 
 
 def _max_donors(model: Model, options: Settings) -> int:

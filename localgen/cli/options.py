@@ -112,6 +112,7 @@ SAMPLING = (
 LOADING = (
     Flag("backend", Backend, "--backend", "What runs the model; auto: a GPU where it fits."),
     Flag("device", str, "--device", "cuda, cuda:N or cpu; the GPU with most room by default."),
+    Flag("tp", int, "--tp", "GPUs among which each layer is divided; 1: one computes all."),
     Flag("dummy", bool, "--dummy", "Random weights of the model's shapes, to measure speed."),
     Flag("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
     Flag("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),
@@ -124,7 +125,7 @@ LOADING = (
         "kv_unified",
         bool,
         "-kvu --kv-unified/--no-kv-unified",
-        "One cache for all requests; or a part for each, which is faster with several.",
+        "One cache for all requests; or a part for each, the default where -np and -c are given.",
     ),
     Flag("parallel", int, "-np --parallel", "Most requests computed at once."),
     Flag("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),

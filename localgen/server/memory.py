@@ -22,8 +22,10 @@ def need_bytes(file: ModelFile, options: LoadOptions, backend: str = "llamacpp")
 
 
 def gpu_need_bytes(file: ModelFile, options: LoadOptions, there: Hardware) -> int:
-    """The same of a GPU's memory on our own engine; 0 where there is no such GPU."""
-    return _need_bytes(file, options, "cuda") if there.why_no_cuda is None else 0
+    """The same of each GPU's memory on our own engine; 0 where there is no such GPU."""
+    if there.why_no_cuda is not None:
+        return 0
+    return _need_bytes(file, options, "cuda") // (options.tp or 1)
 
 
 def _need_bytes(file: ModelFile, options: LoadOptions, runner: Runner) -> int:
