@@ -376,6 +376,18 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes that a runner has allocated, by its own account; None: it cannot tell.
+
+    work: buffers of the computation.
+    """
+
+    weights: int | None = None
+    kv: int | None = None
+    work: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a loaded model is, and what was decided for it.
 
@@ -384,7 +396,7 @@ class ModelInfo:
     are as they are. backend_reason: why this backend. generates: whether it can write an answer;
     a pure embedding model cannot. embedding_width: elements of a vector; 0: it makes none.
     url: where it is, if on a server that is not ours; what that one does not tell is then 0 or
-    empty.
+    empty. kv_bytes, work_bytes: as estimated before loading; memory: as allocated.
     """
 
     name: str
@@ -412,3 +424,5 @@ class ModelInfo:
     generates: bool = True
     embedding_width: int = 0
     url: str = ""
+    work_bytes: int = 0
+    memory: MemoryUse = MemoryUse()

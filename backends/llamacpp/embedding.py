@@ -110,7 +110,8 @@ class TextVectors:
             return
         self.close()
         size = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        need = int(size * sizing.kv_bytes_per_token(self._model, self._options))
+        shape = sizing.shape_of(self._model)
+        need = int(size * sizing.kv_bytes_per_token(shape, self._options))
         free = psutil.virtual_memory().available - RESERVED_BYTES
         if need > free:
             raise self._too_large(tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} are free")

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.llamacpp.buffers import Buffers
 
 if TYPE_CHECKING:
     from localgen.backends.llamacpp.options import Settings
@@ -32,17 +33,6 @@ CACHE_TYPES = {
     "q4_1": C.GGML_TYPE_Q4_1,
     "q4_0": C.GGML_TYPE_Q4_0,
     "iq4_nl": C.GGML_TYPE_IQ4_NL,
-}
-CACHE_TYPE_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-    "iq4_nl": 18 / 32,
 }
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQUENCES = 256
@@ -67,9 +57,11 @@ class NoCache(LoadFailed):
 
 
 class NativeLog:
-    """What llama.cpp prints: its first error and first warning, to explain a failure."""
+    """What llama.cpp prints: its first error and first warning, to explain a failure, and the
+    sizes of the buffers that it allocates."""
 
     def __init__(self) -> None:
+        self.buffers = Buffers()
         self._first: dict[int, str] = {}
         self._level = 0
         self._callback = C.llama_log_callback(self._take)  # kept: C holds a bare pointer
@@ -80,6 +72,8 @@ class NativeLog:
         line = text.decode("utf-8", "replace").strip()
         if line and self._level in (_LOG_WARN, _LOG_ERROR):
             self._first.setdefault(self._level, line)
+        else:
+            self.buffers.take(line)
 
     def reason(self) -> str:
         """The first error since `clear`, which is usually the cause of the others, in one line."""
@@ -122,6 +116,7 @@ class Model:
     def __init__(self, path: Path, options: Settings, on_progress: Callable[[float], None]) -> None:
         log = library()
         log.clear()
+        log.buffers = Buffers()
         self.path = path
         params = C.llama_model_default_params()
         params.n_gpu_layers = options.gpu_layers
@@ -209,19 +204,6 @@ class Model:
     def is_causal(self) -> bool:
         """Whether tokens look at those before them only, unless the architecture knows better."""
         return self.metadata(f"{self.architecture}.attention.causal") != "false"
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads of the first layer, or of any where they differ."""
-        return int(C.llama_model_n_head_kv(self.handle))
-
-    @property
-    def head_sizes(self) -> tuple[int, int]:
-        """Elements of a key and of a value, per head."""
-        usual = self.width / max(1, C.llama_model_n_head(self.handle))
-        key = self.number(f"{self.architecture}.attention.key_length")
-        value = self.number(f"{self.architecture}.attention.value_length")
-        return int(key or usual), int(value or usual)
 
     @property
     def template(self) -> str | None:

@@ -15,6 +15,7 @@ COMMANDS = {
     "list": "List the models that can be named (also: ls).",
     "pull": "Fetch a model from the hub, or go on with one that was interrupted.",
     "show": "Show what a model is, and which quantizations fit.",
+    "plan": "Show what a model would take here, and how fast it can be.",
     "rm": "Remove a model, or another name of one.",
     "cp": "Give a model another name.",
     "stop": "Unload a model, or stop the server.",
