@@ -106,6 +106,12 @@ def test_anything_else_does_not(keyed: Door, header: str) -> None:
     assert KEY not in reply.text
 
 
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
+def test_nobody_can_pose_as_a_client_of_the_socket(keyed: Door, name: str) -> None:
+    for value in ("local", "local:1", "for=local"):
+        assert keyed.http.get("/v1/models", headers={name: value}).status_code == 401
+
+
 @pytest.mark.parametrize("query", [f"api_key={KEY}", f"key={KEY}", f"authorization=Bearer%20{KEY}"])
 def test_a_key_in_the_query_is_none(keyed: Door, query: str) -> None:
     assert keyed.http.get(f"/v1/models?{query}").status_code == 401

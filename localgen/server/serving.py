@@ -80,6 +80,9 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                # who asks is whoever connected: a header that names another client would open the
+                # door to anybody who writes `local` into it
+                proxy_headers=False,
                 timeout_graceful_shutdown=_FLUSH_S,
             )
         )
