@@ -37,7 +37,13 @@ def main() -> int:
         settings = Settings.from_environment()
         settings.prepare()
         log_to_file(settings)
-        run(settings, _access(), idle_exit=True, engine_command=engine_command)
+        run(
+            settings,
+            _access(),
+            idle_exit=True,
+            engine_command=engine_command,
+            model=os.environ.get("TEST_MODEL"),
+        )
     except LocalgenError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1

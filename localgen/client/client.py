@@ -18,7 +18,7 @@ from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
 from localgen.client.answers import Answer, Health, ModelCard, RunningModel, Text
-from localgen.client.bodies import answer_of, checked, encoded, failure, sampling_fields
+from localgen.client.bodies import answer_of, checked, encoded, failure, health_of, sampling_fields
 from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_end
 from localgen.client.sse import DONE, payloads
 from localgen.config import Settings
@@ -68,14 +68,14 @@ class Client:
             self._meet_other_version(found)
 
     def health(self) -> Health | None:
-        """Who answers; None: no server."""
+        """Who answers, at work or still loading its first model; None: no server, or one that
+        leaves."""
         try:
             reply = self._http.get("/health", timeout=_HEALTH_S)
         except httpx.TransportError:
             return None
-        if reply.status_code != 200:
-            raise failure(reply.status_code, reply.content)
-        return msgspec.convert({"protocol": 0} | reply.json(), Health)
+        found = health_of(reply.status_code, reply.content)
+        return None if found.status == "stopping" else found
 
     def load(
         self,

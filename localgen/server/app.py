@@ -22,7 +22,7 @@ from localgen.backends.types import EngineStats, ModelInfo, Request
 from localgen.server import openai
 from localgen.server.access import Access
 from localgen.server.generation import EventStream, GenerationResponse, Job
-from localgen.server.guard import KEY_PREFIX, Guard, Refused
+from localgen.server.guard import KEY_PREFIX, Guard, Refused, is_local
 from localgen.server.journal import Journal
 from localgen.server.manager import KeepAlive, ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics
@@ -129,6 +129,7 @@ def _job(
         stream=body.stream,
         include_usage=body.include_usage,
         format_of=format_of,
+        paths=is_local(http.scope),
     )
 
 
@@ -150,8 +151,8 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
         return _json({"object": "list", "data": await asyncio.to_thread(state.models)})
 
     @app.post("/v1/models/load", response_model=None)
-    async def load(body: LoadRequest) -> Response:
-        events = _load_events(manager, body)
+    async def load(body: LoadRequest, http: HttpRequest) -> Response:
+        events = _load_events(manager, body, paths=is_local(http.scope))
         if body.stream:
             return EventStream(events)
         return _json([event async for event in events][-1])
@@ -162,7 +163,7 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
 
 
 async def _load_events(
-    manager: ModelManager, body: LoadRequest
+    manager: ModelManager, body: LoadRequest, *, paths: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """`{"progress": 0.43}` while it loads, then `{"model": …}`, a ModelInfo."""
     progress = 0.0
@@ -173,7 +174,8 @@ async def _load_events(
 
     async def load() -> ModelInfo:
         keep_alive = None if body.keep_alive is None else KeepAlive(body.keep_alive_s())
-        using = manager.using(body.model, body.to_options(), note, keep_alive)
+        options = body.to_options()
+        using = manager.using(body.model, options, note, keep_alive, paths=paths)
         async with using as (_, info):
             return info
 
@@ -190,15 +192,26 @@ def _add_server(
     app: FastAPI, state: ServerState, leave: Callable[[], None], leaving: Callable[[], bool]
 ) -> None:
     @app.get("/health", response_model=None)
-    async def health() -> Response:
-        return _json(state.health())
+    async def health(http: HttpRequest) -> Response:
+        # open to all who reach the port: they learn no more than this
+        told = state.health() if is_local(http.scope) else {"status": state.status}
+        if state.status == "ok":
+            return _json(told)
+        return _json(told, 503, {"Retry-After": "1"})
+
+    @app.get("/livez", response_model=None)
+    async def livez() -> Response:
+        return _json({"status": "alive"})
 
     @app.get("/v1/stats", response_model=None)
     async def stats(stream: bool = False) -> Response:
         return EventStream(snapshots()) if stream else _json(state.stats())
 
     @app.post("/v1/shutdown", response_model=None)
-    async def shutdown() -> Response:
+    async def shutdown(http: HttpRequest) -> Response:
+        if not is_local(http.scope):
+            message = "only clients on the Unix socket may end the server: localgen stop does"
+            raise Refused(403, "forbidden", message)
         leave()
         return _json({"status": "shutting down"})
 
@@ -268,6 +281,6 @@ def _json(value: object, status: int = 200, headers: Any = None) -> Response:
 
 def _error(code: str, message: str, param: str | None = None, headers: Any = None) -> Response:
     status = openai.STATUS_OF_CODE.get(code, 500)
-    if status == 429:
+    if status in (429, 503):
         headers = {"Retry-After": "1"}
     return _json(openai.error_body(code, message, param), status, headers)

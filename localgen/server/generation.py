@@ -31,7 +31,8 @@ SSE_HEADERS = [
 class Job:
     """What was asked. format_of: from a request's id and a model's name to its format.
 
-    account: who pays for its tokens. timeout_s: how long it may take in all.
+    account: who pays for its tokens. timeout_s: how long it may take in all. paths: whether the
+    model may be named by its path.
     """
 
     model: str | None
@@ -41,6 +42,7 @@ class Job:
     stream: bool
     include_usage: bool
     format_of: Callable[[str, str], Format]
+    paths: bool = False
 
 
 class GenerationResponse(Response):
@@ -61,7 +63,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            using = self._manager.using(self._job.model)
+            using = self._manager.using(self._job.model, paths=self._job.paths)
             async with cancelled_on_disconnect(receive), using as (resident, _):
                 self._entry.model = resident.file.name
                 stream = resident.engine.submit(self._job.request)

@@ -27,7 +27,7 @@ BODY_S = 60.0
 _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # without a key: it says no more than that a server is there
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/livez"})
 _LIMITED = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -67,7 +67,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["account"] = ""
-        if scope["type"] != "http" or _is_local(scope):
+        if scope["type"] != "http" or is_local(scope):
             await self._inner(scope, receive, send)
             return
         await self._outer(scope, receive, send)
@@ -164,5 +164,6 @@ async def _read_rest(scope: Scope, receive: Receive) -> None:
                     return
 
 
-def _is_local(scope: Scope) -> bool:
+def is_local(scope: Scope) -> bool:
+    """Whether the request came over the Unix socket."""
     return scope["client"] is not None and scope["client"][0] == LOCAL

@@ -23,7 +23,7 @@ from localgen.backends.types import LoadOptions, ModelInfo
 from localgen.config import Settings
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
-from localgen.hub.names import BUILT_IN, resolve
+from localgen.hub.names import BUILT_IN, require_name, resolve
 from localgen.placement import Hardware, Placement, choose, this_machine
 from localgen.server import memory
 from localgen.server.engine_process import (
@@ -57,7 +57,7 @@ class ModelManager:
         *,
         engine_command: EngineCommand = llamacpp_command,
         spare: EngineProcess | None = None,
-        find: Callable[[str | None], ModelFile] = resolve,
+        find: Callable[..., ModelFile] = resolve,
         look: Callable[[], Hardware] = this_machine,
     ) -> None:
         self._settings = settings
@@ -77,6 +77,11 @@ class ModelManager:
         return tuple(self._residents)
 
     @property
+    def closing(self) -> bool:
+        """Whether requests are refused because the server leaves."""
+        return self._closing
+
+    @property
     def active_requests(self) -> int:
         """Requests that hold a model."""
         return sum(resident.users for resident in self._residents)
@@ -94,14 +99,19 @@ class ModelManager:
         options: LoadOptions = LoadOptions(),
         on_progress: Callable[[float], None] | None = None,
         keep_alive: KeepAlive | None = None,
+        *,
+        paths: bool = False,
     ) -> AsyncIterator[tuple[Resident, ModelInfo]]:
         """The model of that name, loaded if it is not, kept for as long as the block runs.
 
         keep_alive: how long it then stays; None: as it was, at first as the settings say.
+        paths: whether the name may be a path, which is not for clients from other machines.
 
         Raises ModelNotFound, ModelBusy, OutOfMemory, LoadFailed.
         """
-        resident, info = await self._hold(name, options, on_progress)
+        if name is not None and not paths:
+            require_name(name)
+        resident, info = await self._hold(name, options, on_progress, paths)
         if keep_alive is not None:
             resident.keep_alive_s = keep_alive.seconds
         try:
@@ -114,9 +124,10 @@ class ModelManager:
         name: str | None,
         options: LoadOptions,
         on_progress: Callable[[float], None] | None,
+        paths: bool,
     ) -> tuple[Resident, ModelInfo]:
         while True:
-            resident = await self._resident(BUILT_IN if name is None else name, options)
+            resident = await self._resident(BUILT_IN if name is None else name, options, paths)
             resident.users += 1
             try:
                 info = await self._loaded(resident, on_progress)
@@ -141,7 +152,7 @@ class ModelManager:
         found = self._asked_as(name) or self._called(name)
         if found is None:
             try:
-                path = (await self._locate(name)).path
+                path = (await self._locate(name, paths=True)).path
             except LocalgenError:
                 return False
             found = next((r for r in self._residents if r.file.path == path), None)
@@ -174,14 +185,14 @@ class ModelManager:
         ending = [self._remove(resident, "the server ends") for resident in self.residents]
         await asyncio.gather(*ending)
 
-    async def _resident(self, name: str, options: LoadOptions) -> Resident:
+    async def _resident(self, name: str, options: LoadOptions, paths: bool) -> Resident:
         """The resident that a name means, its loading begun if need be."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
         resident = self._asked_as(name)
         if resident is None:
             try:
-                resident = await self._admit(await self._locate(name), options)
+                resident = await self._admit(await self._locate(name, paths), options)
             except ModelNotFound:
                 # what was loaded by its path is listed by its short name
                 resident = self._called(name)
@@ -201,9 +212,9 @@ class ModelManager:
             raise InvalidRequest(f"{len(found)} models are called {name}, name one: {paths}")
         return found[0] if found else None
 
-    async def _locate(self, name: str | None) -> ModelFile:
+    async def _locate(self, name: str, paths: bool) -> ModelFile:
         # in a thread: the cache may be large, its disk slow
-        return await asyncio.to_thread(self._find, name)
+        return await asyncio.to_thread(self._find, name, paths=paths)
 
     async def _admit(self, file: ModelFile, options: LoadOptions) -> Resident:
         """The resident of a file, begun if there is none: one load, however many ask."""

@@ -19,6 +19,7 @@ from localgen.server.app import create_app
 from localgen.server.engine_process import EngineCommand, EngineProcess
 from localgen.server.guard import LOCAL
 from localgen.server.manager import ModelManager
+from localgen.server.preload import Preload
 from localgen.server.state import ServerState
 
 # running answers may go on this long once the server was told to leave
@@ -42,19 +43,26 @@ def serve(
     idle_exit: bool,
     engine_command: EngineCommand,
     spare: EngineProcess | None,
+    model: str | None = None,
 ) -> None:
-    """Answer on listening sockets until told to leave; all engines have ended then."""
+    """Answer on listening sockets until told to leave; all engines have ended then.
+
+    model: loaded at once; what prevents that ends the server and is raised.
+    """
     # uvicorn raises the signals it caught once more when it is done: by then all is in order
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     manager = ModelManager(settings, engine_command=engine_command, spare=spare)
-    asyncio.run(_serve(_Server(settings, access, manager), manager, sockets, idle_exit))
+    server = _Server(settings, access, manager, model)
+    asyncio.run(_serve(server, manager, sockets, idle_exit))
+    server.preload.check()
 
 
 async def _serve(
     server: _Server, manager: ModelManager, sockets: list[socket.socket], idle_exit: bool
 ) -> None:
     watch = asyncio.create_task(server.watch(idle_exit))
+    server.preload.start()
     try:
         await server.serve(sockets=sockets)
     finally:
@@ -63,10 +71,13 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, settings: Settings, access: Access, manager: ModelManager) -> None:
+    def __init__(
+        self, settings: Settings, access: Access, manager: ModelManager, model: str | None
+    ) -> None:
+        self.preload = Preload(manager, model, self._leave)
         app = create_app(
             manager,
-            ServerState(settings, manager),
+            ServerState(settings, manager, starting=lambda: self.preload.pending),
             access,
             leave=self._leave,
             leaving=lambda: self.should_exit,
@@ -105,6 +116,7 @@ class _Server(uvicorn.Server):
         """Let running answers end, then tell the rest; new clients start another server."""
         self._settings.socket_path.unlink(missing_ok=True)
         self._manager.refuse_new()
+        self.preload.cancel()
         deadline = time.monotonic() + DRAIN_S
         while self._manager.active_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
