@@ -29,7 +29,14 @@ PATHS = [
     "model.gguf",
     "models/model.GGUF",
 ]
-NO_PATHS = ["tiny\0", "%2e%2e/etc", "file:///etc/passwd", "hf.co//etc/passwd", "a/b/c", "etc/passwd"]
+NO_PATHS = [
+    "tiny\0",
+    "%2e%2e/etc",
+    "file:///etc/passwd",
+    "hf.co//etc/passwd",
+    "a/b/c",
+    "etc/passwd",
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +72,7 @@ def test_what_is_no_name_either(opened: Door, name: str) -> None:
 def test_a_refusal_does_not_tell_what_is_there(opened: Door) -> None:
     there = opened.house.model("secret")
     missing = there.replace("secret", "missing")
-    said = [
-        ask(opened, "/v1/chat/completions", path).json()["error"] for path in (there, missing)
-    ]
+    said = [ask(opened, "/v1/chat/completions", path).json()["error"] for path in (there, missing)]
     assert said[0] == said[1]
     assert opened.house.loads(there) == 0
 

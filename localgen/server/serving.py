@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.config import Settings
+from localgen.server import descriptors
 from localgen.server.access import Access
 from localgen.server.app import create_app
 from localgen.server.engine_process import EngineCommand, EngineProcess
@@ -49,6 +50,7 @@ def serve(
 
     model: loaded at once; what prevents that ends the server and is raised.
     """
+    descriptors.raise_limit()
     # uvicorn raises the signals it caught once more when it is done: by then all is in order
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -136,10 +138,13 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self.client:
-            self.client = (LOCAL, next(self._numbers))
         self._header_bytes = 0
         self._patience = self._hurry()
+        if not self.client:
+            self.client = (LOCAL, next(self._numbers))
+        elif len(self.connections) > descriptors.limit() // 2:
+            # the rest is for clients on this machine, engines and files
+            transport.abort()
 
     def _hurry(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(HEADERS_S, self.transport.abort)
