@@ -19,6 +19,7 @@ COMMANDS = {
     "cp": "Give a model another name.",
     "stop": "Unload a model, or stop the server.",
     "serve": "Run the server in the foreground.",
+    "completion": "Print what makes a shell complete commands and names of models.",
     "doctor": "Show what was found on this machine, what is used, and why.",
 }
 ALIASES = {"ls": "list"}

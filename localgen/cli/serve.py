@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from localgen.cli.candidates import any_model
 from localgen.server.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.logs import LogFormat, formatter
 
@@ -19,7 +20,10 @@ _LIMITS = "Limits"
 def command(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model to load at once; others are loaded when they are asked for."),
+        typer.Argument(
+            help="A model to load at once; others are loaded when they are asked for.",
+            autocompletion=any_model,
+        ),
     ] = None,
     keep_alive: Annotated[
         str | None,
