@@ -10,6 +10,7 @@ from pathlib import Path
 import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.config import Settings
+from localgen.server import serving
 from localgen.server.access import Access, RateLimit
 from localgen.server.lifecycle import log_to_file, run
 
@@ -33,6 +34,7 @@ def main() -> int:
         from localgen.server import state
 
         setattr(state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
+    serving.STALL_S = float(os.environ.get("TEST_STALL_S", serving.STALL_S))
     try:
         settings = Settings.from_environment()
         settings.prepare()

@@ -152,7 +152,7 @@ def test_more_connections_than_files_may_be_open() -> None:
     with door() as opened:
         resource.prlimit(opened.house.pid(), resource.RLIMIT_NOFILE, (few, few))
         with ExitStack() as stack:
-            socks = [stack.enter_context(opened.connect()) for _ in range(3 * few)]
+            socks = [stack.enter_context(opened.connect()) for _ in range(2 * few)]
             wait_until(lambda: sum(map(is_closed, socks)) >= len(socks) - few // 2)
             # the socket answers, and there are files for an engine
             assert opened.house.chat(opened.house.model("new"), "a").status_code == 200
@@ -167,6 +167,25 @@ def is_closed(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def test_who_does_not_read_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_STALL_S", "0.5")
+    with door() as opened, socket.socket() as sock:
+        body = json.dumps(chat_body(opened.model, " ".join(["w" * 20_000] * 900), stream=True))
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", opened.port))
+        sock.sendall((head + body).encode())
+
+        def active() -> int:
+            return int(opened.house.http.get("/health").json()["active_requests"])
+
+        wait_until(lambda: active() == 1)
+        wait_until(lambda: active() == 0)
 
 
 def test_a_body_that_comes_drop_by_drop(monkeypatch: pytest.MonkeyPatch) -> None:

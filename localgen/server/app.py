@@ -48,6 +48,7 @@ def create_app(
     rates = Rates(access.rate_limit)
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
     metrics = Metrics(lambda: _engines(manager))
+    manager.on_load = metrics.loaded
     _add_errors(app)
     _add_metrics(app, metrics)
     _add_generation(app, manager, Journal((metrics, rates)), access.timeout_s)

@@ -48,8 +48,12 @@ class KeepAlive:
     seconds: float | None
 
 
+# told of each load: the model, `loaded` or the code of what went wrong, seconds that it took
+OnLoad = Callable[[str, str, float], None]
+
+
 class ModelManager:
-    """Owns every engine process of a server. For one event loop."""
+    """Owns every engine process of a server. For one event loop. on_load: told of each load."""
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class ModelManager:
         self._admission = asyncio.Lock()
         self._last_used_s = time.monotonic()
         self._closing = False
+        self.on_load: OnLoad = lambda name, outcome, load_s: None
 
     @property
     def residents(self) -> tuple[Resident, ...]:
@@ -321,7 +326,10 @@ class ModelManager:
             self._forget(resident)
             reason = "cancelled" if task.cancelled() else error
             _log.error("%s was not loaded: %s", resident.file.name, reason)
+            code = "cancelled" if task.cancelled() else getattr(error, "code", LocalgenError.code)
+            self.on_load(resident.file.name, code, 0.0)
             return
+        self.on_load(resident.file.name, "loaded", task.result().load_ms / 1e3)
         _log.info("%s is loaded (%.0f ms)", resident.file.name, task.result().load_ms)
 
     async def _loaded(

@@ -32,6 +32,8 @@ _LEAST_IDLE_S = 1.0
 _TICK_S = 0.25
 # a connection's first headers have to be there by then; uvicorn ends those idle after a request
 HEADERS_S = 10.0
+# a client that reads nothing for so long holds a model for nobody
+STALL_S = 60.0
 MAX_HEADER_BYTES = 64 << 10
 _log = logging.getLogger("localgen.server")
 
@@ -131,8 +133,8 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection whose client has a name, even on a Unix socket, for fair queueing; and whose
-    headers come in good time and are not endless."""
+    """A connection whose client has a name, even on a Unix socket, for fair queueing; whose
+    headers come in good time and are not endless; and whose client reads what it asked for."""
 
     _numbers = itertools.count(1)
 
@@ -140,6 +142,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes = 0
         self._patience = self._hurry()
+        self._stall: asyncio.TimerHandle | None = None
         if not self.client:
             self.client = (LOCAL, next(self._numbers))
         elif len(self.connections) > descriptors.limit() // 2:
@@ -163,6 +166,18 @@ class _Connection(HttpToolsProtocol):
         self._patience.cancel()
         super().on_headers_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.client and self.client[0] != LOCAL:
+            self._stall = asyncio.get_running_loop().call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.cancel()
+        if self._stall is not None:
+            self._stall.cancel()
         super().connection_lost(exc)
