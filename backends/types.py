@@ -133,6 +133,8 @@ class Request:
     arrived_s: when the server received it; TTFT and queue time start there.
     tools: only with messages. tool_choice: auto, none, required, or the name of the one to call.
     parallel_tool_calls: whether an answer may make several calls.
+    thinking: whether to think first; reasoning_effort: how much (none, low, medium, high).
+    None: as the model's template does it.
     """
 
     id: str
@@ -140,6 +142,8 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
     params: SamplingParams = SamplingParams()
@@ -309,9 +313,9 @@ class StepEvents:
 class LoadOptions:
     """How a model is loaded. None: chosen for this machine and reported in ModelInfo.
 
-    backend: auto, llamacpp or cuda. device: cuda, cuda:N or cpu. dummy: random weights of the
-    model's shapes, for benchmarks. ctx: longest sequence in tokens. kv_tokens: size of the KV
-    cache, at least ctx.
+    backend: auto, llamacpp or cuda. device: cuda, cuda:N or cpu. tp: among how many GPUs each layer
+    is divided. dummy: random weights of the model's shapes, for benchmarks. ctx: longest sequence
+    in tokens. kv_tokens: size of the KV cache, at least ctx.
     kv_unified: whether all sequences share it, or each has a part of its own. None: parts where
     parallel and ctx say how many and how large, shared otherwise.
     gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
@@ -322,6 +326,7 @@ class LoadOptions:
 
     backend: str | None = None
     device: str | None = None
+    tp: int | None = None
     dummy: bool | None = None
     ctx: int | None = None
     kv_tokens: int | None = None

@@ -274,7 +274,7 @@ def test_leaving_early_cancels(scripted: Callable[..., ScriptedClient]) -> None:
     from localgen.repl.plain import stream_plain
 
     with pytest.raises(BrokenPipeError):
-        stream_plain(client.chat("tiny", [Message("user", "x")], answer_params()), broken)
+        stream_plain(client.chat("tiny", [Message("user", "x")], answer_params()), broken, broken)
     assert client.record.closed_early == 1
 
 

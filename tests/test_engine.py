@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 from fake_runner import END, VOCAB, FakeRunner, generate
 
+from localgen.backends.engine import stats
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.runner import Chunk, NoRoom, Sampled, StepFailed
@@ -272,3 +273,14 @@ def test_stop_leaves_the_loop() -> None:
     engine.stop()
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def test_figures_of_the_last_minute_are_looked_at_now_and_then() -> None:
+    window = stats.Window()
+    for value in range(stats.FEW_SAMPLES):
+        window.add(10.0, float(-value))
+    assert window.values(10.0)[0] == 1.0 - stats.FEW_SAMPLES
+    window.add(10.1, -1000.0)
+    assert window.values(10.5)[0] == 1.0 - stats.FEW_SAMPLES
+    assert window.values(11.0)[0] == -1000.0
+    assert window.values(10.1 + stats.WINDOW_S) == [-1000.0]

@@ -27,12 +27,14 @@ _FP8_CAPABILITY = (8, 9)
 class Settings:
     """LoadOptions of this backend with nothing left open but the sizes, which need the model.
 
-    device: cuda, cuda:N or cpu. dummy: random weights of the model's shapes.
+    device: cuda, cuda:N or cpu. tp: ranks; on GPUs of their own, device is cuda then. dummy: random
+    weights of the model's shapes.
     """
 
     backend: str = "cuda"
     device: str = "cuda"
     dummy: bool = False
+    tp: int = 1
     parallel: int = 256
     cache_type_k: str = "bf16"
     cache_type_v: str = "bf16"
@@ -69,7 +71,8 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
                 param=name,
             )
     chosen = {"cache_type_k": _NAMES[dtype], "cache_type_v": _NAMES[dtype]}
-    fixed = {"backend": "cuda", "device": str(device)}
+    several = device.type == "cuda" and (asked.tp or 1) > 1
+    fixed = {"backend": "cuda", "device": "cuda" if several else str(device)}
     defaults: dict[str, Any] = _ON_CPU if device.type == "cpu" else {}
     settings = Settings(**(defaults | chosen | given | fixed))
     _check(settings, dtype, device)
@@ -77,7 +80,7 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
 
 
 def device_of(asked: LoadOptions) -> torch.device:
-    """The device asked for, or the GPU. InvalidRequest: there is none."""
+    """The device asked for, or the GPU; of several the first. InvalidRequest: there is none."""
     name = asked.device or "cuda"
     try:
         device = torch.device(name)
@@ -93,14 +96,26 @@ def device_of(asked: LoadOptions) -> torch.device:
             "--backend llamacpp, or --device cpu to run it slowly",
             param="device",
         )
-    count = torch.cuda.device_count()
+    count, tp = torch.cuda.device_count(), asked.tp or 1
+    if tp > count:
+        raise InvalidRequest(f"--tp {tp} needs {tp} GPUs, there {_found(count)}", param="tp")
+    if tp > 1 and device.index is not None:
+        raise InvalidRequest(
+            f"--tp {tp} takes the first {tp} GPUs: leave out --device {name}, "
+            "CUDA_VISIBLE_DEVICES says which are first",
+            param="device",
+        )
     if (device.index or 0) >= count:
         raise InvalidRequest(f"device is {name!r}, there are {count} GPUs, from 0", param="device")
     return torch.device("cuda", device.index or 0)
 
 
+def _found(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
 def _check(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
-    for name in ("parallel", "kv_tokens", "max_batch_tokens", "max_queue", "itl_target_ms"):
+    for name in ("tp", "parallel", "kv_tokens", "max_batch_tokens", "max_queue", "itl_target_ms"):
         value = getattr(options, name)
         if value is not None and not value >= 1:  # NaN fails too
             raise InvalidRequest(f"{name} is {value}, it must be at least 1", param=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -20,6 +21,8 @@ CPU_KV_SHARE = 0.5
 # on a CPU, models with a short context get a pool for several sessions
 CPU_POOL_TOKENS = 16_384
 _SCALE_BYTES = 4
+# a pool that turns out too large is made this much smaller, so often
+_SMALLER, _TRIES = 0.9, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,22 @@ def choose(spec: ModelSpec, options: Settings, *, free: int) -> Size:
     if options.ctx is None and options.kv_tokens is None and ctx < trained:
         notes = (f"context {ctx:,} of {trained:,}: what fits on {options.device}",)
     return Size(ctx, pages, notes)
+
+
+def fit(spec: ModelSpec, options: Settings, *, free: int, allocate: Callable[[Size], bool]) -> Size:
+    """The size of `choose`, allocated; smaller where the driver's books turn out too good.
+
+    allocate: says whether there was room. InvalidRequest, OutOfMemory.
+    """
+    for _ in range(_TRIES):
+        size = choose(spec, options, free=free)
+        if allocate(size):
+            return size
+        free = int(free * _SMALLER)
+    raise OutOfMemory(
+        f"a KV pool of {size.kv_tokens:,} tokens does not fit on {options.device}, though "
+        f"{free / 1e9:.1f} GB seemed free: ask for a smaller --kv-tokens"
+    )
 
 
 def _default_pages(fitting: int, on_cpu: bool) -> int:

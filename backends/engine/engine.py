@@ -246,6 +246,8 @@ class Engine:
         if delta:
             self._deltas.append(delta)
         reason = "stop" if answer.stopped is not None else output.reason
+        if reason == "stop" and answer.has_called:
+            reason = "tool_calls"
         if reason:
             del self._answers[output.seq.id]
             self._finish(output.seq, reason, answer.stopped, answer.num_tokens)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from localgen.backends.engine import sampling
 from localgen.backends.engine.runner import Limits
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import ContextExceeded, InvalidRequest
+from localgen.backends.text.dialect import Dialect, Opening
 from localgen.backends.text.grammar import Grammars
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
@@ -33,6 +34,11 @@ class Intake:
     template: ChatTemplate | None
     defaults: SamplingParams
     grammars: Grammars | None = None
+    _dialect: Dialect | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        dialect = Dialect(self.template, self.tokenizer) if self.template else None
+        object.__setattr__(self, "_dialect", dialect)
 
     def prepare(self, request: Request) -> Sequence:
         """A new sequence. InvalidRequest, ContextExceeded."""
@@ -40,7 +46,8 @@ class Intake:
         params = self._params(request.params)
         sampling.check(params)
         ctx = self._ctx(request.ctx)
-        tokens = self._tokens(request, ctx)
+        opening = self._opening(request)
+        tokens = self._tokens(request, opening, ctx)
         self._fits(len(tokens), ctx)
         wanted = ctx if params.max_tokens is None else len(tokens) + params.max_tokens
         ends = frozenset() if params.ignore_eos else self.tokenizer.end_ids
@@ -49,7 +56,9 @@ class Intake:
             tokens=tokens,
             num_prompt=len(tokens),
             params=params,
-            matcher=self.grammars.matcher(params) if self.grammars else None,
+            matcher=self.grammars.matcher(params, opening.frame) if self.grammars else None,
+            reader=opening.reader,
+            notes=opening.notes,
             ctx=ctx,
             limit=min(ctx, wanted),
             stop_ids=ends | frozenset(params.stop_token_ids),
@@ -93,14 +102,19 @@ class Intake:
             )
         return asked
 
-    def _tokens(self, request: Request, ctx: int) -> list[int]:
+    def _opening(self, request: Request) -> Opening:
+        """The text of the prompt, and how its answer is read."""
         given = [request.messages is not None, request.prompt is not None]
         if sum(given) + (request.prompt_tokens is not None) != 1:
             raise InvalidRequest("give exactly one of messages, prompt and prompt_tokens")
+        if request.messages is None:
+            return Opening(request.prompt or "")
+        return self._put(request)
+
+    def _tokens(self, request: Request, opening: Opening, ctx: int) -> list[int]:
         if request.prompt_tokens is not None:
             return self._checked(list(request.prompt_tokens))
-        text = request.prompt if request.messages is None else self._render(request)
-        assert text is not None
+        text = opening.prompt
         if len(text) > ctx * MAX_CHARS_PER_TOKEN:
             raise ContextExceeded(
                 f"the prompt is {len(text):,} characters, far more than {ctx:,} tokens of context: "
@@ -126,16 +140,16 @@ class Intake:
             )
         return tokens
 
-    def _render(self, request: Request) -> str:
+    def _put(self, request: Request) -> Opening:
         if not request.messages:
             raise InvalidRequest("messages is empty", param="messages")
-        if self.template is None:
+        if self._dialect is None:
             raise InvalidRequest(
                 "this model has no chat template: load it with --chat-template FILE, "
                 "or use plain completion",
                 param="messages",
             )
-        return self.template.render(request.messages)
+        return self._dialect.open(request)
 
     def _fits(self, prompt_tokens: int, ctx: int) -> None:
         if prompt_tokens >= ctx:

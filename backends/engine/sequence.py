@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from localgen.backends.text.grammar import Matcher
+from localgen.backends.text.reader import Reader
 from localgen.backends.types import SamplingParams
 
 
@@ -26,6 +27,8 @@ class Sequence:
     params: no sampling field is None. stop_ids: token ids that end the answer.
     ctx: the context it runs under; limit: most tokens it may hold, at most ctx.
     matcher: the grammar that the answer is held to; the runner moves it on.
+    reader: tells thoughts and calls from content; None: all is content. notes: what its user
+    should know from the start.
     Times as in backends/types.py.
     """
 
@@ -46,6 +49,8 @@ class Sequence:
     num_preemptions: int = 0
     drafts: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
+    reader: Reader | None = None
+    notes: tuple[str, ...] = ()
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

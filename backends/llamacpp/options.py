@@ -65,6 +65,10 @@ def settle(asked: LoadOptions) -> Settings:
         raise InvalidRequest(
             "dummy weights are an option of the cuda backend: leave --dummy out", param="dummy"
         )
+    if given.pop("tp", 1) != 1:
+        raise InvalidRequest(
+            "--tp is an option of the cuda backend: leave it out, or --backend cuda", param="tp"
+        )
     threads = asked.threads or physical_cores()
     chosen = {
         "gpu_layers": -1 if gpu and asked.device != "cpu" else 0,

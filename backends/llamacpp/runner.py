@@ -80,6 +80,7 @@ class LlamaRunner:
         self.lanes = lanes
         self._batch = Batch(context.n_batch)
         self._samplers: weakref.WeakKeyDictionary[Sequence, Sampler] = weakref.WeakKeyDictionary()
+        self._threads = threads
         self._rows = ThreadPoolExecutor(threads, thread_name_prefix="sample")
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
@@ -136,9 +137,13 @@ class LlamaRunner:
             work.append((chunk, index, logits[row : row + 1 + chunk.num_drafts]))
             row += 1 + chunk.num_drafts if chunk.samples else 0
         if outputs > 1 and outputs * self._vocab.vocab_size >= _THREADED_CANDIDATES:
-            sampled = list(self._rows.map(self._sample, *zip(*work, strict=True)))
+            size = -(-len(work) // self._threads)  # a share each: handing over costs time too
+            shares = [work[at : at + size] for at in range(0, len(work), size)]
+            sampled = [
+                found for share in self._rows.map(self._sample_all, shares) for found in share
+            ]
         else:
-            sampled = [self._sample(*item) for item in work]
+            sampled = self._sample_all(work)
         by_seq = {chunk.seq: found for chunk, found in zip(ticket.order, sampled, strict=True)}
         return [by_seq[chunk.seq] for chunk in ticket.chunks]
 
@@ -149,6 +154,9 @@ class LlamaRunner:
             return np.empty(shape, np.float32)
         pointer = C.llama_get_logits(self._context.handle)
         return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), shape)
+
+    def _sample_all(self, work: Seq[tuple[Chunk, int, Logits]]) -> list[Sampled]:
+        return [self._sample(*item) for item in work]
 
     def _sample(self, chunk: Chunk, index: int, logits: Logits) -> Sampled:
         """Sample after the last token and, while the drafts are what is sampled, after those."""

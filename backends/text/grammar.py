@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -10,13 +11,13 @@ from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import SamplingParams
+from localgen.backends.text.tools.format import schema_of
+from localgen.backends.text.tools.lark import HELD, WHITESPACE, Frame
+from localgen.backends.types import SamplingParams, Tool
 
 # fields of SamplingParams, of which one at most is given
 KINDS = ("json_schema", "regex", "grammar")
 MAX_CHARS = 1 << 20
-# between the parts of JSON; without a bound a model may indent for ever
-_WHITESPACE = r"[\x20\x0A\x09]{1,16}"
 
 
 class Matcher:
@@ -68,32 +69,51 @@ class Grammars:
         self._library_tokenizer: Any = None
         self._lock = threading.Lock()
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
+    def matcher(self, params: SamplingParams, frame: Frame | None = None) -> Matcher | None:
         """A matcher at the beginning of its grammar; None if none was asked for.
 
+        frame: thoughts and calls that an answer may have besides what is held to a grammar.
         InvalidRequest: more than one, or one that is wrong, with the reason.
         """
         asked = [name for name in KINDS if getattr(params, name) is not None]
+        has_tools = frame is not None and frame.format is not None
+        if has_tools:
+            asked.append("tools")
         if not asked:
             return None
-        if len(asked) > 1:
+        if len(asked) > 1 and asked != ["json_schema", "tools"]:
             raise InvalidRequest(f"give only one of {', '.join(asked)}", param=asked[1])
         if params.ignore_eos:
             raise InvalidRequest(f"ignore_eos cannot be used with {asked[0]}", param="ignore_eos")
-        return self._compiled(asked[0], getattr(params, asked[0]))
+        kind = asked[0]
+        grammar = None if kind == "tools" else _grammar(kind, getattr(params, kind))
+        lark = frame.lark(held=grammar is not None) if frame is not None else None
+        if lark is None:
+            assert grammar is not None
+            return self._compiled(kind, grammar)
+        if grammar is not None:
+            self._compiled(kind, grammar)  # what is wrong is named before it is framed
+        try:
+            return self._compiled("tools" if has_tools else kind, _framed(lark, grammar))
+        except InvalidRequest:
+            for tool in frame.tools if frame else ():
+                self._check(tool)
+            raise
 
-    def _compiled(self, kind: str, text: str) -> Matcher:
+    def _check(self, tool: Tool) -> None:
+        """InvalidRequest: the schema of its arguments is wrong."""
+        try:
+            self._compiled("json_schema", _grammar("json_schema", json.dumps(schema_of(tool))))
+        except InvalidRequest as error:
+            reason = error.message.removeprefix("json_schema: ")
+            raise InvalidRequest(
+                f"the parameters of {tool.name}: {reason}", param="tools"
+            ) from error
+
+    def _compiled(self, kind: str, grammar: str) -> Matcher:
         import llguidance
 
-        if len(text) > MAX_CHARS:
-            raise InvalidRequest(f"{kind} has more than {MAX_CHARS:,} characters", param=kind)
         try:
-            if kind == "json_schema":
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                    text, defaults={"whitespace_pattern": _WHITESPACE}
-                )
-            else:
-                grammar = llguidance.grammar_from("regex" if kind == "regex" else "gbnf", text)
             matcher = llguidance.LLMatcher(self._tokens(), grammar, log_level=0)
         except ValueError as error:
             raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
@@ -135,6 +155,33 @@ class _Vocabulary:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         return self._tokenizer.encode(text)[self._start :]
+
+
+def _grammar(kind: str, text: str) -> str:
+    """A grammar in llguidance's own form. InvalidRequest names the kind."""
+    import llguidance
+
+    if len(text) > MAX_CHARS:
+        raise InvalidRequest(f"{kind} has more than {MAX_CHARS:,} characters", param=kind)
+    try:
+        if kind == "json_schema":
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                text, defaults={"whitespace_pattern": WHITESPACE}
+            )
+        return llguidance.grammar_from("regex" if kind == "regex" else "gbnf", text)
+    except ValueError as error:
+        raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
+
+
+def _framed(lark: str, grammar: str | None) -> str:
+    """The grammar of a whole answer. grammar: of its content."""
+    grammars = [{"lark_grammar": lark}]
+    if grammar is not None:
+        inner = {"lark_grammar": grammar}
+        if grammar.lstrip().startswith("{"):
+            inner = json.loads(grammar)["grammars"][0]
+        grammars.append(inner | {"name": HELD.removeprefix("@")})
+    return json.dumps({"grammars": grammars})
 
 
 def _one_line(text: str) -> str:

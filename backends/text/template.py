@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.text.conversation import conversation, with_text_arguments
 from localgen.backends.text.deadline import Overtime, deadline
 from localgen.backends.types import Message
 
@@ -47,24 +48,50 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self._read = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the chat template does not compile: {error}: "
                 "give another with --chat-template FILE"
             ) from error
-        self._variables = {"bos_token": bos, "eos_token": eos}
+        self.source = source
+        self._variables: dict[str, Any] = {
+            "bos_token": bos,
+            "eos_token": eos,
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+        }
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt for an answer to these messages. InvalidRequest if the template objects."""
+    def reads(self, variable: str) -> bool:
+        """Whether the template looks at a variable of that name."""
+        return variable in self._read
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        in_system: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for an answer to these messages. InvalidRequest if the template objects.
+
+        variables: further ones for the template; in_system: further fields of the system message.
+        """
+        turns = conversation(messages, short_ids="length 9" in self.source)
+        if in_system:
+            turns[0] |= in_system
+        try:
+            return self._rendered(turns, variables or {})
+        except InvalidRequest:
+            if not any(message.tool_calls for message in messages):
+                raise
+            # some templates want the arguments of calls as text
+            return self._rendered(with_text_arguments(turns), variables or {})
+
+    def _rendered(self, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
             with deadline(MAX_RENDER_S):
-                return self._template.render(
-                    messages=[{"role": m.role, "content": m.content} for m in messages],
-                    add_generation_prompt=True,
-                    tools=None,
-                    documents=None,
-                    **self._variables,
-                )
+                return self._template.render({**self._variables, **variables, "messages": turns})
         except Overtime as error:
             raise InvalidRequest(
                 f"the chat template does not come to an end within {MAX_RENDER_S:g} s: "

@@ -7,17 +7,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text as Styled
 
 from localgen.cli.tables import json_text
 from localgen.repl import report
 from localgen.repl.conversation import Conversation
 from localgen.repl.inert import inert, one_line
 from localgen.repl.loading import Loading
-from localgen.repl.plain import stream_plain
+from localgen.repl.plain import Whole, stream_plain
 from localgen.repl.session import ModelOptions
 
 if TYPE_CHECKING:
-    from localgen.client import Answer, Client
+    from localgen.client import Client
 
 
 def answer_one(
@@ -39,24 +40,44 @@ def answer_one(
     stream = client.chat(
         model, messages, options.params, ctx=options.ctx, priority=options.priority
     )
-    text, answer = stream_plain(stream, _silent if as_json else _write)
+    screen = _Screen()
+    whole = (
+        stream_plain(stream, _silent, _silent)
+        if as_json
+        else stream_plain(stream, screen.write, screen.think)
+    )
     if as_json:
-        print(json_text(_record(prompt, text, answer)))
-    elif not text.endswith("\n"):
+        print(json_text(_record(prompt, whole)))
+    elif not whole.text.endswith("\n"):
         print(flush=True)
-    _tell(*report.warnings(answer))
+    _tell(*report.warnings(whole.answer))
     if options.verbose:
-        _tell(*report.verbose_lines(answer, info.load_ms))
+        _tell(*report.verbose_lines(whole.answer, info.load_ms))
 
 
 def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _write(text: str) -> None:
-    # a file gets the text as it is, a terminal must not obey it
-    sys.stdout.write(inert(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
+class _Screen:
+    """Writes an answer on stdout; what is thought before it on stderr, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._console = stderr_console()
+        self._is_thinking = False
+
+    def think(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._is_thinking = True
+            self._console.print(Styled(inert(text), style="dim"), end="", soft_wrap=True)
+
+    def write(self, text: str) -> None:
+        if self._is_thinking:
+            self._is_thinking = False
+            self._console.print("\n")
+        # a file gets the text as it is, a terminal must not obey it
+        sys.stdout.write(inert(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
 
 
 def _silent(_text: str) -> None:
@@ -68,11 +89,13 @@ def _tell(*lines: str) -> None:
         print(one_line(line) if "\n" in line else inert(line), file=sys.stderr)
 
 
-def _record(prompt: str, text: str, answer: Answer) -> dict[str, Any]:
+def _record(prompt: str, whole: Whole) -> dict[str, Any]:
+    answer = whole.answer
     return {
         "model": answer.model,
         "prompt": prompt,
-        "text": text,
+        "reasoning": whole.reasoning,
+        "text": whole.text,
         "finish_reason": answer.finish_reason,
         "stop": answer.stop,
         "usage": {

@@ -114,6 +114,7 @@ SAMPLING = (
 LOADING = (
     Flag("backend", Backend, "--backend", "What runs the model; auto: a GPU where it fits."),
     Flag("device", str, "--device", "cuda, cuda:N or cpu; the GPU with most room by default."),
+    Flag("tp", int, "--tp", "GPUs among which each layer is divided; 1: one computes all."),
     Flag("dummy", bool, "--dummy", "Random weights of the model's shapes, to measure speed."),
     Flag("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
     Flag("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),

@@ -9,10 +9,14 @@ from localgen.backends.types import Timings
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """New text of an answer, of which num_tokens are now generated in all."""
+    """New text of an answer, of which num_tokens are now generated in all.
+
+    reasoning: new text of what the model thinks before it answers.
+    """
 
     text: str
     num_tokens: int
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

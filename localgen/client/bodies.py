@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable, error_of
-from localgen.backends.types import SamplingParams, Timings
+from localgen.backends.types import Message, SamplingParams, Timings
 from localgen.client.answers import Answer, Health, Text
 from localgen.client.sse import DONE
 
@@ -26,6 +26,25 @@ def sampling_fields(params: SamplingParams, *, chat: bool) -> dict[str, Any]:
     if chat and params.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": params.logprobs}
     return body
+
+
+def message_fields(message: Message) -> dict[str, Any]:
+    """A message as the protocol has it, with the fields that it has."""
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    optional = {
+        "reasoning_content": message.reasoning,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "tool_calls": [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ],
+    }
+    return body | {name: value for name, value in optional.items() if value}
 
 
 def encoded(body: dict[str, Any]) -> bytes:
@@ -50,8 +69,8 @@ def answer_of(events: Iterator[bytes]) -> Iterator[Text | Answer]:
         usage = chunk.get("usage") or usage
         if "timings" in chunk:
             final = chunk
-        elif chunk["choices"] and (text := _text(chunk["choices"][0])):
-            yield Text(text, chunk["localgen"]["num_tokens"])
+        elif chunk["choices"] and any(new := _text(chunk["choices"][0])):
+            yield Text(new[0], chunk["localgen"]["num_tokens"], new[1])
     raise ServerUnavailable("the server went away in mid-answer")
 
 
@@ -86,9 +105,12 @@ def _error(error: dict[str, Any]) -> LocalgenError:
     return error_of(error["code"], error["message"], error["param"])
 
 
-def _text(choice: dict[str, Any]) -> str:
-    text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-    return text
+def _text(choice: dict[str, Any]) -> tuple[str, str]:
+    """New content and new reasoning."""
+    if "text" in choice:
+        return choice["text"], ""
+    delta = choice["delta"]
+    return delta.get("content") or "", delta.get("reasoning_content") or ""
 
 
 def _finished(final: dict[str, Any], usage: dict[str, Any]) -> Answer:

@@ -18,7 +18,15 @@ from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
 from localgen.client.answers import Answer, Health, ModelCard, RunningModel, Text
-from localgen.client.bodies import answer_of, checked, encoded, failure, health_of, sampling_fields
+from localgen.client.bodies import (
+    answer_of,
+    checked,
+    encoded,
+    failure,
+    health_of,
+    message_fields,
+    sampling_fields,
+)
 from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_end
 from localgen.client.sse import DONE, payloads
 from localgen.config import Settings
@@ -110,7 +118,7 @@ class Client:
         priority: int = 0,
     ) -> Generator[Text | Answer, None, None]:
         """Text as it is generated, then one Answer. Closing the generator cancels the request."""
-        turns = [asdict(message) for message in messages]
+        turns = [message_fields(message) for message in messages]
         body = {"messages": turns, **sampling_fields(params, chat=True)}
         return self._generate("/v1/chat/completions", body, model, ctx, priority)
 

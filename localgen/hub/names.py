@@ -16,6 +16,7 @@ from localgen.hub.quants import pick
 from localgen.hub.reference import HUB_PREFIXES, Reference, reference, without_prefix
 
 BUILT_IN = "tiny"
+LATEST = ":latest"
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 
 
@@ -31,11 +32,11 @@ def resolve(name: str | None, *, paths: bool = True) -> ModelFile:
         return _built_in()
     if not name.strip() or "\0" in name:
         raise InvalidRequest("the name of the model is empty or has a zero byte", param="model")
-    given = aliases().get(name)
-    if given is None and not paths:
+    if not paths and own_name(name) is None:
         require_name(name)
-        return cached_model(name).file()
-    name = given or name
+        plain = meant(name)
+        return _built_in() if plain == BUILT_IN else cached_model(plain).file()
+    name = meant(name)
     if name == BUILT_IN:
         return _built_in()
     if is_path(name):
@@ -48,10 +49,22 @@ def require_name(name: str) -> None:
     steps = {".", ".."} & set(re.split(r"[/\\]", name))
     if steps or name.startswith(("/", "\\", "~")) or name.lower().endswith(".gguf"):
         raise InvalidRequest(
-            "a model goes by its name over TCP, a path is for clients on the Unix socket: "
-            "there `localgen cp PATH NAME` gives it a name",
+            "models go by their names here, not by paths: `localgen cp PATH NAME` gives one",
             param="model",
         )
+
+
+def meant(name: str) -> str:
+    """The model that a name stands for: what the user made it mean, without the `:latest` that
+    Ollama's clients append to names without a tag."""
+    own = own_name(name)
+    return (name if own is None else aliases()[own]).removesuffix(LATEST)
+
+
+def own_name(name: str) -> str | None:
+    """The name of the user's own that is meant, with or without `:latest`; None: it is none."""
+    known = aliases()
+    return next((own for own in (name, name.removesuffix(LATEST)) if own in known), None)
 
 
 def for_server(name: str | None) -> str | None:

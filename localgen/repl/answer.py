@@ -25,6 +25,8 @@ _ROWS_KEPT_FREE = 3  # the live line, the blank row above it, the cursor's row
 class LiveAnswer:
     """One answer on a console. One thread paints, at a steady rate whatever the token rate.
 
+    What the model thinks before it answers is dimmed, line by line as it comes.
+
     On leaving, the whole text stands printed and nothing live is left.
     """
 
@@ -36,19 +38,20 @@ class LiveAnswer:
         self._painter = threading.Thread(target=self._paint_until_done, daemon=True)
         self._done = threading.Event()
         self._failure: Exception | None = None
-        self._fresh: deque[str] = deque()
+        self._fresh: deque[tuple[str, str]] = deque()  # thoughts, text
+        self._thought = ""
         self._tail = ""
         self._printed_any = False
         self._tokens = 0
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
 
-    def feed(self, text: str, tokens: int) -> None:
-        """More of the answer; tokens: how many there are by now."""
+    def feed(self, text: str, tokens: int, reasoning: str = "") -> None:
+        """More of the answer, and of the thoughts before it; tokens: how many there are by now."""
         if self._ttft_s is None:
             self._ttft_s = time.monotonic() - self._started_s
         self._tokens = tokens
-        self._fresh.append(text)
+        self._fresh.append((reasoning, text))
 
     def speed(self) -> str:
         """One line: TTFT, rate, tokens and place in the context, as seen from here."""
@@ -89,16 +92,28 @@ class LiveAnswer:
             self._failure = failure
 
     def _settle(self, *, last: bool = False) -> None:
-        """Print the blocks that have become whole; the rest is live."""
+        """Print the thoughts and blocks that have become whole; the rest is live."""
         while self._fresh:
-            self._tail += inert(self._fresh.popleft())
+            reasoning, text = self._fresh.popleft()
+            self._thought += inert(reasoning)
+            self._tail += inert(text)
+        thought = self._whole_thought(last=last or bool(self._tail))
         blocks, self._tail = split_blocks(self._tail)
         if last:
             blocks, self._tail = [*blocks, self._tail], ""
         # the live part shrinks first: printing redraws it in the same write
         self._live.update(self._live_part())
+        if thought:
+            self._console.print(Styled(thought.removesuffix("\n"), style="dim"))
+            self._printed_any = True
         for block in blocks:
             self._print(block)
+
+    def _whole_thought(self, *, last: bool) -> str:
+        """The lines of thought that are complete; last: nothing is added to them any more."""
+        cut = len(self._thought) if last else self._thought.rfind("\n") + 1
+        whole, self._thought = self._thought[:cut], self._thought[cut:]
+        return whole
 
     def _print(self, block: str) -> None:
         rows = block_lines(self._console, block)
@@ -110,10 +125,13 @@ class LiveAnswer:
         self._printed_any = True
 
     def _live_part(self) -> Group:
-        rows = block_lines(self._console, self._tail)
+        thought = Styled(self._thought, style="dim")
+        rows = self._console.render_lines(thought, pad=False) if self._thought else []
+        rows += block_lines(self._console, self._tail)
         # more than fits would push rows into the scroll-back again at every repaint
         fitting = rows[-max(1, self._console.size.height - _ROWS_KEPT_FREE) :]
-        gap: list[list[Segment]] = [[]] if rows and self._printed_any else []
+        has_gap = rows and self._printed_any and not self._thought
+        gap: list[list[Segment]] = [[]] if has_gap else []
         return Group(_rows([*gap, *fitting]), Styled(self.speed(), style="dim", no_wrap=True))
 
 

@@ -11,11 +11,15 @@ from localgen.backends.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt and its answer. stopped: the user cut the answer short."""
+    """A prompt and its answer. stopped: the user cut the answer short.
+
+    reasoning: what the model thought before.
+    """
 
     prompt: str
     answer: str
     stopped: bool = False
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +29,17 @@ class Conversation:
     system: str | None = None
     turns: tuple[Turn, ...] = ()
 
-    def messages(self) -> tuple[Message, ...]:
-        """Everything said so far, oldest first."""
+    def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
+        """Everything said so far, oldest first; what was thought only if asked for."""
         said = [Message("system", self.system)] if self.system else []
         for turn in self.turns:
-            said += [Message("user", turn.prompt), Message("assistant", turn.answer)]
+            thought = turn.reasoning if with_reasoning and turn.reasoning else None
+            said += [Message("user", turn.prompt), Message("assistant", turn.answer, thought)]
         return tuple(said)
 
-    def asking(self, prompt: str) -> tuple[Message, ...]:
+    def asking(self, prompt: str, *, with_reasoning: bool = False) -> tuple[Message, ...]:
         """The messages of a request for an answer to this prompt."""
-        return (*self.messages(), Message("user", prompt))
+        return (*self.messages(with_reasoning=with_reasoning), Message("user", prompt))
 
     def with_turn(self, turn: Turn) -> Conversation:
         return replace(self, turns=(*self.turns, turn))
@@ -65,7 +70,12 @@ def from_messages(messages: Sequence[Message], stopped: frozenset[int]) -> Conve
     if tuple(message.role for message in spoken) != expected:
         raise InvalidRequest("user and assistant do not take turns in it")
     turns = [
-        Turn(spoken[at].content, spoken[at + 1].content, first + at + 1 in stopped)
+        Turn(
+            spoken[at].content,
+            spoken[at + 1].content,
+            first + at + 1 in stopped,
+            spoken[at + 1].reasoning or "",
+        )
         for at in range(0, len(spoken), 2)
     ]
     return Conversation(system, tuple(turns))

@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back for one prompt. answer: None where Ctrl+C stopped it; speed: seen so far."""
+    """What came back for one prompt. answer: None where Ctrl+C stopped it; speed: seen so far.
+
+    reasoning: what the model thought before.
+    """
 
     text: str
+    reasoning: str
     answer: Answer | None
     speed: str
 
@@ -107,15 +111,17 @@ class Repl:
             self._dim(f"{one_line(gone.message)}; starting it again and asking again")
             self._ensure_loaded()
             reply = self._stream(prompt)
-        if not reply.text and reply.answer is None:
+        if not (reply.text or reply.reasoning) and reply.answer is None:
             self._tell("stopped", "yellow")
             return False
-        self.session.answered(Turn(prompt, reply.text, reply.answer is None), reply.answer)
+        turn = Turn(prompt, reply.text, reply.answer is None, reply.reasoning)
+        self.session.answered(turn, reply.answer)
         self._report(reply)
         return True
 
     def _stream(self, prompt: str) -> Reply:
         pieces: list[str] = []
+        thoughts: list[str] = []
         stream = self.session.stream(prompt)
         used = self.session.used_tokens() + len(prompt) // 4
         shown = LiveAnswer(self.console, used=used, limit=self.session.ctx)
@@ -123,13 +129,14 @@ class Repl:
             with shown, closing(stream):
                 for event in stream:
                     match event:
-                        case Text(text, tokens):
+                        case Text(text, tokens, reasoning):
                             pieces.append(text)
-                            shown.feed(text, tokens)
+                            thoughts.append(reasoning)
+                            shown.feed(text, tokens, reasoning)
                         case Answer():
-                            return Reply("".join(pieces), event, shown.speed())
+                            return Reply("".join(pieces), "".join(thoughts), event, shown.speed())
         except KeyboardInterrupt:
-            return Reply("".join(pieces), None, shown.speed())
+            return Reply("".join(pieces), "".join(thoughts), None, shown.speed())
         raise ServerUnavailable("the answer broke off")
 
     def _ensure_loaded(self) -> None:

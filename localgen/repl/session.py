@@ -87,7 +87,7 @@ class Session:
         """An answer to a prompt; the conversation changes only through answered()."""
         return self.client.chat(
             self.asked,
-            self.conversation.asking(prompt),
+            self.conversation.asking(prompt, with_reasoning=self._wants_reasoning()),
             self.options.params,
             ctx=self.options.ctx,
             priority=self.options.priority,
@@ -132,6 +132,10 @@ class Session:
             return self.last.prompt_tokens + self.last.completion_tokens
         letters = sum(len(message.content) for message in self.conversation.messages())
         return letters // 4
+
+    def _wants_reasoning(self) -> bool:
+        """Whether the model's template has a use for what was thought in earlier turns."""
+        return "reasoning_content" in (self.model.chat_template or "")
 
     def _free_name(self) -> str:
         number = len(self.branches)

@@ -30,6 +30,7 @@ class _Spoken:
     role: Literal["system", "user", "assistant"]
     content: str
     stopped: bool = False
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,10 @@ def load(path: Path) -> SavedChat:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_File)
         stopped = frozenset(at for at, spoken in enumerate(found.messages) if spoken.stopped)
-        messages = [Message(spoken.role, spoken.content) for spoken in found.messages]
+        messages = [
+            Message(spoken.role, spoken.content, spoken.reasoning or None)
+            for spoken in found.messages
+        ]
         return SavedChat(found.model, found.parameters, from_messages(messages, stopped))
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
@@ -88,5 +92,6 @@ def _file_of(chat: SavedChat) -> _File:
     system = chat.conversation.system
     spoken = [_Spoken("system", system)] if system else []
     for turn in chat.conversation.turns:
-        spoken += [_Spoken("user", turn.prompt), _Spoken("assistant", turn.answer, turn.stopped)]
+        answer = _Spoken("assistant", turn.answer, turn.stopped, turn.reasoning)
+        spoken += [_Spoken("user", turn.prompt), answer]
     return _File(FORMAT, chat.model, chat.params, tuple(spoken))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -115,11 +116,20 @@ class EngineOutput(asyncio.Protocol):
         self._name = name
         self._rest = b""
         self._last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._closed = asyncio.Event()
 
     @property
     def last_line(self) -> str:
         """The last line that says something, or nothing."""
         return next((line for line in reversed(self._last) if line.strip()), "")
+
+    async def closed(self, patience_s: float) -> None:
+        """Wait until all who print here are gone: the engine, and processes that it started."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), patience_s)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed.set()
 
     def data_received(self, received: bytes) -> None:
         *lines, self._rest = (self._rest + received).split(b"\n")

@@ -12,8 +12,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localgen.server import openai, shape
+from localgen.server import shape
 from localgen.server.access import Access
+from localgen.server.failures import failure
 from localgen.server.rates import Rates
 
 # how a connection over the Unix socket calls its client
@@ -28,7 +29,7 @@ _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # without a key: it says no more than that a server is there
 _OPEN_PATHS = frozenset({"/health", "/livez"})
-_LIMITED = ("/v1/chat/completions", "/v1/completions")
+_LIMITED = ("/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate")
 
 
 class Refused(HTTPException):
@@ -40,12 +41,11 @@ class Refused(HTTPException):
         super().__init__(status, message, headers)
         self.code = code
 
-    def response(self) -> Response:
-        """What the client gets."""
-        body = openai.error_body(self.code, self.detail, status=self.status_code)
+    def response(self, path: str) -> Response:
+        """What the client gets who asked for that path."""
         # what is left of the request shall not be read as another one
         headers = {"Connection": "close", **(self.headers or {})}
-        return Response(openai.encode(body), self.status_code, headers, "application/json")
+        return failure(path, self.code, self.detail, status=self.status_code, headers=headers)
 
 
 class Guard:
@@ -79,7 +79,7 @@ class Guard:
             body.check_length(scope)
         except Refused as refused:
             await _read_rest(scope, receive)
-            await refused.response()(scope, receive, send)
+            await refused.response(scope["path"])(scope, receive, send)
             return
         await self._inner(scope, body.receive, send)
 

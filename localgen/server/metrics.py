@@ -75,6 +75,10 @@ class Metrics:
             self._failure.labels(model, entry.outcome).inc()
             self._answer_total.labels(model).inc(entry.num_tokens)
             return
+        for answer in entry.ends:
+            if answer.completion_tokens > 1:
+                each_s = answer.timings.predicted_ms / 1e3 / (answer.completion_tokens - 1)
+                self._tpot.labels(model).observe(each_s)
         self._success.labels(model, entry.end.reason).inc()
         self._finished(model, entry.end)
 
@@ -88,9 +92,6 @@ class Metrics:
         timings = end.timings
         if end.completion_tokens:
             self._ttft.labels(model).observe(timings.ttft_ms / 1e3)
-        if end.completion_tokens > 1:
-            each_s = timings.predicted_ms / 1e3 / (end.completion_tokens - 1)
-            self._tpot.labels(model).observe(each_s)
         self._queue.labels(model).observe(timings.queue_ms / 1e3)
         self._prefill.labels(model).observe(timings.prompt_ms / 1e3)
         self._decode.labels(model).observe(timings.predicted_ms / 1e3)

@@ -1,0 +1,94 @@
+"""Tools for templates that have none: told in the system message, written as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from localgen.backends.text.tools.format import Format
+from localgen.backends.types import Message, Tool
+
+_HOW = """\
+You can call functions. These are the ones there are, one JSON object a line:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and its arguments within tags, and nothing else:
+<tool_call>
+{{"name": "FUNCTION", "arguments": {{"NAME": "VALUE"}}}}
+</tool_call>
+What it gives then comes back to you within <tool_response></tool_response>."""
+
+
+def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as OpenAI and the templates have them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": json.loads(tool.parameters),
+            },
+        }
+        for tool in tools
+    ]
+
+
+def description(tools: Sequence[Tool]) -> str:
+    """What a model is told that has learned no way of its own."""
+    lines = [json.dumps(one["function"], ensure_ascii=False) for one in definitions(tools)]
+    return _HOW.format(tools="\n".join(lines))
+
+
+def with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """The text behind that of the system message, which is made if there is none."""
+    if messages and messages[0].role == "system":
+        first = replace(messages[0], content=f"{messages[0].content}\n\n{text}".strip())
+        return [first, *messages[1:]]
+    return [Message("system", text), *messages]
+
+
+def without_system(messages: Sequence[Message]) -> list[Message]:
+    """The same with the system message in front of the first user's, for templates without."""
+    if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
+        return list(messages)
+    content = f"{messages[0].content}\n\n{messages[1].content}"
+    return [replace(messages[1], content=content), *messages[2:]]
+
+
+def as_text(messages: Sequence[Message], format: Format) -> list[Message]:
+    """Calls and their results as content, and no role but system, user and assistant.
+
+    Results that follow one another, or are followed by a prompt, are one message: templates
+    often insist on turns.
+    """
+    plain: list[Message] = []
+    for message in messages:
+        turn = _plain(message, format)
+        if message.role == "tool" or (plain and turn.role == plain[-1].role == "user"):
+            turn = _joined(plain, turn)
+        plain.append(turn)
+    return plain
+
+
+def calls_as_text(message: Message, format: Format) -> Message:
+    """The calls of a message behind its content."""
+    if not message.tool_calls:
+        return message
+    calls = format.written([(call.name, call.arguments) for call in message.tool_calls])
+    return replace(message, content=f"{message.content}\n{calls}".strip(), tool_calls=())
+
+
+def _plain(message: Message, format: Format) -> Message:
+    if message.role == "tool":
+        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+    return calls_as_text(message, format)
+
+
+def _joined(said: list[Message], turn: Message) -> Message:
+    if not said or said[-1].role != turn.role:
+        return turn
+    return replace(turn, content=f"{said.pop().content}\n{turn.content}")

@@ -1,0 +1,119 @@
+"""How a family of models writes calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.text.tools.arguments import Arguments, JsonArguments
+from localgen.backends.text.tools.spec import NAME, Pattern, Spec
+from localgen.backends.text.tools.xml import XmlArguments
+from localgen.backends.types import Tool
+
+# beside these, properties are not all there is
+_MORE_PROPERTIES = {"patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One way to write calls: a section of one call, or of several.
+
+    open: up to the arguments of the first call; close: behind the arguments of each. join: from
+    there to the arguments of a further one, if a section may hold several; end: what ends it.
+    is_xml: arguments are tagged parameters rather than a JSON object.
+    written: whether a model may be held to it; any other is only read.
+    """
+
+    open: Spec
+    close: Spec = ()
+    join: Spec = ()
+    end: Spec = ()
+    is_xml: bool = False
+    written: bool = True
+
+    @cached_property
+    def opening(self) -> Pattern:
+        return Pattern(self.open, self._ahead)
+
+    @cached_property
+    def closing(self) -> Pattern:
+        return Pattern(self.close)
+
+    @cached_property
+    def joining(self) -> Pattern | None:
+        return Pattern(self.join, self._ahead) if self.join else None
+
+    @cached_property
+    def ending(self) -> Pattern | None:
+        return Pattern(self.end) if self.end else None
+
+    @property
+    def _ahead(self) -> str:
+        return "" if self.is_xml else "{"
+
+    def arguments(self, tool: Tool) -> Arguments:
+        """A reader of the arguments of one call."""
+        return XmlArguments(properties(tool)) if self.is_xml else JsonArguments()
+
+
+@dataclass(frozen=True)
+class Format:
+    """The shapes of a family. marks: the texts among them that may be control tokens.
+
+    leads: an answer with calls begins with one; elsewhere they may stand behind text.
+    in_system: the template takes the tools as a text within the system message, and does not
+    write calls back: they go into the content.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    marks: tuple[str, ...] = ()
+    leads: bool = False
+    in_system: bool = False
+
+    def written(self, calls: list[tuple[str, str]]) -> str:
+        """Calls as this family writes them; each is a name and a JSON object."""
+        shape = self.shapes[0]
+        texts = [
+            (_text(shape.join if at and shape.join else shape.open, name), arguments)
+            for at, (name, arguments) in enumerate(calls)
+        ]
+        close, end = _text(shape.close), _text(shape.end)
+        if shape.join:
+            return "".join(head + arguments + close for head, arguments in texts) + end
+        return "\n".join(head + arguments + close for head, arguments in texts)
+
+
+def _text(spec: Spec, name: str = "") -> str:
+    return "".join(part if isinstance(part, str) else name if part is NAME else "" for part in spec)
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which is an object in any case. InvalidRequest: it is not.
+
+    What it does not name among its properties may not be given, unless it says so itself.
+    """
+    try:
+        schema = json.loads(tool.parameters)
+    except ValueError as error:
+        raise _wrong(tool, f"not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise _wrong(tool, "give a JSON schema, which is an object")
+    if schema.setdefault("type", "object") != "object":
+        raise _wrong(tool, f"the type must be object, not {json.dumps(schema['type'])}")
+    if "properties" in schema and not schema.keys() & _MORE_PROPERTIES:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _wrong(tool: Tool, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the parameters of {tool.name}: {reason}", param="tools")
+
+
+def properties(tool: Tool) -> dict[str, Any]:
+    """The schemas of a tool's arguments by their names."""
+    found = schema_of(tool).get("properties", {})
+    return found if isinstance(found, dict) else {}

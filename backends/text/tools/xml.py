@@ -1,0 +1,108 @@
+"""Arguments written as `<parameter=name>` tags (Qwen3-Coder, Qwen3.5 and later)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from localgen.backends.text.tools.spec import SPACE, Pattern
+
+_OPEN = "<parameter="
+_CLOSE = "</parameter>"
+_END = Pattern((SPACE, "</function>"))
+_NEXT = Pattern((SPACE, _OPEN))
+# what may stand beside the type of a string that is written without quotes
+_PLAIN = frozenset({"type", "enum", "description", "title", "default", "examples"})
+
+
+def is_plain(schema: Any) -> bool:
+    """Whether a value of this schema is written as it is; any other is written as JSON."""
+    return (
+        isinstance(schema, dict)
+        and schema.get("type") == "string"
+        and schema.keys() <= _PLAIN
+        and all(isinstance(value, str) for value in schema.get("enum", ()))
+    )
+
+
+class XmlArguments:
+    """Tagged parameters in, one JSON object out. properties: the schema of each by its name."""
+
+    def __init__(self, properties: dict[str, Any]) -> None:
+        self.is_done = False
+        self._properties = properties
+        self._count = 0
+        self._plain: bool | None = None  # of the value that is open; None: none is
+        self._shown = False  # whether a part of it has been passed on
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """As Arguments.feed."""
+        pieces = []
+        while not self.is_done:
+            piece, rest = self._outside(text) if self._plain is None else self._value(text)
+            pieces.append(piece)
+            if rest == text:
+                break
+            text = rest
+        return "".join(pieces), text
+
+    def _outside(self, text: str) -> tuple[str, str]:
+        """Before a parameter, or at the end of all."""
+        found = _NEXT.match(text)
+        if found:
+            name, closed, rest = text[found.end() :].partition(">")
+            if not closed or not rest:
+                return "", text  # the line break after it is not part of the value
+            self._plain = is_plain(self._properties.get(name, {"type": "string"}))
+            self._shown = False
+            comma = ", " if self._count else "{"
+            self._count += 1
+            return f"{comma}{json.dumps(name, ensure_ascii=False)}: ", rest.removeprefix("\n")
+        if _END.match(text) or not (_NEXT.may_come(text) or _END.may_come(text)):
+            self.is_done = True
+            return "}" if self._count else "{}", text
+        return "", text
+
+    def _value(self, text: str) -> tuple[str, str]:
+        value, closed, rest = text.partition(_CLOSE)
+        if closed:
+            value = value.removesuffix("\n")
+        elif self._plain:
+            value = text[: len(text) - _held_back(text)]
+            rest = text[len(value) :]
+        else:
+            return "", text
+        piece = self._quoted(value, closed=bool(closed)) if self._plain else _json_of(value)
+        if closed:
+            self._plain = None
+        return piece, rest
+
+    def _quoted(self, value: str, *, closed: bool) -> str:
+        """The next piece of a string, with the quote that opens or closes it."""
+        opening = "" if self._shown or not (value or closed) else '"'
+        self._shown = self._shown or bool(opening)
+        closing = '"' if closed else ""
+        return opening + json.dumps(value, ensure_ascii=False)[1:-1] + closing
+
+
+def _held_back(text: str) -> int:
+    """Length of the longest end of the text that may begin a closing tag."""
+    tag = "\n" + _CLOSE
+    for length in range(min(len(tag), len(text)), 0, -1):
+        end = text[-length:]
+        if tag.startswith(end) or _CLOSE.startswith(end):
+            return length
+    return 0
+
+
+def _json_of(text: str) -> str:
+    """The value if it is JSON, or else a string of it."""
+    try:
+        json.loads(text, parse_constant=_refused)
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(constant)  # NaN and the like, which Python reads and JSON does not have
