@@ -30,6 +30,8 @@ FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
 LIBRARIES_OF = {"localgen.backends.text.grammar": {"llguidance"}} | {
     module: {"msgspec"} for module in PROCESS_BORDER
 }
+# what a machine with a GPU need not have to run the CUDA engine without the server
+NOT_ON_A_GPU = "msgspec llama_cpp fastapi uvicorn textual httpx pydantic typer prompt_toolkit gguf"
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 
 
@@ -152,3 +154,25 @@ def test_the_command_line_starts_light(program: str) -> None:
     loaded = set(done.stdout.rpartition("MODULES")[2].split())
     assert "localgen.cli.main" in loaded
     assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_the_cuda_engine_needs_nothing_of_the_server() -> None:
+    parts = ("localgen.backends.engine", "localgen.backends.text", "localgen.backends.cuda")
+    outside = PROCESS_BORDER | {"localgen.backends.cuda.__main__"}
+    named = [name for name in MODULES if name.startswith(parts) and name not in outside]
+    wanted = [name for name in named if not name.startswith("localgen.backends.cuda.gguf")]
+    assert "localgen.backends.cuda.load" in wanted
+    program = (
+        "import importlib, sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {NOT_ON_A_GPU.split()!r}:\n"
+        "            raise ImportError(f'{name} is not here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"for name in {sorted(wanted)!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

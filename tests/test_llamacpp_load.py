@@ -24,6 +24,7 @@ from localgen.backends.llamacpp.load import load
 from localgen.backends.types import (
     Failed,
     Finished,
+    Load,
     LoadOptions,
     Message,
     Request,
@@ -77,7 +78,7 @@ def engine(path: Path, options: LoadOptions | None = None, request: Request = AS
         ours.settimeout(HANG_S)
         try:
             with contextlib.suppress(ConnectionError):  # it may die with our message unread
-                ours.sendall(wire.encode(wire.Load("m", str(path), options)))
+                ours.sendall(wire.encode(Load("m", str(path), options)))
                 _converse(ours, outcome, request)
         except TimeoutError:
             process.kill()
@@ -326,7 +327,7 @@ def test_kv_types(kind: str, flash_attn: str) -> None:
 
 def loading(**options: Any) -> LocalgenError:
     with pytest.raises(LocalgenError) as caught:
-        load(wire.Load("tiny", str(TINY_GGUF), LoadOptions(**options)), lambda share: None)
+        load(Load("tiny", str(TINY_GGUF), LoadOptions(**options)), lambda share: None)
     assert "\n" not in caught.value.message
     return caught.value
 

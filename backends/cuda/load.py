@@ -19,12 +19,11 @@ from localgen.backends.cuda.runner import CudaRunner, limits
 from localgen.backends.cuda.source import ModelSource, open_source
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import Weights, random_weights
-from localgen.backends.engine.process import LoadedModel
-from localgen.backends.engine.wire import Load
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, OutOfMemory
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import ModelInfo
+from localgen.backends.types import Load, ModelInfo
 
 # a pool that turns out too large is made this much smaller, so often
 _SMALLER, _TRIES = 0.9, 4

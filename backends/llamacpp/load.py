@@ -11,10 +11,9 @@ import numpy as np
 import psutil
 
 from localgen.backends.engine import sampling
-from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
-from localgen.backends.engine.wire import Load
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
@@ -28,7 +27,7 @@ from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
+from localgen.backends.types import BASE_SAMPLING, Load, ModelInfo, SamplingParams
 
 MAX_DONORS = 32
 # what is never given to a pool: compute buffers, logits, the rest of the machine
