@@ -375,6 +375,19 @@ class LoadOptions:
     chat_template: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What to load, under which name, how.
+
+    memory_bytes: most that weights and KV pool may take; None: what the machine has.
+    """
+
+    name: str
+    path: str
+    options: LoadOptions
+    memory_bytes: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Bytes that a runner has allocated, by its own account; None: it cannot tell.

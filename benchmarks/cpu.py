@@ -19,10 +19,9 @@ from benchmarks.measure import ModelLine, Report
 from benchmarks.servers import Localgen, private_settings
 from benchmarks.speed import Bench
 from benchmarks.streams import StreamFailed
-from localgen.backends.engine.wire import Load
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.load import load
-from localgen.backends.types import LoadOptions
+from localgen.backends.types import Load, LoadOptions
 from localgen.config import Settings
 from localgen.hub.names import BUILT_IN, BUILT_IN_PATH
 

@@ -18,7 +18,7 @@ from benchmarks.servers import Localgen
 from benchmarks.streams import LocalgenSpeaker, StreamFailed
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.types import Message, Request, SamplingParams, StepEvents
 from localgen.interpreter import python_command, python_environment
 

@@ -17,7 +17,12 @@ import platformdirs
 from gguf import GGMLQuantizationType, LlamaFileType
 from numpy.typing import NDArray
 
-from benchmarks.random_vocabulary import CHAT_TEMPLATE, RandomVocabulary, random_vocabulary
+from benchmarks.random_vocabulary import (
+    CHAT_TEMPLATE,
+    NUM_SPECIAL,
+    RandomVocabulary,
+    random_vocabulary,
+)
 
 REVISION = 1  # of what is written: part of the cached file's name
 BLOCK_WEIGHTS = 256
@@ -205,7 +210,9 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: RandomVocabulary) -> No
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
+    normal = len(vocabulary.tokens) - NUM_SPECIAL
+    types = gguf.TokenType
+    writer.add_token_types([types.NORMAL] * normal + [types.CONTROL] * NUM_SPECIAL)
     writer.add_token_merges(vocabulary.merges)
     writer.add_bos_token_id(vocabulary.special_id("<|begin_of_text|>"))
     writer.add_eos_token_id(vocabulary.special_id("<|eot_id|>"))

@@ -12,9 +12,9 @@ import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gguf import TokenType
-
 NUM_SPECIAL = 256
+# tokens of the smallest vocabulary: bytes, words of two letters, control tokens
+LEAST = 256 + 26**2 * 2 + 26 + NUM_SPECIAL
 SPACE = "Ġ"  # a space, in GPT-2's printable bytes
 _SPECIAL = {
     0: "<|begin_of_text|>",
@@ -39,7 +39,6 @@ class RandomVocabulary:
     """
 
     tokens: tuple[str, ...]
-    types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     spoken: tuple[int, ...]
 
@@ -50,9 +49,9 @@ class RandomVocabulary:
 
 def random_vocabulary(size: int) -> RandomVocabulary:
     """A vocabulary of `size` tokens, the same each time. ValueError: no room for the basics."""
+    if size < LEAST:
+        raise ValueError(f"{size} tokens are too few, two-letter words alone need {LEAST:,}")
     num_merged = size - 256 - NUM_SPECIAL
-    if num_merged < 26**2 * 2 + 26:
-        raise ValueError(f"{size} tokens are too few, two-letter words alone need 1,890")
     pairs = list(itertools.islice(_pairs(), num_merged))
     if len(pairs) < num_merged:
         raise ValueError(f"{size} tokens are more than the {len(pairs)} words there are")
@@ -61,7 +60,6 @@ def random_vocabulary(size: int) -> RandomVocabulary:
     normal = size - NUM_SPECIAL
     return RandomVocabulary(
         tokens=tokens,
-        types=(TokenType.NORMAL,) * normal + (TokenType.CONTROL,) * NUM_SPECIAL,
         merges=tuple(f"{left} {right}" for left, right in pairs),
         spoken=tuple(i for i in range(256, normal) if tokens[i][0] == SPACE),
     )

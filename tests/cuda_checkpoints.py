@@ -20,12 +20,17 @@ from localgen.backends.errors import LoadFailed
 State = dict[str, Tensor]
 
 
-def make(name: str, folder: Path) -> Any:
-    """A random transformers model in float32, its config.json written to `folder`."""
-    torch.manual_seed(len(name))
+def begun(name: str, folder: Path) -> Any:
+    """A transformers model in float32 as it is before training; its config.json in `folder`."""
+    torch.manual_seed(sum(map(ord, name)))
     config = transformers.AutoConfig.from_pretrained(write_config(folder, name))
-    random: Any = transformers.AutoModelForCausalLM.from_config
-    model = random(config)
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation="eager")
+
+
+def make(name: str, folder: Path) -> Any:
+    """The same with all weights random."""
+    model = begun(name, folder)
     for parameter in model.parameters():
         parameter.data.normal_()
     return model

@@ -48,6 +48,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", THETA),
     "llama first files": ("llama", {}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    # a vocabulary and key-value heads that two ranks cannot have equal parts of
+    "llama uneven": ("llama", {**THETA, "num_key_value_heads": 1, "vocab_size": 99}),
     "llama tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama 3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA_3}),
     "llama linear": ("llama", {**THETA, "rope_scaling": {"type": "linear", "factor": 2.0}}),

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from cuda_checkpoints import begun
+from cuda_configs import SIZES, write_config
 from torch import Tensor
 
 from localgen.backends.cuda.batch import arrange, on_device
@@ -19,79 +20,37 @@ from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
-VOCAB, MAX_LEN = 160, 256
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
-_LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    # a vocabulary and key-value heads that two ranks cannot have equal parts of
-    "llama_biases": (
-        "LlamaConfig",
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "num_key_value_heads": 1,
-            "vocab_size": VOCAB + 3,
-        },
-    ),
-    "llama3_tied": ("LlamaConfig", {"rope_parameters": _LLAMA_3, "tie_word_embeddings": True}),
-    "mistral_window": ("MistralConfig", {"sliding_window": 24, "head_dim": 32}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "gemma2": (
-        "Gemma2Config",
-        {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 24},
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {
-            "head_dim": 32,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "phi3": ("Phi3Config", {}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, **_EXPERTS}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True, **_EXPERTS},
-    ),
-}
+# no longer than LongRoPE's short factors go in cuda_configs
+VOCAB, MAX_LEN = int(SIZES["vocab_size"]), 128
+# every architecture, and every turn that the decoder can take
+ARCHITECTURES = (
+    "llama",
+    "llama biases",
+    "llama uneven",
+    "llama tied",
+    "llama 3.1",
+    "mistral window",
+    "qwen2 window",
+    "qwen3 yarn",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi4 mini",
+    "mixtral",
+    "qwen3 moe",
+)
 
 
 def make(name: str, folder: Path) -> Any:
-    """A random transformers model in float32, saved to `folder` in the usual layout."""
-    torch.manual_seed(sum(map(ord, name)))
-    kind, more = ARCHITECTURES[name]
-    config = getattr(transformers, kind)(**(_SIZES | more))
-    auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(config, attn_implementation="eager")
+    """A random transformers model in float32, saved to `folder` as public ones are."""
+    model = begun(name, folder)
     for tensor_name, tensor in model.named_parameters():
         # the usual start leaves norms and biases at 1 and 0, where mistakes do not show
         scale = 0.3 if "norm" in tensor_name or "bias" in tensor_name else 0.0
         tensor.data += scale * torch.randn_like(tensor)
     model.eval()
     model.save_pretrained(folder)
+    write_config(folder, name)
     return model
 
 

@@ -30,6 +30,7 @@ from localgen.backends.types import (
     EngineStats,
     Failed,
     Finished,
+    Load,
     LoadOptions,
     ModelInfo,
     PositionLogprobs,
@@ -50,7 +51,7 @@ def vector_of(text: str | tuple[int, ...]) -> list[float]:
     return [0.0] * at + [0.6, -0.8] + [0.0] * (WIDTH - 2 - at)
 
 
-def info_of(load: wire.Load, script: dict[str, Any]) -> ModelInfo:
+def info_of(load: Load, script: dict[str, Any]) -> ModelInfo:
     in_force = {"ctx": 2048, "parallel": 4, "mmap": True, "max_queue": 64}
     asked = {k: v for k, v in dataclasses.asdict(load.options).items() if v is not None}
     options = LoadOptions(**(in_force | script.get("options", {}) | asked))
@@ -101,7 +102,7 @@ class FakeEngine:
 
     def load(self) -> bool:
         load = self.inbox.get()
-        assert isinstance(load, wire.Load)
+        assert isinstance(load, Load)
         self.script = json.loads(Path(load.path).read_text())
         print("fake engine loads", load.path, flush=True)
         with open(load.path + ".loads", "a") as loads:

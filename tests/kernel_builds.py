@@ -84,7 +84,11 @@ def _build(module: str, index: int, arch: int) -> Build:
         if variant.signature[name].startswith("*")
     }
     source = ASTSource(variant.kernel, variant.signature, variant.constants, aligned)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "maxnreg": variant.registers,
+    }
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:

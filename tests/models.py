@@ -10,8 +10,7 @@ from pathlib import Path
 
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.process import LoadedModel
-from localgen.backends.engine.wire import Load
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.text.grammar import Grammars
@@ -19,6 +18,7 @@ from localgen.backends.types import (
     EngineStats,
     Failed,
     Finished,
+    Load,
     LoadOptions,
     Message,
     PositionLogprobs,

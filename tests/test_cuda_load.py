@@ -18,10 +18,9 @@ from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.load import load
 from localgen.backends.cuda.options import Settings, device_of, settle
 from localgen.backends.cuda.spec import ModelSpec, read_config
-from localgen.backends.engine.process import LoadedModel
-from localgen.backends.engine.wire import Load
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
-from localgen.backends.types import LoadOptions, SamplingParams
+from localgen.backends.types import Load, LoadOptions, SamplingParams
 
 CPU = torch.device("cpu")
 SPEC = read_config(TINY)

@@ -188,8 +188,8 @@ def test_an_int4_product(rows: int, ins: int, outs: int, group: int, dtype: torc
 
 
 def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = int4.int4_tile(2, 28672)
-    assert tile != int4.int4_tile(2, 70)
+    tile = int4.int4_tile(2, 28672, 128, 90)
+    assert tile != int4.int4_tile(2, 70, 128, 90)
     monkeypatch.setattr(int4, "int4_tile", lambda *_: tile)
     packed, scales, zeros, weight = int4_parts(1, 640, 70, 64)
     x = drawn(2, 2, 640)

@@ -16,10 +16,12 @@ import test_cuda_quantized
 import torch
 from cuda_configs import write_config
 from cuda_gguf_files import tiny_folder, write_gguf
-from cuda_models import ARCHITECTURES, MAX_LEN, random_text
+from cuda_models import random_text
 from hf_folders import TINY
 from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
 from test_cuda_sharing import (  # noqa: F401  the same tests, with the fixture `house` below
+    MAX_LEN,
+    MODELS,
     PAGES,
     House,
     test_a_prefix_that_another_left,
@@ -50,7 +52,7 @@ def other() -> Iterator[Peer]:
         yield found
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=MODELS)
 def house(
     request: pytest.FixtureRequest, other: Peer, tmp_path_factory: pytest.TempPathFactory
 ) -> House:

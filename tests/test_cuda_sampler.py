@@ -30,7 +30,7 @@ from localgen.backends.cuda.kernels.noise import (
     tl_gumbel,
     tl_noise_bits,
 )
-from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose, logprobs
+from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000
@@ -477,16 +477,3 @@ def test_top_logprobs(n: int) -> None:
     torch.testing.assert_close(values.double(), exact.gather(1, ids), rtol=0, atol=1e-5)
     sorted_exact = exact.sort(descending=True).values[:, :n]
     torch.testing.assert_close(values.double(), sorted_exact, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 10_000])
-def test_logprobs_are_the_model_s_own(count: int) -> None:
-    expected = log_softmax(EXACT)
-    chosen = int(BEST[17])
-    got = logprobs(LOGITS, chosen, count, lambda token: f"<{token}>")
-    assert (got.chosen.token_id, got.chosen.text) == (chosen, f"<{chosen}>")
-    assert got.chosen.logprob == pytest.approx(expected[chosen], abs=1e-9)
-    ids = [entry.token_id for entry in got.top]
-    assert ids == BEST[:count].tolist()
-    assert [entry.logprob for entry in got.top] == pytest.approx(expected[ids], abs=1e-9)
-    assert all(entry.text == f"<{entry.token_id}>" for entry in got.top)

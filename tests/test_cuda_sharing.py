@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_models import ARCHITECTURES, MAX_LEN, make, random_text
+from cuda_models import ARCHITECTURES, make, random_text
 from torch import Tensor
 
 from localgen.backends.cuda.batch import arrange
@@ -22,7 +22,9 @@ from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 TOLERANCE = 2e-4
-PAGES = 20
+PAGES, MAX_LEN = 20, 512
+# LongRoPE has two tables: transformers' change with the length, ours do not within a load
+MODELS = [name for name in ARCHITECTURES if name != "phi4 mini"]
 
 
 class House:
@@ -81,7 +83,7 @@ class House:
         return logits[chunk.start : chunk.start + len(chunk)].float()
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=MODELS)
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
     return House(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -26,11 +26,13 @@ SEPARATE_FLOORS = {4, 1}
 # the process border speaks msgpack and starts whichever runner the model needs
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
 FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
-# grammars are loaded by the first request that asks for one
+# loaded by the first request that asks for a grammar
 LIBRARIES_OF = {
     "localgen.backends.text.grammar": {"llguidance"},
     "localgen.backends.memory.available": {"psutil"},
 } | {module: {"msgspec"} for module in PROCESS_BORDER}
+# what a machine with a GPU need not have to run the CUDA engine without the server
+NOT_ON_A_GPU = "msgspec llama_cpp fastapi uvicorn textual httpx pydantic typer prompt_toolkit gguf"
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 
 
@@ -153,3 +155,25 @@ def test_the_command_line_starts_light(program: str) -> None:
     loaded = set(done.stdout.rpartition("MODULES")[2].split())
     assert "localgen.cli.main" in loaded
     assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_the_cuda_engine_needs_nothing_of_the_server() -> None:
+    parts = ("localgen.backends.engine", "localgen.backends.text", "localgen.backends.cuda")
+    outside = PROCESS_BORDER | {"localgen.backends.cuda.__main__"}
+    named = [name for name in MODULES if name.startswith(parts) and name not in outside]
+    wanted = [name for name in named if not name.startswith("localgen.backends.cuda.gguf")]
+    assert "localgen.backends.cuda.load" in wanted
+    program = (
+        "import importlib, sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {NOT_ON_A_GPU.split()!r}:\n"
+        "            raise ImportError(f'{name} is not here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"for name in {sorted(wanted)!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

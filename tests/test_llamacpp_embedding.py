@@ -18,14 +18,13 @@ from test_engine_embedding import VectorLog, found, run
 from localgen.backends.engine.embedding import normalized
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.engine.runner import Embedder, Vectors
-from localgen.backends.engine.wire import Load
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import embedding
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.types import EmbedRequest, LoadOptions, SamplingParams
+from localgen.backends.types import EmbedRequest, Load, LoadOptions, SamplingParams
 
 TEXTS = (
     "The sun is a star.",

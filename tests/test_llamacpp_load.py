@@ -26,6 +26,7 @@ from localgen.backends.llamacpp.load import load
 from localgen.backends.types import (
     Failed,
     Finished,
+    Load,
     LoadOptions,
     Message,
     Request,
@@ -79,7 +80,7 @@ def engine(path: Path, options: LoadOptions | None = None, request: Request = AS
         ours.settimeout(HANG_S)
         try:
             with contextlib.suppress(ConnectionError):  # it may die with our message unread
-                ours.sendall(wire.encode(wire.Load("m", str(path), options)))
+                ours.sendall(wire.encode(Load("m", str(path), options)))
                 _converse(ours, outcome, request)
         except TimeoutError:
             process.kill()
@@ -352,7 +353,7 @@ def test_kv_types(kind: str, flash_attn: str) -> None:
 
 def loading(**options: Any) -> LocalgenError:
     with pytest.raises(LocalgenError) as caught:
-        load(wire.Load("tiny", str(TINY_GGUF), LoadOptions(**options)), lambda share: None)
+        load(Load("tiny", str(TINY_GGUF), LoadOptions(**options)), lambda share: None)
     assert "\n" not in caught.value.message
     return caught.value
 
@@ -427,7 +428,7 @@ def test_parts_need_a_cache_that_can_be_copied(
     ],
 )
 def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: bool) -> None:
-    model = load(wire.Load("tiny", str(TINY_GGUF), LoadOptions(**given)), lambda share: None)
+    model = load(Load("tiny", str(TINY_GGUF), LoadOptions(**given)), lambda share: None)
     model.runner.close()
     assert model.info.options.kv_unified is not in_parts
     said = [note for note in model.info.notes if "--kv-unified" in note]
@@ -439,7 +440,7 @@ def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: 
 def test_no_parts_where_they_do_not_fit() -> None:
     options = LoadOptions(parallel=32, ctx=2048)
     for memory, unified in ((1 << 30, False), (200 << 20, True)):
-        request = wire.Load("tiny", str(TINY_GGUF), options, memory_bytes=memory)
+        request = Load("tiny", str(TINY_GGUF), options, memory_bytes=memory)
         model = load(request, lambda share: None)
         model.runner.close()
         assert model.info.options.kv_unified is unified
@@ -451,7 +452,7 @@ def test_no_parts_where_a_cache_cannot_be_copied(
 ) -> None:
     monkeypatch.setattr(f"localgen.backends.llamacpp.native.Model.{kind}", True)
     options = LoadOptions(parallel=3, ctx=300)
-    model = load(wire.Load("tiny", str(TINY_GGUF), options), lambda share: None)
+    model = load(Load("tiny", str(TINY_GGUF), options), lambda share: None)
     model.runner.close()
     assert model.info.options.kv_unified is True
 

@@ -19,13 +19,12 @@ from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import ModelSource, open_source
 from localgen.backends.cuda.spec import ModelSpec
-from localgen.backends.engine.process import LoadedModel
-from localgen.backends.engine.wire import Load
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.memory.pool import Size
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import MemoryUse, ModelInfo
+from localgen.backends.types import Load, MemoryUse, ModelInfo
 
 
 def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:

@@ -15,8 +15,9 @@ from localgen.backends.cuda.batch import StepInputs, arrange
 from localgen.backends.cuda.cache import PagedCache
 from localgen.backends.cuda.embedding import Pooler, embed
 from localgen.backends.cuda.graphs import Latest
+from localgen.backends.cuda.logprobs import StepLogprobs, step_logprobs
 from localgen.backends.cuda.lookahead import Lookahead, can_go_on, looks_back, next_inputs
-from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose, logprobs
+from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose
 from localgen.backends.engine.runner import (
     Chunk,
     EmbedSlice,
@@ -28,7 +29,6 @@ from localgen.backends.engine.runner import (
     StepResult,
 )
 from localgen.backends.engine.sequence import Sequence
-from localgen.backends.types import PositionLogprobs
 
 
 class Steps(Protocol):
@@ -55,13 +55,14 @@ class Steps(Protocol):
 class Ticket:
     """A step in flight. tokens: of all sampled rows, on the host once `done` says so.
 
-    rows: where those of each chunk begin. error: why there is no step.
+    rows: where those of each chunk begin. logprobs: what was asked of them, on the host as the
+    tokens are. error: why there is no step.
     """
 
     chunks: Seq[Chunk]
     tokens: Tensor
     rows: list[int] = field(default_factory=list)
-    logprobs: dict[int, tuple[PositionLogprobs, ...]] = field(default_factory=dict)
+    logprobs: StepLogprobs | None = None
     done: torch.cuda.Event | None = None
     error: Exception | None = None
 
@@ -133,7 +134,7 @@ class CudaRunner:
         rest = [chunk for chunk in chunks if id(chunk) not in known]
         parts = [] if ahead is None else [ahead.tokens]
         rows = {} if ahead is None else {id(c): ahead.rows[c.seq] for c in covered}
-        said: dict[int, tuple[PositionLogprobs, ...]] = {}
+        said = None
         if rest:
             at = first = sum(map(len, parts))
             self._steps.copy(self.room.take_copies())
@@ -142,7 +143,7 @@ class CudaRunner:
                 rows[id(chunk)] = at
                 at += 1 + chunk.num_drafts if chunk.samples else 0
             parts.append(self._choose(rest, logits))
-            said = self._logprobs(rest, logits, parts[-1], first)
+            said = step_logprobs(rest, logits, parts[-1], first)
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         order = [rows[id(chunk)] for chunk in chunks]
         ticket = self._ticket(chunks, tokens, order, said)
@@ -157,16 +158,11 @@ class CudaRunner:
         return choose(_held(chunks, logits), rows)
 
     def _ticket(
-        self,
-        chunks: Seq[Chunk],
-        tokens: Tensor,
-        rows: list[int],
-        said: dict[int, tuple[PositionLogprobs, ...]],
+        self, chunks: Seq[Chunk], tokens: Tensor, rows: list[int], said: StepLogprobs | None
     ) -> Ticket:
         if tokens.device.type == "cpu":
             return Ticket(chunks, tokens, rows, said)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+        host, said = _to_host(tokens), said and said.moved(_to_host)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(tokens.device))
         return Ticket(chunks, host, rows, said, done)
@@ -203,12 +199,12 @@ class CudaRunner:
             raise StepFailed(f"the GPU could not compute a step: {error}") from error
         tokens = ticket.tokens.tolist()
         return [
-            self._accepted(chunk, tokens[row:], ticket.logprobs.get(row, ()))
+            self._accepted(chunk, tokens[row:], ticket.logprobs, row)
             for chunk, row in zip(ticket.chunks, ticket.rows, strict=True)
         ]
 
     def _accepted(
-        self, chunk: Chunk, tokens: list[int], said: tuple[PositionLogprobs, ...]
+        self, chunk: Chunk, tokens: list[int], said: StepLogprobs | None, row: int
     ) -> Sampled:
         """The drafts that are what was sampled there, and the token after those."""
         if not chunk.samples:
@@ -221,23 +217,10 @@ class CudaRunner:
         if chunk.seq.matcher is not None:
             for token in taken:
                 chunk.seq.matcher.accept(token)
-        return Sampled(taken, said[: right + 1])
-
-    def _logprobs(
-        self, chunks: Seq[Chunk], logits: Tensor, tokens: Tensor, first: int
-    ) -> dict[int, tuple[PositionLogprobs, ...]]:
-        """What was asked of probabilities, by the row that each chunk's begin at, from `first`."""
-        said, row = {}, 0
-        for chunk in chunks:
-            count = 1 + chunk.num_drafts if chunk.samples else 0
-            wanted = chunk.seq.params.logprobs
-            if count and wanted is not None:
-                said[first + row] = tuple(
-                    logprobs(logits[i], int(tokens[i]), wanted, self._text)
-                    for i in range(row, row + count)
-                )
-            row += count
-        return said
+        if said is None:
+            return Sampled(taken)
+        found = (said.of(row + i, token, self._text) for i, token in enumerate(taken))
+        return Sampled(taken, tuple(each for each in found if each is not None))
 
     def embed(
         self, inputs: list[list[int]], most: Callable[[], int]
@@ -249,6 +232,12 @@ class CudaRunner:
         """As ModelRunner.close."""
         self._ahead = None
         self._steps.close()
+
+
+def _to_host(there: Tensor) -> Tensor:
+    """A copy in pinned memory, whole once the stream has come so far."""
+    host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+    return host.copy_(there, non_blocking=True)
 
 
 def _rows(chunk: Chunk) -> list[Row]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.logprobs import top_logprobs
 from localgen.backends.cuda.kernels.noise import seed_mix
 from localgen.backends.cuda.kernels.sampling import SamplingTensors, sample
-from localgen.backends.types import PositionLogprobs, SamplingParams, TokenLogprob
+from localgen.backends.types import SamplingParams
 
 # settings that this sampler does not have; asking for them is an error
 UNSUPPORTED = frozenset(
@@ -148,17 +147,3 @@ def _there(blocks: Sequence[Block], device: torch.device) -> list[Tensor]:
 
 
 _TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
-
-
-def logprobs(
-    logits: Tensor, chosen: int, count: int, text: Callable[[int], str]
-) -> PositionLogprobs:
-    """Log probabilities under the model itself, before any sampler. logits: float32 [vocab]."""
-    token = torch.tensor([chosen], device=logits.device)
-    own, best, values = top_logprobs(logits[None].double(), token, count)
-
-    def entry(token: int, logprob: float) -> TokenLogprob:
-        return TokenLogprob(token, text(token), logprob)
-
-    top = zip(best[0].tolist(), values[0].tolist(), strict=True)
-    return PositionLogprobs(entry(chosen, float(own[0])), tuple(entry(*each) for each in top))

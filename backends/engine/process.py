@@ -6,33 +6,18 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from localgen.backends.engine import wire
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.runner import ModelRunner, StepFailed
+from localgen.backends.engine.loading import LoadedModel, Loader
+from localgen.backends.engine.runner import StepFailed
 from localgen.backends.errors import LocalgenError
 from localgen.backends.text.grammar import Grammars
-from localgen.backends.text.template import ChatTemplate
-from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import ModelInfo
+from localgen.backends.types import Load
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """What a backend's loader hands over."""
-
-    info: ModelInfo
-    runner: ModelRunner
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-
-
-Loader = Callable[[wire.Load, Callable[[float], None]], LoadedModel]
 
 
 def main(fd: int, load: Loader) -> int:
@@ -54,7 +39,7 @@ class _Process:
 
     def run(self) -> int:
         first = next(self._messages, None)
-        if not isinstance(first, wire.Load):
+        if not isinstance(first, Load):
             return 1
         # from here on a thread reads: the server's end of the socket is our reason to exist
         threading.Thread(target=self._read, args=(self._messages,), daemon=True).start()

@@ -13,24 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from localgen.backends.types import EmbedRequest, LoadOptions, ModelInfo, Request, StepEvents
+from localgen.backends.types import EmbedRequest, Load, ModelInfo, Request, StepEvents
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HEADER_BYTES = 4
 _READ_BYTES = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """First message to an engine: what to load, under which name, how.
-
-    memory_bytes: most that weights and KV pool may take; None: what the machine has.
-    """
-
-    name: str
-    path: str
-    options: LoadOptions
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import llama_cpp.llama_cpp as C
 import numpy as np
 
-from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.engine.runner import (
     Chunk,
     EmbedSlice,
@@ -21,13 +21,12 @@ from localgen.backends.engine.runner import (
     StepResult,
 )
 from localgen.backends.engine.sequence import Sequence
-from localgen.backends.engine.wire import Load
 from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.backends.llamacpp.embedding import TextVectors
 from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import Settings
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.types import ModelInfo, SamplingParams
+from localgen.backends.types import Load, ModelInfo, SamplingParams
 
 
 class EncoderRunner:

@@ -11,10 +11,9 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 
 from localgen.backends.engine import sampling
-from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
-from localgen.backends.engine.wire import Load
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
@@ -33,7 +32,7 @@ from localgen.backends.memory.available import SPARED_BYTES, available_bytes
 from localgen.backends.memory.defaults import LLAMACPP
 from localgen.backends.memory.shape import ModelShape
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import BASE_SAMPLING, LoadOptions, ModelInfo, SamplingParams
+from localgen.backends.types import BASE_SAMPLING, Load, LoadOptions, ModelInfo, SamplingParams
 
 _SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import config_of
+from benchmarks.random_vocabulary import LEAST, random_vocabulary
 from localgen.backends.cuda.spec import ModelSpec
 
 _SHARD_BYTES = 4 << 30
@@ -19,9 +21,10 @@ _STD = 0.02
 
 
 def write_checkpoint(folder: Path, spec: ModelSpec, device: Device) -> int:
-    """Plain weights in bfloat16, in shards; how many bytes that is."""
+    """Plain weights in bfloat16, in shards, and a tokenizer; how many bytes the weights are."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(spec, "bfloat16")), encoding="utf-8")
+    _write_tokenizer(folder, spec.vocab)
     generator = torch.Generator(device.torch).manual_seed(0)
     shard: dict[str, Tensor] = {}
     files: dict[str, str] = {}
@@ -39,6 +42,18 @@ def write_checkpoint(folder: Path, spec: ModelSpec, device: Device) -> int:
     index = {"metadata": {"total_size": written + held}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return written + held
+
+
+def _write_tokenizer(folder: Path, vocab: int) -> None:
+    """A byte-level BPE of that size, so that reading it takes as long as with a real model."""
+    words = random_vocabulary(max(vocab, LEAST))
+    tokens = {token: number for number, token in enumerate(words.tokens[:vocab])}
+    merges = [(left, right) for left, right in map(str.split, words.merges)]
+    known = [pair for pair in merges if "".join(pair) in tokens]
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=known))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _write(folder: Path, shard: dict[str, Tensor], number: int) -> dict[str, str]:

@@ -16,15 +16,16 @@ from pathlib import Path  # noqa: E402
 
 from benchmarks.gpu_parts.answers import Answer  # noqa: E402
 from benchmarks.gpu_parts.device import Device  # noqa: E402
-from benchmarks.gpu_parts.session import DTYPE, Session, watched_runner  # noqa: E402
-from localgen.backends.cuda.spec import read_config  # noqa: E402
-from localgen.backends.cuda.weights import load_weights  # noqa: E402
+from benchmarks.gpu_parts.session import Session  # noqa: E402
+from localgen.backends.cuda.load import load  # noqa: E402
+from localgen.backends.cuda.runner import CudaRunner  # noqa: E402
+from localgen.backends.types import Load, LoadOptions  # noqa: E402
 
-_KV_TOKENS, _PROMPT, _ANSWER = 32_768, 32, 40
+_PROMPT, _ANSWER = 32, 40
 
 
 def main() -> None:
-    """Load, answer, print."""
+    """Load as the engine process does, answer, print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("started", type=float)
@@ -34,13 +35,20 @@ def main() -> None:
     device = Device.found(gpu=not options.cpu)
     device.synchronize()
     ready_s = time.monotonic()
-    spec = read_config(options.folder)
-    weights = load_weights(options.folder, spec, device=device.torch, dtype=DTYPE)
+    read_s: list[float] = []
+
+    def weights_are_there(share: float) -> None:
+        device.synchronize()
+        read_s.append(time.monotonic())
+
+    asked = LoadOptions(backend="cuda", device=str(device.torch))
+    model = load(Load("model", str(options.folder), asked), weights_are_there)
     device.synchronize()
     loaded_s = time.monotonic()
-    runner = watched_runner(spec, weights, device, kv_tokens=min(_KV_TOKENS, spec.max_len))
-    with Session(runner, spec.vocab) as session:
-        (answer,) = session.ask([[i % spec.vocab for i in range(_PROMPT)]], _ANSWER)
+    assert isinstance(model.runner, CudaRunner)
+    vocab = model.info.vocab
+    with Session(model.runner, vocab) as session:
+        (answer,) = session.ask([[i % vocab for i in range(_PROMPT)]], _ANSWER)
     print(
         json.dumps(
             {
@@ -48,7 +56,8 @@ def main() -> None:
                 "python_s": _BEGUN_S - options.started,
                 "imports_s": imported_s - _BEGUN_S,
                 "device_s": ready_s - imported_s,
-                "weights_s": loaded_s - ready_s,
+                "weights_s": read_s[-1] - ready_s,
+                "pool_s": loaded_s - read_s[-1],
                 "prompt_s": answer.first_s - loaded_s,
                 "capture_s": _over_usual_s(answer),
             }

@@ -106,7 +106,7 @@ def watched_runner(
 class Session:
     """A context manager: an engine to which requests are handed directly."""
 
-    def __init__(self, runner: WatchedRunner, vocab: int) -> None:
+    def __init__(self, runner: CudaRunner, vocab: int) -> None:
         self.runner = runner
         self._answers: dict[str, Answer] = {}
         self._count = 0

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu_parts.answers import Answer
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.session import Session
+from benchmarks.gpu_parts.session import Session, WatchedRunner
 
 # gaps longer than this are those in which the device waits for the host
 LONG_GAP_US = 10.0
@@ -94,11 +94,13 @@ def measured(
 ) -> dict[str, float]:
     """Figures of a decoding step of so many sequences, averaged over `steps` of them."""
     device.reset_peak()
+    runner = session.runner
+    assert isinstance(runner, WatchedRunner)
     with decoding(session, prompts, _FIRST_STEPS + 4 * steps + 100) as first_s:
-        session.runner.waited_s = 0.0
+        runner.waited_s = 0.0
         begun_s = time.perf_counter()
         each_s = [_step_s(session) for _ in range(steps)]
-        wall_s, waited_s = time.perf_counter() - begun_s, session.runner.waited_s
+        wall_s, waited_s = time.perf_counter() - begun_s, runner.waited_s
 
         def some() -> None:
             for _ in range(steps):

@@ -16,6 +16,7 @@ from localgen.backends.types import (
     EngineStats,
     Failed,
     Finished,
+    Load,
     ModelInfo,
     Request,
     StepEvents,
@@ -101,7 +102,7 @@ class Engine(asyncio.Protocol):
         """Requests that have not ended."""
         return len(self._streams) + len(self._vectors)
 
-    async def load(self, request: wire.Load) -> ModelInfo:
+    async def load(self, request: Load) -> ModelInfo:
         """Load the model; progress is updated meanwhile. Raises what the engine reports."""
         loop = asyncio.get_running_loop()
         self._loaded = loop.create_future()

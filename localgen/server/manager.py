@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from localgen.backends.engine import wire
 from localgen.backends.errors import (
     InvalidRequest,
     LocalgenError,
@@ -19,7 +18,7 @@ from localgen.backends.errors import (
     OutOfMemory,
     ServerUnavailable,
 )
-from localgen.backends.types import LoadOptions, ModelInfo
+from localgen.backends.types import Load, LoadOptions, ModelInfo
 from localgen.config import Settings
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
@@ -268,7 +267,7 @@ class ModelManager:
         for name in ("max_queue", "parallel"):
             if getattr(options, name) is None:
                 options = replace(options, **{name: getattr(self._settings, name)})
-        request = wire.Load(file.name, str(file.path), options, self._limit_bytes())
+        request = Load(file.name, str(file.path), options, self._limit_bytes())
         resident = Resident(
             file=file,
             placement=placement,
@@ -294,7 +293,7 @@ class ModelManager:
             if resident.engine is engine and resident.loading.done():
                 self._forget(resident)
 
-    async def _load(self, request: wire.Load, resident: Resident) -> ModelInfo:
+    async def _load(self, request: Load, resident: Resident) -> ModelInfo:
         """Load in the resident's engine. Code that crashes on this processor gets a second try
         without the layouts that are made for it."""
         placement = resident.placement

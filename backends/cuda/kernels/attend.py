@@ -1,14 +1,69 @@
-"""What both attention kernels do: scores of some tokens of the cache, and the online softmax."""
+"""What both attention kernels do: scores of some tokens of the cache, and the online softmax; and
+what both are given and compiled with."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV
+from localgen.backends.cuda.kernels.ragged import Ragged
+from localgen.backends.cuda.kernels.tile import as_operand
 
 # exp2 is what the hardware has
 LOG2E = tl.constexpr(1.4426950408889634)
+_TYPES = {"i8": torch.int8, "fp8e4nv": torch.float8_e4m3fn}
+
+
+def pointers(queries: Tensor, cache: LayerKV, ragged: Ragged, out: Tensor) -> tuple[Tensor, ...]:
+    """The first arguments of both kernels."""
+    # where there are no scales, any pointer does: it is not read
+    scales = (cache.keys if by is None else by for by in (cache.key_scales, cache.value_scales))
+    return (
+        *(queries, cache.keys, cache.values, *scales),
+        *(ragged.tables, ragged.starts, ragged.lengths, out),
+    )
+
+
+def pointer_types(kind: str) -> dict[str, str]:
+    """Triton's types of these. kind: that of the cache, as in `bf16`; bf16 queries if it is eight
+    bits wide."""
+    small = kind in _TYPES
+    queries = "*bf16" if small else f"*{kind}"
+    return {
+        "queries": queries,
+        **dict.fromkeys(("keys", "values"), f"*{kind}"),
+        **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if small else f"*{kind}"),
+        **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
+        "out": queries,
+    }
+
+
+def constants(
+    heads: int, cache: LayerKV, window: int | None, softcap: float | None
+) -> dict[str, object]:
+    """What both kernels are compiled with."""
+    _, kv_heads, page, size = cache.keys.shape
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "size": size,
+        "block_size": triton.next_power_of_2(size),
+        "page": page,
+        "window": window or 0,
+        "quantized": cache.keys.dtype in LARGEST,
+        "capped": softcap is not None,
+    }
+
+
+def example(kv_heads: int, size: int, kind: str) -> LayerKV:
+    """A cache of nothing, to compile for. kind: as that of pointer_types."""
+    dtype = _TYPES.get(kind, torch.bfloat16)
+    return LayerKV.zeros((1, kv_heads, 16, size), device="meta", dtype=dtype)
 
 
 @triton.jit
@@ -49,7 +104,7 @@ def attend(
         keys, key_scales, table, head, tokens, inside, heads, size, block_size, page, quantized
     )
     # on a tensor core both sides are of one type; exact types stay exact
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(as_operand(k, q.dtype)), input_precision="ieee") * scale
     if quantized:
         scores *= k_by[None, :]
     if capped:
@@ -69,5 +124,5 @@ def attend(
     if quantized:
         shares *= v_by[None, :]
     mixed = mixed * faded[:, None]
-    mixed += tl.dot(shares.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+    mixed += tl.dot(shares.to(q.dtype), as_operand(v, q.dtype), input_precision="ieee")
     return higher, total, mixed

@@ -12,9 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.attend import attend
+from localgen.backends.cuda.kernels.attend import (
+    attend,
+    constants,
+    example,
+    pointer_types,
+    pointers,
+)
 from localgen.backends.cuda.kernels.device import units_of
-from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV
+from localgen.backends.cuda.kernels.kv import LayerKV
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.kernels.variant import Variant
 
@@ -70,7 +76,7 @@ def decode_triton(
 ) -> None:
     """Fill the rows of `out` that belong to sequences of at most MAX_ROWS rows."""
     _, heads, size = queries.shape
-    sequences, (_, kv_heads, page, _) = len(ragged.lengths), cache.keys.shape
+    sequences, kv_heads = len(ragged.lengths), cache.keys.shape[1]
     chosen = plan(
         sequences=sequences,
         max_rows=ragged.max_rows,
@@ -85,22 +91,14 @@ def decode_triton(
         shape = (sequences, chosen.rows, heads, chosen.splits)
         partial = torch.empty(*shape, size, dtype=torch.float32, device=out.device)
         peaks = torch.empty(shape, dtype=torch.float32, device=out.device)
-    scales = (cache.key_scales, cache.value_scales)
     _decode[(sequences, kv_heads, chosen.splits)](
-        queries,
-        cache.keys,
-        cache.values,
-        *(cache.keys if scale is None else scale for scale in scales),
-        ragged.tables,
-        ragged.starts,
-        ragged.lengths,
-        out,
+        *pointers(queries, cache, ragged, out),
         partial,
         peaks,
         scale,
         softcap or 1.0,
         ragged.tables.stride(0),
-        **_constants(chosen, heads, kv_heads, size, page, window, softcap, cache),
+        **_constants(chosen, heads, cache, window, softcap),
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )
@@ -126,28 +124,14 @@ def _combine_warps(splits: int, size: int) -> int:
 
 
 def _constants(
-    chosen: Plan,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    page: int,
-    window: int | None,
-    softcap: float | None,
-    cache: LayerKV,
+    chosen: Plan, heads: int, cache: LayerKV, window: int | None, softcap: float | None
 ) -> dict[str, object]:
     return {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "size": size,
-        "block_size": triton.next_power_of_2(size),
-        "page": page,
+        **constants(heads, cache, window, softcap),
         "rows": chosen.rows,
         "padded": chosen.padded,
         "block": chosen.block,
         "splits": chosen.splits,
-        "window": window or 0,
-        "quantized": cache.keys.dtype in LARGEST,
-        "capped": softcap is not None,
     }
 
 
@@ -231,9 +215,6 @@ def _combine(
     tl.store(to, mixed.to(out.dtype.element_ty), mask=element < size)
 
 
-_POINTERS = ("queries", "keys", "values", "key_scales", "value_scales", "tables", "starts")
-
-
 def variants() -> Iterator[Variant]:
     """Heads of Llama 8B, 70B, 1B, Gemma 2 and Phi; drafts; a cache in eight bits."""
     for heads, kv_heads, size, max_rows, sequences, kind, window, softcap in (
@@ -256,39 +237,29 @@ def variants() -> Iterator[Variant]:
             size=size,
             units=132,
         )
-        small = kind in ("i8", "fp8e4nv")
-        q = "bf16" if small else kind
-        # the cache decides by its type whether it has scales
-        cache = LayerKV.zeros(
-            (1, 1, 16, 16), device="meta", dtype=torch.int8 if small else torch.bfloat16
-        )
-        constants = _constants(chosen, heads, kv_heads, size, 16, window, softcap, cache)
+        compiled = _constants(chosen, heads, example(kv_heads, size, kind), window, softcap)
+        types = pointer_types(kind)
         name = f"decode-{heads}-{kv_heads}-{size}-{kind}-{chosen.rows}-{chosen.splits}"
-        scales = "*fp32" if small else f"*{kind}"
         yield Variant(
             name=name,
             kernel=_decode,
             signature={
-                "queries": f"*{q}",
-                "keys": f"*{kind}",
-                "values": f"*{kind}",
-                "key_scales": scales,
-                "value_scales": scales,
-                **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
-                "out": f"*{q}",
-                **dict.fromkeys(("partial", "peaks"), "*fp32" if chosen.splits > 1 else f"*{q}"),
+                **types,
+                **dict.fromkeys(
+                    ("partial", "peaks"), "*fp32" if chosen.splits > 1 else types["out"]
+                ),
                 "scale": "fp32",
                 "softcap": "fp32",
                 "table_stride": "i32",
-                **dict.fromkeys(constants, "constexpr"),
+                **dict.fromkeys(compiled, "constexpr"),
             },
-            constants=constants,
+            constants=compiled,
             num_warps=chosen.warps,
             num_stages=chosen.stages,
             min_arch=89 if kind == "fp8e4nv" else 80,
         )
     for size, splits in ((128, 32), (256, 64)):
-        constants = {
+        compiled = {
             "heads": 32,
             "size": size,
             "block_size": triton.next_power_of_2(size),
@@ -303,8 +274,8 @@ def variants() -> Iterator[Variant]:
                 "peaks": "*fp32",
                 "starts": "*i32",
                 "out": "*bf16",
-                **dict.fromkeys(constants, "constexpr"),
+                **dict.fromkeys(compiled, "constexpr"),
             },
-            constants=constants,
+            constants=compiled,
             num_warps=_combine_warps(splits, size),
         )

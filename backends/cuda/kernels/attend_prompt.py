@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.attend import attend
+from localgen.backends.cuda.kernels.attend import (
+    attend,
+    constants,
+    example,
+    pointer_types,
+    pointers,
+)
 from localgen.backends.cuda.kernels.device import ARCHS, arch_of
-from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV
+from localgen.backends.cuda.kernels.kv import LayerKV
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.kernels.variant import Variant
 
@@ -56,54 +61,29 @@ def prompt_triton(
 ) -> None:
     """Fill the rows of `out` that belong to sequences of more than `above` rows."""
     total, heads, size = queries.shape
-    sequences, (_, kv_heads, page, _) = len(ragged.lengths), cache.keys.shape
+    sequences = len(ragged.lengths)
     tile = tile_of(size, ragged.max_rows, arch_of(queries.device))
     # a sequence begins at tile starts // rows + its number: so no two share one, and only the
     # device has to know where sequences begin
     tiles = total // tile.rows + sequences
-    scales = (cache.key_scales, cache.value_scales)
     _prompt[(tiles, heads)](
-        queries,
-        cache.keys,
-        cache.values,
-        *(cache.keys if scale is None else scale for scale in scales),
-        ragged.tables,
-        ragged.starts,
-        ragged.lengths,
-        out,
+        *pointers(queries, cache, ragged, out),
         scale,
         softcap or 1.0,
         ragged.tables.stride(0),
         sequences,
         above,
-        **_constants(tile, heads, kv_heads, size, page, window, softcap, cache),
+        **_constants(tile, heads, cache, window, softcap),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
 
 
 def _constants(
-    tile: Tile,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    page: int,
-    window: int | None,
-    softcap: float | None,
-    cache: LayerKV,
+    tile: Tile, heads: int, cache: LayerKV, window: int | None, softcap: float | None
 ) -> dict[str, object]:
-    return {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "size": size,
-        "block_size": triton.next_power_of_2(size),
-        "page": page,
-        "rows": tile.rows,
-        "block": tile.block,
-        "window": window or 0,
-        "quantized": cache.keys.dtype in LARGEST,
-        "capped": softcap is not None,
-    }
+    shared = constants(heads, cache, window, softcap)
+    return {**shared, "rows": tile.rows, "block": tile.block}
 
 
 @triton.jit(do_not_specialize=["table_stride", "sequences", "above"])
@@ -168,33 +148,21 @@ def variants() -> Iterator[Variant]:
         (32, 8, 128, 2048, "i8", None, None),
         (32, 8, 128, 2048, "fp8e4nv", None, None),
     ):
-        small = kind in ("i8", "fp8e4nv")
-        q = "bf16" if small else kind
-        cache = LayerKV.zeros(
-            (1, 1, 16, 16), device="meta", dtype=torch.int8 if small else torch.bfloat16
-        )
-        scales = "*fp32" if small else f"*{kind}"
         for arch in ARCHS:
             tile = tile_of(size, max_rows, arch)
-            constants = _constants(tile, heads, kv_heads, size, 16, window, softcap, cache)
+            compiled = _constants(tile, heads, example(kv_heads, size, kind), window, softcap)
             yield Variant(
                 name=f"prompt-{heads}-{kv_heads}-{size}-{kind}-{tile.rows}x{tile.block}",
                 archs=frozenset({arch}),
                 kernel=_prompt,
                 signature={
-                    "queries": f"*{q}",
-                    "keys": f"*{kind}",
-                    "values": f"*{kind}",
-                    "key_scales": scales,
-                    "value_scales": scales,
-                    **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
-                    "out": f"*{q}",
+                    **pointer_types(kind),
                     "scale": "fp32",
                     "softcap": "fp32",
                     **dict.fromkeys(("table_stride", "sequences", "above"), "i32"),
-                    **dict.fromkeys(constants, "constexpr"),
+                    **dict.fromkeys(compiled, "constexpr"),
                 },
-                constants=constants,
+                constants=compiled,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 min_arch=89 if kind == "fp8e4nv" else 80,

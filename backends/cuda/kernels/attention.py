@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels import attend_decode, attend_prompt
 from localgen.backends.cuda.kernels.attend_decode import MAX_ROWS, decode_triton
 from localgen.backends.cuda.kernels.attend_prompt import prompt_triton
 from localgen.backends.cuda.kernels.kv import LayerKV, widen
 from localgen.backends.cuda.kernels.ragged import Ragged
-from localgen.backends.cuda.kernels.variant import Variant
 from localgen.backends.cuda.kernels.wide import wide
 
 
@@ -63,12 +59,6 @@ def paged_attention_triton(
             softcap=softcap,
         )
     return out
-
-
-def variants() -> Iterator[Variant]:
-    """Those of both kernels."""
-    yield from attend_decode.variants()
-    yield from attend_prompt.variants()
 
 
 def paged_attention_reference(

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from localgen.backends.cuda.kernels.device import ARCHS, arch_of
 from localgen.backends.cuda.kernels.matmul import fits
 from localgen.backends.cuda.kernels.tile import Tile, dot_type, store
 from localgen.backends.cuda.kernels.variant import Variant
@@ -89,7 +90,7 @@ def int4_matmul_reference(
     return functional.linear(x, widened(packed, scales, zeros, x.dtype), bias)
 
 
-def int4_tile(rows: int, outs: int) -> Tile:
+def int4_tile(rows: int, outs: int, group: int, arch: int) -> Tile:
     """Inputs of each warp at once are a tile. Above 32 rows, programs share weights in the L2.
 
     In flight are stages - 2 tiles of 8 KB of digits or one more; 4096 outputs are 256 programs, 31
@@ -98,7 +99,12 @@ def int4_tile(rows: int, outs: int) -> Tile:
     """
     if rows <= 8:
         return Tile(16, TILE, 8, 8, 4) if outs <= 8192 else Tile(32, TILE, 8, 4, 4)
-    return Tile(32, TILE, 16, 4, 4) if rows <= 16 else Tile(32, TILE, 32, 4, 3)
+    if rows <= 16:
+        return Tile(32, TILE, 16, 4, 4)
+    # Triton 3.6 would leave room for a third program in the registers of sm_100, and spill: shared
+    # memory has none for it
+    spills = arch // 10 == 10 and group % TILE == 0
+    return Tile(32, TILE, 32, 4, 3, 255 if spills else None)
 
 
 def int4_matmul_triton(
@@ -106,7 +112,8 @@ def int4_matmul_triton(
 ) -> Tensor:
     """The same in one launch, for up to about 64 rows."""
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
-    tile, group = int4_tile(rows, outs), ins // scales.shape[1]
+    group = ins // scales.shape[1]
+    tile = int4_tile(rows, outs, group, arch_of(x.device))
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outputs))
     _int4[grid](
@@ -129,6 +136,7 @@ def int4_matmul_triton(
         stages=tile.stages,
         even=ins % (TILE * tile.warps) == 0,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
     return out
 
@@ -269,15 +277,19 @@ def variants() -> Iterator[Variant]:
         (64, 4096, 4096, 128, "*bf16"),
         (64, 896, 4864, 32, "*bf16"),
     ):
-        yield _variant(rows, ins, outs, group, kind)
+        tiles = {arch: int4_tile(rows, outs, group, arch) for arch in ARCHS}
+        for tile in dict.fromkeys(tiles.values()):
+            archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
+            yield _variant(tile, rows, ins, outs, group, kind, archs)
     pointers = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "out": "*bf16"}
     numbers = dict.fromkeys(("tiles", "outs", "group"), "i32")
     yield Variant(name="int4-widened", kernel=_widened, signature=pointers | numbers)
 
 
-def _variant(rows: int, ins: int, outs: int, group: int, kind: str) -> Variant:
+def _variant(
+    tile: Tile, rows: int, ins: int, outs: int, group: int, kind: str, archs: frozenset[int]
+) -> Variant:
     """As int4_matmul_triton launches it. kind: Triton's pointer type of the rows."""
-    tile = int4_tile(rows, outs)
     of = tl.float16 if kind == "*fp16" else tl.bfloat16
     constants: dict[str, Any] = {
         "float_bits": of,
@@ -300,4 +312,6 @@ def _variant(rows: int, ins: int, outs: int, group: int, kind: str) -> Variant:
         | dict.fromkeys(constants, "constexpr"),
         constants=constants,
         num_warps=tile.warps,
+        registers=tile.registers,
+        archs=archs,
     )

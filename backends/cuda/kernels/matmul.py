@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from localgen.backends.cuda.kernels.activation import gated_reference
-from localgen.backends.cuda.kernels.tile import Kind, Tile, dot_type, finish, output_ids
+from localgen.backends.cuda.kernels.tile import (
+    Kind,
+    Tile,
+    as_operand,
+    dot_type,
+    finish,
+    output_ids,
+)
 from localgen.backends.cuda.kernels.variant import Variant
 
 # above, cuBLAS
@@ -252,10 +259,7 @@ def _thin(
         else:
             w = tl.load(w_at + k, mask=w_k < ins - k, other=0.0, eviction_policy="evict_first")
             a = tl.load(x_at + k, mask=given & (x_k < ins - k), other=0.0)
-        if weight.dtype.element_ty == tl.float8e4nv:
-            # exact in float16; Triton 3.6 has no direct way to bfloat16 on sm_89
-            w = w.to(tl.float16).to(tl.float32)
-        total = tl.dot(w.to(dot), a.to(dot), total, input_precision="ieee")
+        total = tl.dot(as_operand(w, dot), a.to(dot), total, input_precision="ieee")
     finish(tl.sum(total, 0), scale, bias, residual, out, block, own, row, rows, outs, kind)
 
 

@@ -17,13 +17,17 @@ Kind = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program computes: outputs at once, inputs of each warp at once, rows padded to."""
+    """What a program computes: outputs at once, inputs of each warp at once, rows padded to.
+
+    registers: most of a thread; None: as the compiler has it.
+    """
 
     outputs: int
     inputs: int
     rows: int
     warps: int
     stages: int = 1
+    registers: int | None = None
 
 
 def dot_type(x: Tensor) -> Any:
@@ -31,6 +35,15 @@ def dot_type(x: Tensor) -> Any:
     if not x.is_cuda:
         return tl.float32
     return tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16
+
+
+@triton.jit
+def as_operand(x, kind: tl.constexpr):
+    """x, of 8 bits or more, as the type that tl.dot multiplies."""
+    if x.dtype == tl.float8e4nv and kind == tl.bfloat16:
+        # exact in float16; Triton 3.6 has no direct way to bfloat16 on sm_89
+        x = x.to(tl.float16).to(tl.float32)
+    return x.to(kind)
 
 
 @triton.jit
