@@ -16,7 +16,7 @@ import httpx
 
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, Client, Text
-from localgen.client.bodies import turn
+from localgen.client.bodies import message_fields
 
 # llama-server now and then closes a new connection before it has read the request
 ATTEMPTS = 5
@@ -89,8 +89,8 @@ class LocalgenSpeaker:
                 case Text(text, num_tokens):
                     stream.arrived(text, num_tokens)
                 case Answer():
-                    stream.prompt_tokens = part.prompt_tokens
-                    stream.cached_tokens = part.cached_tokens
+                    stream.prompt_tokens = part.prompt_tokens or 0
+                    stream.cached_tokens = part.cached_tokens or 0
                     stream.completion_tokens = part.completion_tokens
                     stream.engine_ttft_ms = part.timings.ttft_ms
         return _ended(stream, max_tokens)
@@ -117,7 +117,10 @@ class HttpSpeaker:
         if isinstance(prompt, str):
             path, body["prompt"] = "/v1/completions", prompt
         else:
-            path, body["messages"] = "/v1/chat/completions", [turn(message) for message in prompt]
+            path, body["messages"] = (
+                "/v1/chat/completions",
+                [message_fields(message) for message in prompt],
+            )
         for _ in range(ATTEMPTS):
             with contextlib.suppress(httpx.RemoteProtocolError):
                 return _ended(self._stream(path, body), max_tokens)

@@ -99,6 +99,7 @@ def llama_8b() -> ModelSpec:
         "head_dim": 128,
         "vocab": 128256,
         "max_len": 131072,
+        "windows": (None,) * 32,
         "tied": False,
     }
     return replace(SPEC, **changes)  # type: ignore[arg-type]

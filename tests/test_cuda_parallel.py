@@ -78,6 +78,17 @@ def step_logits(steps: Steps, tokens: list[int], latest: Latest | None = None) -
     return steps.run(arrange([chunk], lambda _: pages), latest).clone()
 
 
+def test_states_before_the_head(other: Peer, tmp_path: Path) -> None:
+    folder = tiny_folder("llama", tmp_path)
+    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, limit=CTX)
+    tokens = [token % 96 for token in random_text(seed=2, length=CTX)]
+    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=CTX - 1, samples=True)
+    inputs = arrange([chunk], lambda _: np.arange(CTX // 16, dtype=np.int32))
+    expected = alone(folder).states(inputs)
+    found = other.steps(folder, pages=CTX // 16, max_len=CTX).states(inputs)
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-4
+
+
 def alone(folder: Path) -> Steps:
     source = open_source(folder)
     share = Share(source, replace(SETTINGS, tp=1), torch.float32, Shard(source.spec))

@@ -37,6 +37,9 @@ class LetterTokenizer:
     def encode(self, text: str) -> list[int]:
         return [1 + ord(letter) % (VOCAB - 1) for letter in text]
 
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def piece(self, token: int) -> bytes:
         return bytes([ord("a") + token % 26])
 
@@ -59,14 +62,16 @@ class Log:
         self.stats = events.stats or self.stats
 
 
-def make(runner: FakeRunner, log: Log, *, max_queue: int = 100) -> Engine:
+def make(
+    runner: FakeRunner, log: Log, *, max_queue: int = 100, itl_target_ms: float = 1e9
+) -> Engine:
     intake = Intake(
         limits=runner.limits,
         tokenizer=LetterTokenizer(),
         template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
         defaults=SamplingParams(),
     )
-    return Engine(runner, intake, itl_target_ms=1e9, max_queue=max_queue, publish=log)
+    return Engine(runner, intake, itl_target_ms=itl_target_ms, max_queue=max_queue, publish=log)
 
 
 def run_until_ended(engine: Engine, log: Log, count: int) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import gguf_files as files
+import llama_cpp.llama_cpp as C
 import pytest
 from models import TINY_GGUF, Bench
 
@@ -244,8 +246,32 @@ def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
 # -- other kinds of models --------------------------------------------------------------------
 
 
-def test_a_model_that_makes_embeddings(tmp_path: Path) -> None:
-    assert "text-generating" in refusal(files.bert(tmp_path / "bert.gguf"))
+def test_a_model_that_ranks_texts(tmp_path: Path) -> None:
+    path = files.bert(tmp_path / "rank.gguf", C.LLAMA_POOLING_TYPE_RANK)
+    assert "ranks texts and makes no embeddings" in refusal(path)
+
+
+def test_an_embedding_model_loads_and_refuses_to_chat(tmp_path: Path) -> None:
+    chat = Request(id="r", messages=(Message("user", "hi"),))
+    outcome = engine(files.bert(tmp_path / "bert.gguf"), request=chat)
+    assert outcome.loaded
+    assert not outcome.loaded.info.generates
+    assert outcome.loaded.info.embedding_width == 32
+    (end,) = outcome.ends
+    assert isinstance(end, Failed)
+    assert end.code == "invalid_request"
+    assert "only makes embeddings" in end.message
+
+
+def test_an_embedding_model_of_nan(tmp_path: Path) -> None:
+    path = files.bert(tmp_path / "nan.gguf")
+    reader = gguf.GGUFReader(path)
+    (norm,) = [t for t in reader.tensors if t.name == "token_embd_norm.weight"]
+    content = bytearray(path.read_bytes())
+    begin = int(norm.data_offset)
+    content[begin : begin + int(norm.n_bytes)] = b"\xff" * int(norm.n_bytes)
+    path.write_bytes(content)
+    assert "not numbers" in refusal(path)
 
 
 def test_a_model_without_vocabulary(tmp_path: Path) -> None:

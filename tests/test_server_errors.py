@@ -37,6 +37,7 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"messagess": []}, "messagess", "unknown field messagess"),
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
         ({"n": 17}, "n", "less than or equal to 16"),
         ({"n": 0}, "n", "greater than or equal to 1"),

@@ -68,6 +68,10 @@ class PairedSteps:
         tokens = None if latest is None else SharedTokens(self.share.ranks, latest)
         return self.share.steps.run(inputs, tokens)
 
+    def states(self, inputs: StepInputs) -> Tensor:
+        self.orders.send(("states", inputs))
+        return self.share.states(inputs)
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         self.orders.send(("copy", pairs))
         self.share.steps.copy(pairs)
@@ -112,6 +116,8 @@ def _serve(orders: Connection[Any, Any]) -> None:
                 assert share.allocate(pages, max_len)
             case "run", inputs, shared:
                 share.steps.run(inputs, SharedTokens(share.ranks) if shared else None)
+            case "states", inputs:
+                share.states(inputs)
             case "copy", pairs:
                 share.steps.copy(pairs)
     ranks.leave()

@@ -66,6 +66,16 @@ class Decoder:
 
         out: where to put them.
         """
+        found = self._ranks.whole(self._weights.head(self.states(batch, cache)))
+        logits = found.float() if out is None else out.copy_(found)
+        cap = self.spec.logit_softcap
+        if cap:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    @torch.inference_mode()
+    def states(self, batch: Batch, cache: KVCache) -> Tensor:
+        """What the head sees of the rows in batch.outputs, [outputs, hidden]; fills the cache."""
         spec, weights = self.spec, self._weights
         hidden = self._ranks.embedded(weights.embed, batch.tokens)
         if spec.embed_scale != 1:
@@ -83,11 +93,7 @@ class Decoder:
         rows = batch.outputs
         kept = None if residual is None else residual[rows]
         normed, _ = self._norm(hidden[rows], weights.norm, kept)
-        found = self._ranks.whole(weights.head(normed))
-        logits = found.float() if out is None else out.copy_(found)
-        if spec.logit_softcap:
-            logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
-        return logits
+        return normed
 
     def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return rms_norm(

@@ -25,6 +25,7 @@ from localgen.backends.cuda.share import (
     Join,
     Joined,
     Leave,
+    ReadStates,
     Ready,
     Run,
     Share,
@@ -71,6 +72,8 @@ def obey(orders: Connection[object, object], begin: Begin) -> None:
         match order:
             case Run(inputs, shared):
                 share.run(inputs, SharedTokens(share.ranks) if shared else None)
+            case ReadStates(inputs):
+                share.states(inputs)
             case Copy(pairs):
                 share.steps.copy(pairs)
             case Join():

@@ -120,6 +120,10 @@ class DeviceSteps:
             torch.cuda.graph_pool_handle(),
         )
 
+    def states(self, inputs: StepInputs) -> Tensor:
+        """As Steps.states."""
+        return self.decoder.states(on_device(inputs, self.device), self.cache)
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages of the cache, (source, target) each."""
         self.cache.copy(pairs)

@@ -10,8 +10,10 @@ import torch
 
 from localgen.backends.cuda import sizing, tensor_parallel
 from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.embedding import Pooler
 from localgen.backends.cuda.made_up import MadeUpTokenizer
 from localgen.backends.cuda.options import Settings, device_of, settle
+from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import CudaRunner, Steps, limits
 from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import Share
@@ -20,9 +22,10 @@ from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.wire import Load
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.memory.pool import Size
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import ModelInfo
+from localgen.backends.types import MemoryUse, ModelInfo
 
 
 def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
@@ -37,7 +40,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     steps, size, weight_bytes = _compute(source, options, dtype, request.memory_bytes, on_progress)
     runner = CudaRunner(
         steps,
-        PagedCache(size.num_pages, share=options.prefix_cache),
+        PagedCache(pages_for(size.kv_tokens), share=options.prefix_cache),
         limits(
             max_seqs=options.parallel,
             max_batch_tokens=options.max_batch_tokens,
@@ -47,6 +50,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         ),
         lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
         ahead=device.type == "cuda",  # on a CPU nothing waits to be filled
+        pooler=Pooler.of_folder(source.path),
     )
     defaults, notes = source.sampling()
     oddities = {
@@ -54,6 +58,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         "no chat template came with the model: chat needs --chat-template FILE": not template,
         "computed on the CPU in plain torch, which is slow": device.type == "cpu",
     }
+    kv_bytes = size.kv_tokens * _kv_bytes(spec, options)
     info = ModelInfo(
         name=request.name,
         path=request.path,
@@ -66,12 +71,15 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         ctx=size.ctx,
         kv_tokens=size.kv_tokens,
         max_seqs=options.parallel,
-        kv_bytes=size.kv_tokens * _kv_bytes(spec, options),
+        kv_bytes=kv_bytes,
         layers=spec.layers,
         backend="cuda",
         processor="100% CPU" if device.type == "cpu" else "100% GPU",
+        work_bytes=sizing.work_bytes(spec, options, dtype),
+        memory=_memory(weight_bytes, kv_bytes, options, device),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
+        embedding_width=spec.hidden,
         chat_template=template_source,
         sampling=defaults,
         options=options.with_sizes(size.ctx, size.kv_tokens),
@@ -86,13 +94,22 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=template)
 
 
+def _memory(weight_bytes: int, kv_bytes: int, options: Settings, device: torch.device) -> MemoryUse:
+    """What is allocated; what steps need comes and goes, and only one GPU's allocator is ours to
+    ask."""
+    if device.type == "cpu" or options.tp > 1:
+        return MemoryUse(weights=weight_bytes, kv=kv_bytes)
+    work = max(0, torch.cuda.memory_reserved(device) - weight_bytes - kv_bytes)
+    return MemoryUse(weights=weight_bytes, kv=kv_bytes, work=work)
+
+
 def _compute(
     source: ModelSource,
     options: Settings,
     dtype: torch.dtype,
     memory_bytes: int | None,
     on_progress: Callable[[float], None],
-) -> tuple[Steps, sizing.Size, int]:
+) -> tuple[Steps, Size, int]:
     """What computes the model, the sizes that were possible, and the bytes of its weights."""
     if options.tp > 1:
         return tensor_parallel.load(source, options, dtype, memory_bytes, on_progress)
@@ -103,7 +120,7 @@ def _compute(
         source.spec,
         options,
         free=share.free_bytes(limit),
-        allocate=lambda size: share.allocate(size.num_pages, size.ctx),
+        allocate=lambda size: share.allocate(pages_for(size.kv_tokens), size.ctx),
     )
     return share.steps, size, share.weight_bytes
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.memory.defaults import CUDA, CUDA_ON_CPU
 from localgen.backends.types import LoadOptions
 
 # what the cache may be kept in, besides the type of the weights
@@ -18,7 +19,7 @@ CACHE_TYPES = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
-_NAMES = {dtype: name for name, dtype in CACHE_TYPES.items()}
+CACHE_NAMES = {dtype: name for name, dtype in CACHE_TYPES.items()}
 # FP8 numbers are read by kernels from this compute capability on
 _FP8_CAPABILITY = (8, 9)
 
@@ -35,11 +36,11 @@ class Settings:
     device: str = "cuda"
     dummy: bool = False
     tp: int = 1
-    parallel: int = 256
-    cache_type_k: str = "bf16"
-    cache_type_v: str = "bf16"
+    parallel: int = CUDA.parallel
+    cache_type_k: str = CUDA.cache_type
+    cache_type_v: str = CUDA.cache_type
     prefix_cache: bool = True
-    max_batch_tokens: int = 8192
+    max_batch_tokens: int = CUDA.max_batch_tokens
     itl_target_ms: float = 100.0
     max_queue: int = 512
     ctx: int | None = None
@@ -57,8 +58,11 @@ class Settings:
 
 
 _KNOWN = {field.name for field in fields(Settings)}
-# a CPU is a hundredth of a GPU: as the llama.cpp backend has it
-_ON_CPU = {"parallel": 32, "max_batch_tokens": 512, "itl_target_ms": 2000.0}
+_ON_CPU = {
+    "parallel": CUDA_ON_CPU.parallel,
+    "max_batch_tokens": CUDA_ON_CPU.max_batch_tokens,
+    "itl_target_ms": 2000.0,
+}
 
 
 def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Settings:
@@ -70,7 +74,7 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
                 f"{name} is not an option of the cuda backend: leave it out, or --backend llamacpp",
                 param=name,
             )
-    chosen = {"cache_type_k": _NAMES[dtype], "cache_type_v": _NAMES[dtype]}
+    chosen = {"cache_type_k": CACHE_NAMES[dtype], "cache_type_v": CACHE_NAMES[dtype]}
     several = device.type == "cuda" and (asked.tp or 1) > 1
     fixed = {"backend": "cuda", "device": "cuda" if several else str(device)}
     defaults: dict[str, Any] = _ON_CPU if device.type == "cpu" else {}
@@ -129,7 +133,7 @@ def _check(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _check_cache(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
-    known = (_NAMES[dtype], "int8", "fp8")
+    known = (CACHE_NAMES[dtype], "int8", "fp8")
     for name in ("cache_type_k", "cache_type_v"):
         value = getattr(options, name)
         if value not in known:

@@ -79,10 +79,20 @@ class Share:
         try:
             return self.steps.run(inputs, tokens)
         except torch.OutOfMemoryError:
-            raise OutOfMemory(
-                f"memory ran out on {self.device} in a step of rank {self.shard.rank}: "
-                "load with a smaller --batch-size, --parallel or --kv-tokens"
-            ) from None
+            raise self._out_of_memory() from None
+
+    def states(self, inputs: StepInputs) -> Tensor:
+        """Its part of Steps.states, whose result is the same on every rank. OutOfMemory."""
+        try:
+            return self.steps.states(inputs)
+        except torch.OutOfMemoryError:
+            raise self._out_of_memory() from None
+
+    def _out_of_memory(self) -> OutOfMemory:
+        return OutOfMemory(
+            f"memory ran out on {self.device} in a step of rank {self.shard.rank}: "
+            "load with a smaller --batch-size, --parallel or --kv-tokens"
+        )
 
     def free_bytes(self, limit: int | None = None) -> int:
         """Memory for its pages, beside what a step needs. limit: for all ranks on a CPU."""
@@ -160,6 +170,13 @@ class Run:
 
     inputs: StepInputs
     shared: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadStates:
+    """As Share.states; not answered."""
+
+    inputs: StepInputs
 
 
 @dataclass(frozen=True, slots=True)

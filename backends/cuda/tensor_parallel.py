@@ -6,8 +6,8 @@ step, and that pages are copied; pages have the same numbers everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from localgen.backends.cuda.batch import StepInputs
 from localgen.backends.cuda.followers import Followers
 from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.options import Settings
+from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.sharding import Shard, check
 from localgen.backends.cuda.share import (
     Allocate,
@@ -26,6 +27,7 @@ from localgen.backends.cuda.share import (
     Join,
     Joined,
     Leave,
+    ReadStates,
     Ready,
     Run,
     Share,
@@ -34,6 +36,7 @@ from localgen.backends.cuda.share import (
 from localgen.backends.cuda.source import ModelSource
 from localgen.backends.engine.runner import StepFailed
 from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError
+from localgen.backends.memory.pool import Size
 
 
 class TensorParallelSteps:
@@ -47,9 +50,20 @@ class TensorParallelSteps:
     def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
         """As Steps.run."""
         tokens = None if latest is None else SharedTokens(self._share.ranks, latest)
-        try:
+        with self._together():
             self.followers.tell(Run(inputs, shared=latest is not None))
             return self._share.run(inputs, tokens)
+
+    def states(self, inputs: StepInputs) -> Tensor:
+        """As Steps.states."""
+        with self._together():
+            self.followers.tell(ReadStates(inputs))
+            return self._share.states(inputs)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
         except LocalgenError as error:
             raise StepFailed(error.message) from error
         except RuntimeError as error:
@@ -80,7 +94,7 @@ def load(
     dtype: torch.dtype,
     limit: int | None,
     on_progress: Callable[[float], None],
-) -> tuple[TensorParallelSteps, sizing.Size, int]:
+) -> tuple[TensorParallelSteps, Size, int]:
     """The steps, how large the pool is, and the bytes of all weights.
 
     limit: what there is for this model on a CPU. LocalgenError: of whichever rank; none is left.
@@ -98,7 +112,7 @@ def _load(
     dtype: torch.dtype,
     limit: int | None,
     on_progress: Callable[[float], None],
-) -> tuple[TensorParallelSteps, sizing.Size, int]:
+) -> tuple[TensorParallelSteps, Size, int]:
     shard = Shard(source.spec, 0, options.tp)
     with ExitStack() as undo:
         followers = Followers(shard.size)
@@ -137,7 +151,7 @@ def notes(options: Settings) -> tuple[str, ...]:
     return (f"each layer is divided among {options.tp} GPUs (--tp), without CUDA graphs",)
 
 
-def _allocate(size: sizing.Size, share: Share, followers: Followers) -> bool:
-    followers.tell(Allocate(size.num_pages, size.ctx))
-    fits = share.allocate(size.num_pages, size.ctx)
+def _allocate(size: Size, share: Share, followers: Followers) -> bool:
+    followers.tell(Allocate(pages_for(size.kv_tokens), size.ctx))
+    fits = share.allocate(pages_for(size.kv_tokens), size.ctx)
     return all([fits, *(reply.fits for reply in followers.replies(Allocated))])

@@ -73,6 +73,7 @@ ASKING = (
 )
 SAMPLING = (
     Flag("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
+    Flag("min_tokens", int, "--min-tokens", "Shortest answer in tokens: no end before.", 0),
     Flag("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
     Flag("temperature", float, "--temp", "Temperature; 0: always the likeliest token."),
     Flag("top_k", int, "--top-k", "Keep the k likeliest tokens; 0: all."),

@@ -20,11 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import localgen
 from localgen.backends.errors import LocalgenError
-from localgen.backends.types import EngineStats, ModelInfo, Request
+from localgen.backends.types import EmbedRequest, EngineStats, ModelInfo, Request
 from localgen.server import openai
 from localgen.server.access import Access
 from localgen.server.caller import Caller
 from localgen.server.choices import repeated
+from localgen.server.embeddings import EmbedJob, VectorsResponse
 from localgen.server.events import EventStream
 from localgen.server.failures import failure
 from localgen.server.format import Format, encode
@@ -37,9 +38,16 @@ from localgen.server.ollama.routes import OllamaApi
 from localgen.server.openai import ChatFormat, CompletionFormat
 from localgen.server.rates import Rates
 from localgen.server.resident import KeepAlive
-from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
+from localgen.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    LoadRequest,
+    UnloadRequest,
+)
 from localgen.server.state import ServerState
 from localgen.server.statuses import status_of
+from localgen.server.texts import texts_of
 
 STATS_PERIOD_S = 0.25
 _PROGRESS_PERIOD_S = 0.1
@@ -63,6 +71,7 @@ def create_app(
     _add_metrics(app, metrics)
     journal = Journal((metrics, rates))
     _add_generation(app, manager, journal, access.timeout_s)
+    _add_embeddings(app, manager, journal, access.timeout_s)
     _add_models(app, manager, state)
     _add_server(app, state, leave, leaving)
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
@@ -146,6 +155,29 @@ def _add_generation(
             paths=caller.is_local,
         )
         return GenerationResponse(manager, journal, job)
+
+
+def _add_embeddings(
+    app: FastAPI, manager: ModelManager, journal: Journal, timeout_s: float | None
+) -> None:
+    @app.post("/v1/embeddings", response_model=None)
+    async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
+        caller = Caller.of(http, body.user)
+        request = EmbedRequest(
+            id=uuid.uuid4().hex[:24],
+            inputs=texts_of(body.input),
+            client=caller.client,
+            arrived_s=caller.arrived_s,
+        )
+        job = EmbedJob(
+            model=body.model,
+            account=caller.account,
+            timeout_s=timeout_s,
+            request=request,
+            dimensions=body.dimensions,
+        )
+        shown = partial(openai.embedding_list, as_base64=body.encoding_format == "base64")
+        return VectorsResponse(manager, journal, job, shown)
 
 
 def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None:

@@ -11,6 +11,8 @@ from localgen.backends.engine import wire
 from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, LocalgenError, error_of
 from localgen.backends.types import (
     Delta,
+    Embedded,
+    EmbedRequest,
     EngineStats,
     Failed,
     Finished,
@@ -84,6 +86,7 @@ class Engine(asyncio.Protocol):
         self._decoder = wire.Decoder()
         self._output = EngineOutput(name)
         self._streams: dict[str, Stream] = {}
+        self._vectors: dict[str, asyncio.Future[Embedded]] = {}
         self._loaded: asyncio.Future[ModelInfo] | None = None
         self._transport: asyncio.Transport | None = None
         self._ended: str | None = None  # why nothing can be asked of it any more
@@ -96,7 +99,7 @@ class Engine(asyncio.Protocol):
     @property
     def active(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams)
+        return len(self._streams) + len(self._vectors)
 
     async def load(self, request: wire.Load) -> ModelInfo:
         """Load the model; progress is updated meanwhile. Raises what the engine reports."""
@@ -115,19 +118,35 @@ class Engine(asyncio.Protocol):
 
     def submit(self, *requests: Request) -> Stream:
         """Hand over a request, or several in one go. EngineDied if the process is gone."""
-        if self._ended is not None:
-            raise EngineDied(self._ended)
-        frames = [wire.encode(wire.Submit(request)) for request in requests]
-        longest = max(map(len, frames))
-        if longest > wire.MAX_FRAME_BYTES:
-            raise InvalidRequest(
-                f"the request is {longest >> 20} MiB, at most {wire.MAX_FRAME_BYTES >> 20} "
-                "reach a model: shorten it"
-            )
+        frames = [self._frame(wire.Submit(request)) for request in requests]
         stream = Stream(self, [request.id for request in requests])
         self._streams |= dict.fromkeys((request.id for request in requests), stream)
         self._write(b"".join(frames))
         return stream
+
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """Vectors of texts; cancelled in the engine too. Raises what the engine reports."""
+        frame = self._frame(wire.Embed(request))
+        done: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
+        self._vectors[request.id] = done
+        self._write(frame)
+        try:
+            return await done
+        finally:
+            if self._vectors.pop(request.id, None) is not None:
+                self._send(wire.Cancel(request.id))
+
+    def _frame(self, message: wire.Message) -> bytes:
+        """A request for the wire. EngineDied, InvalidRequest: it cannot be sent."""
+        if self._ended is not None:
+            raise EngineDied(self._ended)
+        frame = wire.encode(message)
+        if len(frame) > wire.MAX_FRAME_BYTES:
+            raise InvalidRequest(
+                f"the request is {len(frame) >> 20} MiB, at most {wire.MAX_FRAME_BYTES >> 20} "
+                "reach a model: shorten it"
+            )
+        return frame
 
     def cancel(self, request_id: str) -> None:
         """End a request; nothing happens if it has ended."""
@@ -139,6 +158,9 @@ class Engine(asyncio.Protocol):
         for request_id, stream in list(self._streams.items()):
             self.cancel(request_id)
             stream.put(Failed(request_id, code, message))
+        for request_id in list(self._vectors):
+            self._send(wire.Cancel(request_id))
+            self._fail_vectors(Failed(request_id, code, message))
 
     async def stop(self, reason: str) -> None:
         """End the process; its memory is free when this returns."""
@@ -220,10 +242,19 @@ class Engine(asyncio.Protocol):
         for delta in events.deltas:
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)
+        for done in events.embedded:
+            if waiting := self._vectors.pop(done.request_id, None):
+                waiting.set_result(done)
+        for failed in events.failed:
+            self._fail_vectors(failed)
         ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
         for end in ends:
             if stream := self._streams.pop(end.request_id, None):
                 stream.put(end)
+
+    def _fail_vectors(self, end: Failed) -> None:
+        if waiting := self._vectors.pop(end.request_id, None):
+            waiting.set_exception(error_of(end.code, end.message, end.param))
 
     def _fail_load(self, error: LocalgenError) -> None:
         if self._loaded is not None and not self._loaded.done():

@@ -29,7 +29,10 @@ _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # without a key: it says no more than that a server is there
 _OPEN_PATHS = frozenset({"/health", "/livez"})
-_LIMITED = ("/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate")
+_LIMITED = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+)
 
 
 class Refused(HTTPException):

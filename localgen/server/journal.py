@@ -11,6 +11,8 @@ from typing import Protocol
 from localgen.backends.types import Delta, Failed, Finished
 from localgen.server.engines import Event
 
+# how a request for vectors ends well
+EMBEDDED = "embedded"
 # a client's misspellings shall not become labels of figures
 UNKNOWN = "unknown"
 _log = logging.getLogger("localgen.requests")
@@ -18,13 +20,13 @@ _log = logging.getLogger("localgen.requests")
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One request for text. Times are monotonic seconds.
+    """One request for text, or for vectors. Times are monotonic seconds.
 
     asked: the model as the client calls it; model: as the server does, once it is found.
-    account: who pays for its tokens. outcome: stop, length or cancelled; the code of the error that
-    ended it; gone: the client left. end: what all its answers took together; ends: each. gaps_s:
-    between one text of an answer and the next, for each token of the later one: (seconds, tokens).
-    last: tokens of an answer so far, and when they came.
+    account: who pays for its tokens. outcome: stop, length, cancelled or embedded; the code of the
+    error that ended it; gone: the client left. end: what all its answers took together; ends: each.
+    gaps_s: between one text of an answer and the next, for each token of the later one:
+    (seconds, tokens). last: tokens of an answer so far, and when they came.
     """
 
     id: str

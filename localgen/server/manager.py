@@ -228,17 +228,19 @@ class ModelManager:
             for resident in self._residents:
                 if resident.file.path == file.path:
                     return resident
-            placement = await self._place(file, options)
+            placement, need = await self._place(file, options), 0
             if not placement.on_gpu:
-                await self._make_room(file)
+                # in a thread: it reads the beginning of the file
+                need = await asyncio.to_thread(memory.need_bytes, file, options, placement.backend)
+                await self._make_room(file, need)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
-            return self._begin(file, placement, options)
+            return self._begin(file, placement, options, need)
 
     async def _place(self, file: ModelFile, options: LoadOptions) -> Placement:
         """Where a model goes, with room made on its GPU. InvalidRequest."""
-        need = memory.gpu_estimate(file) // (options.tp or 1)
         there = await asyncio.to_thread(self._look)
+        need = await asyncio.to_thread(memory.gpu_need_bytes, file, options, there)
         placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
         for gpu in placement.gpus:
             while need > await self._free_on(gpu) and await self._evict_one(file, gpu):
@@ -257,7 +259,9 @@ class ModelManager:
                 held[gpu.index] += _taken(resident) // len(resident.placement.gpus)
         return held
 
-    def _begin(self, file: ModelFile, placement: Placement, options: LoadOptions) -> Resident:
+    def _begin(
+        self, file: ModelFile, placement: Placement, options: LoadOptions, need: int
+    ) -> Resident:
         asked = options
         if len(placement.gpus) == 1:  # of several, each rank takes its own
             options = replace(options, device=f"cuda:{placement.gpus[0].index}")
@@ -270,7 +274,7 @@ class ModelManager:
             placement=placement,
             engine=self._engine(file, placement),
             asked=asked,
-            estimate_bytes=0 if placement.on_gpu else memory.estimate(file.size_bytes),
+            estimate_bytes=need,
             keep_alive_s=self._settings.keep_alive_s,
             loading=asyncio.get_running_loop().create_future(),
         )
@@ -345,12 +349,11 @@ class ModelManager:
             await asyncio.wait({resident.loading}, timeout=0.1)
         return resident.loading.result()
 
-    async def _make_room(self, file: ModelFile) -> None:
+    async def _make_room(self, file: ModelFile, need: int) -> None:
         """Unload idle models, least recently used first, until the next one fits.
 
         ModelBusy if it would fit without those in use, OutOfMemory if it would not.
         """
-        need = memory.estimate(file.size_bytes)
         free = self._free_bytes()
         idle = self._idle()
         if need > free + sum(_taken(resident) for resident in idle):

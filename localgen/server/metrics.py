@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from localgen.backends.engine.stats import STEP_TOKENS_BOUNDS
 from localgen.backends.types import EngineStats, Finished
-from localgen.server.journal import Entry
+from localgen.server.journal import EMBEDDED, Entry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = "model_name"
@@ -94,10 +94,12 @@ class Metrics:
             self._ttft.labels(model).observe(timings.ttft_ms / 1e3)
         self._queue.labels(model).observe(timings.queue_ms / 1e3)
         self._prefill.labels(model).observe(timings.prompt_ms / 1e3)
-        self._decode.labels(model).observe(timings.predicted_ms / 1e3)
         self._prompt.labels(model).observe(end.prompt_tokens)
-        self._answer.labels(model).observe(end.completion_tokens)
         self._prompt_total.labels(model).inc(end.prompt_tokens)
+        if end.reason == EMBEDDED:  # it has no answer, and looks nothing up
+            return
+        self._decode.labels(model).observe(timings.predicted_ms / 1e3)
+        self._answer.labels(model).observe(end.completion_tokens)
         self._answer_total.labels(model).inc(end.completion_tokens)
         self._queries.labels(model).inc(end.prompt_tokens)
         self._hits.labels(model).inc(timings.cache_n)

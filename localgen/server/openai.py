@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server import tools
 from localgen.server.choices import Choice
+from localgen.server.embeddings import Vectors
 from localgen.server.format import Framing, Start, encode, extras
 from localgen.server.statuses import status_of
 
@@ -243,4 +245,22 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
         "token": token.text,
         "logprob": token.logprob,
         "bytes": list(token.text.encode()) if whole else None,
+    }
+
+
+def embedding_list(vectors: Vectors, *, as_base64: bool) -> dict[str, Any]:
+    """The answer of /v1/embeddings. as_base64: little-endian float32 instead of numbers."""
+    rows = vectors.rows()
+    shown: list[Any]
+    shown = [base64.b64encode(r.tobytes()).decode() for r in rows] if as_base64 else rows.tolist()
+    tokens = vectors.num_tokens
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(shown)
+        ],
+        "model": vectors.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "timings": vectors.embedded.timings,
     }

@@ -13,6 +13,7 @@ from localgen.backends.types import LoadOptions, SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
 from localgen.server.body import Body, Strict, without_unsupported
 from localgen.server.messages import ChatMessage, TemplateSettings
+from localgen.server.texts import checked
 from localgen.server.tools import FunctionTool, choice_of, tools_of
 
 # what the wire to the engine can carry, and what llama.cpp takes
@@ -98,6 +99,7 @@ class _Generate(Body):
     priority: Int64 = 0
     ctx: Count | None = None
     max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
         None
     )
@@ -251,6 +253,16 @@ class CompletionRequest(_Generate):
 
     def to_params(self) -> SamplingParams:
         return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class EmbeddingRequest(Body):
+    """POST /v1/embeddings. input: a text or the ids of its tokens, or a list of either."""
+
+    model: str | None = None
+    input: Annotated[str | list[str] | list[int] | list[list[int] | str], BeforeValidator(checked)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    user: str | None = None
 
 
 class LoadRequest(Body):

@@ -23,12 +23,19 @@ from localgen.hub.names import BUILT_IN, LATEST, is_here, meant, own_name, resol
 from localgen.hub.reference import reference
 from localgen.hub.removal import removal
 from localgen.server.caller import Caller
+from localgen.server.embeddings import VectorsResponse
 from localgen.server.events import EventStream, LastEvent
 from localgen.server.format import encode
 from localgen.server.generation import GenerationResponse, Job
 from localgen.server.journal import Journal
 from localgen.server.manager import ModelManager
 from localgen.server.ollama import models
+from localgen.server.ollama.embedding import (
+    EmbeddingsRequest,
+    EmbedRequest,
+    embedded,
+    one_embedded,
+)
 from localgen.server.ollama.formats import AnswerFormat, Piece, loaded, message, response
 from localgen.server.ollama.frames import NDJSON
 from localgen.server.ollama.pulling import pulled
@@ -71,6 +78,7 @@ class OllamaApi:
         """All of them."""
         router = APIRouter(route_class=_JsonRoute, default_response_class=Response)
         self._add_generation(router)
+        self._add_vectors(router)
         self._add_models(router)
         self._add_files(router)
         self._add_greetings(router)
@@ -128,6 +136,17 @@ class OllamaApi:
                     param="num_ctx",
                 )
         return _json(loaded(body.model, piece, "load"))
+
+    def _add_vectors(self, router: APIRouter) -> None:
+        @router.post("/api/embed", response_model=None)
+        async def embed(body: EmbedRequest, http: HttpRequest) -> Response:
+            job = body.job(http, body.texts, self.timeout_s, body.dimensions)
+            return VectorsResponse(self.manager, self.journal, job, partial(embedded, body.model))
+
+        @router.post("/api/embeddings", response_model=None)
+        async def embeddings(body: EmbeddingsRequest, http: HttpRequest) -> Response:
+            job = body.job(http, (body.prompt,), self.timeout_s)
+            return VectorsResponse(self.manager, self.journal, job, one_embedded)
 
     def _add_models(self, router: APIRouter) -> None:
         @router.head("/api/tags", include_in_schema=False)
