@@ -49,12 +49,16 @@ def ask(opened: Door, path: str, model: str) -> httpx.Response:
     bodies = {
         "/v1/chat/completions": chat_body(model, "a"),
         "/v1/completions": {"model": model, "prompt": "a"},
+        "/v1/embeddings": {"model": model, "input": "a"},
         "/v1/models/load": {"model": model},
     }
     return opened.http.post(path, json=bodies[path])
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/models/load"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models/load"],
+)
 @pytest.mark.parametrize("name", PATHS)
 def test_paths_are_refused(opened: Door, path: str, name: str) -> None:
     reply = ask(opened, path, name)

@@ -175,6 +175,7 @@ def _add_embeddings(
             timeout_s=timeout_s,
             request=request,
             dimensions=body.dimensions,
+            paths=caller.is_local,
         )
         shown = partial(openai.embedding_list, as_base64=body.encoding_format == "base64")
         return VectorsResponse(manager, journal, job, shown)

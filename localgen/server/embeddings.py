@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class EmbedJob:
     """What was asked. account: who pays for its tokens. timeout_s: how long it may take in all.
 
-    dimensions: elements of a vector; None: as many as the model has. options, keep_alive: as
-    ModelManager.using has them.
+    dimensions: elements of a vector; None: as many as the model has. options, keep_alive, paths:
+    as ModelManager.using has them.
     """
 
     model: str | None
@@ -40,6 +40,7 @@ class EmbedJob:
     dimensions: int | None = None
     options: LoadOptions = LoadOptions()
     keep_alive: KeepAlive | None = None
+    paths: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ async def embed(manager: ModelManager, journal: Journal, job: EmbedJob) -> Vecto
         arrived_s=request.arrived_s,
     )
     try:
-        using = manager.using(job.model, job.options, keep_alive=job.keep_alive)
+        using = manager.using(job.model, job.options, keep_alive=job.keep_alive, paths=job.paths)
         async with using as (resident, info):
             entry.model = resident.file.name
             dimensions = _dimensions(job, info)
