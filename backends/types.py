@@ -16,6 +16,7 @@ class SamplingParams:
     temperature 0 is greedy. mirostat 1 or 2 replaces top_k, top_p, min_p and typical_p.
     repeat_last_n and dry_penalty_last_n count tokens; -1 is the whole context.
     logprobs: None for none, n for the n best at each position besides the chosen one.
+    min_tokens: before so many there is no end, be it a token or a stop string.
     json_schema, regex, grammar (GBNF or Lark): what the answer is held to; one of them at most.
     """
 
@@ -47,6 +48,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -153,6 +155,16 @@ class Request:
     arrived_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedRequest:
+    """Texts, or their tokens, of which vectors are wanted. The rest as in Request."""
+
+    id: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    client: str = ""
+    arrived_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token, its text (bytes that are not UTF-8 replaced) and its log probability."""
@@ -237,6 +249,20 @@ class Finished:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """The one good end of an EmbedRequest.
+
+    vectors: float32 little-endian [inputs, width], each of length 1. prompt_tokens: of each input.
+    """
+
+    request_id: str
+    vectors: bytes
+    width: int
+    prompt_tokens: tuple[int, ...]
+    timings: Timings
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The one bad end of a request. code and param as in LocalgenError."""
@@ -307,16 +333,18 @@ class StepEvents:
     finished: tuple[Finished, ...] = ()
     failed: tuple[Failed, ...] = ()
     stats: EngineStats | None = None
+    embedded: tuple[Embedded, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """How a model is loaded. None: chosen for this machine and reported in ModelInfo.
 
-    backend: auto, llamacpp or cuda. device: cuda, cuda:N or cpu. dummy: random weights of the
-    model's shapes, for benchmarks. ctx: longest sequence in tokens. kv_tokens: size of the KV
-    cache, at least ctx.
-    kv_unified: whether all sequences share it, or each has a part of its own.
+    backend: auto, llamacpp or cuda. device: cuda, cuda:N or cpu. tp: among how many GPUs each layer
+    is divided. dummy: random weights of the model's shapes, for benchmarks. ctx: longest sequence
+    in tokens. kv_tokens: size of the KV cache, at least ctx.
+    kv_unified: whether all sequences share it, or each has a part of its own. None: parts where
+    parallel and ctx say how many and how large, shared otherwise.
     gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
     repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
     one step. itl_target_ms: prefill yields to keep decoding
@@ -325,6 +353,7 @@ class LoadOptions:
 
     backend: str | None = None
     device: str | None = None
+    tp: int | None = None
     dummy: bool | None = None
     ctx: int | None = None
     kv_tokens: int | None = None
@@ -347,12 +376,27 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes that a runner has allocated, by its own account; None: it cannot tell.
+
+    work: buffers of the computation.
+    """
+
+    weights: int | None = None
+    kv: int | None = None
+    work: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a loaded model is, and what was decided for it.
 
     ctx: longest sequence; kv_tokens: the pool; processor: as `ps` shows it, e.g. `100% CPU`.
     options: the load options in force; None: the backend has no such option. notes: why things
-    are as they are. backend_reason: why this backend.
+    are as they are. backend_reason: why this backend. generates: whether it can write an answer;
+    a pure embedding model cannot. embedding_width: elements of a vector; 0: it makes none.
+    url: where it is, if on a server that is not ours; what that one does not tell is then 0 or
+    empty. kv_bytes, work_bytes: as estimated before loading; memory: as allocated.
     """
 
     name: str
@@ -377,3 +421,8 @@ class ModelInfo:
     options: LoadOptions
     notes: tuple[str, ...] = ()
     backend_reason: str = ""
+    generates: bool = True
+    embedding_width: int = 0
+    url: str = ""
+    work_bytes: int = 0
+    memory: MemoryUse = MemoryUse()

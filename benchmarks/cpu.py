@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks import footprint, llamacpp_tools, random_gguf, speed
+from benchmarks import constrained, footprint, llamacpp_tools, random_gguf, speed
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import ModelLine, Report
 from benchmarks.servers import Localgen, private_settings
@@ -28,7 +28,7 @@ from localgen.hub.names import BUILT_IN, BUILT_IN_PATH
 
 RESULTS = Path(__file__).parent / "results"
 CTX, KV_TOKENS = 8192, 16_384
-TESTS = ("alone", "several", "prefix", "turn", "overhead", "help", "memory")
+TESTS = ("alone", "grammar", "several", "prefix", "turn", "overhead", "help", "memory")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,6 +104,8 @@ def _speed(bench: Bench, only: tuple[str, ...]) -> None:
     if "alone" in only:
         speed.alone(bench, when="empty pool", fresh=True)
         bench.localgen.load()
+    if "grammar" in only:
+        constrained.grammar(bench)
     if "several" in only:
         for count in bench.plan.streams:
             speed.several(bench, count)

@@ -32,7 +32,7 @@ from localgen.backends.types import LoadOptions, Message
 
 NEAR = 0.97  # of llama.cpp's own loop
 SHARED_PREFIX = 0.35
-LOCALGEN, PARTS = "localgen", "localgen --no-kv-unified"
+LOCALGEN, PARTS = "localgen", "localgen -np N -c C"
 BARE, BENCH = "bare loop", "llama-bench"
 BATCHED, UNIFIED, SERVER = "llama-batched-bench", "llama-batched-bench -kvu", "llama-server"
 # tokens that a chat turn may add beside its words: the template's, and the last of the answer,
@@ -83,9 +83,7 @@ class Bench:
     @contextlib.contextmanager
     def in_parts(self, slots: int) -> Iterator[Localgen]:
         """A second localgen, loaded as llama-server is: a part of the cache for each request."""
-        options = LoadOptions(
-            ctx=self.plan.slot_ctx, parallel=slots, kv_unified=False, threads=self.threads
-        )
+        options = LoadOptions(ctx=self.plan.slot_ctx, parallel=slots, threads=self.threads)
         with private_settings() as settings:
             server = Localgen(settings, self.model, options)
             yield server

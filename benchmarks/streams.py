@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import httpx
 
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, Client, Text
+from localgen.client.bodies import message_fields
 
 # llama-server now and then closes a new connection before it has read the request
 ATTEMPTS = 5
@@ -70,21 +71,26 @@ class Speaker(Protocol):
 
 
 class LocalgenSpeaker:
-    """localgen's own client, as chat and run use it."""
+    """localgen's own client, as chat and run use it. json_schema: what answers are held to."""
 
-    def __init__(self, client: Client, model: str | None) -> None:
-        self._client, self._model = client, model
+    def __init__(self, client: Client, model: str | None, json_schema: str | None = None) -> None:
+        self._client, self._model, self._schema = client, model, json_schema
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=self._schema is None,
+            json_schema=self._schema,
+        )
         stream = Stream(sent_s=time.perf_counter())
         for part in self._parts(prompt, params):
             match part:
                 case Text(text, num_tokens):
                     stream.arrived(text, num_tokens)
                 case Answer():
-                    stream.prompt_tokens = part.prompt_tokens
-                    stream.cached_tokens = part.cached_tokens
+                    stream.prompt_tokens = part.prompt_tokens or 0
+                    stream.cached_tokens = part.cached_tokens or 0
                     stream.completion_tokens = part.completion_tokens
                     stream.engine_ttft_ms = part.timings.ttft_ms
         return _ended(stream, max_tokens)
@@ -111,7 +117,10 @@ class HttpSpeaker:
         if isinstance(prompt, str):
             path, body["prompt"] = "/v1/completions", prompt
         else:
-            path, body["messages"] = "/v1/chat/completions", [asdict(turn) for turn in prompt]
+            path, body["messages"] = (
+                "/v1/chat/completions",
+                [message_fields(message) for message in prompt],
+            )
         for _ in range(ATTEMPTS):
             with contextlib.suppress(httpx.RemoteProtocolError):
                 return _ended(self._stream(path, body), max_tokens)

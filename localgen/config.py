@@ -97,8 +97,18 @@ class Settings:
     def prepare(self) -> None:
         """Make both folders. BadSetting: unsafe, not writable, or too long for a socket."""
         _require_short(self.socket_path)
-        _make_private(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
-        _make_private(self.state_dir, "LOCALGEN_STATE_DIR")
+        make_private(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
+        self.prepare_state()
+
+    def prepare_state(self) -> None:
+        """Make the folder of chats and logs. BadSetting: unsafe, or not writable."""
+        make_private(self.state_dir, "LOCALGEN_STATE_DIR")
+
+
+def config_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where files lie that the user writes, or has written. It need not exist."""
+    default = platformdirs.user_config_path("localgen", appauthor=False)
+    return _folder(environ, "LOCALGEN_CONFIG_DIR") or default
 
 
 def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float | None:
@@ -157,8 +167,11 @@ def _require_short(socket_path: Path) -> None:
         )
 
 
-def _make_private(folder: Path, variable: str) -> None:
-    """Make a folder that is ours alone (0700), or refuse one that is not."""
+def make_private(folder: Path, variable: str) -> None:
+    """Make a folder that is ours alone (0700), or refuse one that is not.
+
+    variable: the setting that names it. BadSetting: unsafe, or not writable.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """index: as torch counts, which CUDA_VISIBLE_DEVICES changes. capability: of its kernels."""
+    """index: as torch counts, which CUDA_VISIBLE_DEVICES changes. capability: of its kernels.
+
+    bytes_per_s: what its memory can be read at by the driver's figures; 0: it names none.
+    """
 
     index: int
     name: str
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+    bytes_per_s: float = 0.0
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
     """The GPUs that a process of ours would see; none without a driver or nvidia-ml-py."""
+
+    def look(nvml: Any) -> tuple[Gpu, ...]:
+        handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
+        return tuple(_gpu(nvml, index, handle) for index, (_, handle) in enumerate(handles))
+
+    return _ask(look) or ()
+
+
+def gpu_bytes_of(pid: int) -> int | None:
+    """Bytes that a process holds on all GPUs; None: the driver does not say, as in containers that
+    number processes on their own."""
+
+    def look(nvml: Any) -> int:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        return sum(_used_bytes(nvml, handle, pid) for handle in handles)
+
+    return _ask(look) or None
+
+
+def _ask(look: Callable[[Any], _Result]) -> _Result | None:
+    """What NVIDIA's library answers; None without a driver or nvidia-ml-py."""
     try:
         import pynvml
     except ImportError:
-        return ()
+        return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()
+        return None
     try:
-        handles = _visible([_handle(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())])
-        return tuple(_gpu(pynvml, index, handle) for index, (_, handle) in enumerate(handles))
+        return look(pynvml)
     except pynvml.NVMLError:
-        return ()
+        return None
     finally:
         pynvml.nvmlShutdown()
 
@@ -46,7 +73,23 @@ def _gpu(nvml: Any, index: int, handle: object) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     name = nvml.nvmlDeviceGetName(handle)
-    return Gpu(index, str(name), int(memory.total), int(memory.free), (int(major), int(minor)))
+    capability = int(major), int(minor)
+    rate = _bytes_per_s(nvml, handle)
+    return Gpu(index, str(name), int(memory.total), int(memory.free), capability, rate)
+
+
+def _bytes_per_s(nvml: Any, handle: object) -> float:
+    try:
+        clock_mhz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
+        bus_bits = nvml.nvmlDeviceGetMemoryBusWidth(handle)
+    except nvml.NVMLError:
+        return 0.0
+    return float(2e6 * clock_mhz * bus_bits / 8)  # two transfers a clock
+
+
+def _used_bytes(nvml: Any, handle: object, pid: int) -> int:
+    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return sum(int(one.usedGpuMemory or 0) for one in running if one.pid == pid)
 
 
 def _visible(handles: list[tuple[str, object]]) -> list[tuple[str, object]]:

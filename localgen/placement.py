@@ -29,16 +29,26 @@ INSTALL = "pip install 'localgen[cuda]'"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """backend: llamacpp or cuda. reason: as a user reads it. gpu: the one that was chosen."""
+    """backend: llamacpp or cuda. reason: as a user reads it. gpus: those that were chosen; several
+    divide the model among them."""
 
     backend: str
     reason: str
-    gpu: Gpu | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The first of them."""
+        return self.gpus[0] if self.gpus else None
 
     @property
     def on_gpu(self) -> bool:
         """Whether its memory is a GPU's, as the cuda backend's is unless --device cpu."""
-        return self.gpu is not None
+        return bool(self.gpus)
+
+    def uses(self, gpu: Gpu | None) -> bool:
+        """Whether it takes memory of this GPU; None: of the machine."""
+        return not self.gpus if gpu is None else gpu.index in (own.index for own in self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +109,8 @@ def choose(file: ModelFile, asked: LoadOptions, hardware: Hardware, need_bytes: 
         raise InvalidRequest(
             f"backend is {backend!r}, it must be one of {', '.join(BACKENDS)}", param="backend"
         )
-    if backend == "auto" and (asked.dummy or (asked.device or "").startswith("cuda")):
+    only_cuda = asked.dummy or (asked.tp or 1) > 1 or (asked.device or "").startswith("cuda")
+    if backend == "auto" and only_cuda:
         backend = "cuda"
     if backend == "cuda":
         return _cuda_as_asked(asked, hardware)
@@ -124,7 +135,24 @@ def _cuda_as_asked(asked: LoadOptions, hardware: Hardware) -> Placement:
             "--backend cuda --device cpu to run any model slowly",
             param="backend",
         )
-    return Placement("cuda", "as asked", _gpu_for(asked, hardware))
+    if (asked.tp or 1) > 1:
+        return Placement("cuda", "as asked", _gpus_for(asked, hardware))
+    return Placement("cuda", "as asked", (_gpu_for(asked, hardware),))
+
+
+def _gpus_for(asked: LoadOptions, hardware: Hardware) -> tuple[Gpu, ...]:
+    """As many as were asked for, the first ones: as torch counts them. InvalidRequest."""
+    tp, found = asked.tp or 1, len(hardware.gpus)
+    if tp > found:
+        are = "is 1" if found == 1 else f"are {found}"
+        raise InvalidRequest(f"--tp {tp} needs {tp} GPUs, there {are}", param="tp")
+    if asked.device not in (None, "cuda"):
+        raise InvalidRequest(
+            f"--tp {tp} takes the first {tp} GPUs: leave out --device {asked.device}, "
+            "CUDA_VISIBLE_DEVICES says which are first",
+            param="device",
+        )
+    return hardware.gpus[:tp]
 
 
 def _gpu_for(asked: LoadOptions, hardware: Hardware) -> Gpu:
@@ -151,7 +179,7 @@ def _auto(file: ModelFile, hardware: Hardware, need_bytes: int) -> Placement:
         elif file.is_gguf and hardware.llamacpp_on_gpu():
             return Placement("llamacpp", "it computes with a GGUF file's own bits on the GPU")
         else:
-            return Placement("cuda", f"{numbers} free", gpu)
+            return Placement("cuda", f"{numbers} free", (gpu,))
     if not file.is_gguf:
         raise InvalidRequest(
             f"{file.name} is a Hugging Face model, which only the cuda backend runs, and "

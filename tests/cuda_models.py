@@ -43,6 +43,16 @@ _LLAMA_3 = {
 }
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    # a vocabulary and key-value heads that two ranks cannot have equal parts of
+    "llama_biases": (
+        "LlamaConfig",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 1,
+            "vocab_size": VOCAB + 3,
+        },
+    ),
     "llama3_tied": ("LlamaConfig", {"rope_parameters": _LLAMA_3, "tie_word_embeddings": True}),
     "mistral_window": ("MistralConfig", {"sliding_window": 24, "head_dim": 32}),
     "qwen2": ("Qwen2Config", {}),

@@ -3,7 +3,8 @@
 Run as `python tests/fake_engine.py FD`. The "model" is a file of JSON that says how to behave:
 load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes,
 crash_repacked (die of an illegal instruction unless told not to repack).
-Words that do something: `!die` ends the process without a goodbye.
+Words that do something: `!die` ends the process without a goodbye. Vectors of texts take a token's
+time for each word.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -23,6 +25,8 @@ from typing import Any
 from localgen.backends.engine import wire
 from localgen.backends.types import (
     Delta,
+    Embedded,
+    EmbedRequest,
     EngineStats,
     Failed,
     Finished,
@@ -37,6 +41,13 @@ from localgen.backends.types import (
 )
 
 MAX_PROMPT = 1000
+WIDTH = 4
+
+
+def vector_of(text: str | tuple[int, ...]) -> list[float]:
+    """Of length 1: two of its elements are 0.6 and 0.8."""
+    at = len(text) % 3
+    return [0.0] * at + [0.6, -0.8] + [0.0] * (WIDTH - 2 - at)
 
 
 def info_of(load: wire.Load, script: dict[str, Any]) -> ModelInfo:
@@ -65,6 +76,7 @@ def info_of(load: wire.Load, script: dict[str, Any]) -> ModelInfo:
         sampling=SamplingParams(logit_bias={7: 1.5}),
         options=options,
         notes=("a fake",),
+        embedding_width=WIDTH,
     )
 
 
@@ -74,6 +86,7 @@ class FakeEngine:
         self.script: dict[str, Any] = {}
         self.inbox: queue.Queue[wire.Message | None] = queue.Queue()
         self.running: dict[str, tuple[Request, list[str], int]] = {}
+        self.texts: dict[str, tuple[EmbedRequest, int]] = {}  # with the words that are left
         self.cancelled = 0
 
     def send(self, message: wire.Message) -> None:
@@ -109,8 +122,10 @@ class FakeEngine:
             case wire.Submit(request):
                 self.submit(request)
             case wire.Cancel(request_id):
-                if self.running.pop(request_id, None):
+                if self.running.pop(request_id, None) or self.texts.pop(request_id, None):
                     self.cancelled += 1
+            case wire.Embed(texts):
+                self.embed(texts)
 
     def submit(self, request: Request) -> None:
         text = request.messages[-1].content if request.messages else request.prompt or ""
@@ -124,12 +139,43 @@ class FakeEngine:
             return self.send(StepEvents(failed=(failed,)))
         self.running[request.id] = (request, words, 0)
 
+    def embed(self, request: EmbedRequest) -> None:
+        if any(text == "!die" for text in request.inputs):
+            os._exit(9)
+        if any(len(text) > MAX_PROMPT for text in request.inputs):
+            reason = f"input is more than {MAX_PROMPT} tokens"
+            failed = Failed(request.id, "context_length_exceeded", reason, "input")
+            return self.send(StepEvents(failed=(failed,)))
+        words = sum(len(t.split()) if isinstance(t, str) else len(t) for t in request.inputs)
+        self.texts[request.id] = (request, words)
+
+    def embed_step(self) -> tuple[Embedded, ...]:
+        done = []
+        for request_id, (request, words) in list(self.texts.items()):
+            self.texts[request_id] = (request, words - 1)
+            if words <= 1:
+                del self.texts[request_id]
+                done.append(self.embedded(request))
+        return tuple(done)
+
+    def embedded(self, request: EmbedRequest) -> Embedded:
+        vectors = [struct.pack(f"<{WIDTH}f", *vector_of(text)) for text in request.inputs]
+        counts = tuple(map(len, request.inputs))
+        timings = Timings(prompt_n=sum(counts), prompt_ms=3.0, queue_ms=1.0)
+        return Embedded(
+            request_id=request.id,
+            vectors=b"".join(vectors),
+            width=WIDTH,
+            prompt_tokens=counts,
+            timings=timings,
+        )
+
     def run(self) -> None:
         threading.Thread(target=self.read, daemon=True).start()
         if not self.load():
             return
         while True:
-            if not self.running:
+            if not self.running and not self.texts:
                 self.accept(self.inbox.get())
             while not self.inbox.empty():
                 self.accept(self.inbox.get())
@@ -150,7 +196,7 @@ class FakeEngine:
                 finished.append(self.finished(request, words, done))
         requests = {"cancelled": self.cancelled}
         stats = EngineStats(running=len(self.running), requests_total=requests)
-        self.send(StepEvents(tuple(deltas), tuple(finished), (), stats))
+        self.send(StepEvents(tuple(deltas), tuple(finished), (), stats, self.embed_step()))
 
     def delta(self, request: Request, word: str, done: int) -> Delta:
         text = word if done == 0 else f" {word}"

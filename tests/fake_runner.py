@@ -7,9 +7,21 @@ growth was asked for, that limits hold and that room is given back.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 
-from localgen.backends.engine.runner import Chunk, Limits, NoRoom, PoolUsage, Sampled
+import numpy as np
+
+from localgen.backends.engine.embedding import as_sequences, in_slices, is_last
+from localgen.backends.engine.runner import (
+    Chunk,
+    EmbedSlice,
+    Limits,
+    NoRoom,
+    PoolUsage,
+    Sampled,
+    Vectors,
+)
 from localgen.backends.engine.sequence import Sequence, common_prefix
 
 VOCAB = 97
@@ -29,6 +41,12 @@ def generate(prompt: list[int], limit: int, *, ends: bool = True) -> list[int]:
         if ends and tokens[-1] == END:
             break
     return tokens[len(prompt) :]
+
+
+def vector_of(tokens: list[int]) -> Vectors:
+    """The vector of a text: any fixed function of it, [4]."""
+    rng = np.random.default_rng(zlib.crc32(bytes(tokens)))
+    return rng.normal(size=4).astype(np.float32)
 
 
 class FakeRunner:
@@ -51,6 +69,8 @@ class FakeRunner:
         self.steps: list[list[tuple[str, int]]] = []
         self.in_flight = False
         self.computed = 0
+        self.slices: list[list[list[int]]] = []  # tokens of each text in it
+        self.embedding = 0  # batches that are open
 
     def usage(self) -> PoolUsage:
         used, cached = sum(self.room.values()), sum(map(len, self.donors))
@@ -125,6 +145,24 @@ class FakeRunner:
             assert cache[: seq.num_computed] == seq.tokens[: seq.num_computed]
             self.donors.append(seq.tokens[: seq.num_computed])
 
+    def embed(
+        self, inputs: list[list[int]], most: Callable[[], int]
+    ) -> Generator[EmbedSlice, None, None]:
+        assert inputs
+        assert all(0 < len(tokens) <= self.limits.max_len for tokens in inputs)
+        seqs = as_sequences(inputs)
+        self.embedding += 1
+        try:
+            for chunks in in_slices(seqs, most):
+                assert not self.in_flight
+                assert self.embedding == 1
+                self.slices.append([chunk.tokens for chunk in chunks])
+                whole = np.stack([vector_of(tokens) for tokens in inputs])
+                vectors = whole if is_last(chunks, seqs) else None
+                yield EmbedSlice(sum(map(len, chunks)), vectors)
+        finally:
+            self.embedding -= 1
+
     def close(self) -> None:
         self.donors.clear()
 
@@ -132,6 +170,7 @@ class FakeRunner:
         """Assert that nothing is left of any sequence, and that the pool adds up."""
         assert not self.cache
         assert not self.room
+        assert not self.embedding
         usage = self.usage()
         assert usage.used == 0
         assert usage.free >= 0

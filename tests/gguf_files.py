@@ -25,8 +25,11 @@ def rewrite(target: Path, changes: Mapping[str, Change], **writer_options: Any) 
     return _write(writer, target)
 
 
-def bert(target: Path) -> Path:
-    """A tiny encoder, which makes embeddings and no text, with the built-in model's vocabulary."""
+def bert(target: Path, pooling: int | None = None) -> Path:
+    """A tiny encoder, which makes embeddings and no text, with the built-in model's vocabulary.
+
+    pooling: LLAMA_POOLING_TYPE_*; None: the file does not say.
+    """
     width, vocab, context = 32, 4096, 64
     changes: dict[str, Change] = {
         "bert.context_length": (context, UINT32),
@@ -38,6 +41,8 @@ def bert(target: Path) -> Path:
         "bert.attention.causal": (False, gguf.GGUFValueType.BOOL),
         "tokenizer.ggml.token_type_count": (1, UINT32),
     }
+    if pooling is not None:
+        changes["bert.pooling_type"] = (pooling, UINT32)
     writer = _writer(target, gguf.GGUFReader(TINY_GGUF), changes, "bert", {})
     square, column = (width, width), (width,)
     shapes = {
@@ -53,6 +58,93 @@ def bert(target: Path) -> Path:
     random = np.random.default_rng(0)
     for name, shape in shapes.items():
         writer.add_tensor(name, random.normal(size=shape).astype(np.float32))
+    return _write(writer, target)
+
+
+def short_convolutions(target: Path) -> Path:
+    """A tiny LFM2: layers that attend among layers that keep a state."""
+    width, kv_heads = 64, [0, 2, 0, 1]
+    changes: dict[str, Change] = {
+        "lfm2.context_length": (512, UINT32),
+        "lfm2.embedding_length": (width, UINT32),
+        "lfm2.feed_forward_length": (96, UINT32),
+        "lfm2.block_count": (len(kv_heads), UINT32),
+        "lfm2.attention.head_count": (2, UINT32),
+        "lfm2.attention.layer_norm_rms_epsilon": (1e-5, FLOAT32),
+        "lfm2.shortconv.l_cache": (3, UINT32),
+        "lfm2.vocab_size": (4096, UINT32),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (4096, width), "token_embd_norm": (width,)}
+    for layer, heads in enumerate(kv_heads):
+        names = {"shortconv.conv": (width, 3), "shortconv.in_proj": (3 * width, width)}
+        names |= {"shortconv.out_proj": (width, width)}
+        if heads:
+            names = {"attn_q": (width, width), "attn_output": (width, width)}
+            names |= dict.fromkeys(("attn_k", "attn_v"), (32 * heads, width))
+            names |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (32,))  # type: ignore[arg-type]
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in (names | _mlp(width)).items()}
+    return _random(target, "lfm2", changes, shapes, {"lfm2.attention.head_count_kv": kv_heads})
+
+
+def latent_attention(target: Path) -> Path:
+    """A tiny DeepSeek: one key for all heads is cached, and no values."""
+    width, rank, rope, q_rank, heads, head = 64, 32, 32, 32, 2, 32
+    changes: dict[str, Change] = {
+        "context_length": (512, UINT32),
+        "embedding_length": (width, UINT32),
+        "feed_forward_length": (96, UINT32),
+        "block_count": (2, UINT32),
+        "leading_dense_block_count": (2, UINT32),
+        "attention.head_count": (heads, UINT32),
+        "attention.head_count_kv": (1, UINT32),
+        "attention.layer_norm_rms_epsilon": (1e-5, FLOAT32),
+        "attention.q_lora_rank": (q_rank, UINT32),
+        "attention.kv_lora_rank": (rank, UINT32),
+        "attention.key_length": (rank + rope, UINT32),
+        "attention.value_length": (rank, UINT32),
+        "attention.key_length_mla": (head + rope, UINT32),
+        "attention.value_length_mla": (head, UINT32),
+        "rope.dimension_count": (rope, UINT32),
+        "expert_feed_forward_length": (16, UINT32),
+        "expert_shared_count": (0, UINT32),
+        "vocab_size": (4096, UINT32),
+    }
+    layer = {
+        "attn_q_a": (q_rank, width),
+        "attn_q_a_norm": (q_rank,),
+        "attn_q_b": (heads * (head + rope), q_rank),
+        "attn_kv_a_mqa": (rank + rope, width),
+        "attn_kv_a_norm": (rank,),
+        "attn_k_b": (heads, rank, head),
+        "attn_v_b": (heads, head, rank),
+        "attn_output": (width, heads * head),
+        **_mlp(width),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (4096, width), "output_norm": (width,)}
+    shapes |= {f"blk.{at}.{name}": shape for at in range(2) for name, shape in layer.items()}
+    named = {f"deepseek2.{key}": value for key, value in changes.items()}
+    return _random(target, "deepseek2", named, shapes)
+
+
+def _mlp(width: int) -> dict[str, tuple[int, ...]]:
+    wide = dict.fromkeys(("ffn_gate", "ffn_up"), (96, width))
+    return {**wide, "ffn_down": (width, 96), "ffn_norm": (width,), "attn_norm": (width,)}
+
+
+def _random(
+    target: Path,
+    architecture: str,
+    changes: Mapping[str, Change],
+    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Mapping[str, list[int]] = {},
+) -> Path:
+    """A model of random weights with the built-in model's vocabulary."""
+    writer = _writer(target, gguf.GGUFReader(TINY_GGUF), changes, architecture, {})
+    for key, values in arrays.items():
+        writer.add_array(key, values)
+    random = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
     return _write(writer, target)
 
 

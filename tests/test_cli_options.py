@@ -63,6 +63,7 @@ def test_nothing_given_is_nothing_set() -> None:
         (["-n5"], "max_tokens", 5),
         (["--max-tokens=5"], "max_tokens", 5),
         (["-n", "-1"], "max_tokens", None),
+        (["--min-tokens", "3"], "min_tokens", 3),
         (["-s", "3"], "seed", 3),
         (["--seed", "-1"], "seed", None),
         (["--temp", "0"], "temperature", 0.0),

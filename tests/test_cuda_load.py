@@ -66,6 +66,25 @@ def test_without_a_gpu_the_way_out_is_named() -> None:
         device_of(LoadOptions())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 3}, "--tp 3 needs 3 GPUs, there are 2"),
+        ({"tp": 2, "device": "cuda:1"}, "--tp 2 takes the first 2 GPUs"),
+        ({"device": "cuda:2"}, "there are 2 GPUs, from 0"),
+    ],
+)
+def test_gpus_are_counted(
+    options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InvalidRequest, match=message):
+        device_of(LoadOptions(**options))  # type: ignore[arg-type]
+    two = device_of(LoadOptions(tp=2))
+    assert settle(LoadOptions(tp=2), torch.bfloat16, two).device == "cuda"
+
+
 def settings(**options: object) -> Settings:
     return settle(LoadOptions(**options), torch.bfloat16, torch.device("cuda", 0))  # type: ignore[arg-type]
 
@@ -80,6 +99,7 @@ def llama_8b() -> ModelSpec:
         "head_dim": 128,
         "vocab": 128256,
         "max_len": 131072,
+        "windows": (None,) * 32,
         "tied": False,
     }
     return replace(SPEC, **changes)  # type: ignore[arg-type]

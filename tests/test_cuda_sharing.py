@@ -14,6 +14,7 @@ from localgen.backends.cuda.cache import PagedCache
 from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.pages import PAGE_TOKENS
+from localgen.backends.cuda.runner import Steps
 from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.weights import load_weights
 from localgen.backends.engine.runner import Chunk
@@ -29,11 +30,14 @@ class House:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.theirs = make(name, folder)
+        self.steps = self.make_steps(folder)
+        self.room = PagedCache(PAGES, share=True)
+
+    def make_steps(self, folder: Path) -> Steps:
         spec = read_config(folder)
         weights = load_weights(folder, spec, device="cpu", dtype=torch.float32)
         cache = KVCache.zeros(spec, PAGES, device="cpu", dtype=torch.float32)
-        self.steps = DeviceSteps(Decoder(spec, weights, MAX_LEN), cache, graphs=False)
-        self.room = PagedCache(PAGES, share=True)
+        return DeviceSteps(Decoder(spec, weights, MAX_LEN), cache, graphs=False)
 
     def admit(self, tokens: list[int]) -> Sequence:
         seq = Sequence(

@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 from fake_runner import END, VOCAB, FakeRunner, generate
 
+from localgen.backends.engine import stats
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.runner import Chunk, NoRoom, Sampled, StepFailed
@@ -36,6 +37,9 @@ class LetterTokenizer:
     def encode(self, text: str) -> list[int]:
         return [1 + ord(letter) % (VOCAB - 1) for letter in text]
 
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def piece(self, token: int) -> bytes:
         return bytes([ord("a") + token % 26])
 
@@ -58,14 +62,16 @@ class Log:
         self.stats = events.stats or self.stats
 
 
-def make(runner: FakeRunner, log: Log, *, max_queue: int = 100) -> Engine:
+def make(
+    runner: FakeRunner, log: Log, *, max_queue: int = 100, itl_target_ms: float = 1e9
+) -> Engine:
     intake = Intake(
         limits=runner.limits,
         tokenizer=LetterTokenizer(),
         template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
         defaults=SamplingParams(),
     )
-    return Engine(runner, intake, itl_target_ms=1e9, max_queue=max_queue, publish=log)
+    return Engine(runner, intake, itl_target_ms=itl_target_ms, max_queue=max_queue, publish=log)
 
 
 def run_until_ended(engine: Engine, log: Log, count: int) -> None:
@@ -272,3 +278,14 @@ def test_stop_leaves_the_loop() -> None:
     engine.stop()
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def test_figures_of_the_last_minute_are_looked_at_now_and_then() -> None:
+    window = stats.Window()
+    for value in range(stats.FEW_SAMPLES):
+        window.add(10.0, float(-value))
+    assert window.values(10.0)[0] == 1.0 - stats.FEW_SAMPLES
+    window.add(10.1, -1000.0)
+    assert window.values(10.5)[0] == 1.0 - stats.FEW_SAMPLES
+    assert window.values(11.0)[0] == -1000.0
+    assert window.values(10.1 + stats.WINDOW_S) == [-1000.0]

@@ -26,10 +26,11 @@ SEPARATE_FLOORS = {4, 1}
 # the process border speaks msgpack and starts whichever runner the model needs
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
 FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
-# loaded by the first request that asks for a grammar
-LIBRARIES_OF = {"localgen.backends.text.grammar": {"llguidance"}} | {
-    module: {"msgspec"} for module in PROCESS_BORDER
-}
+# grammars are loaded by the first request that asks for one
+LIBRARIES_OF = {
+    "localgen.backends.text.grammar": {"llguidance"},
+    "localgen.backends.memory.available": {"psutil"},
+} | {module: {"msgspec"} for module in PROCESS_BORDER}
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 
 

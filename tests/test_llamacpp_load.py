@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import gguf_files as files
+import llama_cpp.llama_cpp as C
 import pytest
 from models import TINY_GGUF, Bench
 
@@ -244,8 +246,32 @@ def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
 # -- other kinds of models --------------------------------------------------------------------
 
 
-def test_a_model_that_makes_embeddings(tmp_path: Path) -> None:
-    assert "text-generating" in refusal(files.bert(tmp_path / "bert.gguf"))
+def test_a_model_that_ranks_texts(tmp_path: Path) -> None:
+    path = files.bert(tmp_path / "rank.gguf", C.LLAMA_POOLING_TYPE_RANK)
+    assert "ranks texts and makes no embeddings" in refusal(path)
+
+
+def test_an_embedding_model_loads_and_refuses_to_chat(tmp_path: Path) -> None:
+    chat = Request(id="r", messages=(Message("user", "hi"),))
+    outcome = engine(files.bert(tmp_path / "bert.gguf"), request=chat)
+    assert outcome.loaded
+    assert not outcome.loaded.info.generates
+    assert outcome.loaded.info.embedding_width == 32
+    (end,) = outcome.ends
+    assert isinstance(end, Failed)
+    assert end.code == "invalid_request"
+    assert "only makes embeddings" in end.message
+
+
+def test_an_embedding_model_of_nan(tmp_path: Path) -> None:
+    path = files.bert(tmp_path / "nan.gguf")
+    reader = gguf.GGUFReader(path)
+    (norm,) = [t for t in reader.tensors if t.name == "token_embd_norm.weight"]
+    content = bytearray(path.read_bytes())
+    begin = int(norm.data_offset)
+    content[begin : begin + int(norm.n_bytes)] = b"\xff" * int(norm.n_bytes)
+    path.write_bytes(content)
+    assert "not numbers" in refusal(path)
 
 
 def test_a_model_without_vocabulary(tmp_path: Path) -> None:
@@ -388,6 +414,46 @@ def test_parts_need_a_cache_that_can_be_copied(
     assert error.param == "kv_unified"
     assert TINY_GGUF.name in error.message
     assert why in error.message
+
+
+@pytest.mark.parametrize(
+    ("given", "in_parts"),
+    [
+        ({"parallel": 3, "ctx": 300}, True),
+        ({"parallel": 3, "ctx": 300, "kv_unified": True}, False),
+        ({"parallel": 3, "ctx": 300, "kv_tokens": 900}, False),
+        ({"parallel": 3}, False),
+        ({"ctx": 300}, False),
+    ],
+)
+def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: bool) -> None:
+    model = load(wire.Load("tiny", str(TINY_GGUF), LoadOptions(**given)), lambda share: None)
+    model.runner.close()
+    assert model.info.options.kv_unified is not in_parts
+    said = [note for note in model.info.notes if "--kv-unified" in note]
+    assert said == ["the KV cache is in 3 parts of 300 tokens; --kv-unified shares one pool"] * (
+        in_parts
+    )
+
+
+def test_no_parts_where_they_do_not_fit() -> None:
+    options = LoadOptions(parallel=32, ctx=2048)
+    for memory, unified in ((1 << 30, False), (200 << 20, True)):
+        request = wire.Load("tiny", str(TINY_GGUF), options, memory_bytes=memory)
+        model = load(request, lambda share: None)
+        model.runner.close()
+        assert model.info.options.kv_unified is unified
+
+
+@pytest.mark.parametrize("kind", ["has_window", "is_recurrent"])
+def test_no_parts_where_a_cache_cannot_be_copied(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(f"localgen.backends.llamacpp.native.Model.{kind}", True)
+    options = LoadOptions(parallel=3, ctx=300)
+    model = load(wire.Load("tiny", str(TINY_GGUF), options), lambda share: None)
+    model.runner.close()
+    assert model.info.options.kv_unified is True
 
 
 def test_a_pool_larger_than_memory() -> None:

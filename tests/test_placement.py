@@ -56,9 +56,25 @@ def test_the_gpu_with_most_room_or_the_one_that_was_asked_for() -> None:
     )
 
 
+def test_several_gpus_are_the_first_ones() -> None:
+    three = replace(ONE, gpus=(H200, replace(H200, index=1), replace(H200, index=2)))
+    found = choose(GGUF, LoadOptions(tp=2), three, 200 << 30)
+    assert (found.backend, found.gpus) == ("cuda", three.gpus[:2])
+    assert [found.uses(gpu) for gpu in (*three.gpus, None)] == [True, True, False, False]
+    one = choose(FOLDER, LoadOptions(tp=1), three, NEED)
+    assert len(one.gpus) == 1
+
+
 @pytest.mark.parametrize(
     ("file", "asked", "there", "message"),
     [
+        (FOLDER, LoadOptions(tp=2), ONE, "--tp 2 needs 2 GPUs, there is 1"),
+        (
+            FOLDER,
+            LoadOptions(tp=2, device="cuda:1"),
+            replace(ONE, gpus=(H200, H200)),
+            "--tp 2 takes the first 2 GPUs: leave out --device cuda:1",
+        ),
         (FOLDER, LoadOptions(), NOTHING, "which only the cuda backend runs, and no NVIDIA GPU"),
         (FOLDER, LoadOptions(backend="llamacpp"), ONE, "llama.cpp runs .gguf files"),
         (GGUF, LoadOptions(backend="cuda"), NOTHING, "no NVIDIA GPU was found: --backend llamacpp"),
@@ -94,3 +110,4 @@ def test_what_cannot_be_says_why(
 def test_the_cuda_backend_on_the_cpu_needs_no_gpu() -> None:
     found = choose(FOLDER, LoadOptions(backend="cuda", device="cpu"), NOTHING, NEED)
     assert (found.backend, found.gpu) == ("cuda", None)
+    assert choose(FOLDER, LoadOptions(tp=2, device="cpu"), NOTHING, NEED).backend == "cuda"

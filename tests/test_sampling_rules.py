@@ -52,6 +52,9 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return [ord(character) % VOCAB for character in text]
 
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def piece(self, token: int) -> bytes:
         return bytes([token])
 
@@ -92,7 +95,7 @@ def refusal(**asked: Any) -> InvalidRequest:
 
 def test_every_number_has_a_rule() -> None:
     """A field added to SamplingParams must be bounded here or be known not to be a number."""
-    others = {"dry_sequence_breakers", "logit_bias", "seed", "logprobs", "max_tokens"}
+    others = {"dry_sequence_breakers", "logit_bias", "seed", "logprobs", "max_tokens", "min_tokens"}
     others |= {"stop", "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar"}
     assert {field.name for field in fields(SamplingParams)} == {*EDGES, *UNBOUNDED} | others
 
@@ -226,6 +229,8 @@ def test_what_a_backend_cannot_do_is_refused_unless_it_is_off() -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"),
         ({"stop": ("x",) * (MAX_STOP_STRINGS + 1)}, "stop"),

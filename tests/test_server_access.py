@@ -220,6 +220,24 @@ def test_requests_a_minute() -> None:
         assert opened.http.get("/v1/models", headers=AUTH).status_code == 200
 
 
+def test_a_refusal_is_read_even_if_the_body_comes_late(open_door: Door) -> None:
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 9000\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", open_door.port), timeout=10) as sock:
+        sock.sendall(head)
+        time.sleep(0.2)
+        sock.sendall(b" " * 9000)
+        time.sleep(0.2)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 403")
+
+
+def test_a_refusal_does_not_wait_for_a_body(open_door: Door) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 9000\r\n"
+    assert open_door.raw(head + b"\r\n").startswith(b"HTTP/1.1 403")
+    assert open_door.raw(head + b"Expect: 100-continue\r\n\r\n").startswith(b"HTTP/1.1 403")
+
+
 def test_tokens_a_minute() -> None:
     with door(keys=[KEY], rate_limit=[None, 10]) as opened:
         assert opened.chat("word " * 30, **AUTH).status_code == 200

@@ -17,7 +17,10 @@ import psutil
 import pytest
 from serving import MANY_WORDS, House, house, in_thread, wait_until
 
-from localgen.server.memory import estimate
+from localgen.planning.footprint import footprint
+
+# what a model needs at least, however small its file
+LEAST = footprint(0, None).need_bytes()
 
 
 @pytest.fixture
@@ -111,10 +114,10 @@ def test_swap_by_lru(served: House) -> None:
     served.settings = type(served.settings)(
         runtime_dir=served.settings.runtime_dir,
         state_dir=served.settings.state_dir,
-        memory_limit=estimate(0) * 2 + 10_000_000,
+        memory_limit=LEAST * 2 + 10_000_000,
     )
     served.start()
-    kv = {"kv_bytes": estimate(0)}
+    kv = {"kv_bytes": LEAST}
     a, b, c = (served.model(name, token_s=0.02, **kv) for name in "abc")
     for model in (a, b, a):
         served.chat(model, "x")

@@ -213,8 +213,8 @@ def test_results_go_back_to_the_model(bench_of: Callable[[str], Bench]) -> None:
         ),
         ({"tools": (TIME,)}, {"regex": "a"}, "tools", "only one of regex, tools"),
         ({"tools": (TIME,)}, {"ignore_eos": True}, "ignore_eos", "cannot be used with tools"),
-        ({"thinking": False}, {}, "chat_template_kwargs", "leave chat_template_kwargs out"),
-        ({"reasoning_effort": "low"}, {}, "reasoning_effort", "leave reasoning_effort out"),
+        ({"thinking": True}, {}, "chat_template_kwargs", "(chat_template_kwargs): leave it out"),
+        ({"reasoning_effort": "low"}, {}, "reasoning_effort", "(reasoning_effort): leave it out"),
     ],
 )
 def test_what_is_wrong_is_named(

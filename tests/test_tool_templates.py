@@ -201,6 +201,9 @@ def test_control_tokens_count_as_text(tokenizer: HfTokenizer) -> None:
         def encode(self, text: str) -> list[int]:
             return [special[text]] if text in special else tokenizer.encode(text)
 
+        def encode_text(self, text: str) -> list[int]:
+            return self.encode(text)
+
         def piece(self, token: int) -> bytes:
             return b"" if token in special.values() else tokenizer.piece(token)
 

@@ -24,6 +24,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(),
+    bytes: st.binary(),
     type(None): st.none(),
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from localgen.backends.cuda.load import load
 from localgen.backends.engine.process import main
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), load))
+    # without taking down what may wait for a GPU: everything goes with the process
+    os._exit(main(int(sys.argv[1]), load))

@@ -61,6 +61,15 @@ class PagedCache:
         self._published[seq] = len(known)
         return len(known) * PAGE_TOKENS
 
+    def lend(self, seq: Sequence) -> None:
+        """Room for all tokens of `seq`, which shares nothing and of which nothing is kept, until
+        it is released. NoRoom."""
+        needed = pages_for(len(seq.tokens))
+        if not self._has_room(needed):
+            raise NoRoom
+        self._tables[seq] = array("i", self._take(needed))
+        self._published[seq] = 0
+
     def grow(self, seq: Sequence, n: int) -> bool:
         """As ModelRunner.grow; pages that others have too are replaced before they are written."""
         table, done = self._tables[seq], seq.num_computed

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from localgen.backends.cuda.fields import Fields
+from localgen.backends.cuda.sharding import Shard
 from localgen.backends.errors import LoadFailed
 
 _INDEX = "model.safetensors.index.json"
@@ -23,14 +24,16 @@ FLOATS = ("F32", "F16", "BF16")
 class Checkpoint:
     """A context manager: the tensors of one file, or of shards with an index, by name.
 
-    Files are mapped, so on the CPU a tensor that keeps its dtype takes no memory of its own.
+    Files are mapped, so on the CPU a tensor that keeps its dtype takes no memory of its own. Of a
+    shard, tensors and their shapes are what it keeps; nothing else is read.
     Every reader raises LoadFailed naming the file and the tensor.
     """
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device, shard: Shard) -> None:
         """LoadFailed: no weights, a shard is missing, or a file is damaged."""
         self.folder = folder
         self._device = device
+        self._shard = shard
         self._files: dict[str, tuple[Path, Any]] = {}
         self._unread: set[str] = set()
         self._open = ExitStack()
@@ -66,7 +69,9 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
-        return tuple(self._slice(name).get_shape())
+        whole = self._whole_shape(name)
+        cut = self._shard.cut(name, whole)
+        return whole if cut is None else cut.share(whole)
 
     def read(
         self,
@@ -77,23 +82,31 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """A tensor on the device. stored: dtypes it may have in the file; dtype: to convert to."""
-        if self.shape(name) != shape:
-            raise self.refusal(name, f"is of shape {list(self.shape(name))}, not {list(shape)}")
+        whole = self._whole_shape(name)
+        cut = self._shard.cut(name, whole)
+        wanted = shape if cut is None else cut.whole(shape)
+        if whole != wanted:
+            raise self.refusal(name, f"is of shape {list(whole)}, not {list(wanted)}")
         if self.dtype(name) not in stored:
             raise self.refusal(name, f"is of type {self.dtype(name)}, not {' or '.join(stored)}")
         path, file = self._files[name]
         try:
-            tensor: Tensor = file.get_tensor(name)
+            found = file.get_tensor(name) if cut is None else cut.taken(self._slice(name))
         except (SafetensorError, OSError) as error:
             raise LoadFailed(f"{path}: {name} cannot be read: {error}") from None
         self._unread.discard(name)
         # first over, then converted: the device is faster at it and needs no host memory
-        tensor = tensor.to(self._device)
+        tensor: Tensor = found.to(self._device)
+        if not self._shard.counts(name):
+            tensor = torch.zeros_like(tensor)
         return tensor if dtype is None else tensor.to(dtype)
 
     def refusal(self, name: str, reason: str) -> LoadFailed:
         """The error that a tensor cannot be used."""
         return LoadFailed(f"{self._files[name][0]}: {name} {reason}")
+
+    def _whole_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str) -> Any:
         if name not in self._files:

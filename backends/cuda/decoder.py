@@ -15,6 +15,8 @@ from localgen.backends.cuda.kernels.norm import rms_norm
 from localgen.backends.cuda.kernels.rope import HeadNorms, rope_and_store
 from localgen.backends.cuda.linear import gated_linear
 from localgen.backends.cuda.pages import PAGE_TOKENS
+from localgen.backends.cuda.ranks import Ranks
+from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import LayerWeights, Weights
 
@@ -43,10 +45,16 @@ class KVCache:
 
 
 class Decoder:
-    """Weights and the tables that depend on positions alone. max_len: longest sequence."""
+    """Weights and the tables that depend on positions alone. max_len: longest sequence.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, max_len: int) -> None:
+    ranks: those that have the rest of every layer, where spec and weights are those of a shard.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, max_len: int, ranks: Ranks | None = None
+    ) -> None:
         self.spec, self.max_len = spec, max_len
+        self._ranks = ranks or Ranks(Shard(spec))
         self._weights = weights
         device = weights.embed.device
         self._rope = _on(device, spec.rope.table(max_len))
@@ -58,8 +66,18 @@ class Decoder:
 
         out: where to put them.
         """
+        found = self._ranks.whole(self._weights.head(self.states(batch, cache)))
+        logits = found.float() if out is None else out.copy_(found)
+        cap = self.spec.logit_softcap
+        if cap:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    @torch.inference_mode()
+    def states(self, batch: Batch, cache: KVCache) -> Tensor:
+        """What the head sees of the rows in batch.outputs, [outputs, hidden]; fills the cache."""
         spec, weights = self.spec, self._weights
-        hidden = weights.embed[batch.tokens]
+        hidden = self._ranks.embedded(weights.embed, batch.tokens)
         if spec.embed_scale != 1:
             hidden = hidden * torch.tensor(spec.embed_scale, dtype=hidden.dtype)
         residual: Tensor | None = None
@@ -75,11 +93,7 @@ class Decoder:
         rows = batch.outputs
         kept = None if residual is None else residual[rows]
         normed, _ = self._norm(hidden[rows], weights.norm, kept)
-        found = weights.head(normed)
-        logits = found.float() if out is None else out.copy_(found)
-        if spec.logit_softcap:
-            logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
-        return logits
+        return normed
 
     def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return rms_norm(
@@ -109,15 +123,15 @@ class Decoder:
             window=window,
             softcap=spec.attn_softcap,
         )
-        return layer.out(mixed.flatten(1))
+        return self._ranks.sum(layer.out(mixed.flatten(1)))
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         if layer.experts is not None:
             assert self.spec.moe is not None
-            return mixture(x, layer.experts, self.spec.moe, self.spec.activation)
+            return self._ranks.sum(mixture(x, layer.experts, self.spec.moe, self.spec.activation))
         assert layer.gate_up is not None
         assert layer.down is not None
-        return layer.down(gated_linear(layer.gate_up, x, self.spec.activation))
+        return self._ranks.sum(layer.down(gated_linear(layer.gate_up, x, self.spec.activation)))
 
 
 def _on(device: torch.device, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

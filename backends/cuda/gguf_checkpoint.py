@@ -12,6 +12,7 @@ from localgen.backends.cuda.gguf_file import GgufFile
 from localgen.backends.cuda.gguf_spec import read_gguf_spec
 from localgen.backends.cuda.gguf_tensors import GgufTensors
 from localgen.backends.cuda.gguf_tokenizer import read_gguf_tokenizer
+from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.cuda.weights import Weights, build_weights
 from localgen.backends.types import SamplingParams
@@ -56,20 +57,27 @@ class GgufCheckpoint:
         """LoadFailed: there is none, or of a kind that is not supported."""
         return read_gguf_tokenizer(self._file, self.spec.vocab)
 
-    def tensors(self, *, device: torch.device | str, dtype: torch.dtype) -> GgufTensors:
+    def tensors(
+        self, *, device: torch.device | str, dtype: torch.dtype, shard: Shard | None = None
+    ) -> GgufTensors:
         """The Tensors of this file. dtype: of all weights, which are dequantized."""
-        return GgufTensors(self._file, self.spec, device=torch.device(device), dtype=dtype)
+        return GgufTensors(
+            self._file, shard or Shard(self.spec), device=torch.device(device), dtype=dtype
+        )
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """What the model computes in: bfloat16, for a file does not say what it was trained in
         and float16 may overflow; float32 on a CPU, which is slow at both."""
         return torch.float32 if device.type == "cpu" else torch.bfloat16
 
-    def weights(self, device: torch.device | str, dtype: torch.dtype) -> Weights:
+    def weights(
+        self, device: torch.device | str, dtype: torch.dtype, shard: Shard | None = None
+    ) -> Weights:
         """All weights, tensor by tensor straight to the device. LoadFailed, OutOfMemory."""
-        tensors = self.tensors(device=device, dtype=dtype)
+        shard = shard or Shard(self.spec)
+        tensors = self.tensors(device=device, dtype=dtype, shard=shard)
         weights = build_weights(
-            tensors, self.spec, name=str(self.path), device=torch.device(device)
+            tensors, shard.local, name=str(self.path), device=torch.device(device)
         )
         tensors.check_all_read()
         return weights

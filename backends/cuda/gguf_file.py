@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from localgen.backends.cuda.fields import Fields
+from localgen.backends.cuda.sharding import Cut
 from localgen.backends.errors import LoadFailed
 
 if TYPE_CHECKING:
@@ -59,19 +61,29 @@ class GgufFile:
         return tuple(self._entry(name)[1].shape.tolist()[::-1])
 
     def read(
-        self, name: str, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        cut: Cut | None = None,
     ) -> Tensor:
-        """A tensor, dequantized, on the device."""
+        """A tensor, dequantized, on the device; shape: of what is kept of it."""
         _, entry = self._entry(name)
-        if self.shape(name) != shape:
-            raise self.refusal(name, f"is of shape {list(self.shape(name))}, not {list(shape)}")
+        whole = shape if cut is None else cut.whole(shape)
+        if self.shape(name) != whole:
+            raise self.refusal(name, f"is of shape {list(self.shape(name))}, not {list(whole)}")
         kind = entry.tensor_type.name
-        rows = entry.data.reshape(-1, entry.data.shape[-1])
+        rows = _rows(entry.data.reshape(*whole[:-1], -1), cut)
+        columns = cut if cut is not None and cut.axis == len(whole) - 1 else None
         target = torch.empty(rows.shape[0], shape[-1], device=device, dtype=dtype)
-        step = max(1, _CHUNK // shape[-1])
+        step = max(1, _CHUNK // whole[-1])
         try:
             for first in range(0, len(rows), step):
-                target[first : first + step] = _values(rows[first : first + step], kind).to(device)
+                values = _values(rows[first : first + step], kind)
+                values = values if columns is None else replace(columns, axis=1).taken(values)
+                target[first : first + step] = values.to(device)
         except NotImplementedError:
             raise self.refusal(name, f"is of type {kind}, which is not supported") from None
         return target.view(shape)
@@ -98,6 +110,15 @@ class GgufFile:
             raise LoadFailed(
                 f"{self.path} and its parts have {len(self._tensors)} tensors, not {total}"
             )
+
+
+def _rows(data: NDArray[Any], cut: Cut | None) -> NDArray[Any]:
+    """The rows of a tensor that are kept, [rows, bytes]. data: [..., rows, bytes]."""
+    if cut is not None and cut.axis < data.ndim - 1:
+        before = (slice(None),) * cut.axis
+        parts = [data[(*before, kept)] for kept in cut.slices(data.shape[cut.axis])]
+        data = parts[0] if len(parts) == 1 else np.concatenate(parts, cut.axis)
+    return data.reshape(-1, data.shape[-1])
 
 
 def _values(rows: NDArray[Any], kind: str) -> Tensor:

@@ -9,7 +9,7 @@ from localgen.backends.cuda.gguf_file import GgufFile
 from localgen.backends.cuda.gguf_rope import FACTORS
 from localgen.backends.cuda.gguf_spec import architecture
 from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.sharding import Shard
 
 
 class GgufTensors:
@@ -19,12 +19,13 @@ class GgufTensors:
     """
 
     def __init__(
-        self, file: GgufFile, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype
+        self, file: GgufFile, shard: Shard, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         import gguf
 
         self._file = file
-        self._spec = spec
+        self._shard = shard
+        spec = self._spec = shard.local
         self._device = device
         self._dtype = dtype
         name = architecture(file)
@@ -84,7 +85,11 @@ class GgufTensors:
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self._unread.discard(name)
-        return self._file.read(name, shape, device=self._device, dtype=dtype or self._dtype)
+        cut = self._shard.cut(name, self._file.shape(name))
+        read = self._file.read(
+            name, shape, device=self._device, dtype=dtype or self._dtype, cut=cut
+        )
+        return read if self._shard.counts(name) else torch.zeros_like(read)
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,14 @@ class _Buffers:
     pool: Any
 
 
+class TokenSource(Protocol):
+    """Where tokens come from that the host does not know."""
+
+    def fill(self, tokens: Tensor) -> None:
+        """Put them where they belong. tokens: int64, [rows] and what they are padded to."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Latest:
     """Tokens of the step before, on the device: row i continues `tokens[sources[i]]`.
@@ -57,7 +65,7 @@ class Latest:
     sources: Tensor
 
     def fill(self, tokens: Tensor) -> None:
-        """Put them where they belong. tokens: int64, [rows] and what they are padded to."""
+        """As TokenSource.fill."""
         tokens[: len(self.sources)] = self.tokens[self.sources]
 
 
@@ -73,7 +81,7 @@ class DeviceSteps:
         self._captured: dict[Shape, Any] = {}
         self._buffers: _Buffers | None = None
 
-    def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+    def run(self, inputs: StepInputs, latest: TokenSource | None = None) -> Tensor:
         """Logits of the outputs, float32 [outputs, vocab], valid until the next step.
 
         latest: tokens that only the device knows, to be filled in.
@@ -87,7 +95,7 @@ class DeviceSteps:
             return self._eager(on_device(padded, self.device), latest)[: len(inputs.outputs)]
         return self._replay(padded, shape, latest)[: len(inputs.outputs)]
 
-    def _replay(self, padded: StepInputs, shape: Shape, latest: Latest | None) -> Tensor:
+    def _replay(self, padded: StepInputs, shape: Shape, latest: TokenSource | None) -> Tensor:
         buffers = self._buffers = self._buffers or self._allocate(padded)
         packed = pack(padded, pinned=True)
         buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
@@ -112,11 +120,15 @@ class DeviceSteps:
             torch.cuda.graph_pool_handle(),
         )
 
+    def states(self, inputs: StepInputs) -> Tensor:
+        """As Steps.states."""
+        return self.decoder.states(on_device(inputs, self.device), self.cache)
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages of the cache, (source, target) each."""
         self.cache.copy(pairs)
 
-    def _eager(self, batch: Batch, latest: Latest | None) -> Tensor:
+    def _eager(self, batch: Batch, latest: TokenSource | None) -> Tensor:
         if latest is not None:
             latest.fill(batch.tokens)
         return self.decoder.forward(batch, self.cache)

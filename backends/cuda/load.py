@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from localgen.backends.cuda import sizing
+from localgen.backends.cuda import sizing, tensor_parallel
 from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.graphs import DeviceSteps
+from localgen.backends.cuda.embedding import Pooler
 from localgen.backends.cuda.made_up import MadeUpTokenizer
 from localgen.backends.cuda.options import Settings, device_of, settle
-from localgen.backends.cuda.runner import CudaRunner, limits
+from localgen.backends.cuda.pages import pages_for
+from localgen.backends.cuda.runner import CudaRunner, Steps, limits
+from localgen.backends.cuda.sharding import Shard
+from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import ModelSource, open_source
 from localgen.backends.cuda.spec import ModelSpec
-from localgen.backends.cuda.weights import Weights, random_weights
 from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.wire import Load
-from localgen.backends.errors import InvalidRequest, LoadFailed, OutOfMemory
+from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.memory.pool import Size
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import ModelInfo
-
-# a pool that turns out too large is made this much smaller, so often
-_SMALLER, _TRIES = 0.9, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """The pool and the sizes that were possible."""
-
-    pages: KVCache
-    size: sizing.Size
+from localgen.backends.types import MemoryUse, ModelInfo
 
 
 def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
@@ -47,23 +37,20 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     options = settle(request.options, dtype, device)
     tokenizer = _tokenizer(source, options)
     template, template_source = _template(source, tokenizer, options)
-    weights = _weights(source, options, device, dtype)
-    on_progress(1.0)
-    limit = None if request.memory_bytes is None else request.memory_bytes - weights.num_bytes
-    cache = _cache(spec, options, dtype, limit)
-    on_gpu = device.type == "cuda"
+    steps, size, weight_bytes = _compute(source, options, dtype, request.memory_bytes, on_progress)
     runner = CudaRunner(
-        DeviceSteps(Decoder(spec, weights, cache.size.ctx), cache.pages, graphs=on_gpu),
-        PagedCache(cache.size.num_pages, share=options.prefix_cache),
+        steps,
+        PagedCache(pages_for(size.kv_tokens), share=options.prefix_cache),
         limits(
             max_seqs=options.parallel,
             max_batch_tokens=options.max_batch_tokens,
-            max_len=cache.size.ctx,
-            kv_tokens=cache.size.kv_tokens,
+            max_len=size.ctx,
+            kv_tokens=size.kv_tokens,
             share=options.prefix_cache,
         ),
         lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
-        ahead=on_gpu,  # on a CPU nothing waits to be filled
+        ahead=device.type == "cuda",  # on a CPU nothing waits to be filled
+        pooler=Pooler.of_folder(source.path),
     )
     defaults, notes = source.sampling()
     oddities = {
@@ -71,29 +58,34 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         "no chat template came with the model: chat needs --chat-template FILE": not template,
         "computed on the CPU in plain torch, which is slow": device.type == "cpu",
     }
+    kv_bytes = size.kv_tokens * _kv_bytes(spec, options)
     info = ModelInfo(
         name=request.name,
         path=request.path,
         architecture=spec.architecture,
         description=_description(spec, dtype),
         params=spec.num_params,
-        size_bytes=weights.num_bytes,
+        size_bytes=weight_bytes,
         vocab=spec.vocab,
         ctx_train=spec.max_len,
-        ctx=cache.size.ctx,
-        kv_tokens=cache.size.kv_tokens,
+        ctx=size.ctx,
+        kv_tokens=size.kv_tokens,
         max_seqs=options.parallel,
-        kv_bytes=cache.size.kv_tokens * sizing.kv_bytes_per_token(spec, options.cache_dtype),
+        kv_bytes=kv_bytes,
         layers=spec.layers,
         backend="cuda",
         processor="100% CPU" if device.type == "cpu" else "100% GPU",
+        work_bytes=sizing.work_bytes(spec, options, dtype),
+        memory=_memory(weight_bytes, kv_bytes, options, device),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
+        embedding_width=spec.hidden,
         chat_template=template_source,
         sampling=defaults,
-        options=options.with_sizes(cache.size.ctx, cache.size.kv_tokens),
+        options=options.with_sizes(size.ctx, size.kv_tokens),
         notes=(
-            *cache.size.notes,
+            *size.notes,
+            *tensor_parallel.notes(options),
             *source.notes,
             *notes,
             *(note for note, so in oddities.items() if so),
@@ -102,12 +94,41 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=template)
 
 
-def _weights(
-    source: ModelSource, options: Settings, device: torch.device, dtype: torch.dtype
-) -> Weights:
-    if options.dummy:
-        return random_weights(source.spec, device=device, dtype=dtype, seed=0)
-    return source.weights(device, dtype)
+def _memory(weight_bytes: int, kv_bytes: int, options: Settings, device: torch.device) -> MemoryUse:
+    """What is allocated; what steps need comes and goes, and only one GPU's allocator is ours to
+    ask."""
+    if device.type == "cpu" or options.tp > 1:
+        return MemoryUse(weights=weight_bytes, kv=kv_bytes)
+    work = max(0, torch.cuda.memory_reserved(device) - weight_bytes - kv_bytes)
+    return MemoryUse(weights=weight_bytes, kv=kv_bytes, work=work)
+
+
+def _compute(
+    source: ModelSource,
+    options: Settings,
+    dtype: torch.dtype,
+    memory_bytes: int | None,
+    on_progress: Callable[[float], None],
+) -> tuple[Steps, Size, int]:
+    """What computes the model, the sizes that were possible, and the bytes of its weights."""
+    if options.tp > 1:
+        return tensor_parallel.load(source, options, dtype, memory_bytes, on_progress)
+    share = Share(source, options, dtype, Shard(source.spec))
+    on_progress(1.0)
+    limit = None if memory_bytes is None else memory_bytes - share.weight_bytes
+    size = sizing.fit(
+        source.spec,
+        options,
+        free=share.free_bytes(limit),
+        allocate=lambda size: share.allocate(pages_for(size.kv_tokens), size.ctx),
+    )
+    return share.steps, size, share.weight_bytes
+
+
+def _kv_bytes(spec: ModelSpec, options: Settings) -> int:
+    """Of a token in the cache, on all ranks."""
+    local = Shard(spec, 0, options.tp).local
+    return options.tp * sizing.kv_bytes_per_token(local, options.cache_dtype)
 
 
 def _tokenizer(source: ModelSource, options: Settings) -> Tokenizer:
@@ -117,24 +138,6 @@ def _tokenizer(source: ModelSource, options: Settings) -> Tokenizer:
         if options.dummy:  # a config.json is enough then
             return MadeUpTokenizer(source.spec.vocab)
         raise
-
-
-def _cache(spec: ModelSpec, options: Settings, dtype: torch.dtype, limit: int | None) -> Cache:
-    """As large a pool as fits; smaller where the driver's books turn out too good."""
-    device = torch.device(options.device)
-    free = sizing.free_bytes(device, limit) - sizing.work_bytes(spec, options, dtype)
-    for _ in range(_TRIES):
-        size = sizing.choose(spec, options, free=free)
-        try:
-            pages = KVCache.zeros(spec, size.num_pages, device=device, dtype=options.cache_dtype)
-        except torch.OutOfMemoryError:
-            free = int(free * _SMALLER)
-            continue
-        return Cache(pages, size)
-    raise OutOfMemory(
-        f"a KV pool of {size.kv_tokens:,} tokens does not fit on {device}, though "
-        f"{free / 1e9:.1f} GB seemed free: ask for a smaller --kv-tokens"
-    )
 
 
 def _template(

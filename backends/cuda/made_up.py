@@ -73,5 +73,8 @@ class MadeUpTokenizer:
     def encode(self, text: str) -> list[int]:
         return [byte % self.vocab_size for byte in text.encode(errors="replace")]
 
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def piece(self, token: int) -> bytes:
         return bytes([ord("a") + token % 26])

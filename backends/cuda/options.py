@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.memory.defaults import CUDA, CUDA_ON_CPU
 from localgen.backends.types import LoadOptions
 
 # what the cache may be kept in, besides the type of the weights
@@ -18,7 +19,7 @@ CACHE_TYPES = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
-_NAMES = {dtype: name for name, dtype in CACHE_TYPES.items()}
+CACHE_NAMES = {dtype: name for name, dtype in CACHE_TYPES.items()}
 # FP8 numbers are read by kernels from this compute capability on
 _FP8_CAPABILITY = (8, 9)
 
@@ -27,17 +28,19 @@ _FP8_CAPABILITY = (8, 9)
 class Settings:
     """LoadOptions of this backend with nothing left open but the sizes, which need the model.
 
-    device: cuda, cuda:N or cpu. dummy: random weights of the model's shapes.
+    device: cuda, cuda:N or cpu. tp: ranks; on GPUs of their own, device is cuda then. dummy: random
+    weights of the model's shapes.
     """
 
     backend: str = "cuda"
     device: str = "cuda"
     dummy: bool = False
-    parallel: int = 256
-    cache_type_k: str = "bf16"
-    cache_type_v: str = "bf16"
+    tp: int = 1
+    parallel: int = CUDA.parallel
+    cache_type_k: str = CUDA.cache_type
+    cache_type_v: str = CUDA.cache_type
     prefix_cache: bool = True
-    max_batch_tokens: int = 8192
+    max_batch_tokens: int = CUDA.max_batch_tokens
     itl_target_ms: float = 100.0
     max_queue: int = 512
     ctx: int | None = None
@@ -55,8 +58,11 @@ class Settings:
 
 
 _KNOWN = {field.name for field in fields(Settings)}
-# a CPU is a hundredth of a GPU: as the llama.cpp backend has it
-_ON_CPU = {"parallel": 32, "max_batch_tokens": 512, "itl_target_ms": 2000.0}
+_ON_CPU = {
+    "parallel": CUDA_ON_CPU.parallel,
+    "max_batch_tokens": CUDA_ON_CPU.max_batch_tokens,
+    "itl_target_ms": 2000.0,
+}
 
 
 def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Settings:
@@ -68,8 +74,9 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
                 f"{name} is not an option of the cuda backend: leave it out, or --backend llamacpp",
                 param=name,
             )
-    chosen = {"cache_type_k": _NAMES[dtype], "cache_type_v": _NAMES[dtype]}
-    fixed = {"backend": "cuda", "device": str(device)}
+    chosen = {"cache_type_k": CACHE_NAMES[dtype], "cache_type_v": CACHE_NAMES[dtype]}
+    several = device.type == "cuda" and (asked.tp or 1) > 1
+    fixed = {"backend": "cuda", "device": "cuda" if several else str(device)}
     defaults: dict[str, Any] = _ON_CPU if device.type == "cpu" else {}
     settings = Settings(**(defaults | chosen | given | fixed))
     _check(settings, dtype, device)
@@ -77,7 +84,7 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
 
 
 def device_of(asked: LoadOptions) -> torch.device:
-    """The device asked for, or the GPU. InvalidRequest: there is none."""
+    """The device asked for, or the GPU; of several the first. InvalidRequest: there is none."""
     name = asked.device or "cuda"
     try:
         device = torch.device(name)
@@ -93,14 +100,26 @@ def device_of(asked: LoadOptions) -> torch.device:
             "--backend llamacpp, or --device cpu to run it slowly",
             param="device",
         )
-    count = torch.cuda.device_count()
+    count, tp = torch.cuda.device_count(), asked.tp or 1
+    if tp > count:
+        raise InvalidRequest(f"--tp {tp} needs {tp} GPUs, there {_found(count)}", param="tp")
+    if tp > 1 and device.index is not None:
+        raise InvalidRequest(
+            f"--tp {tp} takes the first {tp} GPUs: leave out --device {name}, "
+            "CUDA_VISIBLE_DEVICES says which are first",
+            param="device",
+        )
     if (device.index or 0) >= count:
         raise InvalidRequest(f"device is {name!r}, there are {count} GPUs, from 0", param="device")
     return torch.device("cuda", device.index or 0)
 
 
+def _found(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
 def _check(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
-    for name in ("parallel", "kv_tokens", "max_batch_tokens", "max_queue", "itl_target_ms"):
+    for name in ("tp", "parallel", "kv_tokens", "max_batch_tokens", "max_queue", "itl_target_ms"):
         value = getattr(options, name)
         if value is not None and not value >= 1:  # NaN fails too
             raise InvalidRequest(f"{name} is {value}, it must be at least 1", param=name)
@@ -114,7 +133,7 @@ def _check(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _check_cache(options: Settings, dtype: torch.dtype, device: torch.device) -> None:
-    known = (_NAMES[dtype], "int8", "fp8")
+    known = (CACHE_NAMES[dtype], "int8", "fp8")
     for name in ("cache_type_k", "cache_type_v"):
         value = getattr(options, name)
         if value not in known:

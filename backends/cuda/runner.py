@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from localgen.backends.cuda.batch import StepInputs, arrange
 from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.embedding import Pooler, embed
 from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.lookahead import Lookahead, can_go_on, looks_back, next_inputs
 from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose, logprobs
 from localgen.backends.engine.runner import (
     Chunk,
+    EmbedSlice,
     Limits,
     NoRoom,
     PoolUsage,
@@ -36,6 +38,10 @@ class Steps(Protocol):
 
     def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
         """Logits of the outputs, float32 [outputs, vocab], valid until the next step."""
+        ...
+
+    def states(self, inputs: StepInputs) -> Tensor:
+        """Hidden states of the outputs after the last norm, [outputs, hidden]."""
         ...
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -64,6 +70,7 @@ class CudaRunner:
     """Owns the weights and the cache of one model. See ModelRunner for the calls.
 
     text: what a token says, for logprobs. ahead: whether to launch steps before they are asked for.
+    pooler: how texts become vectors.
     """
 
     def __init__(
@@ -74,7 +81,9 @@ class CudaRunner:
         text: Callable[[int], str],
         *,
         ahead: bool,
+        pooler: Pooler,
     ) -> None:
+        self._pooler = pooler
         self._steps, self._text, self._looks_ahead = steps, text, ahead
         self._ahead: Lookahead | None = None
         self.room = room
@@ -179,7 +188,7 @@ class CudaRunner:
         sources = torch.tensor([row for _, row in going])
         logits = self._steps.run(inputs, Latest(tokens, sources.to(tokens.device)))
         # with the token that only the device knows there is one more before it; none looks at it
-        chosen = [Row(c.seq.params, range(c.start + 2)) for c in next_chunks]
+        chosen = [Row(c.seq.params, range(c.start + 2), c.seq.barred(1)) for c in next_chunks]
         starts = {chunk.seq: chunk.start + 1 for chunk in next_chunks}
         self._ahead = Lookahead(choose(logits, chosen), starts)
 
@@ -230,6 +239,12 @@ class CudaRunner:
             row += count
         return said
 
+    def embed(
+        self, inputs: list[list[int]], most: Callable[[], int]
+    ) -> Generator[EmbedSlice, None, None]:
+        """As Embedder.embed."""
+        return embed(self._steps, self.room, self._pooler, inputs, most)
+
     def close(self) -> None:
         """As ModelRunner.close."""
         self._ahead = None
@@ -240,10 +255,14 @@ def _rows(chunk: Chunk) -> list[Row]:
     """The positions of a chunk that are sampled, each with all that comes before it."""
     seq, end = chunk.seq, chunk.start + len(chunk)
     lengths = range(end - chunk.num_drafts, end + 1)
-    if not looks_back(seq.params):  # only their number counts
-        return [Row(seq.params, range(length)) for length in lengths]
-    known = seq.tokens[: chunk.start] + chunk.tokens
-    return [Row(seq.params, known[:length]) for length in lengths]
+    known: Seq[int] = range(end)  # only their number counts
+    if looks_back(seq.params):
+        known = seq.tokens[: chunk.start] + chunk.tokens
+    return [
+        # a grammar sees to that itself: it may leave nothing but the end
+        Row(seq.params, known[:length], frozenset() if seq.matcher else seq.barred(ahead))
+        for ahead, length in enumerate(lengths)
+    ]
 
 
 def _held(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
@@ -254,7 +273,8 @@ def _held(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
         if count and chunk.seq.matcher is not None:
             held = logits.clone() if held is logits else held
             drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
-            banned = torch.from_numpy(~np.stack(chunk.seq.matcher.ahead(drafts)))
+            allowed = chunk.seq.matcher.ahead(drafts, chunk.seq.barred)
+            banned = torch.from_numpy(~np.stack(allowed))
             held[row : row + count].masked_fill_(banned.to(held.device), -torch.inf)
         row += count
     return held

@@ -6,6 +6,7 @@ same settings mean the same on both backends. Same seed, same text, whatever els
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,10 +49,11 @@ Block = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A position to sample. history: all tokens before it."""
+    """A position to sample. history: all tokens before it. barred: tokens that may not be drawn."""
 
     params: SamplingParams
     history: Sequence[int]
+    barred: frozenset[int] = frozenset()
 
     @property
     def is_greedy(self) -> bool:
@@ -101,7 +103,7 @@ def _edits(rows: Sequence[Row]) -> list[Block]:
     found = [
         (index, *change)
         for index, row in enumerate(rows)
-        if row.params.logit_bias or _penalizes(row.params)
+        if row.params.logit_bias or row.barred or _penalizes(row.params)
         for change in _changed(row)
     ]
     columns = zip(*found, strict=True) if found else ((),) * 4
@@ -117,6 +119,8 @@ def _changed(row: Row) -> list[tuple[int, int, float]]:
         last_n = params.repeat_last_n
         seen.update(row.history if last_n < 0 else row.history[-last_n:])
     biases = params.logit_bias
+    if row.barred:
+        biases = biases | dict.fromkeys(row.barred, -math.inf)
     if not biases:
         return [(token, count, 0.0) for token, count in seen.items()]
     return [(token, seen[token], biases.get(token, 0.0)) for token in seen.keys() | biases.keys()]

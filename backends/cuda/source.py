@@ -9,6 +9,7 @@ import torch
 
 from localgen.backends.cuda.defaults import defaults_of
 from localgen.backends.cuda.fields import Fields
+from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.cuda.tokenizer import HfTokenizer, chat_template, optional_json
 from localgen.backends.cuda.weights import Weights, load_weights
@@ -31,8 +32,10 @@ class ModelSource(Protocol):
         """What the model computes in on this device."""
         ...
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
-        """Read all of them. LoadFailed, OutOfMemory."""
+    def weights(
+        self, device: torch.device, dtype: torch.dtype, shard: Shard | None = None
+    ) -> Weights:
+        """Read all of them, or those of a shard. LoadFailed, OutOfMemory."""
         ...
 
     def tokenizer(self) -> HfTokenizer:
@@ -78,8 +81,10 @@ class HfFolder:
         name = config.get("dtype", config.get("torch_dtype"))
         return torch.float16 if name == "float16" else torch.bfloat16
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
-        return load_weights(self.path, self.spec, device=device, dtype=dtype)
+    def weights(
+        self, device: torch.device, dtype: torch.dtype, shard: Shard | None = None
+    ) -> Weights:
+        return load_weights(self.path, self.spec, device=device, dtype=dtype, shard=shard)
 
     def tokenizer(self) -> HfTokenizer:
         return HfTokenizer.of_folder(self.path, self.spec.vocab)

@@ -117,7 +117,8 @@ class StoredTensors:
             return None
         g_idx = self._checkpoint.read(name, (ins,), stored=("I32", "I64"))
         try:
-            return group_order(g_idx, groups)
+            # those of a shard go on where the rank before ends
+            return group_order(g_idx - g_idx.min(), groups)
         except ValueError as error:
             raise self._checkpoint.refusal(name, str(error)) from None
 

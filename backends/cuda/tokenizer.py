@@ -78,11 +78,18 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """As Tokenizer.encode. InvalidRequest for text that has no UTF-8 form."""
+        return self._encode(text, add_special=False)
+
+    def encode_text(self, text: str) -> list[int]:
+        """As Tokenizer.encode_text. InvalidRequest for text that has no UTF-8 form."""
+        return self._encode(text, add_special=True)
+
+    def _encode(self, text: str, *, add_special: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         if self._add_bos and ids[:1] != [self._bos_id]:
             assert self._bos_id is not None
             ids.insert(0, self._bos_id)

@@ -13,6 +13,7 @@ from torch import Tensor
 from localgen.backends.cuda.checkpoint import Checkpoint
 from localgen.backends.cuda.linear import DenseLinear, Linear, join
 from localgen.backends.cuda.made_up import MadeUpTensors
+from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.stored import StoredTensors
 from localgen.backends.errors import OutOfMemory
@@ -81,17 +82,24 @@ class Tensors(Protocol):
 
 
 def load_weights(
-    folder: Path, spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    shard: Shard | None = None,
 ) -> Weights:
     """The weights of a Hugging Face folder, tensor by tensor straight to the device.
 
-    dtype: of all that is not quantized. LoadFailed: a file is missing or damaged, or a tensor is
-    missing, of the wrong shape or type, or not part of such a model. OutOfMemory.
+    dtype: of all that is not quantized. shard: what to read; None: all. LoadFailed: a file is
+    missing or damaged, or a tensor is missing, of the wrong shape or type, or not part of such a
+    model. OutOfMemory.
     """
     device = torch.device(device)
-    with Checkpoint(folder, device) as checkpoint:
-        tensors = StoredTensors(checkpoint, spec, dtype)
-        weights = build_weights(tensors, spec, name=str(folder), device=device)
+    shard = shard or Shard(spec)
+    with Checkpoint(folder, device, shard) as checkpoint:
+        tensors = StoredTensors(checkpoint, shard.local, dtype)
+        weights = build_weights(tensors, shard.local, name=str(folder), device=device)
         tensors.check_all_read()
     return weights
 

@@ -49,7 +49,9 @@ class Answer:
                 new = self._detokenizer.feed(self._piece(token))
                 if self.seq.reader is not None:
                     new = self._content(self.seq.reader.feed(new))
-                text.append(self._matcher.feed(new))
+                # what comes before min_tokens is no part of a stop string
+                early = self.num_tokens <= self.seq.params.min_tokens
+                text.append(new if early else self._matcher.feed(new))
         self._logprobs += output.logprobs
         if output.reason and self.stopped is None:
             text.append(self._held_back())

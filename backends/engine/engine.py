@@ -11,13 +11,22 @@ from dataclasses import dataclass
 
 from localgen.backends.engine.answer import Answer
 from localgen.backends.engine.budget import TokenBudget
+from localgen.backends.engine.embedding import Embeddings, Texts
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepFailed, StepResult
 from localgen.backends.engine.scheduler import Output, Scheduler
 from localgen.backends.engine.sequence import Sequence, State
 from localgen.backends.engine.stats import Stats, finished
 from localgen.backends.errors import LocalgenError
-from localgen.backends.types import Delta, Failed, Finished, Request, StepEvents
+from localgen.backends.types import (
+    Delta,
+    Embedded,
+    EmbedRequest,
+    Failed,
+    Finished,
+    Request,
+    StepEvents,
+)
 
 STATS_INTERVAL_S = 0.25
 # while nothing happens, what is said of the last minute ages
@@ -34,7 +43,7 @@ class _Stop:
     pass
 
 
-_Mail = Sequence | _Cancel | Failed | Finished | _Stop
+_Mail = Sequence | Texts | _Cancel | Failed | Finished | _Stop
 
 
 class Engine:
@@ -57,6 +66,7 @@ class Engine:
         self._publish = publish
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
         self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
+        self._embeddings = Embeddings(runner, itl_target_ms=itl_target_ms, max_queue=max_queue)
         self._stats = Stats()
         self._stats_at_s = 0.0
         self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
@@ -66,8 +76,10 @@ class Engine:
         self._deltas: list[Delta] = []
         self._finished: list[Finished] = []
         self._failed: list[Failed] = []
-        # a thread of its own, so that a long prompt delays neither the loop nor a cancel
+        # threads of their own, so that a long prompt delays neither the loop nor a cancel, and
+        # thousands of texts no prompt
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="intake")
+        self._text_preparer = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._preparing: set[str] = set()
         self._preparing_lock = threading.Lock()
 
@@ -78,6 +90,12 @@ class Engine:
         with self._preparing_lock:
             self._preparing.add(request.id)
         self._preparer.submit(self._prepare, request)
+
+    def embed(self, request: EmbedRequest) -> None:
+        """Take a request for vectors; it ends in exactly one Embedded or Failed."""
+        with self._preparing_lock:
+            self._preparing.add(request.id)
+        self._text_preparer.submit(self._prepare, request)
 
     def cancel(self, request_id: str) -> None:
         """End a request within one step. Unknown ids are ignored."""
@@ -91,10 +109,13 @@ class Engine:
         """Leave `run` after the step in flight."""
         self._inbox.put(_Stop())
 
-    def _prepare(self, request: Request) -> None:
+    def _prepare(self, request: Request | EmbedRequest) -> None:
         mail: _Mail
         try:
-            mail = self._intake.prepare(request)
+            if isinstance(request, Request):
+                mail = self._intake.prepare(request)
+            else:
+                mail = self._intake.texts(request)
         except LocalgenError as error:
             mail = Failed(request.id, error.code, error.message, error.param)
         except Exception as error:  # a request must end, whatever our bug
@@ -102,6 +123,8 @@ class Engine:
         with self._preparing_lock:
             if request.id not in self._preparing and isinstance(mail, Sequence):
                 mail = finished(mail, "cancelled", stop=None, completion_tokens=0)
+            if request.id not in self._preparing and isinstance(mail, Texts):
+                mail = Failed(request.id, "cancelled", "the request was cancelled")
             self._preparing.discard(request.id)
             self._inbox.put(mail)
 
@@ -118,6 +141,7 @@ class Engine:
             raise
         finally:
             self._preparer.shutdown(wait=False, cancel_futures=True)
+            self._text_preparer.shutdown(wait=False, cancel_futures=True)
 
     def step(self, *, wait: bool) -> bool:
         """One turn of the loop; wait: sleep while there is nothing to do. False: told to stop."""
@@ -126,8 +150,9 @@ class Engine:
             return False
         chunks = self._scheduler.plan()
         if not chunks:
-            self._refuse_unplaceable()
-            self._flush(idle=True)
+            if not self._embed(decoding=0):
+                self._refuse_unplaceable()
+            self._flush(idle=not self._embeddings.has_work)
             return True
         started_s = time.monotonic()
         ticket = self._runner.launch(chunks)
@@ -138,6 +163,15 @@ class Engine:
             self._make_room()
             return True
         self._apply(chunks, result, started_s)
+        self._embed(decoding=sum(seq.is_decoding for seq in self._scheduler.running))
+        return True
+
+    def _embed(self, *, decoding: int) -> bool:
+        """Compute a slice of the texts that wait for vectors; whether any waited."""
+        if not self._embeddings.has_work:
+            return False
+        most = self._budget.tokens(decoding)
+        self._scheduler.counters.prompt_tokens += self._embeddings.turn(beside=decoding, most=most)
         return True
 
     def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
@@ -149,7 +183,8 @@ class Engine:
 
     def _receive(self, *, wait: bool) -> bool:
         """Read the inbox; False: told to stop."""
-        idle = not (self._scheduler.has_work or self._unpublished)
+        busy = self._scheduler.has_work or self._embeddings.has_work
+        idle = not (busy or self._unpublished)
         try:
             while True:
                 mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_S)
@@ -160,14 +195,17 @@ class Engine:
         except queue.Empty:
             return True
 
-    def _open(self, mail: Sequence | _Cancel | Failed | Finished) -> None:
+    def _open(self, mail: Sequence | Texts | _Cancel | Failed | Finished) -> None:
         match mail:
             case Sequence():
                 self._accept(mail)
+            case Texts():
+                self._accept_texts(mail)
             case _Cancel(request_id):
                 seq = self._scheduler.get(request_id)
                 if seq:
                     self._cancel(seq)
+                self._embeddings.cancel(request_id)
             case Failed():
                 self._failed.append(mail)
                 self._stats.ended(mail.request_id, "error")
@@ -182,6 +220,13 @@ class Engine:
             self._fail(seq, error.code, error.message)
         else:
             self._answers[seq.id] = Answer(seq, self._intake.tokenizer)
+
+    def _accept_texts(self, texts: Texts) -> None:
+        try:
+            self._embeddings.submit(texts)
+        except LocalgenError as error:
+            self._failed.append(Failed(texts.id, error.code, error.message, error.param))
+            self._stats.ended(texts.id, "error")
 
     def _cancel(self, seq: Sequence) -> None:
         self._scheduler.end(seq)
@@ -225,6 +270,7 @@ class Engine:
         for seq in [*self._scheduler.running, *self._scheduler.queue]:
             if seq.id in self._answers:
                 self._fail(seq, "engine_died", why)
+        self._embeddings.fail_all("engine_died", why)
         self._flush(idle=True)
 
     def _fail(self, seq: Sequence, code: str, message: str) -> None:
@@ -259,6 +305,7 @@ class Engine:
         for output in self._unpublished:
             self._say(output)
         self._unpublished.clear()
+        embedded = self._take_embedded()
         now_s = time.monotonic()
         snapshot = None
         if idle or now_s - self._stats_at_s >= STATS_INTERVAL_S:
@@ -266,10 +313,29 @@ class Engine:
                 now_s, self._scheduler, self._runner.usage(), self._budget.tokens(1)
             )
             self._stats_at_s = now_s
-        if self._deltas or self._finished or self._failed or snapshot:
+        if self._deltas or self._finished or self._failed or snapshot or embedded:
             self._publish(
                 StepEvents(
-                    tuple(self._deltas), tuple(self._finished), tuple(self._failed), snapshot
+                    tuple(self._deltas),
+                    tuple(self._finished),
+                    tuple(self._failed),
+                    snapshot,
+                    embedded,
                 )
             )
             self._deltas, self._finished, self._failed = [], [], []
+
+    def _take_embedded(self) -> tuple[Embedded, ...]:
+        """The vectors that are done; what went wrong with others joins the failures."""
+        ended, self._embeddings.ended = self._embeddings.ended, []
+        for end in ended:
+            if isinstance(end, Failed):
+                self._failed.append(end)
+                self._stats.ended(end.request_id, _reason(end))
+            else:
+                self._stats.ended(end.request_id, "embedded")
+        return tuple(end for end in ended if isinstance(end, Embedded))
+
+
+def _reason(end: Failed) -> str:
+    return end.code if end.code == "cancelled" else "error"

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from localgen.backends.engine import sampling
+from localgen.backends.engine.embedding import Texts
 from localgen.backends.engine.runner import Limits
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import ContextExceeded, InvalidRequest
@@ -14,7 +15,7 @@ from localgen.backends.text.dialect import Dialect, Opening
 from localgen.backends.text.grammar import Grammars
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import BASE_SAMPLING, Request, SamplingParams
+from localgen.backends.types import BASE_SAMPLING, EmbedRequest, Request, SamplingParams
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
@@ -43,12 +44,19 @@ class Intake:
     def prepare(self, request: Request) -> Sequence:
         """A new sequence. InvalidRequest, ContextExceeded."""
         started_s = time.monotonic()
+        if not self.limits.generates:
+            raise InvalidRequest(
+                "this model only makes embeddings and cannot write an answer: "
+                "ask another model, or POST /v1/embeddings",
+                param="model",
+            )
         params = self._params(request.params)
         sampling.check(params)
         ctx = self._ctx(request.ctx)
         opening = self._opening(request)
         tokens = self._tokens(request, opening, ctx)
         self._fits(len(tokens), ctx)
+        self._can_be_long(len(tokens), params.min_tokens, ctx)
         wanted = ctx if params.max_tokens is None else len(tokens) + params.max_tokens
         ends = frozenset() if params.ignore_eos else self.tokenizer.end_ids
         return Sequence(
@@ -68,6 +76,44 @@ class Intake:
             template_ms=(time.monotonic() - started_s) * 1e3,
         )
 
+    def texts(self, request: EmbedRequest) -> Texts:
+        """The tokens of its inputs. InvalidRequest, ContextExceeded."""
+        started_s = time.monotonic()
+        if not request.inputs:
+            raise InvalidRequest("input is empty: give a text", param="input")
+        one = len(request.inputs) == 1
+        inputs = [
+            self._text(given, "input" if one else f"input[{at}]")
+            for at, given in enumerate(request.inputs)
+        ]
+        return Texts(
+            id=request.id,
+            inputs=inputs,
+            arrived_s=request.arrived_s or started_s,
+            tokenize_ms=(time.monotonic() - started_s) * 1e3,
+        )
+
+    def _text(self, given: str | tuple[int, ...], place: str) -> list[int]:
+        """The tokens of one input, which is called `place`."""
+        most = self.limits.max_len
+        if len(given) > most * (MAX_CHARS_PER_TOKEN if isinstance(given, str) else 1):
+            what = "characters" if isinstance(given, str) else "tokens"
+            raise ContextExceeded(
+                f"{place} is {len(given):,} {what}, the context is {most:,} tokens: shorten it",
+                param=place,
+            )
+        if isinstance(given, str):
+            tokens = self.tokenizer.encode_text(given) if given else []
+        else:
+            tokens = list(given)
+        tokens = self._checked(tokens, place)
+        if len(tokens) > most:
+            raise ContextExceeded(
+                f"{place} is {len(tokens):,} tokens, the context is {most:,}: shorten it",
+                param=place,
+            )
+        return tokens
+
     def _params(self, asked: SamplingParams) -> SamplingParams:
         """The settings in force, none of them None."""
         sampling.check_asked(asked)
@@ -77,6 +123,14 @@ class Intake:
         params = asked.with_defaults(self.defaults).with_defaults(BASE_SAMPLING)
         if params.max_tokens is not None and params.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if params.min_tokens < 0:
+            raise InvalidRequest("min_tokens must be at least 0", param="min_tokens")
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {params.min_tokens:,}, more than max_tokens, which is "
+                f"{params.max_tokens:,}: lower it",
+                param="min_tokens",
+            )
         if len(params.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"more than {MAX_STOP_STRINGS} stop strings", param="stop")
         if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
@@ -130,13 +184,14 @@ class Intake:
                 param=param,
             )
 
-    def _checked(self, tokens: list[int]) -> list[int]:
+    def _checked(self, tokens: list[int], place: str = "prompt") -> list[int]:
+        named = "the prompt" if place == "prompt" else place
         if not tokens:
-            raise InvalidRequest("the prompt is empty", param="prompt")
+            raise InvalidRequest(f"{named} is empty", param=place)
         if min(tokens) < 0 or max(tokens) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
-                f"a prompt token is outside the vocabulary of {self.tokenizer.vocab_size}",
-                param="prompt",
+                f"a token of {named} is outside the vocabulary of {self.tokenizer.vocab_size}",
+                param=place,
             )
         return tokens
 
@@ -159,4 +214,12 @@ class Intake:
                 f"the prompt is {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
                 f"the answer too: shorten the prompt{remedy}",
                 param="messages",
+            )
+
+    def _can_be_long(self, prompt_tokens: int, min_tokens: int, ctx: int) -> None:
+        if prompt_tokens + min_tokens > ctx:
+            raise ContextExceeded(
+                f"the prompt is {prompt_tokens:,} tokens and min_tokens {min_tokens:,}, "
+                f"the context is {ctx:,}: lower min_tokens, or shorten the prompt",
+                param="min_tokens",
             )

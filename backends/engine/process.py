@@ -103,6 +103,8 @@ class _Process:
                 match message:
                     case wire.Submit(request):
                         self._engine.submit(request)
+                    case wire.Embed(texts):
+                        self._engine.embed(texts)
                     case wire.Cancel(request_id):
                         self._engine.cancel(request_id)
                     case _:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
@@ -18,7 +22,8 @@ class Limits:
     max_outputs: positions sampled in one step. max_len: tokens in one sequence.
     kv_tokens: tokens in the pool, at least max_len. can_rewind: the cache can be cut back
     and shared; without it there are no drafts and no prefix reuse. unsupported: fields of
-    SamplingParams that this runner cannot honour; asking for them is an error.
+    SamplingParams that this runner cannot honour; asking for them is an error. generates: whether
+    the model can write an answer; a pure embedding model cannot.
     """
 
     max_seqs: int
@@ -28,6 +33,7 @@ class Limits:
     kv_tokens: int
     can_rewind: bool
     unsupported: frozenset[str] = frozenset()
+    generates: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,18 @@ class PoolUsage:
 
 
 StepResult = list[Sampled]
+Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedSlice:
+    """Tokens of texts that were computed in one go; with the last of them, the vectors.
+
+    vectors: [inputs, width], of any length.
+    """
+
+    tokens: int
+    vectors: Vectors | None = None
 
 
 class NoRoom(Exception):
@@ -95,7 +113,10 @@ class ModelRunner(Protocol):
         ...
 
     def launch(self, chunks: Seq[Chunk]) -> Any:
-        """Start a step; returns a ticket for collect. The chunks fit the limits."""
+        """Start a step; returns a ticket for collect. The chunks fit the limits.
+
+        What Sequence.barred and a sequence's grammar rule out is not sampled.
+        """
         ...
 
     def collect(self, ticket: Any) -> StepResult:
@@ -116,4 +137,21 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Free everything. No call may follow."""
+        ...
+
+
+@runtime_checkable
+class Embedder(Protocol):
+    """What a ModelRunner can do besides, where its model's states can be read."""
+
+    def embed(
+        self, inputs: list[list[int]], most: Callable[[], int]
+    ) -> Generator[EmbedSlice, None, None]:
+        """Vectors of inputs of at most max_len tokens each, slice by slice.
+
+        Between slices steps may be computed, but none may be in flight when the next slice is
+        asked for. most: tokens of a slice, as far as a text can be cut. Closing the generator ends
+        it early; what it holds of the pool is given back when it ends. The first slice may raise
+        NoRoom. StepFailed, LocalgenError.
+        """
         ...

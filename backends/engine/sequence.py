@@ -9,6 +9,8 @@ from localgen.backends.text.grammar import Matcher
 from localgen.backends.text.reader import Reader
 from localgen.backends.types import SamplingParams
 
+_NONE: frozenset[int] = frozenset()
+
 
 class State(enum.Enum):
     """Where a sequence is in its life."""
@@ -64,6 +66,11 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.num_prompt
+
+    def barred(self, ahead: int = 0) -> frozenset[int]:
+        """Tokens that would end the answer too early, once it has `ahead` tokens more."""
+        early = self.num_generated + ahead < self.params.min_tokens
+        return self.stop_ids if early else _NONE
 
     @property
     def is_decoding(self) -> bool:

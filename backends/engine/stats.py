@@ -13,6 +13,9 @@ from localgen.backends.types import EngineStats, Finished, SequenceStats, Timing
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
+# sorting more than a few takes time that a step could have
+FEW_SAMPLES = 256
+LOOK_S = 1.0
 # steps are counted by their tokens: up to each of these, and above all
 STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -22,16 +25,21 @@ class Window:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+        self._sorted: list[float] = []
+        self._sorted_at_s = -math.inf
 
     def add(self, now_s: float, value: float) -> None:
         """Remember a sample."""
         self._samples.append((now_s, value))
 
     def values(self, now_s: float) -> list[float]:
-        """Samples that are still recent, sorted."""
+        """Samples that are still recent, sorted; many of them are looked at once a second."""
+        if len(self._samples) > FEW_SAMPLES and now_s < self._sorted_at_s + LOOK_S:
+            return self._sorted
         while self._samples and self._samples[0][0] < now_s - WINDOW_S:
             self._samples.popleft()
-        return sorted(value for _, value in self._samples)
+        self._sorted, self._sorted_at_s = sorted(value for _, value in self._samples), now_s
+        return self._sorted
 
 
 class Rate:

@@ -1,7 +1,7 @@
 """Messages between the server and an engine process, over a socket pair.
 
 A frame is a 4-byte little-endian length, then msgpack of [tag, body]. The server sends Load
-once, then Submit and Cancel; the engine answers Loading…, then Loaded or LoadError, then one
+once, then Submit, Embed and Cancel; the engine answers Loading…, then Loaded or LoadError, then one
 StepEvents a step. End of stream on either side ends the engine.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from localgen.backends.types import LoadOptions, ModelInfo, Request, StepEvents
+from localgen.backends.types import EmbedRequest, LoadOptions, ModelInfo, Request, StepEvents
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HEADER_BYTES = 4
@@ -69,9 +69,16 @@ class LoadError:
     message: str
 
 
-Message = Load | Submit | Cancel | Loading | Loaded | LoadError | StepEvents
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """A request for vectors; it ends in exactly one Embedded or Failed, also when cancelled."""
 
-_KINDS: tuple[type, ...] = (Load, Submit, Cancel, Loading, Loaded, LoadError, StepEvents)
+    request: EmbedRequest
+
+
+Message = Load | Submit | Cancel | Loading | Loaded | LoadError | StepEvents | Embed
+
+_KINDS: tuple[type, ...] = (Load, Submit, Cancel, Loading, Loaded, LoadError, StepEvents, Embed)
 _TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
 _BODY_DECODERS: list[msgspec.msgpack.Decoder[Message]] = [
     msgspec.msgpack.Decoder(kind) for kind in _KINDS

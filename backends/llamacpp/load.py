@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp.llama_cpp as C
 import numpy as np
-import psutil
 
 from localgen.backends.engine import sampling
 from localgen.backends.engine.process import LoadedModel
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.engine.wire import Load
-from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.cells import SharedCells
 from localgen.backends.llamacpp.devices import gpu_free_bytes
+from localgen.backends.llamacpp.embedding import TextVectors
+from localgen.backends.llamacpp.encoder import load_encoder
 from localgen.backends.llamacpp.lanes import Lanes
-from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, library
+from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, NoCache, library
 from localgen.backends.llamacpp.options import Settings, settle
 from localgen.backends.llamacpp.reuse import Reuse
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.memory.available import SPARED_BYTES, available_bytes
+from localgen.backends.memory.defaults import LLAMACPP
+from localgen.backends.memory.shape import ModelShape
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
+from localgen.backends.types import BASE_SAMPLING, LoadOptions, ModelInfo, SamplingParams
 
-MAX_DONORS = 32
-# what is never given to a pool: compute buffers, logits, the rest of the machine
-RESERVED_BYTES = 512 * 1024 * 1024
 _SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
@@ -58,9 +60,17 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     unlocked = options.mlock and library().warned_of("mlock")
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
-    size = sizing.choose(model, options, free_bytes=_free_bytes(model, options, request))
+    shape = sizing.shape_of(model)
+    fixed = sizing.fixed_bytes(shape, options, options.parallel + _max_donors(model, options))
+    free = _free_bytes(model, options, request, fixed)
+    options = _with_layout(model, shape, request.options, options, free)
+    size = sizing.choose(model, shape, options, free_bytes=free)
     donors = _max_donors(model, options)
-    context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=options.parallel + donors)
+    lanes = options.parallel + donors
+    try:
+        context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=lanes)
+    except NoCache:
+        return load_encoder(request, model, vocab, options, started_s=started_s)
     can_rewind = _probe(model, vocab, context)
     share = can_rewind and options.prefix_cache
     runner = LlamaRunner(
@@ -72,6 +82,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         max_len=size.ctx,
         can_rewind=share,
         threads=options.threads,
+        vectors=TextVectors(model, options, context.thread),
     )
     sampling_defaults, sampling_notes = _sampling(model)
     oddities = {
@@ -80,6 +91,10 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
         "no chat template came with the model: chat needs --chat-template FILE": not template,
     }
+    in_parts = f"the KV cache is in {options.parallel} parts of {size.ctx:,} tokens"
+    oddities[f"{in_parts}; --kv-unified shares one pool"] = (
+        not options.kv_unified and request.options.kv_unified is None
+    )
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -92,15 +107,19 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         ctx=size.ctx,
         kv_tokens=context.kv_tokens,
         max_seqs=options.parallel,
-        kv_bytes=int(context.kv_tokens * sizing.kv_bytes_per_token(model, options)),
+        kv_bytes=int(context.kv_tokens * sizing.kv_bytes_per_token(shape, options)),
         layers=model.layers,
         backend="llamacpp",
         processor=_processor(model, options),
+        work_bytes=sizing.fixed_bytes(shape, options, options.parallel + donors)
+        + context.kv_tokens * sizing.work_token_bytes(shape, options),
+        memory=library().buffers.use(),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=can_rewind,
         chat_template=source,
         sampling=sampling_defaults,
         options=options.with_sizes(size.ctx, context.kv_tokens),
+        embedding_width=model.embedding_width,
         notes=(*size.notes, *sampling_notes, *(note for note, so in oddities.items() if so)),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)
@@ -123,11 +142,28 @@ def _check_parts(model: Model, options: Settings) -> None:
         )
 
 
+def _with_layout(
+    model: Model, shape: ModelShape, asked: LoadOptions, options: Settings, free_bytes: int
+) -> Settings:
+    """A part for each sequence where -np and --ctx together say what they need, as llama-server
+    has it, and it can be had: attention then looks at nobody else's tokens."""
+    sized = None not in (asked.parallel, asked.ctx) and asked.kv_tokens is None
+    rigid = model.is_recurrent or model.has_window
+    if not sized or rigid or asked.kv_unified is not None:
+        return options
+    in_parts = replace(options, kv_unified=False)
+    try:
+        sizing.choose(model, shape, in_parts, free_bytes=free_bytes)
+    except OutOfMemory:
+        return options
+    return in_parts
+
+
 def _max_donors(model: Model, options: Settings) -> int:
     """Sequence ids for kept prefixes beside the running ones; parts are kept where they are."""
     if not options.kv_unified or not options.prefix_cache or model.is_recurrent:
         return 0
-    return min(MAX_DONORS, MAX_SEQUENCES - options.parallel)
+    return min(LLAMACPP.donors, MAX_SEQUENCES - options.parallel)
 
 
 def _lanes(
@@ -140,19 +176,19 @@ def _lanes(
     )
 
 
-def _free_bytes(model: Model, options: Settings, request: Load) -> int:
-    """Memory for a KV pool, which lies where the layers are.
+def _free_bytes(model: Model, options: Settings, request: Load, fixed: int) -> int:
+    """Memory for a KV pool, which lies where the layers are. fixed: bytes of buffers beside it.
 
     On a GPU the weights are in by now; on the CPU mmap reads them in later.
     """
     gpu_free = gpu_free_bytes() if options.gpu_layers else None
     share = 0.0 if gpu_free is None else _gpu_share(model, options)
-    most = psutil.virtual_memory().available - RESERVED_BYTES
+    most = available_bytes() - SPARED_BYTES - fixed
     if request.memory_bytes is not None:
-        most = min(most, request.memory_bytes)
+        most = min(most, request.memory_bytes - fixed)
     room = [(most - model.size_bytes * (1 - share)) / (1 - share)] if share < 1 else []
     if gpu_free is not None:
-        room.append((gpu_free - RESERVED_BYTES) / share)
+        room.append((gpu_free - SPARED_BYTES - fixed) / share)
     return max(0, int(min(room)))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.llamacpp.buffers import Buffers
 
 if TYPE_CHECKING:
     from localgen.backends.llamacpp.options import Settings
@@ -33,17 +34,6 @@ CACHE_TYPES = {
     "q4_0": C.GGML_TYPE_Q4_0,
     "iq4_nl": C.GGML_TYPE_IQ4_NL,
 }
-CACHE_TYPE_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-    "iq4_nl": 18 / 32,
-}
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQUENCES = 256
 _LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
@@ -53,13 +43,25 @@ _LOAD_MODES = {
     (False, True): C.LLAMA_LOAD_MODE_MLOCK,
     (True, True): C.LLAMA_LOAD_MODE_MMAP_MLOCK,
 }
+_POOLINGS = (
+    C.LLAMA_POOLING_TYPE_MEAN,
+    C.LLAMA_POOLING_TYPE_CLS,
+    C.LLAMA_POOLING_TYPE_LAST,
+    C.LLAMA_POOLING_TYPE_RANK,
+)
 _NOT_GENERATING = "it is not a text-generating decoder model"
 
 
+class NoCache(LoadFailed):
+    """The model is an encoder, which llama.cpp runs without a KV cache: it writes no text."""
+
+
 class NativeLog:
-    """What llama.cpp prints: its first error and first warning, to explain a failure."""
+    """What llama.cpp prints: its first error and first warning, to explain a failure, and the
+    sizes of the buffers that it allocates."""
 
     def __init__(self) -> None:
+        self.buffers = Buffers()
         self._first: dict[int, str] = {}
         self._level = 0
         self._callback = C.llama_log_callback(self._take)  # kept: C holds a bare pointer
@@ -70,6 +72,8 @@ class NativeLog:
         line = text.decode("utf-8", "replace").strip()
         if line and self._level in (_LOG_WARN, _LOG_ERROR):
             self._first.setdefault(self._level, line)
+        else:
+            self.buffers.take(line)
 
     def reason(self) -> str:
         """The first error since `clear`, which is usually the cause of the others, in one line."""
@@ -112,6 +116,7 @@ class Model:
     def __init__(self, path: Path, options: Settings, on_progress: Callable[[float], None]) -> None:
         log = library()
         log.clear()
+        log.buffers = Buffers()
         self.path = path
         params = C.llama_model_default_params()
         params.n_gpu_layers = options.gpu_layers
@@ -185,17 +190,20 @@ class Model:
         return int(C.llama_model_n_embd(self.handle))
 
     @property
-    def kv_heads(self) -> int:
-        """KV heads of the first layer, or of any where they differ."""
-        return int(C.llama_model_n_head_kv(self.handle))
+    def embedding_width(self) -> int:
+        """Elements of an embedding."""
+        return int(C.llama_model_n_embd_out(self.handle))
 
     @property
-    def head_sizes(self) -> tuple[int, int]:
-        """Elements of a key and of a value, per head."""
-        usual = self.width / max(1, C.llama_model_n_head(self.handle))
-        key = self.number(f"{self.architecture}.attention.key_length")
-        value = self.number(f"{self.architecture}.attention.value_length")
-        return int(key or usual), int(value or usual)
+    def pooling(self) -> int:
+        """How states become one vector (LLAMA_POOLING_TYPE_*): as the file says, or their mean."""
+        asked = int(self.number(f"{self.architecture}.pooling_type") or 0)
+        return asked if asked in _POOLINGS else C.LLAMA_POOLING_TYPE_MEAN
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens look at those before them only, unless the architecture knows better."""
+        return self.metadata(f"{self.architecture}.attention.causal") != "false"
 
     @property
     def template(self) -> str | None:
@@ -241,7 +249,11 @@ def _bytes(state: NDArray[np.uint8]) -> Any:
 class Context:
     """A KV cache over a model, for all sequences together or in equal parts (kv_unified).
 
-    n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason.
+    n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason; NoCache.
+
+    thread: where all computing of the model is done. Not where the context was made: OpenMP gives
+    each thread that computes a pool of its own, and once there are more threads than cores its
+    barriers sleep instead of spinning, which costs a fifth of the speed.
     """
 
     def __init__(self, model: Model, options: Settings, *, kv_tokens: int, n_seq_max: int) -> None:
@@ -265,20 +277,17 @@ class Context:
         if not self.handle:
             raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
         self.memory = C.llama_get_memory(self.handle)
-        # One thread for all computing, not the one that made the context: OpenMP gives each
-        # thread that computes a pool of its own, and once there are more threads than cores
-        # its barriers sleep instead of spinning, which costs a fifth of the speed.
-        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
-        if not self.memory:  # an encoder, which llama.cpp runs without a KV cache
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        if not self.memory:
             self.close()
-            raise LoadFailed(f"cannot load {model.path}: {_NOT_GENERATING}")
+            raise NoCache(f"cannot load {model.path}: {_NOT_GENERATING}")
         self.n_seq_max = n_seq_max
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.kv_tokens = int(C.llama_n_ctx(self.handle))
 
     def decode(self, batch: Any) -> Future[int]:
         """Compute a llama_batch; llama_decode's status. Nothing else may be called meanwhile."""
-        return self._decoder.submit(C.llama_decode, self.handle, batch)
+        return self.thread.submit(C.llama_decode, self.handle, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Tag the first `length` cells of one sequence as those of another too."""
@@ -316,7 +325,7 @@ class Context:
 
     def close(self) -> None:
         """Free the pool."""
-        self._decoder.shutdown()
+        self.thread.shutdown()
         if self.handle:
             C.llama_free(self.handle)
             self.handle = None

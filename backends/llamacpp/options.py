@@ -15,36 +15,29 @@ from localgen.backends.llamacpp.native import (
     MAX_SEQUENCES,
     supports_gpu,
 )
+from localgen.backends.memory.defaults import LLAMACPP, PARTS
 from localgen.backends.types import LoadOptions
-
-DEFAULT_PARALLEL = 32
-# every part of a cache in parts has room for a whole context
-DEFAULT_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """LoadOptions with nothing left open but the sizes, which need the model.
-
-    max_batch_tokens 512 is llama.cpp's own width of a prompt step: larger ones are not
-    faster, and nothing can be cancelled within a step.
-    """
+    """LoadOptions with nothing left open but the sizes, which need the model."""
 
     backend: str = "llamacpp"
     device: str | None = None
-    parallel: int = DEFAULT_PARALLEL
+    parallel: int = LLAMACPP.parallel
     gpu_layers: int = 0
     threads: int = 1
     threads_batch: int = 1
     flash_attn: str = "auto"
-    cache_type_k: str = "f16"
-    cache_type_v: str = "f16"
+    cache_type_k: str = LLAMACPP.cache_type
+    cache_type_v: str = LLAMACPP.cache_type
     mmap: bool = True
     mlock: bool = False
     repack: bool = True
     prefix_cache: bool = True
     kv_unified: bool = True
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = LLAMACPP.max_batch_tokens
     itl_target_ms: float = 2000.0
     max_queue: int = 512
     ctx: int | None = None
@@ -65,13 +58,17 @@ def settle(asked: LoadOptions) -> Settings:
         raise InvalidRequest(
             "dummy weights are an option of the cuda backend: leave --dummy out", param="dummy"
         )
+    if given.pop("tp", 1) != 1:
+        raise InvalidRequest(
+            "--tp is an option of the cuda backend: leave it out, or --backend cuda", param="tp"
+        )
     threads = asked.threads or physical_cores()
     chosen = {
         "gpu_layers": -1 if gpu and asked.device != "cpu" else 0,
         "threads": threads,
         "threads_batch": threads,
         "mmap": bool(C.llama_supports_mmap()),
-        "parallel": DEFAULT_PARTS if asked.kv_unified is False else DEFAULT_PARALLEL,
+        "parallel": PARTS if asked.kv_unified is False else LLAMACPP.parallel,
     }
     settings = Settings(**(chosen | given))
     _check(settings, gpu)

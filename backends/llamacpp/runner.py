@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from localgen.backends.engine.runner import (
     Chunk,
+    EmbedSlice,
     Limits,
     NoRoom,
     PoolUsage,
@@ -22,6 +24,7 @@ from localgen.backends.engine.runner import (
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.llamacpp import sampler
 from localgen.backends.llamacpp.batch import Batch
+from localgen.backends.llamacpp.embedding import TextVectors
 from localgen.backends.llamacpp.lanes import Lanes
 from localgen.backends.llamacpp.native import Context, Model, library
 from localgen.backends.llamacpp.sampler import Logits, Sampler
@@ -67,7 +70,9 @@ class LlamaRunner:
         max_len: int,
         can_rewind: bool,
         threads: int,
+        vectors: TextVectors,
     ) -> None:
+        self._vectors = vectors
         self._model, self._context, self._vocab = model, context, vocab
         self.limits = Limits(
             max_seqs=max_seqs,
@@ -80,6 +85,7 @@ class LlamaRunner:
         self.lanes = lanes
         self._batch = Batch(context.n_batch)
         self._samplers: weakref.WeakKeyDictionary[Sequence, Sampler] = weakref.WeakKeyDictionary()
+        self._threads = threads
         self._rows = ThreadPoolExecutor(threads, thread_name_prefix="sample")
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
@@ -136,9 +142,13 @@ class LlamaRunner:
             work.append((chunk, index, logits[row : row + 1 + chunk.num_drafts]))
             row += 1 + chunk.num_drafts if chunk.samples else 0
         if outputs > 1 and outputs * self._vocab.vocab_size >= _THREADED_CANDIDATES:
-            sampled = list(self._rows.map(self._sample, *zip(*work, strict=True)))
+            size = -(-len(work) // self._threads)  # a share each: handing over costs time too
+            shares = [work[at : at + size] for at in range(0, len(work), size)]
+            sampled = [
+                found for share in self._rows.map(self._sample_all, shares) for found in share
+            ]
         else:
-            sampled = [self._sample(*item) for item in work]
+            sampled = self._sample_all(work)
         by_seq = {chunk.seq: found for chunk, found in zip(ticket.order, sampled, strict=True)}
         return [by_seq[chunk.seq] for chunk in ticket.chunks]
 
@@ -149,6 +159,9 @@ class LlamaRunner:
             return np.empty(shape, np.float32)
         pointer = C.llama_get_logits(self._context.handle)
         return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), shape)
+
+    def _sample_all(self, work: Seq[tuple[Chunk, int, Logits]]) -> list[Sampled]:
+        return [self._sample(*item) for item in work]
 
     def _sample(self, chunk: Chunk, index: int, logits: Logits) -> Sampled:
         """Sample after the last token and, while the drafts are what is sampled, after those."""
@@ -161,10 +174,14 @@ class LlamaRunner:
         matcher = chunk.seq.matcher
         for offset in range(1 + chunk.num_drafts):
             row = own = logits[offset]
-            if matcher is not None:
+            barred = chunk.seq.barred(offset)
+            if matcher is not None or barred:
                 # what is said of probabilities is the model's own
                 own = row.copy() if chooser.num_logprobs is not None else row
-                row[~matcher.allowed()] = -np.inf
+            if matcher is not None:
+                row[~matcher.allowed(barred)] = -np.inf
+            elif barred:
+                row[list(barred)] = -np.inf
             token = chooser.sample(self._context.handle, index + offset, row)
             tokens.append(token)
             if matcher is not None:
@@ -178,8 +195,15 @@ class LlamaRunner:
     def _text(self, token: int) -> str:
         return self._vocab.piece(token).decode("utf-8", "replace")
 
+    def embed(
+        self, inputs: list[list[int]], most: Callable[[], int]
+    ) -> Generator[EmbedSlice, None, None]:
+        """As Embedder.embed."""
+        return self._vectors.embed(inputs, most)
+
     def close(self) -> None:
         """As ModelRunner.close."""
+        self._vectors.close()
         self._rows.shutdown()
         for chooser in self._samplers.values():
             chooser.close()

@@ -35,6 +35,16 @@ class Vocab:
 
     def encode(self, text: str) -> list[int]:
         """As Tokenizer.encode. InvalidRequest for text that has no UTF-8 form."""
+        tokens = self._tokens(text, add_special=False, parse_special=True)
+        if self._add_bos and tokens[:1] != [self._bos_id]:
+            tokens.insert(0, self._bos_id)
+        return tokens
+
+    def encode_text(self, text: str) -> list[int]:
+        """As Tokenizer.encode_text. InvalidRequest for text that has no UTF-8 form."""
+        return self._tokens(text, add_special=True, parse_special=False)
+
+    def _tokens(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         try:
             utf8 = text.encode()
         except UnicodeEncodeError as error:
@@ -42,12 +52,12 @@ class Vocab:
         # a token covers at least a byte; the rest is room for a prefix space or the like
         ids = np.empty(len(utf8) + 8, dtype=np.int32)
         pointer = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        count = C.llama_tokenize(self._handle, utf8, len(utf8), pointer, len(ids), False, True)
+        count = C.llama_tokenize(
+            self._handle, utf8, len(utf8), pointer, len(ids), add_special, parse_special
+        )
         if count < 0:
             raise InvalidRequest(f"the prompt cannot be tokenized (llama.cpp answers {count})")
         tokens: list[int] = ids[:count].tolist()
-        if self._add_bos and tokens[:1] != [self._bos_id]:
-            tokens.insert(0, self._bos_id)
         return tokens
 
     def piece(self, token: int) -> bytes:

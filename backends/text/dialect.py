@@ -99,10 +99,11 @@ class Dialect:
                 raise _no_setting("reasoning_effort")
             variables["enable_thinking"] = effort != "none"
             notes = () if effort == "none" else (ON_OR_OFF,)
-        if request.thinking is not None:
-            if not can_switch:
-                raise _no_setting("chat_template_kwargs")
+        if request.thinking is not None and can_switch:
             variables["enable_thinking"] = request.thinking
+        elif request.thinking not in (None, self._tags is not None):
+            # one that always thinks, or never, is as asked where that is asked for
+            raise _no_setting("chat_template_kwargs")
         return variables, notes
 
     # -- prompts ----------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class Dialect:
 
 def _no_setting(param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"this model's template does not let thinking be set: leave {param} out", param=param
+        f"this model's template does not let thinking be set ({param}): leave it out", param=param
     )
 
 

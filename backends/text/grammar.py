@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from localgen.backends.types import SamplingParams, Tool
 # fields of SamplingParams, of which one at most is given
 KINDS = ("json_schema", "regex", "grammar")
 MAX_CHARS = 1 << 20
+_NONE: frozenset[int] = frozenset()
 
 
 class Matcher:
@@ -32,8 +34,11 @@ class Matcher:
         """Whether nothing can follow."""
         return bool(self._matcher.is_stopped())
 
-    def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens may come next, [vocab]; all False where nothing can follow."""
+    def allowed(self, barred: frozenset[int] = _NONE) -> NDArray[np.bool_]:
+        """Which tokens may come next, [vocab]; all False where nothing can follow.
+
+        barred: tokens that may not, unless the grammar leaves no others.
+        """
         if self.is_done:
             return np.zeros(self._vocab_size, np.bool_)
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -41,22 +46,29 @@ class Matcher:
         allowed = np.zeros(self._vocab_size, np.bool_)
         count = min(len(bits), self._vocab_size)
         allowed[:count] = bits[:count]
-        return allowed
+        others = allowed.copy()
+        others[list(barred)] = False
+        return others if others.any() else allowed
 
     def accept(self, token: int) -> None:
         """The answer goes on with an allowed token."""
         self._matcher.consume_token(token)
 
-    def ahead(self, drafts: list[int]) -> list[NDArray[np.bool_]]:
+    def ahead(
+        self, drafts: list[int], barred: Callable[[int], frozenset[int]] = lambda ahead: _NONE
+    ) -> list[NDArray[np.bool_]]:
         """What is allowed here, and after each of the drafts; a draft that is not allowed ends
-        that, and after it anything goes, for it is not taken."""
+        that, and after it anything goes, for it is not taken.
+
+        barred: as in `allowed`, after so many drafts.
+        """
         copy = Matcher(self._matcher.deep_copy(), self._vocab_size)
-        masks = [copy.allowed()]
+        masks = [copy.allowed(barred(0))]
         for draft in drafts:
             if not masks[-1][draft]:
                 break
             copy.accept(draft)
-            masks.append(copy.allowed())
+            masks.append(copy.allowed(barred(len(masks))))
         anything = np.ones(self._vocab_size, np.bool_)
         return masks + [anything] * (1 + len(drafts) - len(masks))
 

@@ -36,6 +36,11 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text that is no prompt but to be understood, with the special tokens
+        that the model wants around one."""
+        ...
+
     def piece(self, token: int) -> bytes:
         """The bytes a token stands for in an answer; empty for control tokens."""
         ...

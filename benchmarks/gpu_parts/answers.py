@@ -25,6 +25,9 @@ class NumberTokenizer:
     def encode(self, text: str) -> list[int]:
         return [int(number) for number in text.split()]
 
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def piece(self, token: int) -> bytes:
         return b"%d " % token
 

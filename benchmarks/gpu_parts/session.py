@@ -16,6 +16,7 @@ from benchmarks.gpu_parts.shapes import Shape
 from localgen.backends.cuda import sizing
 from localgen.backends.cuda.cache import PagedCache
 from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.embedding import Pooler
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
@@ -98,6 +99,7 @@ def watched_runner(
         ),
         lambda token: tokenizer.piece(token).decode(),
         ahead=ahead,
+        pooler=Pooler(),
     )
 
 

@@ -19,12 +19,15 @@ PromptArgument = Annotated[str | None, typer.Argument(help="What to answer.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def model_and_prompt(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
+def model_and_prompt(
+    model: str | None, prompt: str | None, usual: str | None = None
+) -> tuple[str | None, str | None]:
     """Tell a prompt from a model where only one argument was given.
 
     Words with blanks between them are a prompt, unless they are the path of a file.
+    usual: the model where none is given; LOCALGEN_MODEL without.
     """
-    usual = os.environ.get("LOCALGEN_MODEL") or None
+    usual = usual or os.environ.get("LOCALGEN_MODEL") or None
     if prompt is None and model is not None and len(model.split()) > 1 and not _is_file(model):
         return usual, model
     return model or usual, prompt

@@ -15,10 +15,12 @@ COMMANDS = {
     "list": "List the models that can be named (also: ls).",
     "pull": "Fetch a model from the hub, or go on with one that was interrupted.",
     "show": "Show what a model is, and which quantizations fit.",
+    "plan": "Show what a model would take here, and how fast it can be.",
     "rm": "Remove a model, or another name of one.",
     "cp": "Give a model another name.",
     "stop": "Unload a model, or stop the server.",
     "serve": "Run the server in the foreground.",
+    "endpoint": "Give other servers names: add, list, rm.",
     "doctor": "Show what was found on this machine, what is used, and why.",
 }
 ALIASES = {"ls": "list"}
@@ -59,6 +61,8 @@ class SectionedCommand(TyperCommand):
 def load_command(name: str) -> Any:
     """The command of a name in COMMANDS, imported now."""
     module = importlib.import_module(f"localgen.cli.{name}")
+    if hasattr(module, "group"):
+        return typer.main.get_command(module.group)
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
     app.command(name, cls=SectionedCommand)(module.command)
     return typer.main.get_command(app)

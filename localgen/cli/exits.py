@@ -24,6 +24,7 @@ BY_ERROR_CODE = {
     "access_denied": 15,
     "disk_full": 16,
     "download_failed": 17,
+    "endpoint_unavailable": 18,
 }
 
 _MEANINGS = {

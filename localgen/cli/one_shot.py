@@ -18,11 +18,11 @@ from localgen.repl.plain import Whole, stream_plain
 from localgen.repl.session import ModelOptions
 
 if TYPE_CHECKING:
-    from localgen.client import Client
+    from localgen.client import Answer, ModelClient
 
 
 def answer_one(
-    client: Client,
+    client: ModelClient,
     loading: Loading,
     model: str | None,
     prompt: str,
@@ -101,11 +101,20 @@ def _record(prompt: str, whole: Whole) -> dict[str, Any]:
         "usage": {
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": answer.completion_tokens,
-            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            "total_tokens": answer.total_tokens,
             "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+            **({"estimated": True} if answer.estimated else {}),
         },
-        "timings": asdict(answer.timings),
+        "timings": _timings(answer),
         "ctx": answer.ctx,
         "seed": answer.seed,
         "notes": list(answer.notes),
     }
+
+
+def _timings(answer: Answer) -> dict[str, Any]:
+    found = asdict(answer.timings)
+    if not answer.measured_here:
+        return found
+    seen_here = ("ttft_ms", "predicted_n", "predicted_ms", "predicted_per_second")
+    return {"measured": "client", **{name: found[name] for name in seen_here}}

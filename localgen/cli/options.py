@@ -71,6 +71,7 @@ ASKING = (
 )
 SAMPLING = (
     Flag("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
+    Flag("min_tokens", int, "--min-tokens", "Shortest answer in tokens: no end before.", 0),
     Flag("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
     Flag("temperature", float, "--temp", "Temperature; 0: always the likeliest token."),
     Flag("top_k", int, "--top-k", "Keep the k likeliest tokens; 0: all."),
@@ -112,6 +113,7 @@ SAMPLING = (
 LOADING = (
     Flag("backend", Backend, "--backend", "What runs the model; auto: a GPU where it fits."),
     Flag("device", str, "--device", "cuda, cuda:N or cpu; the GPU with most room by default."),
+    Flag("tp", int, "--tp", "GPUs among which each layer is divided; 1: one computes all."),
     Flag("dummy", bool, "--dummy", "Random weights of the model's shapes, to measure speed."),
     Flag("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
     Flag("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),
@@ -124,7 +126,7 @@ LOADING = (
         "kv_unified",
         bool,
         "-kvu --kv-unified/--no-kv-unified",
-        "One cache for all requests; or a part for each, which is faster with several.",
+        "One cache for all requests; or a part for each, the default where -np and -c are given.",
     ),
     Flag("parallel", int, "-np --parallel", "Most requests computed at once."),
     Flag("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),

@@ -16,11 +16,18 @@ from localgen.repl.report import size as size
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Left-aligned columns with three blanks between, as `ps` and `ollama ps` print them."""
-    cells = [list(head), *([one_line(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
-    for row in cells:
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("   ".join(padded).rstrip())
+    for line in aligned([head, *rows]):
+        typer.echo(line)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
 
 
 def print_json(records: Sequence[Any]) -> None:

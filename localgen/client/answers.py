@@ -12,27 +12,50 @@ class Text:
     """New text of an answer, of which num_tokens are now generated in all.
 
     reasoning: new text of what the model thinks before it answers.
+    estimated: whether num_tokens counts the pieces that came, as nobody counts tokens.
     """
 
     text: str
     num_tokens: int
     reasoning: str = ""
+    estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The end of an answer. The fields are those of Finished."""
+    """The end of an answer. The fields are those of Finished; None: the server does not say.
+
+    estimated: whether completion_tokens counts pieces of text. measured_here: whether timings are
+    this client's, the network included; then only ttft_ms, predicted_ms, predicted_per_second and
+    the counts of tokens are known.
+    """
 
     model: str
     finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
     completion_tokens: int
     timings: Timings
-    ctx: int
+    ctx: int | None
     seed: int | None
     stop: str | None
     notes: tuple[str, ...]
+    estimated: bool = False
+    measured_here: bool = False
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Tokens of prompt and answer."""
+        return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Vectors of texts, in their order, each of length 1. prompt_tokens: of all texts."""
+
+    model: str
+    vectors: tuple[tuple[float, ...], ...]
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

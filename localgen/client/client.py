@@ -17,7 +17,7 @@ import localgen
 from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
-from localgen.client.answers import Answer, Health, ModelCard, RunningModel, Text
+from localgen.client.answers import Answer, Embeddings, Health, ModelCard, RunningModel, Text
 from localgen.client.bodies import (
     answer_of,
     checked,
@@ -133,6 +133,17 @@ class Client:
         """As chat, for text that is continued as it stands."""
         body = {"prompt": prompt, **sampling_fields(params, chat=False)}
         return self._generate("/v1/completions", body, model, ctx, priority)
+
+    def embed(
+        self, model: str | None, texts: Sequence[str], *, dimensions: int | None = None
+    ) -> Embeddings:
+        """Vectors of texts. dimensions: elements of each; None: as many as the model has."""
+        body: dict[str, Any] = {"model": for_server(model), "input": list(texts)}
+        if dimensions is not None:
+            body["dimensions"] = dimensions
+        reply = self._post("/v1/embeddings", body)
+        vectors = tuple(tuple(entry["embedding"]) for entry in reply["data"])
+        return Embeddings(reply["model"], vectors, reply["usage"]["prompt_tokens"])
 
     def models(self) -> list[ModelCard]:
         """Every model that can be named, and those loaded; starts no server."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from localgen.backends.memory.available import available_bytes, total_bytes
+
 _PCI_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 _ASK_S = 10.0
 
@@ -20,7 +22,8 @@ _ASK_S = 10.0
 class Machine:
     """cpu_flags: as the kernel names them. cpu_quota: CPUs that a container allows, if it limits.
 
-    nvidia: GPUs as nvidia-smi lists them. displays: makers of the display adapters on the bus.
+    ram_bytes: within the limits of control groups. nvidia: GPUs as nvidia-smi lists them.
+    displays: makers of the display adapters on the bus.
     """
 
     system: str
@@ -39,17 +42,16 @@ class Machine:
 
 def look() -> Machine:
     """This machine, now."""
-    memory = psutil.virtual_memory()
     gpus, error = _nvidia()
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cpu_flags=_cpu_flags(),
         physical_cores=psutil.cpu_count(logical=False) or 1,
         logical_cores=psutil.cpu_count() or 1,
         cpu_quota=cpu_quota(_read("/sys/fs/cgroup/cpu.max")),
-        ram_bytes=memory.total,
-        ram_available_bytes=memory.available,
+        ram_bytes=total_bytes(),
+        ram_available_bytes=available_bytes(),
         nvidia=gpus,
         nvidia_error=error,
         metal=sys.platform == "darwin" and platform.machine() == "arm64",
@@ -65,7 +67,8 @@ def cpu_quota(cpu_max: str) -> float | None:
     return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
     if sys.platform == "darwin":
         return _output(["sysctl", "-n", "machdep.cpu.brand_string"]).strip() or platform.machine()
     names = _cpu_lines("model name")

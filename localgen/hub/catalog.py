@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from localgen.backends.memory.shape import LayerCache, ModelShape
+
 CATALOG_PATH = Path(__file__).with_name("catalog.toml")
 _GB = 1_000_000_000
-# a key and a value of two bytes each
-_KV_BYTES = 4
+# the MLP's width is not among the facts; it matters for buffers only
+_INNER_WIDTHS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class FolderSource:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model of the catalog. context: tokens it was trained for; kv_bytes: what one takes."""
+    """A model of the catalog. context: tokens it was trained for. active_params: of a mixture of
+    experts, those that one token reads. shape: None where the facts are too few, which are then in
+    `missing`."""
 
     alias: str
     title: str
@@ -56,7 +60,9 @@ class Entry:
     license: str | None = None
     params: int | None = None
     context: int | None = None
-    kv_bytes: int | None = None
+    active_params: int | None = None
+    shape: ModelShape | None = None
+    missing: tuple[str, ...] = ()
     draft: str | None = None
     architecture: str = ""
 
@@ -128,7 +134,7 @@ def _plain(name: str) -> str:
 
 def _entry(table: dict[str, Any]) -> Entry:
     shape = table.get("shape", {})
-    params = table.get("params_b")
+    params, active = table.get("params_b"), table.get("active_b")
     return Entry(
         alias=table["alias"],
         title=table["title"],
@@ -141,7 +147,9 @@ def _entry(table: dict[str, Any]) -> Entry:
         license=table.get("license"),
         params=round(params * 1e9) if params else None,
         context=shape.get("context"),
-        kv_bytes=_kv_bytes(shape),
+        active_params=round(active * 1e9) if active else None,
+        shape=_shape(shape),
+        missing=tuple(fact for fact in (*_NEEDED, "context") if fact not in shape),
         draft=table.get("draft"),
         architecture=table.get("arch", ""),
     )
@@ -167,10 +175,28 @@ def _folder(table: dict[str, Any]) -> FolderSource:
     )
 
 
-def _kv_bytes(shape: dict[str, Any]) -> int | None:
-    if not {"layers", "kv_heads", "head_dim"} <= shape.keys():
+_NEEDED = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
+
+
+def _shape(facts: dict[str, Any]) -> ModelShape | None:
+    if any(fact not in facts for fact in _NEEDED):
         return None
-    layers = shape["layers"]
-    if "full_attention_every" in shape and "sliding_window" not in shape:
-        layers //= shape["full_attention_every"]  # the others keep a state of one size
-    return int(layers * shape["kv_heads"] * shape["head_dim"] * _KV_BYTES)
+    layers, every = facts["layers"], facts.get("full_attention_every", 1)
+    window = facts.get("sliding_window")
+    head = facts["head_dim"]
+    full = [(layer + 1) % every == 0 for layer in range(layers)]
+    return ModelShape(
+        layers=layers,
+        hidden=facts["hidden"],
+        inner=_INNER_WIDTHS * facts["hidden"],
+        heads=facts["heads"],
+        vocab=facts["vocab"],
+        ctx_train=facts.get("context", 0),
+        caches=tuple(
+            LayerCache(facts["kv_heads"], head, head, None if is_full else window)
+            for is_full in full
+            if is_full or window  # the others keep a state of one size
+        ),
+        experts=facts.get("experts", 0),
+        experts_used=facts.get("experts_active", 0),
+    )

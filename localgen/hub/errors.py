@@ -12,7 +12,7 @@ class HubUnavailable(LocalgenError):
 
 
 class AccessDenied(LocalgenError):
-    """The repository is private, or gated and its licence not accepted."""
+    """The repository is private, or gated and its licence not accepted; or a server wants a key."""
 
     code = "access_denied"
 

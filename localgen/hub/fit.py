@@ -10,11 +10,10 @@ from localgen.backends.errors import OutOfMemory
 from localgen.config import Settings
 from localgen.hub.catalog import Entry
 from localgen.placement import Hardware, this_machine
+from localgen.planning.footprint import footprint, kept_bytes, useful_tokens
 from localgen.server import memory
 from localgen.server.memory import as_gb
 
-# a context with room for a long document or an hour of talk
-USEFUL_TOKENS = 8192
 # more bits than this take twice the memory traffic for a difference that is hard to measure
 _WIDE = ("F16", "BF16", "F32")
 
@@ -62,11 +61,6 @@ def room_here(hardware: Hardware | None = None) -> Room:
     return Room(ram, gpu, own_bits, usable)
 
 
-def useful_tokens(entry: Entry | None) -> int:
-    """The context that an alternative must have room for."""
-    return min(USEFUL_TOKENS, entry.context) if entry and entry.context else USEFUL_TOKENS
-
-
 def fits(alternatives: Sequence[Alternative], room: Room, entry: Entry | None) -> list[Fit]:
     """What each needs with a useful context, and where it goes, largest first."""
     ordered = sorted(alternatives, key=lambda one: -one.size_bytes)
@@ -103,7 +97,7 @@ def choose(
         least = found[-1]
         raise OutOfMemory(
             f"nothing of {name} fits: the smallest, {least.alternative.quant}, needs "
-            f"{as_gb(least.need_bytes)} with a context of {useful_tokens(entry):,}, "
+            f"{as_gb(least.need_bytes)} with a context of {_useful(entry):,}, "
             f"{as_gb(max(room.ram, room.gpu))} are free"
         )
     return chosen, reason(chosen, found, room, entry)
@@ -115,7 +109,7 @@ def reason(chosen: Fit, found: Sequence[Fit], room: Room, entry: Entry | None) -
     memory_of = "the GPU" if chosen.place == "GPU" else "memory"
     text = (
         f"{chosen.alternative.quant} needs {as_gb(chosen.need_bytes)} of {memory_of} with a "
-        f"context of {useful_tokens(entry):,}, {as_gb(there)} are free"
+        f"context of {_useful(entry):,}, {as_gb(there)} are free"
     )
     larger = [fit for fit in found if fit.need_bytes > chosen.need_bytes]
     if not larger:
@@ -140,18 +134,20 @@ def _rank(fit: Fit) -> tuple[bool, bool, int]:
     return fit.place != "GPU", wide, -fit.alternative.size_bytes
 
 
+def _useful(entry: Entry | None) -> int:
+    return useful_tokens(entry.shape if entry else None)
+
+
 def _fit(alternative: Alternative, room: Room, entry: Entry | None) -> Fit:
-    need = _need(alternative.size_bytes, entry)
+    shape = entry.shape if entry else None
     if not alternative.is_gguf:
+        need = footprint(alternative.size_bytes, shape, "cuda").need_bytes()
         return Fit(alternative, need, "GPU" if room.folders and need <= room.gpu else None)
-    on_gpu = need if room.own_bits else _need(alternative.size_bytes * memory.WIDENED, entry)
+    need = on_gpu = footprint(alternative.size_bytes, shape).need_bytes()
+    if not room.own_bits:
+        params = entry.params if entry else None
+        wide = kept_bytes(alternative.size_bytes, params, "cuda", is_gguf=True)
+        on_gpu = footprint(wide, shape, "cuda").need_bytes()
     if (room.own_bits or room.folders) and on_gpu <= room.gpu:
         return Fit(alternative, on_gpu, "GPU")
     return Fit(alternative, need, "CPU" if need <= room.ram else None)
-
-
-def _need(size_bytes: int, entry: Entry | None) -> int:
-    if entry is None or entry.kv_bytes is None:
-        return memory.estimate(size_bytes)
-    kv_bytes = max(memory.KV_LEAST_BYTES, entry.kv_bytes * useful_tokens(entry))
-    return int(size_bytes * memory.WEIGHTS_FACTOR) + kv_bytes

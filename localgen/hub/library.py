@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,13 +61,17 @@ def repo_folder(repo: str) -> Path:
 
 
 class _Retelling(logging.Handler):
-    """Passes on what the library says while it waits, in a line that has no addresses."""
+    """Passes on what the library says while it waits, in a line that has no addresses; only what
+    this thread makes it say."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._say = say
+        self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.thread != self._thread:
+            return
         text = record.getMessage()
         if text.startswith(("Rate limited", "Retrying")):
             self._say(f"{host()} is busy or out of reach: {text[0].lower()}{text[1:]}")
@@ -74,21 +79,49 @@ class _Retelling(logging.Handler):
             self._say("the connection broke, going on from where it was")
 
 
+class _Talks:
+    """The library's logger and bars, of which there is one for all threads: quiet from the first
+    talk to the end of the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._heard: list[logging.Handler] = []
+        self._before: tuple[list[logging.Handler], bool] = ([], True)
+
+    def begin(self, handler: logging.Handler) -> None:
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+        logger = logging.getLogger("huggingface_hub")
+        with self._lock:
+            if not self._heard:
+                self._before = logger.handlers, logger.propagate
+                disable_progress_bars()
+            self._heard = [*self._heard, handler]
+            logger.handlers, logger.propagate = self._heard, False
+
+    def end(self, handler: logging.Handler) -> None:
+        from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
+
+        logger = logging.getLogger("huggingface_hub")
+        with self._lock:
+            self._heard = [other for other in self._heard if other is not handler]
+            logger.handlers, logger.propagate = self._heard, False
+            if not self._heard:
+                logger.handlers, logger.propagate = self._before
+                enable_progress_bars()
+
+
+_talks = _Talks()
+
+
 @contextmanager
 def talking(say: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, the library draws no bars and its warnings go to say."""
+    """While the block runs, the library draws no bars, and what it warns of in this thread goes to
+    say."""
     hub()
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    logger = logging.getLogger("huggingface_hub")
-    handlers, propagates = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [_Retelling(say)], False
-    disable_progress_bars()
+    handler = _Retelling(say)
+    _talks.begin(handler)
     try:
         yield
     finally:
-        logger.handlers, logger.propagate = handlers, propagates
-        enable_progress_bars()
+        _talks.end(handler)

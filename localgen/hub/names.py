@@ -15,6 +15,7 @@ from localgen.hub.quants import pick
 from localgen.hub.reference import HUB_PREFIXES, Reference, reference, without_prefix
 
 BUILT_IN = "tiny"
+LATEST = ":latest"
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 
 
@@ -28,12 +29,25 @@ def resolve(name: str | None) -> ModelFile:
         return _built_in()
     if not name.strip() or "\0" in name:
         raise InvalidRequest("the name of the model is empty or has a zero byte", param="model")
-    name = aliases().get(name, name)
+    name = meant(name)
     if name == BUILT_IN:
         return _built_in()
     if is_path(name):
         return _at_path(Path(name).expanduser())
     return cached_model(name).file()
+
+
+def meant(name: str) -> str:
+    """The model that a name stands for: what the user made it mean, without the `:latest` that
+    Ollama's clients append to names without a tag."""
+    own = own_name(name)
+    return (name if own is None else aliases()[own]).removesuffix(LATEST)
+
+
+def own_name(name: str) -> str | None:
+    """The name of the user's own that is meant, with or without `:latest`; None: it is none."""
+    known = aliases()
+    return next((own for own in (name, name.removesuffix(LATEST)) if own in known), None)
 
 
 def for_server(name: str | None) -> str | None:

@@ -10,12 +10,11 @@ from functools import partial
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.hub import catalog, fit
-from localgen.hub.aliases import aliases
 from localgen.hub.catalog import Entry
 from localgen.hub.download import bytes_here, fetch
 from localgen.hub.errors import DiskFull, HubUnavailable
 from localgen.hub.library import cache_folder, repo_folder, talking
-from localgen.hub.names import BUILT_IN, is_path, unknown
+from localgen.hub.names import BUILT_IN, is_path, meant, unknown
 from localgen.hub.quants import pick
 from localgen.hub.reference import Reference, reference
 from localgen.hub.remote import Listing, RemoteFile, RemoteModel, listing, translated
@@ -125,14 +124,14 @@ def _settled(wanted: Reference, found: Listing) -> tuple[Reference, str]:
 
 
 def _wanted(name: str) -> Reference:
-    meant = aliases().get(name, name)
-    if meant == BUILT_IN:
+    stands_for = meant(name)
+    if stands_for == BUILT_IN:
         raise InvalidRequest(f"{name} comes with localgen: there is nothing to pull")
-    if is_path(meant):
+    if is_path(stands_for):
         raise InvalidRequest(f"{name} is a path: pull takes a name, or user/repo[:QUANT]")
-    wanted = reference(meant)
+    wanted = reference(stands_for)
     if wanted is None:
-        raise unknown(meant)
+        raise unknown(stands_for)
     return wanted
 
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.hub import catalog
-from localgen.hub.aliases import aliases
 from localgen.hub.cache import scan
 from localgen.hub.files import shards_of, stem_of
 from localgen.hub.library import repo_folder
-from localgen.hub.names import BUILT_IN, cached_model, is_path
+from localgen.hub.names import BUILT_IN, cached_model, is_path, meant
 from localgen.hub.reference import reference
 
 if TYPE_CHECKING:
@@ -31,16 +30,16 @@ class Removal:
 
 def removal(name: str) -> Removal:
     """What removing a model would do. ModelNotFound; InvalidRequest: it is not in the cache."""
-    meant = aliases().get(name, name)
-    if meant == BUILT_IN:
+    model = meant(name)
+    if model == BUILT_IN:
         raise InvalidRequest(f"{name} comes with localgen, it cannot be removed")
-    if is_path(meant):
+    if is_path(model):
         raise InvalidRequest(f"{name} is a file of yours: rm removes models of the cache only")
     try:
-        model = cached_model(meant)
+        found = cached_model(model)
     except ModelNotFound:
-        return _unfinished_only(meant)
-    return _of_cached(model.name, model.repo, model.stem if model.is_gguf else None)
+        return _unfinished_only(model)
+    return _of_cached(found.name, found.repo, found.stem if found.is_gguf else None)
 
 
 def _of_cached(name: str, repo_id: str, stem: str | None) -> Removal:

@@ -30,7 +30,7 @@ class LiveAnswer:
     On leaving, the whole text stands printed and nothing live is left.
     """
 
-    def __init__(self, console: Console, *, used: int, limit: int) -> None:
+    def __init__(self, console: Console, *, used: int, limit: int | None) -> None:
         self._console = console
         self._used = used
         self._limit = limit
@@ -43,21 +43,27 @@ class LiveAnswer:
         self._tail = ""
         self._printed_any = False
         self._tokens = 0
+        self._estimated = False
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
 
-    def feed(self, text: str, tokens: int, reasoning: str = "") -> None:
-        """More of the answer, and of the thoughts before it; tokens: how many there are by now."""
+    def feed(self, text: str, tokens: int, reasoning: str = "", *, estimated: bool = False) -> None:
+        """More of the answer, and of the thoughts before it.
+
+        tokens: how many there are by now; estimated: or about so many.
+        """
         if self._ttft_s is None:
             self._ttft_s = time.monotonic() - self._started_s
         self._tokens = tokens
+        self._estimated = estimated
         self._fresh.append((reasoning, text))
 
     def speed(self) -> str:
         """One line: TTFT, rate, tokens and place in the context, as seen from here."""
         waited_s = time.monotonic() - self._started_s
         used = self._used + self._tokens
-        return report.live_line(waited_s, self._ttft_s, self._tokens, used, self._limit)
+        about = "~" if self._estimated else ""
+        return report.live_line(waited_s, self._ttft_s, self._tokens, used, self._limit, about)
 
     def __enter__(self) -> LiveAnswer:
         self._live.start()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import ModelInfo
+from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
 from localgen.repl import parameters, report, store
 from localgen.repl.session import Progress, Session
 
@@ -90,11 +90,19 @@ def _set_parameter(session: Session, rest: str) -> Outcome:
     params = parameters.with_parameter(session.options.params, name, text.strip())
     session.options = replace(session.options, params=params)
     field = parameters.field_name(name)
-    rows = parameters.rows(params, session.model.sampling)
+    rows = _parameter_rows(session)
     return Say(next(f"{row} = {value}" for row, value, _ in rows if row == field))
 
 
+def _parameter_rows(session: Session) -> list[tuple[str, str, str]]:
+    # another server has defaults of its own, which it does not tell
+    base = SamplingParams() if session.model.url else BASE_SAMPLING
+    return parameters.rows(session.options.params, session.model.sampling, base)
+
+
 def _set_ctx(session: Session, text: str) -> Outcome:
+    if session.model.url:
+        raise InvalidRequest("/set ctx: this model is on another server, which settles its context")
     if text != "default" and not (text.isdecimal() and int(text) > 0):
         raise InvalidRequest(f"/set ctx {text}: give a number of tokens, or default")
     ctx = None if text == "default" else int(text)
@@ -102,7 +110,7 @@ def _set_ctx(session: Session, text: str) -> Outcome:
         limit = session.model.ctx
         raise InvalidRequest(f"/set ctx {ctx:,}: {session.model.name} is loaded with {limit:,}")
     session.options = replace(session.options, ctx=ctx)
-    return Say(f"context {session.ctx:,} tokens")
+    return Say(f"context {session.options.ctx or session.model.ctx:,} tokens")
 
 
 def _show(session: Session, argument: str, _: Progress) -> Outcome:
@@ -110,10 +118,12 @@ def _show(session: Session, argument: str, _: Progress) -> Outcome:
     if what == "info":
         return Say(_info(session))
     if what == "parameters":
-        rows = parameters.rows(session.options.params, session.model.sampling)
+        rows = _parameter_rows(session)
         lines = (f"{name:<22} {value:<16} {whose}".rstrip() for name, value, whose in rows)
         return Say("\n".join(lines))
     if what == "template":
+        if session.model.url:
+            return Say("the model is on another server, which does not tell its chat template")
         return Say(session.model.chat_template or "the model has no chat template")
     if what == "system":
         return Say(session.conversation.system or "no system prompt")
@@ -122,13 +132,28 @@ def _show(session: Session, argument: str, _: Progress) -> Outcome:
 
 def _info(session: Session) -> str:
     info = session.model
+    if info.url:
+        return _info_elsewhere(session)
+    ctx = session.options.ctx or info.ctx
     rows = [
         ("model", info.name),
         ("file", info.path),
         ("kind", f"{info.architecture} · {info.description} · {info.params / 1e6:,.1f}M params"),
         ("size", f"{report.size(info.size_bytes)} · context memory {report.size(info.kv_bytes)}"),
-        ("context", f"{session.ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
+        ("context", f"{ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
         ("runs on", " · ".join(_runs_on(info))),
+        ("branch", f"{session.branch} · {report.count(len(session.conversation.turns), 'turn')}"),
+        *(("note", note) for note in info.notes),
+    ]
+    return "\n".join(f"{name:<9} {value}" for name, value in rows)
+
+
+def _info_elsewhere(session: Session) -> str:
+    info = session.model
+    rows = [
+        ("model", info.name),
+        ("server", info.url),
+        *((("context", f"{info.ctx:,}"),) if info.ctx else ()),
         ("branch", f"{session.branch} · {report.count(len(session.conversation.turns), 'turn')}"),
         *(("note", note) for note in info.notes),
     ]
@@ -172,8 +197,10 @@ def _clear(session: Session, _argument: str, _: Progress) -> Outcome:
 def _model(session: Session, argument: str, on_progress: Progress) -> Outcome:
     if not argument:
         return Say("\n".join(card.name for card in session.client.models()))
-    session.load(_unquoted(argument), on_progress)
-    return Say(report.model_line(session.model))
+    found = session.load(_unquoted(argument), on_progress)
+    # another server may not have it, and says so only when it is asked something
+    notes = (f"note: {note}" for note in found.notes if found.url)
+    return Say("\n".join((report.model_line(found), *notes)))
 
 
 def _regen(session: Session, _argument: str, _: Progress) -> Outcome:

@@ -44,14 +44,16 @@ def field_name(name: str) -> str:
     raise InvalidRequest(f"no parameter {name!r}{hint}", param="parameter")
 
 
-def rows(params: SamplingParams, model: SamplingParams) -> list[tuple[str, str, str]]:
-    """Name, value in force and whose it is (yours, the model's, or localgen's) of each one."""
+def rows(
+    params: SamplingParams, model: SamplingParams, base: SamplingParams = BASE_SAMPLING
+) -> list[tuple[str, str, str]]:
+    """Name, value in force and whose it is (yours, the model's, or that of base) of each one."""
     table = []
     for name in NAMES:
-        sources = ((params, "yours"), (model, "model"), (BASE_SAMPLING, ""))
+        sources = ((params, "yours"), (model, "model"), (base, ""))
         owner, whose = next(
             ((source, whose) for source, whose in sources if _is_set(getattr(source, name))),
-            (BASE_SAMPLING, ""),
+            (base, ""),
         )
         table.append((name, _shown(getattr(owner, name)), whose))
     return table

@@ -25,7 +25,7 @@ from localgen.repl.quotes import unquoted
 from localgen.repl.session import FIRST_BRANCH, ModelOptions, Session
 
 if TYPE_CHECKING:
-    from localgen.client import Client
+    from localgen.client import ModelClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Repl:
                         case Text(text, tokens, reasoning):
                             pieces.append(text)
                             thoughts.append(reasoning)
-                            shown.feed(text, tokens, reasoning)
+                            shown.feed(text, tokens, reasoning, estimated=event.estimated)
                         case Answer():
                             return Reply("".join(pieces), "".join(thoughts), event, shown.speed())
         except KeyboardInterrupt:
@@ -173,7 +173,9 @@ class Repl:
         self.console.print(Styled(text, style=style), soft_wrap=False)
 
 
-def start_chat(client: Client, loading: Loading, model: str | None, options: ModelOptions) -> None:
+def start_chat(
+    client: ModelClient, loading: Loading, model: str | None, options: ModelOptions
+) -> None:
     """Load the model, then chat on the console of `loading` until the user leaves.
 
     LocalgenError: the model cannot be loaded.
@@ -181,7 +183,9 @@ def start_chat(client: Client, loading: Loading, model: str | None, options: Mod
     # the editor takes as long to import as the model to load: do both at once
     editor = threading.Thread(target=importlib.import_module, args=(f"{__package__}.prompt",))
     editor.start()
-    session = Session(client, Settings.from_environment().state_dir, options)
+    settings = Settings.from_environment()
+    settings.prepare_state()
+    session = Session(client, settings.state_dir, options)
     with loading:
         client.connect()
         session.load(model, loading.progress)

@@ -12,7 +12,7 @@ from localgen.backends.types import LoadOptions, ModelInfo, SamplingParams
 from localgen.repl.conversation import Conversation, Turn
 
 if TYPE_CHECKING:
-    from localgen.client import Answer, Client, Text
+    from localgen.client import Answer, ModelClient, Text
 
 FIRST_BRANCH = "main"
 
@@ -35,7 +35,7 @@ class ModelOptions:
 class Session:
     """A conversation with a loaded model, and the branches that were forked from it."""
 
-    def __init__(self, client: Client, state_dir: Path, options: ModelOptions) -> None:
+    def __init__(self, client: ModelClient, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
         self.state_dir = state_dir
         self.options = options
@@ -58,9 +58,9 @@ class Session:
         return self.info
 
     @property
-    def ctx(self) -> int:
-        """The limit of prompt and answer in tokens."""
-        return self.options.ctx or self.model.ctx
+    def ctx(self) -> int | None:
+        """The limit of prompt and answer in tokens; None: another server does not tell."""
+        return self.options.ctx or self.model.ctx or None
 
     def load(self, name: str | None, on_progress: Progress) -> ModelInfo:
         """Load a model and talk to it from now on; on an error the old one stays."""
@@ -128,8 +128,8 @@ class Session:
 
     def used_tokens(self) -> int:
         """About how much of the context the conversation takes; exact after a whole answer."""
-        if self.last is not None:
-            return self.last.prompt_tokens + self.last.completion_tokens
+        if self.last is not None and self.last.total_tokens is not None:
+            return self.last.total_tokens
         letters = sum(len(message.content) for message in self.conversation.messages())
         return letters // 4
 

@@ -7,6 +7,8 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,18 +20,34 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import localgen
 from localgen.backends.errors import LocalgenError
-from localgen.backends.types import EngineStats, ModelInfo, Request
+from localgen.backends.types import EmbedRequest, EngineStats, ModelInfo, Request
 from localgen.server import openai
 from localgen.server.access import Access
-from localgen.server.generation import EventStream, GenerationResponse, Job
-from localgen.server.guard import KEY_PREFIX, Guard, Refused
+from localgen.server.caller import Caller
+from localgen.server.choices import repeated
+from localgen.server.embeddings import EmbedJob, VectorsResponse
+from localgen.server.events import EventStream
+from localgen.server.failures import failure
+from localgen.server.format import Format, encode
+from localgen.server.generation import GenerationResponse, Job
+from localgen.server.guard import Guard, Refused
 from localgen.server.journal import Journal
-from localgen.server.manager import KeepAlive, ModelManager
+from localgen.server.manager import ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics
+from localgen.server.ollama.routes import OllamaApi
 from localgen.server.openai import ChatFormat, CompletionFormat
 from localgen.server.rates import Rates
-from localgen.server.schema import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest
+from localgen.server.resident import KeepAlive
+from localgen.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    LoadRequest,
+    UnloadRequest,
+)
 from localgen.server.state import ServerState
+from localgen.server.statuses import status_of
+from localgen.server.texts import texts_of
 
 STATS_PERIOD_S = 0.25
 _PROGRESS_PERIOD_S = 0.1
@@ -50,9 +68,12 @@ def create_app(
     metrics = Metrics(lambda: _engines(manager))
     _add_errors(app)
     _add_metrics(app, metrics)
-    _add_generation(app, manager, Journal((metrics, rates)), access.timeout_s)
+    journal = Journal((metrics, rates))
+    _add_generation(app, manager, journal, access.timeout_s)
+    _add_embeddings(app, manager, journal, access.timeout_s)
     _add_models(app, manager, state)
     _add_server(app, state, leave, leaving)
+    app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
     return _arrival_noted(Guard(app, access, rates))
 
 
@@ -83,65 +104,78 @@ def _add_generation(
 ) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
+        caller = Caller.of(http, body.user)
         request = Request(
             id=uuid.uuid4().hex[:24],
             **body.conversation(),
             params=body.to_params(),
-            client=body.user or _session_of(http),
+            client=caller.client,
             priority=body.priority,
             ctx=body.ctx,
-            arrived_s=http.scope["arrived_s"],
+            arrived_s=caller.arrived_s,
         )
-        return GenerationResponse(
-            manager, journal, _job(body, request, ChatFormat.of, http, timeout_s)
-        )
+        return answer(body, [request], caller, ChatFormat.of)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
-        text = body.prompt if isinstance(body.prompt, str) else None
+        caller = Caller.of(http, body.user)
         request = Request(
             id=uuid.uuid4().hex[:24],
-            prompt=text,
-            prompt_tokens=None if isinstance(body.prompt, str) else tuple(body.prompt),
             params=body.to_params(),
-            client=body.user or _session_of(http),
+            client=caller.client,
             priority=body.priority,
             ctx=body.ctx,
-            arrived_s=http.scope["arrived_s"],
+            arrived_s=caller.arrived_s,
         )
-        return GenerationResponse(
-            manager, journal, _job(body, request, CompletionFormat.of, http, timeout_s)
+        requests = [
+            replace(request, prompt=prompt)
+            if isinstance(prompt, str)
+            else replace(request, prompt_tokens=tuple(prompt))
+            for prompt in body.prompts
+        ]
+        return answer(body, requests, caller, CompletionFormat.of)
+
+    def answer(
+        body: ChatRequest | CompletionRequest,
+        requests: list[Request],
+        caller: Caller,
+        format_of: Callable[..., Format],
+    ) -> Response:
+        n = body.n or 1
+        job = Job(
+            id=requests[0].id,
+            model=body.model,
+            account=caller.account,
+            timeout_s=timeout_s,
+            requests=repeated(requests, n),
+            n=n,
+            stream=body.stream,
+            format_of=partial(format_of, include_usage=body.include_usage),
         )
+        return GenerationResponse(manager, journal, job)
 
 
-def _job(
-    body: ChatRequest | CompletionRequest,
-    request: Request,
-    format_of: Callable[[str, str], openai.Format],
-    http: HttpRequest,
-    timeout_s: float | None,
-) -> Job:
-    return Job(
-        account=http.scope["account"],
-        timeout_s=timeout_s,
-        model=body.model,
-        request=request,
-        stream=body.stream,
-        include_usage=body.include_usage,
-        format_of=format_of,
-    )
-
-
-def _session_of(http: HttpRequest) -> str:
-    """Who asks, for taking turns: the key; without one the session that our clients name, else
-    the connection."""
-    account: str = http.scope["account"]
-    if account.startswith(KEY_PREFIX):
-        return account
-    session = http.headers.get("x-localgen-session")
-    if session:
-        return session
-    return f"{http.client.host}:{http.client.port}" if http.client else ""
+def _add_embeddings(
+    app: FastAPI, manager: ModelManager, journal: Journal, timeout_s: float | None
+) -> None:
+    @app.post("/v1/embeddings", response_model=None)
+    async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
+        caller = Caller.of(http, body.user)
+        request = EmbedRequest(
+            id=uuid.uuid4().hex[:24],
+            inputs=texts_of(body.input),
+            client=caller.client,
+            arrived_s=caller.arrived_s,
+        )
+        job = EmbedJob(
+            model=body.model,
+            account=caller.account,
+            timeout_s=timeout_s,
+            request=request,
+            dimensions=body.dimensions,
+        )
+        shown = partial(openai.embedding_list, as_base64=body.encoding_format == "base64")
+        return VectorsResponse(manager, journal, job, shown)
 
 
 def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None:
@@ -153,7 +187,7 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
     async def load(body: LoadRequest) -> Response:
         events = _load_events(manager, body)
         if body.stream:
-            return EventStream(events)
+            return EventStream(events, openai.SSE)
         return _json([event async for event in events][-1])
 
     @app.post("/v1/models/unload", response_model=None)
@@ -195,7 +229,7 @@ def _add_server(
 
     @app.get("/v1/stats", response_model=None)
     async def stats(stream: bool = False) -> Response:
-        return EventStream(snapshots()) if stream else _json(state.stats())
+        return EventStream(snapshots(), openai.SSE) if stream else _json(state.stats())
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown() -> Response:
@@ -210,36 +244,38 @@ def _add_server(
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(LocalgenError)
-    async def ours(_: HttpRequest, error: Exception) -> Response:
+    async def ours(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, LocalgenError)
-        return _error(error.code, error.message, error.param)
+        return _error(http, error.code, error.message, error.param)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: HttpRequest, error: Exception) -> Response:
+    async def invalid(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         # a misspelt field first: it also makes the right one missing
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         message, param = _validation(problems[0])
-        return _error("invalid_request", message, param)
+        return _error(http, "invalid_request", message, param)
 
     @app.exception_handler(HTTPException)
-    async def http(request: HttpRequest, error: Exception) -> Response:
+    async def refused(http: HttpRequest, error: Exception) -> Response:
         if isinstance(error, Refused):
-            return error.response()
+            return error.response(http.url.path)
         assert isinstance(error, HTTPException)
-        place = f"{request.method} {request.url.path}"
+        place = f"{http.method} {http.url.path}"
         match error.status_code:
             case 404:
-                return _error("not_found", f"there is no {place}")
+                return _error(http, "not_found", f"there is no {place}")
             case 405:
-                return _error("method_not_allowed", f"{place} is not allowed", None, error.headers)
+                message = f"{place} is not allowed"
+                return _error(http, "method_not_allowed", message, headers=error.headers)
             case _:
-                return _error("invalid_request", str(error.detail))
+                return _error(http, "invalid_request", str(error.detail))
 
     @app.exception_handler(Exception)
-    async def bug(request: HttpRequest, error: Exception) -> Response:
+    async def bug(http: HttpRequest, error: Exception) -> Response:
         # the traceback goes to the log: Starlette raises it again behind this answer
-        return _error("internal_error", f"{request.url.path} failed: the server's log says why")
+        message = f"{http.url.path} failed: the server's log says why"
+        return _error(http, "internal_error", message)
 
 
 def _validation(problem: Any) -> tuple[str, str | None]:
@@ -262,12 +298,13 @@ def _validation(problem: Any) -> tuple[str, str | None]:
             return (f"{field}: {reason}", field) if field else (reason, None)
 
 
-def _json(value: object, status: int = 200, headers: Any = None) -> Response:
-    return Response(openai.encode(value), status, headers, "application/json")
+def _json(value: object, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type="application/json")
 
 
-def _error(code: str, message: str, param: str | None = None, headers: Any = None) -> Response:
-    status = openai.STATUS_OF_CODE.get(code, 500)
-    if status == 429:
+def _error(
+    http: HttpRequest, code: str, message: str, param: str | None = None, headers: Any = None
+) -> Response:
+    if status_of(code) == 429:
         headers = {"Retry-After": "1"}
-    return _json(openai.error_body(code, message, param), status, headers)
+    return failure(http.url.path, code, message, param, headers=headers)

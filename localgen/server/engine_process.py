@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -51,7 +52,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # a crash in native code is reported as what it is: no debugger, no pages of output
-                env=python_environment() | {"GGML_NO_BACKTRACE": "1"},
+                env=_environment(),
             )
         ours.setblocking(False)
         return cls(process, ours)
@@ -85,6 +86,17 @@ class EngineProcess:
         return status
 
 
+def _environment() -> dict[str, str]:
+    environment = python_environment()
+    environment["GGML_NO_BACKTRACE"] = "1"
+    # weights in huge pages where the system lets a process ask for them: fewer page table walks
+    known = environment.get("GLIBC_TUNABLES")
+    if not known or "glibc.malloc.hugetlb" not in known:
+        asked = "glibc.malloc.hugetlb=1"
+        environment["GLIBC_TUNABLES"] = f"{known}:{asked}" if known else asked
+    return environment
+
+
 def describe_status(status: int | None) -> str:
     """How a process ended, in words."""
     if status is None:
@@ -104,11 +116,20 @@ class EngineOutput(asyncio.Protocol):
         self._name = name
         self._rest = b""
         self._last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._closed = asyncio.Event()
 
     @property
     def last_line(self) -> str:
         """The last line that says something, or nothing."""
         return next((line for line in reversed(self._last) if line.strip()), "")
+
+    async def closed(self, patience_s: float) -> None:
+        """Wait until all who print here are gone: the engine, and processes that it started."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), patience_s)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed.set()
 
     def data_received(self, received: bytes) -> None:
         *lines, self._rest = (self._rest + received).split(b"\n")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, LocalgenError, error_of
 from localgen.backends.types import (
     Delta,
+    Embedded,
+    EmbedRequest,
     EngineStats,
     Failed,
     Finished,
@@ -35,13 +37,14 @@ class LoadCrashed(LoadFailed):
 
 
 class Stream:
-    """The events of one request, in order; the last one is a Finished or a Failed."""
+    """The events of one request or of several, in order; the last one of each is a Finished or a
+    Failed."""
 
-    __slots__ = ("_engine", "_events", "_request_id", "_wake")
+    __slots__ = ("_engine", "_events", "_request_ids", "_wake")
 
-    def __init__(self, engine: Engine, request_id: str) -> None:
+    def __init__(self, engine: Engine, request_ids: Sequence[str]) -> None:
         self._engine = engine
-        self._request_id = request_id
+        self._request_ids = request_ids
         self._events: list[Event] = []
         self._wake = asyncio.Event()
 
@@ -58,13 +61,14 @@ class Stream:
         return events
 
     def cancel(self) -> None:
-        """End the request in the engine now, if it has not ended; no event follows."""
-        self._engine.cancel(self._request_id)
+        """End what has not ended in the engine now; no event follows."""
+        for request_id in self._request_ids:
+            self._engine.cancel(request_id)
 
     def fail(self, code: str, message: str) -> None:
-        """End the request in the engine now, with this as its last event."""
+        """End what has not ended in the engine now, with this as the last event."""
         self.cancel()
-        self.put(Failed(self._request_id, code, message))
+        self.put(Failed(self._request_ids[0], code, message))
 
 
 class Engine(asyncio.Protocol):
@@ -82,6 +86,7 @@ class Engine(asyncio.Protocol):
         self._decoder = wire.Decoder()
         self._output = EngineOutput(name)
         self._streams: dict[str, Stream] = {}
+        self._vectors: dict[str, asyncio.Future[Embedded]] = {}
         self._loaded: asyncio.Future[ModelInfo] | None = None
         self._transport: asyncio.Transport | None = None
         self._ended: str | None = None  # why nothing can be asked of it any more
@@ -94,7 +99,7 @@ class Engine(asyncio.Protocol):
     @property
     def active(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams)
+        return len(self._streams) + len(self._vectors)
 
     async def load(self, request: wire.Load) -> ModelInfo:
         """Load the model; progress is updated meanwhile. Raises what the engine reports."""
@@ -111,19 +116,37 @@ class Engine(asyncio.Protocol):
         self._send(request)
         return await self._loaded
 
-    def submit(self, request: Request) -> Stream:
-        """Hand over a request. EngineDied if the process is gone."""
+    def submit(self, *requests: Request) -> Stream:
+        """Hand over a request, or several in one go. EngineDied if the process is gone."""
+        frames = [self._frame(wire.Submit(request)) for request in requests]
+        stream = Stream(self, [request.id for request in requests])
+        self._streams |= dict.fromkeys((request.id for request in requests), stream)
+        self._write(b"".join(frames))
+        return stream
+
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """Vectors of texts; cancelled in the engine too. Raises what the engine reports."""
+        frame = self._frame(wire.Embed(request))
+        done: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
+        self._vectors[request.id] = done
+        self._write(frame)
+        try:
+            return await done
+        finally:
+            if self._vectors.pop(request.id, None) is not None:
+                self._send(wire.Cancel(request.id))
+
+    def _frame(self, message: wire.Message) -> bytes:
+        """A request for the wire. EngineDied, InvalidRequest: it cannot be sent."""
         if self._ended is not None:
             raise EngineDied(self._ended)
-        frame = wire.encode(wire.Submit(request))
+        frame = wire.encode(message)
         if len(frame) > wire.MAX_FRAME_BYTES:
             raise InvalidRequest(
                 f"the request is {len(frame) >> 20} MiB, at most {wire.MAX_FRAME_BYTES >> 20} "
                 "reach a model: shorten it"
             )
-        stream = self._streams[request.id] = Stream(self, request.id)
-        self._write(frame)
-        return stream
+        return frame
 
     def cancel(self, request_id: str) -> None:
         """End a request; nothing happens if it has ended."""
@@ -135,6 +158,9 @@ class Engine(asyncio.Protocol):
         for request_id, stream in list(self._streams.items()):
             self.cancel(request_id)
             stream.put(Failed(request_id, code, message))
+        for request_id in list(self._vectors):
+            self._send(wire.Cancel(request_id))
+            self._fail_vectors(Failed(request_id, code, message))
 
     async def stop(self, reason: str) -> None:
         """End the process; its memory is free when this returns."""
@@ -147,6 +173,8 @@ class Engine(asyncio.Protocol):
         else:
             self._transport.close()  # end of stream: the engine leaves
         await self._process.end(_LEAVE_S)
+        if self._transport is not None:
+            await self._output.closed(_LEAVE_S)
 
     def data_received(self, received: bytes) -> None:
         try:
@@ -167,6 +195,8 @@ class Engine(asyncio.Protocol):
         self._burial = asyncio.create_task(self._bury() if unexpected else self._leave())
 
     async def _leave(self) -> None:
+        assert self._ended is not None
+        self.fail_all(EngineDied.code, self._ended)  # what reached it when it had told of its end
         await self._process.end(_LEAVE_S)
 
     async def _bury(self) -> None:
@@ -204,13 +234,27 @@ class Engine(asyncio.Protocol):
     def _publish(self, events: StepEvents) -> None:
         if events.stats is not None:
             self.stats = events.stats
+        dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)
+        if dying is not None and self._ended is None:
+            # it leaves in a moment: whoever reads of that and asks again gets another
+            self._ended = dying
+            self._on_death()
         for delta in events.deltas:
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)
+        for done in events.embedded:
+            if waiting := self._vectors.pop(done.request_id, None):
+                waiting.set_result(done)
+        for failed in events.failed:
+            self._fail_vectors(failed)
         ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
         for end in ends:
             if stream := self._streams.pop(end.request_id, None):
                 stream.put(end)
+
+    def _fail_vectors(self, end: Failed) -> None:
+        if waiting := self._vectors.pop(end.request_id, None):
+            waiting.set_exception(error_of(end.code, end.message, end.param))
 
     def _fail_load(self, error: LocalgenError) -> None:
         if self._loaded is not None and not self._loaded.done():

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, TimedOut, error_of
-from localgen.backends.types import Delta, Failed, Finished, Request
-from localgen.server import openai
+from localgen.backends.types import Delta, Failed, Finished, LoadOptions, Request
+from localgen.server.choices import Choice, together
 from localgen.server.engines import Event, Stream
+from localgen.server.events import cancelled_on_disconnect, send_head, send_json
+from localgen.server.format import Format, Start
 from localgen.server.journal import Entry, Journal
 from localgen.server.manager import ModelManager
-from localgen.server.openai import Format
-
-_log = logging.getLogger("localgen.server")
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-]
+from localgen.server.resident import KeepAlive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What was asked. format_of: from a request's id and a model's name to its format.
+    """What was asked. format_of: how it is printed, once its model is found.
 
+    requests: one for each answer, n of them for each prompt. options, keep_alive: of the model.
     account: who pays for its tokens. timeout_s: how long it may take in all.
     """
 
+    id: str
     model: str | None
     account: str
     timeout_s: float | None
-    request: Request
+    requests: tuple[Request, ...]
+    n: int = 1
+    options: LoadOptions = LoadOptions()
+    keep_alive: KeepAlive | None = None
     stream: bool
-    include_usage: bool
-    format_of: Callable[[str, str], Format]
+    format_of: Callable[[Start], Format]
 
 
 class GenerationResponse(Response):
@@ -51,24 +49,30 @@ class GenerationResponse(Response):
         self._manager = manager
         self._journal = journal
         self._job = job
+        self._index = {request.id: index for index, request in enumerate(job.requests)}
+        self._ends: dict[str, Finished] = {}
         self._entry = Entry(
-            id=job.request.id,
+            id=job.id,
             asked=job.model or "",
-            client=job.request.client,
+            client=job.requests[0].client,
             account=job.account,
-            arrived_s=job.request.arrived_s,
+            arrived_s=job.requests[0].arrived_s,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job, asked_s = self._job, time.monotonic()
         try:
-            using = self._manager.using(self._job.model)
+            using = self._manager.using(job.model, job.options, keep_alive=job.keep_alive)
             async with cancelled_on_disconnect(receive), using as (resident, _):
-                self._entry.model = resident.file.name
-                stream = resident.engine.submit(self._job.request)
+                name = self._entry.model = resident.file.name
+                load_ms = (time.monotonic() - asked_s) * 1e3
+                stream = resident.engine.submit(*job.requests)
                 late = self._end_in_time(stream)
                 try:
-                    answer = self._job.format_of(self._job.request.id, resident.file.name)
-                    await self._answer(stream, answer, self._named(send))
+                    start = Start(
+                        id=job.id, model=name, arrived_s=self._entry.arrived_s, load_ms=load_ms
+                    )
+                    await self._answer(stream, job.format_of(start), self._named(send))
                 finally:
                     stream.cancel()
                     if late is not None:
@@ -85,7 +89,7 @@ class GenerationResponse(Response):
         if limit_s is None:
             return None
         message = f"the request took longer than the {limit_s:g} s that it may take here"
-        left_s = limit_s - (time.monotonic() - self._job.request.arrived_s)
+        left_s = limit_s - (time.monotonic() - self._entry.arrived_s)
         return asyncio.get_running_loop().call_later(left_s, stream.fail, TimedOut.code, message)
 
     def _named(self, send: Send) -> Send:
@@ -100,14 +104,23 @@ class GenerationResponse(Response):
         return named
 
     async def _take(self, stream: Stream) -> list[Event]:
-        events = await stream.take()
+        events = _to_failure(await stream.take())
         self._entry.see(events)
+        self._ends |= {end.request_id: end for end in events if isinstance(end, Finished)}
+        if self._total is not None:
+            self._entry.finish(self._total)
         return events
+
+    @property
+    def _total(self) -> Finished | None:
+        """What all answers took together; None: not all have ended."""
+        if len(self._ends) < len(self._index):
+            return None
+        return together([self._ends[request_id] for request_id in self._index], self._job.n)
 
     async def _answer(self, stream: Stream, answer: Format, send: Send) -> None:
         events = await self._take(stream)
-        if isinstance(events[0], Failed):
-            raise error_of(events[0].code, events[0].message, events[0].param)
+        _require_good(events)
         if self._job.stream:
             await self._send_stream(events, stream, answer, send)
         else:
@@ -116,100 +129,59 @@ class GenerationResponse(Response):
     async def _send_stream(
         self, events: list[Event], stream: Stream, answer: Format, send: Send
     ) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        opening = answer.opening()
+        framing = answer.framing
+        await send_head(send, framing)
+        body = b"".join(map(framing.event, self._opening(answer)))
         while True:
             # events that piled up while the socket was busy leave in one write
-            body = b"".join([*opening, *(self._encode(event, answer) for event in events)])
-            ended = not isinstance(events[-1], Delta)
+            body += b"".join(self._encode(event, answer) for event in events)
+            ended = self._total is not None or isinstance(events[-1], Failed)
+            if self._total is not None:
+                body += b"".join(map(framing.event, answer.closing(self._total))) + framing.end
             await send({"type": "http.response.body", "body": body, "more_body": not ended})
             if ended:
                 return
-            opening = []
+            body = b""
             events = await self._take(stream)
 
+    def _opening(self, answer: Format) -> list[object]:
+        return [event for index in self._index.values() for event in answer.opening(index)]
+
     def _encode(self, event: Event, answer: Format) -> bytes:
+        framing, index = answer.framing, self._index[event.request_id]
         match event:
             case Delta():
-                return answer.delta(event)
+                return b"".join(map(framing.event, answer.delta(index, event)))
             case Finished():
-                return b"".join(answer.closing(event, include_usage=self._job.include_usage))
+                return b"".join(map(framing.event, answer.ended(index, event)))
             case Failed(_, code, message, param):
-                return openai.sse(openai.error_body(code, message, param))
+                return framing.failed(code, message, param)
 
     async def _send_whole(
         self, events: list[Event], stream: Stream, answer: Format, send: Send
     ) -> None:
-        while isinstance(events[-1], Delta):
-            events += await self._take(stream)
-        end = events[-1]
-        if isinstance(end, Failed):
-            raise error_of(end.code, end.message, end.param)
-        assert isinstance(end, Finished)
-        deltas = [event for event in events if isinstance(event, Delta)]
-        await send_json(send, answer.whole(deltas, end))
+        deltas: dict[str, list[Delta]] = {request_id: [] for request_id in self._index}
+        while True:
+            for event in events:
+                if isinstance(event, Delta):
+                    deltas[event.request_id].append(event)
+            if self._total is not None:
+                break
+            events = await self._take(stream)
+            _require_good(events)
+        choices = [Choice(parts, self._ends[request_id]) for request_id, parts in deltas.items()]
+        await send_json(send, answer.whole(choices, self._total))
 
 
-async def send_json(send: Send, value: object, status: int = 200) -> None:
-    """A whole JSON response."""
-    body = openai.encode(value)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _to_failure(events: list[Event]) -> list[Event]:
+    """The events up to the first bad end, which is that of them all."""
+    for at, event in enumerate(events):
+        if isinstance(event, Failed):
+            return events[: at + 1]
+    return events
 
 
-@contextlib.asynccontextmanager
-async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client goes away; to its caller it then just ends."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-        if gone:
-            await asyncio.sleep(0)  # a cancel that is on its way must land here
-    except asyncio.CancelledError:
-        if not gone or task.uncancel() > 0:
-            raise
-    finally:
-        watcher.cancel()
-
-
-class EventStream(Response):
-    """Events of our own making. The first is awaited before the headers: it may be an error."""
-
-    def __init__(self, events: AsyncGenerator[object, None]) -> None:
-        super().__init__()
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancelled_on_disconnect(receive), contextlib.aclosing(self._events) as events:
-            first = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-            await _send_event(send, first)
-            try:
-                async for event in events:
-                    await _send_event(send, event)
-                end = openai.DONE
-            except LocalgenError as error:
-                end = openai.sse(openai.error_of(error))
-            except Exception:
-                _log.exception("a stream of events failed")
-                end = openai.sse(openai.error_body("internal_error", "the server's log says why"))
-            await send({"type": "http.response.body", "body": end, "more_body": False})
-
-
-async def _send_event(send: Send, event: object) -> None:
-    await send({"type": "http.response.body", "body": openai.sse(event), "more_body": True})
+def _require_good(events: list[Event]) -> None:
+    last = events[-1]
+    if isinstance(last, Failed):
+        raise error_of(last.code, last.message, last.param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 
@@ -11,8 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localgen.server import openai
 from localgen.server.access import Access
+from localgen.server.failures import failure
 from localgen.server.rates import Rates
 
 # how a connection over the Unix socket calls its client
@@ -21,9 +22,16 @@ LOCAL = "local"
 KEY_PREFIX = "key-"
 # a body has to come within this
 BODY_S = 60.0
+# a body that is refused is read this far: a connection that closes with bytes unread is reset,
+# and the answer is lost with it
+_LINGER_BYTES = 1 << 20
+_LINGER_S = 1.0
 # without a key: it says no more than that a server is there
 _OPEN_PATHS = frozenset({"/health"})
-_LIMITED = ("/v1/chat/completions", "/v1/completions")
+_LIMITED = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+)
 
 
 class Refused(HTTPException):
@@ -35,12 +43,11 @@ class Refused(HTTPException):
         super().__init__(status, message, headers)
         self.code = code
 
-    def response(self) -> Response:
-        """What the client gets."""
-        body = openai.error_body(self.code, self.detail, status=self.status_code)
+    def response(self, path: str) -> Response:
+        """What the client gets who asked for that path."""
         # what is left of the request shall not be read as another one
         headers = {"Connection": "close", **(self.headers or {})}
-        return Response(openai.encode(body), self.status_code, headers, "application/json")
+        return failure(path, self.code, self.detail, status=self.status_code, headers=headers)
 
 
 class Guard:
@@ -73,7 +80,8 @@ class Guard:
             body = _Body(receive, self._access.max_body_bytes)
             body.check_length(scope)
         except Refused as refused:
-            await refused.response()(scope, receive, send)
+            await _read_rest(scope, receive)
+            await refused.response(scope["path"])(scope, receive, send)
             return
         await self._inner(scope, body.receive, send)
 
@@ -142,6 +150,20 @@ class _Body:
 
     def _too_long(self) -> Refused:
         return Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
+
+
+async def _read_rest(scope: Scope, receive: Receive) -> None:
+    """Read the body of a request that is refused, within bounds."""
+    if any(name.lower() == b"expect" for name, _ in scope["headers"]):
+        return  # it waits for our consent before it sends any
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while size < _LINGER_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _is_local(scope: Scope) -> bool:

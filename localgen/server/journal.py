@@ -11,6 +11,8 @@ from typing import Protocol
 from localgen.backends.types import Delta, Failed, Finished
 from localgen.server.engines import Event
 
+# how a request for vectors ends well
+EMBEDDED = "embedded"
 # a client's misspellings shall not become labels of figures
 UNKNOWN = "unknown"
 _log = logging.getLogger("localgen.requests")
@@ -18,12 +20,13 @@ _log = logging.getLogger("localgen.requests")
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One request for text. Times are monotonic seconds.
+    """One request for text, or for vectors. Times are monotonic seconds.
 
     asked: the model as the client calls it; model: as the server does, once it is found.
-    account: who pays for its tokens. outcome: stop, length or cancelled; the code of the error that
-    ended it; gone: the client left. gaps_s: between one text and the next, for each token of the
-    later one: (seconds, tokens).
+    account: who pays for its tokens. outcome: stop, length, cancelled or embedded; the code of the
+    error that ended it; gone: the client left. end: what all its answers took together; ends: each.
+    gaps_s: between one text of an answer and the next, for each token of the later one:
+    (seconds, tokens). last: tokens of an answer so far, and when they came.
     """
 
     id: str
@@ -34,8 +37,9 @@ class Entry:
     model: str = UNKNOWN
     outcome: str = "gone"
     end: Finished | None = None
+    ends: list[Finished] = field(default_factory=list)
     gaps_s: list[tuple[float, int]] = field(default_factory=list)
-    last_s: float | None = None
+    last: dict[str, tuple[int, float]] = field(default_factory=dict)
     ended_s: float = 0.0
     num_tokens: int = 0
 
@@ -47,15 +51,21 @@ class Entry:
                 case Delta():
                     self._see_text(event, now_s)
                 case Finished():
-                    self.end, self.outcome = event, event.reason
+                    self.ends.append(event)
                 case Failed():
                     self.outcome = event.code
 
     def _see_text(self, delta: Delta, now_s: float) -> None:
-        new = delta.num_tokens - self.num_tokens
-        if self.last_s is not None and new:
-            self.gaps_s.append(((now_s - self.last_s) / new, new))
-        self.last_s, self.num_tokens = now_s, delta.num_tokens
+        before, last_s = self.last.get(delta.request_id, (0, None))
+        new = delta.num_tokens - before
+        if last_s is not None and new:
+            self.gaps_s.append(((now_s - last_s) / new, new))
+        self.last[delta.request_id] = delta.num_tokens, now_s
+        self.num_tokens += new
+
+    def finish(self, total: Finished) -> None:
+        """All its answers have ended well."""
+        self.end, self.outcome = total, total.reason
 
 
 class Observer(Protocol):

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import (
@@ -34,18 +34,11 @@ from localgen.server.engine_process import (
 )
 from localgen.server.engines import Engine, LoadCrashed
 from localgen.server.memory import as_gb
-from localgen.server.resident import Resident
+from localgen.server.resident import KeepAlive, Resident
 
 # an engine process started before anyone asked waits this long for a model
 SPARE_WAIT_S = 30.0
 _log = logging.getLogger("localgen.server")
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """How long a model stays when idle; None: for ever."""
-
-    seconds: float | None
 
 
 class ModelManager:
@@ -135,9 +128,9 @@ class ModelManager:
         resident.users -= 1
         resident.last_used_s = self._last_used_s = time.monotonic()
 
-    async def unload(self, name: str) -> bool:
-        """Unload a model now, in use or not; False if it is not loaded. InvalidRequest: two are
-        called that."""
+    async def unload(self, name: str, *, when_idle: bool = False) -> bool:
+        """Unload a model now, in use or not, or as soon as nobody uses it; False if it is not
+        loaded. InvalidRequest: two are called that."""
         found = self._asked_as(name) or self._called(name)
         if found is None:
             try:
@@ -147,8 +140,16 @@ class ModelManager:
             found = next((r for r in self._residents if r.file.path == path), None)
         if found is None:
             return False
-        await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
+        if when_idle and not found.idle:
+            found.keep_alive_s = 0.0
+        else:
+            await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
         return True
+
+    def forget_name(self, name: str) -> None:
+        """A name may mean another model from now on."""
+        for resident in self._residents:
+            resident.asked_as.discard(name)
 
     async def expire(self) -> None:
         """Unload what nobody used for the keep-alive time; to be called now and then."""
@@ -211,37 +212,43 @@ class ModelManager:
             for resident in self._residents:
                 if resident.file.path == file.path:
                     return resident
-            placement = await self._place(file, options)
+            placement, need = await self._place(file, options), 0
             if not placement.on_gpu:
-                await self._make_room(file)
+                # in a thread: it reads the beginning of the file
+                need = await asyncio.to_thread(memory.need_bytes, file, options, placement.backend)
+                await self._make_room(file, need)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
-            return self._begin(file, placement, options)
+            return self._begin(file, placement, options, need)
 
     async def _place(self, file: ModelFile, options: LoadOptions) -> Placement:
         """Where a model goes, with room made on its GPU. InvalidRequest."""
-        need = memory.gpu_estimate(file)
         there = await asyncio.to_thread(self._look)
+        need = await asyncio.to_thread(memory.gpu_need_bytes, file, options, there)
         placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
-        while placement.gpu is not None:
-            there = await asyncio.to_thread(self._look)
-            free = next(g.free_bytes for g in there.gpus if g.index == placement.gpu.index)
-            if need <= free or not await self._evict_one(file, placement.gpu):
-                break
+        for gpu in placement.gpus:
+            while need > await self._free_on(gpu) and await self._evict_one(file, gpu):
+                pass
         return placement
+
+    async def _free_on(self, gpu: Gpu) -> int:
+        there = await asyncio.to_thread(self._look)
+        return next(found.free_bytes for found in there.gpus if found.index == gpu.index)
 
     def _idle_on_gpus(self) -> dict[int, int]:
         """Bytes that idle models hold on each GPU."""
         held: Counter[int] = Counter()
         for resident in self._residents:
-            if resident.idle and resident.placement.gpu is not None:
-                held[resident.placement.gpu.index] += _taken(resident)
+            for gpu in resident.placement.gpus if resident.idle else ():
+                held[gpu.index] += _taken(resident) // len(resident.placement.gpus)
         return held
 
-    def _begin(self, file: ModelFile, placement: Placement, options: LoadOptions) -> Resident:
+    def _begin(
+        self, file: ModelFile, placement: Placement, options: LoadOptions, need: int
+    ) -> Resident:
         asked = options
-        if placement.gpu is not None:
-            options = replace(options, device=f"cuda:{placement.gpu.index}")
+        if len(placement.gpus) == 1:  # of several, each rank takes its own
+            options = replace(options, device=f"cuda:{placement.gpus[0].index}")
         for name in ("max_queue", "parallel"):
             if getattr(options, name) is None:
                 options = replace(options, **{name: getattr(self._settings, name)})
@@ -251,7 +258,7 @@ class ModelManager:
             placement=placement,
             engine=self._engine(file, placement),
             asked=asked,
-            estimate_bytes=0 if placement.on_gpu else memory.estimate(file.size_bytes),
+            estimate_bytes=need,
             keep_alive_s=self._settings.keep_alive_s,
             loading=asyncio.get_running_loop().create_future(),
         )
@@ -323,12 +330,11 @@ class ModelManager:
             await asyncio.wait({resident.loading}, timeout=0.1)
         return resident.loading.result()
 
-    async def _make_room(self, file: ModelFile) -> None:
+    async def _make_room(self, file: ModelFile, need: int) -> None:
         """Unload idle models, least recently used first, until the next one fits.
 
         ModelBusy if it would fit without those in use, OutOfMemory if it would not.
         """
-        need = memory.estimate(file.size_bytes)
         free = self._free_bytes()
         idle = self._idle()
         if need > free + sum(_taken(resident) for resident in idle):
@@ -338,7 +344,7 @@ class ModelManager:
 
     def _idle(self, gpu: Gpu | None = None) -> list[Resident]:
         """Models that could go, least recently used first: those in main memory, or on a GPU."""
-        idle = [r for r in self._residents if r.idle and _place_of(r) == (gpu and gpu.index)]
+        idle = [r for r in self._residents if r.idle and r.placement.uses(gpu)]
         return sorted(idle, key=lambda resident: resident.last_used_s)
 
     async def _evict_one(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
@@ -390,8 +396,3 @@ def _taken(resident: Resident) -> int:
     if resident.info is None:
         return resident.estimate_bytes
     return memory.footprint(resident.info)
-
-
-def _place_of(resident: Resident) -> int | None:
-    """The GPU whose memory it takes; None: main memory."""
-    return None if resident.placement.gpu is None else resident.placement.gpu.index

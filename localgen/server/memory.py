@@ -4,34 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import psutil
-
-from localgen.backends.types import ModelInfo
+from localgen.backends.errors import LoadFailed
+from localgen.backends.memory.available import available_bytes
+from localgen.backends.types import LoadOptions, ModelInfo
 from localgen.hub.files import ModelFile
-
-# weights as the files have them, 5 % for buffers of the computation, and an allowance for the
-# KV cache: an eighth of the weights, at least 64 MiB. The engine sizes its pool by what is free
-# then, so the allowance is what it can do with, not what it will take.
-WEIGHTS_FACTOR = 1.05
-KV_SHARE = 1 / 8
-KV_LEAST_BYTES = 64 << 20
-# most GGUF files have four bits and a little a weight
-WIDENED = 4
+from localgen.placement import Hardware
+from localgen.planning.facts import shape_of
+from localgen.planning.footprint import Runner, kept_bytes
+from localgen.planning.footprint import footprint as planned
+from localgen.planning.weights import weights_of
 
 
-def estimate(size_bytes: int) -> int:
-    """Bytes that a model of this file size needs at least, before it is loaded."""
-    return int(size_bytes * WEIGHTS_FACTOR + max(size_bytes * KV_SHARE, KV_LEAST_BYTES))
+def need_bytes(file: ModelFile, options: LoadOptions, backend: str = "llamacpp") -> int:
+    """Bytes of main memory that a model needs before it is loaded, with the context asked for or a
+    useful one. Reads the beginnings of its files."""
+    return _need_bytes(file, options, "llamacpp" if backend == "llamacpp" else "cuda on cpu")
 
 
-def gpu_estimate(file: ModelFile) -> int:
-    """Bytes that a model needs at least on a GPU, where a GGUF file's weights become 16 bits."""
-    return estimate(file.size_bytes * (WIDENED if file.is_gguf else 1))
+def gpu_need_bytes(file: ModelFile, options: LoadOptions, there: Hardware) -> int:
+    """The same of each GPU's memory on our own engine; 0 where there is no such GPU."""
+    if there.why_no_cuda is not None:
+        return 0
+    return _need_bytes(file, options, "cuda") // (options.tp or 1)
+
+
+def _need_bytes(file: ModelFile, options: LoadOptions, runner: Runner) -> int:
+    params = _params(file) if file.is_gguf and runner != "llamacpp" else None
+    weights = kept_bytes(file.size_bytes, params, runner, is_gguf=file.is_gguf)
+    return planned(weights, shape_of(file), runner, options).need_bytes(options.ctx)
+
+
+def _params(file: ModelFile) -> int | None:
+    try:
+        return weights_of(file, None).params
+    except LoadFailed:
+        return None  # the engine that loads it says what is wrong
 
 
 def footprint(info: ModelInfo) -> int:
-    """Bytes that a loaded model takes: its weights and its KV pool."""
-    return int(info.size_bytes * WEIGHTS_FACTOR) + info.kv_bytes
+    """Bytes that a loaded model takes: its weights, its KV pool, buffers of the computation."""
+    return info.size_bytes + info.kv_bytes + info.work_bytes
 
 
 def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable[int]) -> int:
@@ -45,7 +57,7 @@ def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable
         return limit - reserved - sum(footprint(info) for info in loaded)
     # mapped weights are page cache, which the system counts as available though we need it
     mapped = sum(info.size_bytes for info in loaded if info.options.mmap)
-    return int(psutil.virtual_memory().available) - reserved - mapped
+    return available_bytes() - reserved - mapped
 
 
 def as_gb(size_bytes: float) -> str:

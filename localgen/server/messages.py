@@ -8,7 +8,8 @@ from pydantic import model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message
-from localgen.server.tools import MessageCall, Strict, calls_of
+from localgen.server.body import Strict, without_unsupported
+from localgen.server.tools import MessageCall, calls_of
 
 _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "refusal": (),
@@ -16,22 +17,6 @@ _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "audio": (),
     "annotations": ([],),
 }
-
-
-def without_unsupported(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
-    """The body without fields that mean nothing as they are given. InvalidRequest names others."""
-    if not isinstance(body, dict):
-        return body
-    for name, harmless in unsupported.items():
-        value = body.get(name)
-        if value is not None and not any(_same(value, known) for known in harmless):
-            raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
-    return {name: value for name, value in body.items() if name not in unsupported}
-
-
-def _same(value: object, known: object) -> bool:
-    # to Python, true is 1
-    return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 # fields that are for one role

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from localgen.backends.engine.stats import STEP_TOKENS_BOUNDS
 from localgen.backends.types import EngineStats, Finished
-from localgen.server.journal import Entry
+from localgen.server.journal import EMBEDDED, Entry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = "model_name"
@@ -73,6 +73,10 @@ class Metrics:
             self._failure.labels(model, entry.outcome).inc()
             self._answer_total.labels(model).inc(entry.num_tokens)
             return
+        for answer in entry.ends:
+            if answer.completion_tokens > 1:
+                each_s = answer.timings.predicted_ms / 1e3 / (answer.completion_tokens - 1)
+                self._tpot.labels(model).observe(each_s)
         self._success.labels(model, entry.end.reason).inc()
         self._finished(model, entry.end)
 
@@ -80,15 +84,14 @@ class Metrics:
         timings = end.timings
         if end.completion_tokens:
             self._ttft.labels(model).observe(timings.ttft_ms / 1e3)
-        if end.completion_tokens > 1:
-            each_s = timings.predicted_ms / 1e3 / (end.completion_tokens - 1)
-            self._tpot.labels(model).observe(each_s)
         self._queue.labels(model).observe(timings.queue_ms / 1e3)
         self._prefill.labels(model).observe(timings.prompt_ms / 1e3)
-        self._decode.labels(model).observe(timings.predicted_ms / 1e3)
         self._prompt.labels(model).observe(end.prompt_tokens)
-        self._answer.labels(model).observe(end.completion_tokens)
         self._prompt_total.labels(model).inc(end.prompt_tokens)
+        if end.reason == EMBEDDED:  # it has no answer, and looks nothing up
+            return
+        self._decode.labels(model).observe(timings.predicted_ms / 1e3)
+        self._answer.labels(model).observe(end.completion_tokens)
         self._answer_total.labels(model).inc(end.completion_tokens)
         self._queries.labels(model).inc(end.prompt_tokens)
         self._hits.labels(model).inc(timings.cache_n)

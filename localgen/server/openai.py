@@ -1,62 +1,46 @@
-"""Answers as OpenAI's servers and llama-server print them. Plain dicts, encoded by msgspec."""
+"""Answers as OpenAI's servers and llama-server print them."""
 
 from __future__ import annotations
 
+import base64
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from localgen.backends.errors import LocalgenError
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server import tools
-
-DONE = b"data: [DONE]\n\n"
-
-# codes of LocalgenError to HTTP status; anything else is our fault: 500
-STATUS_OF_CODE = {
-    "invalid_request": 400,
-    "context_length_exceeded": 400,
-    "bad_setting": 400,
-    "model_not_found": 404,
-    "not_found": 404,
-    "method_not_allowed": 405,
-    "model_busy": 409,
-    "queue_full": 429,
-    "load_failed": 500,
-    "engine_died": 502,
-    "server_unavailable": 503,
-    "timeout": 504,
-    "out_of_memory": 507,
-    "hub_unavailable": 503,
-    "access_denied": 403,
-    "disk_full": 507,
-    "download_failed": 502,
-}
-
-encode = msgspec.json.Encoder().encode
+from localgen.server.choices import Choice
+from localgen.server.embeddings import Vectors
+from localgen.server.format import Framing, Start, encode, extras
+from localgen.server.statuses import status_of
 
 
-def sse(value: object) -> bytes:
-    """One event of a stream."""
-    return b"data: " + encode(value) + b"\n\n"
+class Sse:
+    """Server-sent events, the last of which says so."""
+
+    content_type = "text/event-stream; charset=utf-8"
+    end = b"data: [DONE]\n\n"
+
+    def event(self, value: object) -> bytes:
+        return b"data: " + encode(value) + b"\n\n"
+
+    def failed(self, code: str, message: str, param: str | None = None) -> bytes:
+        return self.event(error_body(code, message, param))
+
+
+SSE = Sse()
 
 
 def error_body(
     code: str, message: str, param: str | None = None, *, status: int | None = None
 ) -> dict[str, Any]:
     """The error object that every failed request gets. status: that of the code by default."""
-    status = status or STATUS_OF_CODE.get(code, 500)
+    status = status or status_of(code)
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_of(error: LocalgenError) -> dict[str, Any]:
-    """The error object of one of our errors."""
-    return error_body(error.code, error.message, error.param)
 
 
 def usage(end: Finished) -> dict[str, Any]:
@@ -69,14 +53,6 @@ def usage(end: Finished) -> dict[str, Any]:
     }
 
 
-def extras(end: Finished) -> dict[str, Any]:
-    """What we add to a finished answer: times, and how it was served."""
-    return {
-        "timings": end.timings,
-        "localgen": {"ctx": end.ctx, "seed": end.seed, "stop": end.stop, "notes": end.notes},
-    }
-
-
 @dataclass(slots=True)
 class ChatFormat:
     """Objects of /v1/chat/completions for one request."""
@@ -84,114 +60,133 @@ class ChatFormat:
     id: str
     model: str
     created: int
+    include_usage: bool
+    framing: Framing = SSE
 
     @classmethod
-    def of(cls, request_id: str, model: str) -> ChatFormat:
-        return cls(f"chatcmpl-{request_id}", model, int(time.time()))
+    def of(cls, start: Start, *, include_usage: bool) -> ChatFormat:
+        return cls(f"chatcmpl-{start.id}", start.model, int(time.time()), include_usage)
 
-    def opening(self) -> list[bytes]:
-        """What a stream starts with: who speaks."""
-        return [sse(self._chunk({"role": "assistant", "content": ""}, None))]
+    def opening(self, index: int) -> list[object]:
+        """Who speaks."""
+        return [self._chunk(index, {"role": "assistant", "content": ""})]
 
-    def delta(self, delta: Delta) -> bytes:
-        """The event of new text."""
-        chunk = self._chunk(_delta_fields(delta), None)
+    def delta(self, index: int, delta: Delta) -> list[object]:
+        """New text."""
+        chunk = self._chunk(index, _delta_fields(delta))
         if delta.logprobs:
             chunk["choices"][0]["logprobs"] = _chat_logprobs(delta.logprobs)
         chunk["localgen"] = {"num_tokens": delta.num_tokens}
-        return sse(chunk)
+        return [chunk]
 
-    def closing(self, end: Finished, *, include_usage: bool) -> list[bytes]:
-        """The last events of a stream."""
-        events = [sse(self._chunk({}, end.reason) | extras(end))]
-        if include_usage:
-            events.append(
-                sse({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(end)})
-            )
-        return [*events, DONE]
+    def ended(self, index: int, end: Finished) -> list[object]:
+        """Why it ended, and its times."""
+        return [self._chunk(index, {}, end.reason) | extras(end)]
 
-    def whole(self, deltas: Sequence[Delta], end: Finished) -> dict[str, Any]:
-        """The answer in one object."""
-        positions = _positions(deltas)
-        choice = {
-            "index": 0,
-            "message": _message(deltas),
-            "logprobs": _chat_logprobs(positions) if positions else None,
-            "finish_reason": end.reason,
+    def closing(self, total: Finished) -> list[object]:
+        """Usage, for those who asked for it."""
+        head = self._head("chat.completion.chunk")
+        return [{**head, "choices": [], "usage": usage(total)}] if self.include_usage else []
+
+    def whole(self, choices: Sequence[Choice], total: Finished) -> dict[str, Any]:
+        """The answers in one object."""
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage(total),
+            **extras(total),
         }
-        head = self._head("chat.completion")
-        return {**head, "choices": [choice], "usage": usage(end), **extras(end)}
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        positions = _positions(choice.deltas)
+        return {
+            "index": index,
+            "message": _message(choice.deltas),
+            "logprobs": _chat_logprobs(positions) if positions else None,
+            "finish_reason": choice.end.reason,
+        }
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
 
 @dataclass(slots=True)
 class CompletionFormat:
-    """Objects of /v1/completions for one request. offset: characters sent so far."""
+    """Objects of /v1/completions for one request. offsets: characters sent so far, by index."""
 
     id: str
     model: str
     created: int
-    offset: int = 0
+    include_usage: bool
+    framing: Framing = SSE
+    offsets: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, request_id: str, model: str) -> CompletionFormat:
-        return cls(f"cmpl-{request_id}", model, int(time.time()))
+    def of(cls, start: Start, *, include_usage: bool) -> CompletionFormat:
+        return cls(f"cmpl-{start.id}", start.model, int(time.time()), include_usage)
 
-    def opening(self) -> list[bytes]:
+    def opening(self, index: int) -> list[object]:
         """A completion starts with its text."""
         return []
 
-    def delta(self, delta: Delta) -> bytes:
-        """The event of new text."""
-        chunk = self._chunk(delta.text, self._logprobs(delta.logprobs), None)
-        chunk["localgen"] = {"num_tokens": delta.num_tokens}
-        return sse(chunk)
+    def delta(self, index: int, delta: Delta) -> list[object]:
+        """New text."""
+        choice = self._choice(index, delta.text, self._logprobs(index, delta.logprobs), None)
+        return [{**self._with([choice]), "localgen": {"num_tokens": delta.num_tokens}}]
 
-    def closing(self, end: Finished, *, include_usage: bool) -> list[bytes]:
-        """The last events of a stream."""
-        events = [sse(self._chunk("", None, end.reason) | extras(end))]
-        if include_usage:
-            events.append(sse({**self._head(), "choices": [], "usage": usage(end)}))
-        return [*events, DONE]
+    def ended(self, index: int, end: Finished) -> list[object]:
+        """Why it ended, and its times."""
+        return [self._with([self._choice(index, "", None, end.reason)]) | extras(end)]
 
-    def whole(self, deltas: Sequence[Delta], end: Finished) -> dict[str, Any]:
-        """The answer in one object."""
-        logprobs = self._logprobs(_positions(deltas))
-        answer = self._chunk(_text(deltas), logprobs, end.reason)
-        return {**answer, "usage": usage(end), **extras(end)}
+    def closing(self, total: Finished) -> list[object]:
+        """Usage, for those who asked for it."""
+        return [{**self._with([]), "usage": usage(total)}] if self.include_usage else []
 
-    def _head(self) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], total: Finished) -> dict[str, Any]:
+        """The answers in one object."""
+        printed = [
+            self._choice(
+                index,
+                _text(choice.deltas),
+                self._logprobs(index, _positions(choice.deltas)),
+                choice.end.reason,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._with(printed), "usage": usage(total), **extras(total)}
+
+    def _with(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
+            "choices": choices,
         }
 
-    def _chunk(
-        self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
     ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
+        return {
+            "index": index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return {**self._head(), "choices": [choice]}
 
-    def _logprobs(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
         if not positions:
             return None
         offsets = []
         for position in positions:
-            offsets.append(self.offset)
-            self.offset += len(position.chosen.text)
+            offsets.append(self.offsets[index])
+            self.offsets[index] += len(position.chosen.text)
         return {
             "tokens": [position.chosen.text for position in positions],
             "token_logprobs": [position.chosen.logprob for position in positions],
@@ -200,9 +195,6 @@ class CompletionFormat:
             ],
             "text_offset": offsets,
         }
-
-
-Format = ChatFormat | CompletionFormat
 
 
 def _delta_fields(delta: Delta) -> dict[str, Any]:
@@ -253,4 +245,22 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
         "token": token.text,
         "logprob": token.logprob,
         "bytes": list(token.text.encode()) if whole else None,
+    }
+
+
+def embedding_list(vectors: Vectors, *, as_base64: bool) -> dict[str, Any]:
+    """The answer of /v1/embeddings. as_base64: little-endian float32 instead of numbers."""
+    rows = vectors.rows()
+    shown: list[Any]
+    shown = [base64.b64encode(r.tobytes()).decode() for r in rows] if as_base64 else rows.tolist()
+    tokens = vectors.num_tokens
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(shown)
+        ],
+        "model": vectors.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "timings": vectors.embedded.timings,
     }

@@ -18,6 +18,13 @@ from localgen.server.engines import Engine
 LEAST_IDLE_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """How long a model stays when idle; None: for ever."""
+
+    seconds: float | None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
     """users: requests that hold it. last_used_s: when the last one let go (monotonic).
@@ -96,6 +103,8 @@ def _satisfied(option: str, wanted: Any, actual: Any, asked: Any) -> bool:
             return bool(wanted == "auto")
         case "device":  # whichever GPU
             return bool(wanted == "cuda" and str(actual).startswith("cuda"))
+        case "tp":  # of a backend that has no such option
+            return bool(wanted == 1 and actual is None)
         case "dummy":
             return not wanted
     return False

@@ -11,18 +11,22 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
-from localgen.server.messages import ChatMessage, TemplateSettings, without_unsupported
+from localgen.server.body import Body, Strict, without_unsupported
+from localgen.server.messages import ChatMessage, TemplateSettings
+from localgen.server.texts import checked
 from localgen.server.tools import FunctionTool, choice_of, tools_of
 
 # what the wire to the engine can carry, and what llama.cpp takes
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
+MAX_N = 16
+# of all prompts of one request
+MAX_ANSWERS = 64
 
 # fields that other servers know and this one does not; null, or the value given here, is the same
 # as leaving them out. Naming them makes the error say "not supported" instead of "unknown".
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "functions": ([],),
     "function_call": ("none",),
@@ -39,61 +43,13 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-def _lone_surrogate(body: Any) -> str | None:
-    """Where a text is that holds half a character, as JSON's \\ud800 alone; None: nowhere."""
-    waiting = [("", body)]  # no recursion: a body may be nested deeper than Python's stack
-    while waiting:
-        place, value = waiting.pop()
-        if isinstance(value, str):
-            if not _is_unicode(value):
-                return place
-        elif isinstance(value, list):
-            waiting += [
-                (f"{place}[{at}]", part)
-                for at, part in enumerate(value)
-                if isinstance(part, (str, list, dict))
-            ]
-        elif isinstance(value, dict):
-            for name, part in value.items():
-                inner = f"{place}.{name}".removeprefix(".")
-                if not _is_unicode(name):
-                    return inner.encode(errors="replace").decode()
-                waiting.append((inner, part))
-    return None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-class _Body(_Strict):
-    """A whole request."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unicode(cls, body: Any) -> Any:
-        place = _lone_surrogate(body)
-        if place is not None:
-            raise InvalidRequest(
-                f"{place}: not Unicode text, a surrogate stands alone", param=place
-            )
-        return body
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """include_usage: a last chunk with usage and no choices."""
 
     include_usage: bool = False
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """The schema of an answer. name, description and strict are for other servers: every answer
     is held to it here."""
 
@@ -106,7 +62,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """json_object: any object. json_schema: one that is valid under the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -132,20 +88,22 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _Generate(_Body):
+class _Generate(Body):
     """What chat and completions share. The engine checks the ranges of the samplers."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_N)] | None = None
     user: str | None = None
     priority: Int64 = 0
     ctx: Count | None = None
     max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
         None
     )
-    stop_token_ids: list[Int32] = []
+    stop_token_ids: list[Int32] = Field(default_factory=list)
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     temperature: float | None = None
@@ -266,32 +224,57 @@ class ChatRequest(_Generate):
 
 
 class CompletionRequest(_Generate):
-    """POST /v1/completions. prompt: a text, or the ids of its tokens."""
+    """POST /v1/completions. prompt: a text, or the ids of its tokens; or several of these."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
-    def _token_ids(self) -> Self:
-        # the type of a field that is one of two cannot say which of them is wrong
-        if isinstance(self.prompt, list):
-            for token in self.prompt:
-                if not 0 <= token < 2**31:
-                    raise InvalidRequest("prompt: a token id is out of range", param="prompt")
+    def _checked(self) -> Self:
+        if len(self.prompts) * (self.n or 1) > MAX_ANSWERS:
+            raise InvalidRequest(
+                f"prompt: {len(self.prompts)} prompts, {self.n or 1} answers each, are more than "
+                f"the {MAX_ANSWERS} of one request",
+                param="prompt",
+            )
+        for prompt in self.prompts:
+            # the type of a field that is one of several cannot say which of them is wrong
+            if isinstance(prompt, list) and not all(0 <= token < 2**31 for token in prompt):
+                raise InvalidRequest("prompt: a token id is out of range", param="prompt")
         return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All of them."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [token for token in self.prompt if isinstance(token, int)]
+        if len(tokens) == len(self.prompt):
+            return [tokens]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
     def to_params(self) -> SamplingParams:
         return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class LoadRequest(_Body):
+class EmbeddingRequest(Body):
+    """POST /v1/embeddings. input: a text or the ids of its tokens, or a list of either."""
+
+    model: str | None = None
+    input: Annotated[str | list[str] | list[int] | list[list[int] | str], BeforeValidator(checked)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    user: str | None = None
+
+
+class LoadRequest(Body):
     """POST /v1/models/load. stream: progress as events, then the model.
 
     keep_alive: how long the model stays when idle, as `30s`; None: no change.
     """
 
     model: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     keep_alive: str | None = None
     stream: bool = False
 
@@ -321,7 +304,7 @@ class LoadRequest(_Body):
             raise InvalidRequest(f"load options: {error}", param="options") from error
 
 
-class UnloadRequest(_Body):
+class UnloadRequest(Body):
     """POST /v1/models/unload."""
 
     model: str

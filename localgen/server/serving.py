@@ -80,6 +80,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # an address that anyone may claim is none
                 timeout_graceful_shutdown=_FLUSH_S,
             )
         )

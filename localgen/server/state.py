@@ -11,7 +11,9 @@ import psutil
 
 import localgen
 from localgen import PROTOCOL
+from localgen.backends.memory.available import available_bytes
 from localgen.config import Settings
+from localgen.gpus import gpu_bytes_of
 from localgen.hub.names import available
 from localgen.server.manager import ModelManager
 from localgen.server.resident import Resident, model_id
@@ -64,7 +66,7 @@ class ServerState:
                 "rss_bytes": _rss_bytes(os.getpid()),
                 "keep_alive_s": self._settings.keep_alive_s,
                 "memory_limit": self._settings.memory_limit,
-                "memory_available": psutil.virtual_memory().available,
+                "memory_available": available_bytes(),
             },
             "models": [self._model(resident) for resident in self._manager.residents],
         }
@@ -79,6 +81,7 @@ class ServerState:
             "progress": 1.0 if info else resident.engine.progress,
             "pid": resident.engine.pid,
             "rss_bytes": _rss_bytes(resident.engine.pid),
+            "gpu_bytes": gpu_bytes_of(resident.engine.pid) if _on_gpu(resident) else None,
             "size_bytes": info.size_bytes if info else resident.file.size_bytes,
             "active_requests": resident.users,
             "until_s": resident.seconds_left(),
@@ -89,6 +92,10 @@ class ServerState:
             # not the template: it is long, and snapshots are frequent
             summary["info"] = asdict(replace(info, chat_template=None))
         return summary | {"stats": resident.engine.stats}
+
+
+def _on_gpu(resident: Resident) -> bool:
+    return "GPU" in (resident.info.processor if resident.info else "")
 
 
 def _rss_bytes(pid: int) -> int:

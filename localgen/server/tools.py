@@ -7,20 +7,15 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Delta, Tool, ToolCall, ToolCallDelta
+from localgen.server.body import Strict
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _MODES = ("auto", "none", "required")
-
-
-class Strict(BaseModel):
-    """A part of a request that knows all its fields."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Function(Strict):

@@ -1,0 +1,276 @@
+"""Vectors of texts, computed in slices between the steps of the answers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localgen.backends.engine.budget import TokenBudget
+from localgen.backends.engine.runner import (
+    Chunk,
+    Embedder,
+    EmbedSlice,
+    ModelRunner,
+    NoRoom,
+    Vectors,
+)
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.errors import InvalidRequest, LocalgenError, OutOfMemory, QueueFull
+from localgen.backends.types import BASE_SAMPLING, Embedded, Failed, Timings
+
+# inputs that are computed side by side
+MAX_INPUTS = 16
+# a slice takes at most this share of the inter-token target, so that answers keep it
+_SHARE = 0.5
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Texts:
+    """A request for vectors as tokens, and what is done of it. Times as in backends/types.py.
+
+    taken: how many of its inputs are computed or being computed.
+    """
+
+    id: str
+    inputs: list[list[int]]
+    arrived_s: float = 0.0
+    tokenize_ms: float = 0.0
+    taken: int = 0
+    vectors: list[Vectors] = field(default_factory=list)
+    started_s: float | None = None
+    is_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Inputs that are computed together: the request of each, in order."""
+
+    owners: list[Texts]
+    slices: Generator[EmbedSlice, None, None]
+
+
+class Embeddings:
+    """Requests for vectors of one model, one input of each in turn. For the engine's thread.
+
+    ended: what has come to its end since somebody took it from here.
+    """
+
+    def __init__(self, runner: ModelRunner, *, itl_target_ms: float, max_queue: int) -> None:
+        self._runner = runner
+        self._max_queue = max_queue
+        self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms * _SHARE)
+        self._requests: dict[str, Texts] = {}
+        self._waiting: deque[Texts] = deque()  # those with inputs that nobody computes yet
+        self._batch: _Batch | None = None
+        self._most_tokens, self._most_inputs = 1, MAX_INPUTS
+        self.ended: list[Embedded | Failed] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
+    def submit(self, texts: Texts) -> None:
+        """Let a request wait for its turn. InvalidRequest: no vectors here; QueueFull."""
+        if not isinstance(self._runner, Embedder):
+            raise InvalidRequest("this model's backend makes no embeddings", param="model")
+        if len(self._requests) >= self._max_queue:
+            raise QueueFull(
+                f"{len(self._requests)} requests for embeddings are waiting, the limit is "
+                f"{self._max_queue}: try again later"
+            )
+        self._requests[texts.id] = texts
+        self._waiting.append(texts)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now. Unknown ids are ignored."""
+        texts = self._requests.get(request_id)
+        if texts is None:
+            return
+        self._fail(texts, "cancelled", "the request was cancelled")
+        if self._batch is not None and all(owner.is_ended for owner in self._batch.owners):
+            self._drop_batch()
+
+    def fail_all(self, code: str, message: str) -> None:
+        """End every request with this error."""
+        for texts in list(self._requests.values()):
+            self._fail(texts, code, message)
+        self._batch = None
+
+    def turn(self, *, beside: int, most: int) -> int:
+        """Compute a slice; how many tokens that was.
+
+        beside: how many answers wait for their next token meanwhile. most: tokens that a prompt
+        would get beside them. StepFailed.
+        """
+        if not self.has_work:
+            return 0
+        self._most_tokens = min(most, self._budget.tokens(beside))
+        started_s = time.monotonic()
+        batch = self._batch = self._batch or self._gather(started_s)
+        try:
+            done = next(batch.slices)
+        except NoRoom:
+            self._put_back(batch, alone=not beside)
+            return 0
+        except LocalgenError as error:
+            self._drop_batch()
+            for owner in batch.owners:
+                self._fail(owner, error.code, error.message)
+            return 0
+        self._budget.observe((time.monotonic() - started_s) * 1e3, done.tokens, 0)
+        if done.vectors is not None:
+            self._drop_batch()
+            self._deliver(batch.owners, done.vectors)
+        return done.tokens
+
+    # -- batches ----------------------------------------------------------------------------
+
+    def _gather(self, now_s: float) -> _Batch:
+        """As many inputs as fit a slice, or one: of each request one, again and again."""
+        owners: list[Texts] = []
+        inputs: list[list[int]] = []
+        left = self._most_tokens
+        while self._waiting and len(inputs) < self._most_inputs:
+            texts = self._waiting[0]
+            tokens = texts.inputs[texts.taken]
+            if inputs and len(tokens) > left:
+                break
+            left -= len(tokens)
+            inputs.append(tokens)
+            owners.append(texts)
+            texts.started_s = texts.started_s or now_s
+            texts.taken += 1
+            self._waiting.rotate(-1)
+            if texts.taken == len(texts.inputs):
+                self._waiting.pop()
+        self._most_inputs = MAX_INPUTS
+        assert isinstance(self._runner, Embedder)
+        return _Batch(owners, self._runner.embed(inputs, lambda: self._most_tokens))
+
+    def _put_back(self, batch: _Batch, *, alone: bool) -> None:
+        """There is no room now: try fewer, then wait for that of an answer; without one that is
+        in vain."""
+        self._drop_batch()
+        if alone and len(batch.owners) == 1:
+            error = OutOfMemory("the KV cache has no room for the text")
+            self._fail(batch.owners[0], error.code, error.message)
+            return
+        self._most_inputs = 1
+        for texts in reversed(batch.owners):
+            if texts.is_ended:
+                continue
+            texts.taken -= 1
+            if texts in self._waiting:
+                self._waiting.remove(texts)
+            self._waiting.appendleft(texts)
+
+    def _drop_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.slices.close()
+            self._batch = None
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def _deliver(self, owners: list[Texts], vectors: Vectors) -> None:
+        for texts, vector in zip(owners, normalized(vectors), strict=True):
+            if texts.is_ended:
+                continue
+            texts.vectors.append(vector)
+            if not np.isfinite(vector).all():
+                self._fail(texts, "internal_error", "the model's vectors are not numbers")
+            elif len(texts.vectors) == len(texts.inputs):
+                self._end(texts, embedded(texts, time.monotonic()))
+
+    def _fail(self, texts: Texts, code: str, message: str) -> None:
+        if not texts.is_ended:
+            self._end(texts, Failed(texts.id, code, message))
+
+    def _end(self, texts: Texts, end: Embedded | Failed) -> None:
+        texts.is_ended = True
+        del self._requests[texts.id]
+        if texts in self._waiting:
+            self._waiting.remove(texts)
+        self.ended.append(end)
+
+
+def embedded(texts: Texts, now_s: float) -> Embedded:
+    """The good end of a request."""
+    vectors = np.stack(texts.vectors)
+    started_s = now_s if texts.started_s is None else texts.started_s
+    counts = tuple(map(len, texts.inputs))
+    seconds = now_s - started_s
+    timings = Timings(
+        prompt_n=sum(counts),
+        prompt_ms=seconds * 1e3,
+        prompt_per_second=sum(counts) / seconds if seconds > 0 else 0.0,
+        queue_ms=max(0.0, (started_s - texts.arrived_s) * 1e3 - texts.tokenize_ms),
+        template_ms=texts.tokenize_ms,
+    )
+    return Embedded(
+        request_id=texts.id,
+        vectors=vectors.astype("<f4").tobytes(),
+        width=vectors.shape[1],
+        prompt_tokens=counts,
+        timings=timings,
+    )
+
+
+def normalized(vectors: NDArray[np.floating]) -> Vectors:
+    """The vectors with length 1, as float32 [n, width]; one of zeros stays as it is."""
+    exact = vectors.astype(np.float64)
+    lengths = np.linalg.norm(exact, axis=-1, keepdims=True)
+    return (exact / np.where(lengths == 0, 1, lengths)).astype(np.float32)
+
+
+# -- for runners ------------------------------------------------------------------------------
+
+
+def as_sequences(inputs: list[list[int]]) -> list[Sequence]:
+    """Inputs as sequences that nobody schedules."""
+    return [
+        Sequence(
+            id=f"text {number}",
+            tokens=tokens,
+            num_prompt=len(tokens),
+            params=BASE_SAMPLING,
+            ctx=len(tokens),
+            limit=len(tokens),
+        )
+        for number, tokens in enumerate(inputs)
+    ]
+
+
+def in_slices(seqs: list[Sequence], most: Callable[[], int]) -> Iterator[list[Chunk]]:
+    """The sequences in order, cut into slices of at most so many tokens; every position is an
+    output."""
+    number = start = 0
+    while number < len(seqs):
+        left, chunks = max(1, most()), []
+        while left and number < len(seqs):
+            seq = seqs[number]
+            tokens = seq.tokens[start : start + left]
+            chunks.append(
+                Chunk(
+                    seq=seq,
+                    start=start,
+                    tokens=tokens,
+                    num_drafts=len(tokens) - 1,
+                    samples=True,
+                )
+            )
+            left, start = left - len(tokens), start + len(tokens)
+            if start == len(seq.tokens):
+                number, start = number + 1, 0
+        yield chunks
+
+
+def is_last(chunks: list[Chunk], seqs: list[Sequence]) -> bool:
+    """Whether nothing follows this slice."""
+    end = chunks[-1]
+    return end.seq is seqs[-1] and end.start + len(end) == len(end.seq.tokens)

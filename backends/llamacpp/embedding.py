@@ -1,0 +1,182 @@
+"""Vectors of texts: a second context over a model's weights, made when they are first asked for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from localgen.backends.engine.embedding import MAX_INPUTS, as_sequences, in_slices, is_last
+from localgen.backends.engine.runner import Chunk, EmbedSlice, StepFailed, Vectors
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.errors import InvalidRequest, OutOfMemory
+from localgen.backends.llamacpp import sizing
+from localgen.backends.llamacpp.batch import Batch
+from localgen.backends.llamacpp.native import FLASH_ATTN, Model, library
+from localgen.backends.llamacpp.options import Settings
+
+# llama.cpp computes the logits of every token whose state it gives: this bounds their memory
+SLICE_TOKENS = 256
+LEAST_TOKENS = 512
+# a context for longer texts is given up after them
+KEPT_TOKENS = 8192
+# what is never given to it
+RESERVED_BYTES = 512 * 1024 * 1024
+
+
+class TextVectors:
+    """Embeds texts with the weights of a model, computing in its thread.
+
+    A causal model is cut into slices, and their states are pooled here. Where tokens look at
+    those behind them, the texts of a batch are computed at once.
+    """
+
+    def __init__(self, model: Model, options: Settings, thread: ThreadPoolExecutor) -> None:
+        self._model, self._options, self._thread = model, options, thread
+        self._at_once = not model.is_causal
+        self._handle: Any = None
+        self._batch = Batch(1)
+        self._tokens = 0  # that fit the context
+
+    def embed(
+        self, inputs: list[list[int]], most: Callable[[], int]
+    ) -> Generator[EmbedSlice, None, None]:
+        """As Embedder.embed. InvalidRequest: the model ranks texts; OutOfMemory."""
+        if self._model.pooling == C.LLAMA_POOLING_TYPE_RANK:
+            raise InvalidRequest(
+                f"{self._model.path.name} ranks texts and makes no embeddings: take another model",
+                param="model",
+            )
+        total = sum(map(len, inputs))
+        self._provide(total)
+        if self._at_once:
+            yield from self._whole(inputs, total)
+        else:
+            yield from self._sliced(as_sequences(inputs), most)
+
+    def _whole(self, inputs: list[list[int]], total: int) -> Generator[EmbedSlice, None, None]:
+        try:
+            (chunks,) = in_slices(as_sequences(inputs), lambda: total)
+            self._compute(chunks)
+            yield EmbedSlice(total, np.stack([self._pooled(lane) for lane in range(len(inputs))]))
+        finally:
+            self._clear()
+
+    def _sliced(
+        self, seqs: list[Sequence], most: Callable[[], int]
+    ) -> Generator[EmbedSlice, None, None]:
+        lanes = {seq: lane for lane, seq in enumerate(seqs)}
+        sums = np.zeros((len(seqs), self._model.embedding_width), np.float64)
+        total = sum(len(seq.tokens) for seq in seqs)
+        # of equal size: flash attention on a CPU is slow at a short rest (see reuse.py)
+        even = -(-total // -(-total // SLICE_TOKENS))
+        try:
+            for chunks in in_slices(seqs, lambda: min(most(), even)):
+                self._compute(chunks, [lanes[chunk.seq] for chunk in chunks])
+                states, row = self._states(sum(map(len, chunks))), 0
+                for chunk in chunks:
+                    sums[lanes[chunk.seq]] += self._part(chunk, states[row : row + len(chunk)])
+                    row += len(chunk)
+                vectors = sums.astype(np.float32) if is_last(chunks, seqs) else None
+                yield EmbedSlice(len(states), vectors)
+        finally:
+            self._clear()
+
+    def _part(self, chunk: Chunk, states: Vectors) -> NDArray[np.float64]:
+        """What a slice adds to the vector of its text. states: [tokens, width]."""
+        exact: NDArray[np.float64] = states.astype(np.float64)
+        length = len(chunk.seq.tokens)
+        match self._model.pooling:
+            case C.LLAMA_POOLING_TYPE_CLS:
+                exact = exact[:1] if chunk.start == 0 else exact[:0]
+            case C.LLAMA_POOLING_TYPE_LAST:
+                exact = exact[-1:] if chunk.start + len(chunk) == length else exact[:0]
+            case _:
+                exact /= length
+        part: NDArray[np.float64] = exact.sum(axis=0)
+        return part
+
+    # -- the context ------------------------------------------------------------------------
+
+    def _provide(self, tokens: int) -> None:
+        """See to a context for so many tokens at once. OutOfMemory."""
+        if tokens <= self._tokens:
+            return
+        self.close()
+        size = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+        shape = sizing.shape_of(self._model)
+        need = int(size * sizing.kv_bytes_per_token(shape, self._options))
+        free = psutil.virtual_memory().available - RESERVED_BYTES
+        if need > free:
+            raise self._too_large(tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} are free")
+        log = library()
+        log.clear()
+        self._handle = C.llama_init_from_model(self._model.handle, self._params(size))
+        if not self._handle:
+            raise self._too_large(tokens, log.reason())
+        # read back: what reaches beyond it is an abort
+        self._batch = Batch(int(C.llama_n_batch(self._handle)))
+        self._tokens = int(C.llama_n_ctx(self._handle))
+
+    def _too_large(self, tokens: int, why: str) -> OutOfMemory:
+        return OutOfMemory(f"embedding {tokens:,} tokens at once: {why}; send shorter texts")
+
+    def _params(self, size: int) -> Any:
+        options = self._options
+        params = C.llama_context_default_params()
+        params.n_ctx = size
+        params.n_batch = params.n_ubatch = size if self._at_once else SLICE_TOKENS
+        params.n_seq_max = MAX_INPUTS
+        params.n_threads, params.n_threads_batch = options.threads, options.threads_batch
+        params.flash_attn_type = FLASH_ATTN[options.flash_attn]
+        params.kv_unified = params.swa_full = params.no_perf = True
+        params.embeddings = True
+        pooled = self._model.pooling if self._at_once else C.LLAMA_POOLING_TYPE_NONE
+        params.pooling_type = pooled
+        return params
+
+    def _compute(self, chunks: list[Chunk], lanes: list[int] | None = None) -> None:
+        """StepFailed: it could not."""
+        tokens = sum(map(len, chunks))
+        # llama.cpp aborts the process on these
+        assert 0 < tokens <= C.llama_n_ubatch(self._handle), tokens
+        assert len(chunks) <= MAX_INPUTS, len(chunks)
+        self._batch.fill(chunks, range(len(chunks)) if lanes is None else lanes)
+        library().clear()
+        status = self._thread.submit(C.llama_decode, self._handle, self._batch.native).result()
+        if status:
+            raise StepFailed(f"llama_decode failed ({status}): {library().reason()}")
+
+    def _states(self, tokens: int) -> Vectors:
+        """Of all tokens of the slice, [tokens, width], in C's memory."""
+        pointer = C.llama_get_embeddings(self._handle)
+        return _array(pointer, (tokens, self._model.embedding_width))
+
+    def _pooled(self, lane: int) -> Vectors:
+        pointer = C.llama_get_embeddings_seq(self._handle, lane)
+        return _array(pointer, (self._model.embedding_width,)).copy()
+
+    def _clear(self) -> None:
+        memory = C.llama_get_memory(self._handle) if self._handle else None
+        if memory:
+            C.llama_memory_clear(memory, False)
+        if self._tokens > KEPT_TOKENS:
+            self.close()
+
+    def close(self) -> None:
+        """Free the context, if there is one."""
+        if self._handle:
+            C.llama_free(self._handle)
+            self._handle, self._tokens = None, 0
+
+
+def _array(pointer: Any, shape: tuple[int, ...]) -> Vectors:
+    if not pointer:
+        raise StepFailed("llama.cpp computed no embeddings")
+    return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), shape)

@@ -1,0 +1,134 @@
+"""Pure embedding models (the BERT family): they read texts, and write none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+
+from localgen.backends.engine.process import LoadedModel
+from localgen.backends.engine.runner import (
+    Chunk,
+    EmbedSlice,
+    Limits,
+    NoRoom,
+    PoolUsage,
+    StepFailed,
+    StepResult,
+)
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.wire import Load
+from localgen.backends.errors import LoadFailed, LocalgenError
+from localgen.backends.llamacpp.embedding import TextVectors
+from localgen.backends.llamacpp.native import Model
+from localgen.backends.llamacpp.options import Settings
+from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.types import ModelInfo, SamplingParams
+
+
+class EncoderRunner:
+    """A ModelRunner and Embedder whose model has no KV cache: there is never room for an answer."""
+
+    def __init__(self, model: Model, options: Settings, max_len: int) -> None:
+        self._model = model
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._vectors = TextVectors(model, options, self._thread)
+        self.limits = Limits(
+            max_seqs=1,
+            max_batch_tokens=max(max_len, options.max_batch_tokens),
+            max_outputs=1,
+            max_len=max_len,
+            kv_tokens=0,
+            can_rewind=False,
+            generates=False,
+        )
+
+    def embed(
+        self, inputs: list[list[int]], most: Callable[[], int]
+    ) -> Generator[EmbedSlice, None, None]:
+        """As Embedder.embed."""
+        return self._vectors.embed(inputs, most)
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        """As ModelRunner.admit."""
+        raise NoRoom
+
+    def grow(self, seq: Sequence, n: int) -> bool:
+        """As ModelRunner.grow."""
+        return False
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """As ModelRunner.rewind; nothing is cached."""
+
+    def release(self, seq: Sequence, *, keep: bool) -> None:
+        """As ModelRunner.release; nothing is cached."""
+
+    def launch(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
+        """As ModelRunner.launch."""
+        return chunks
+
+    def collect(self, ticket: Seq[Chunk]) -> StepResult:
+        """As ModelRunner.collect."""
+        raise StepFailed("an encoder computes no answers")
+
+    def usage(self) -> PoolUsage:
+        """As ModelRunner.usage."""
+        return PoolUsage(0, 0, 0)
+
+    def close(self) -> None:
+        """As ModelRunner.close."""
+        self._vectors.close()
+        self._thread.shutdown()
+        self._model.close()
+
+
+def load_encoder(
+    request: Load, model: Model, vocab: Vocab, options: Settings, *, started_s: float
+) -> LoadedModel:
+    """An encoder, ready to embed. LoadFailed: it cannot, with the reason."""
+    if model.pooling == C.LLAMA_POOLING_TYPE_RANK:
+        raise LoadFailed(f"cannot load {model.path}: it ranks texts and makes no embeddings")
+    ctx = min(options.ctx or model.ctx_train, model.ctx_train)
+    runner = EncoderRunner(model, options, ctx)
+    _probe(runner, model)
+    info = ModelInfo(
+        name=request.name,
+        path=request.path,
+        architecture=model.architecture,
+        description=model.description,
+        params=model.num_params,
+        size_bytes=model.size_bytes,
+        vocab=vocab.vocab_size,
+        ctx_train=model.ctx_train,
+        ctx=ctx,
+        kv_tokens=0,
+        max_seqs=1,
+        kv_bytes=0,
+        layers=model.layers,
+        backend="llamacpp",
+        processor="100% GPU" if options.gpu_layers else "100% CPU",
+        load_ms=(time.monotonic() - started_s) * 1e3,
+        can_rewind=False,
+        chat_template=None,
+        sampling=SamplingParams(),
+        options=options.with_sizes(ctx, 0),
+        notes=("an embedding model: it makes vectors for /v1/embeddings and cannot chat",),
+        generates=False,
+        embedding_width=model.embedding_width,
+    )
+    return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=None)
+
+
+def _probe(runner: EncoderRunner, model: Model) -> None:
+    """Embed a few tokens: it reads the weights in, and shows now what is wrong with them."""
+    try:
+        (found,) = runner.embed([[0] * min(4, runner.limits.max_len)], lambda: 4)
+    except (StepFailed, LocalgenError) as error:
+        raise LoadFailed(f"cannot run {model.path}: {error}") from error
+    assert found.vectors is not None
+    if not np.isfinite(found.vectors).all():
+        raise LoadFailed(f"cannot run {model.path}: its weights give results that are not numbers")

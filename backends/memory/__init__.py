@@ -1,0 +1,1 @@
+"""What a model takes of memory, and what there is: one source for each number."""

@@ -1,0 +1,55 @@
+"""Main memory that models can have, within the limits of the control groups we run in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
+# what is never given to a model: it is for the rest of the machine
+SPARED_BYTES = 256 << 20
+
+
+def available_bytes() -> int:
+    """Bytes that can be had now without swapping."""
+    free = int(psutil.virtual_memory().available)
+    return min([free, *(max(0, limit - used) for limit, used in limits())])
+
+
+def total_bytes() -> int:
+    """Bytes that this process and its like may ever have."""
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in limits())])
+
+
+def limits(groups: Path = CGROUPS, own: Path = OWN_GROUP) -> Iterator[tuple[int, int]]:
+    """Limit and use of each control group (version 2) around us that has a limit, in bytes.
+
+    What files keep in the page cache does not count as used: it goes when memory is needed.
+    """
+    lines = _text(own).splitlines()
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if name is None:
+        return
+    # in a namespace of its own a container sees its group as the root
+    for group in (groups / name, *(groups / name).parents):
+        limit, current = _text(group / "memory.max"), _text(group / "memory.current")
+        if limit.isdecimal() and current.isdecimal():
+            yield int(limit), max(0, int(current) - _cached_bytes(_text(group / "memory.stat")))
+        if group == groups:
+            return
+
+
+def _cached_bytes(stat: str) -> int:
+    pairs = (line.split() for line in stat.splitlines())
+    kept = {name: int(value) for name, value in pairs}
+    return kept.get("inactive_file", 0) + kept.get("active_file", 0)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,62 @@
+"""`localgen plan`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from localgen.cli.arguments import JsonFlag, ModelArgument
+from localgen.cli.options import Backend
+
+Ctx = Annotated[int | None, typer.Option("-c", "--ctx", help="Context in tokens; 0: the largest.")]
+TypeK = Annotated[
+    str | None, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f16, q8_0, …")
+]
+TypeV = Annotated[
+    str | None, typer.Option("-ctv", "--cache-type-v", help="Type of the cached values.")
+]
+Quants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quant", metavar="<str>", help="A quantization to compare (may be repeated), or all."
+    ),
+]
+BackendOption = Annotated[Backend | None, typer.Option("--backend", help="What would run it.")]
+Device = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu.")]
+Measure = Annotated[bool, typer.Option("--measure", help="Measure the memory's speed again.")]
+
+
+def command(
+    model: ModelArgument = None,
+    ctx: Ctx = None,
+    cache_type_k: TypeK = None,
+    cache_type_v: TypeV = None,
+    quant: Quants = None,
+    backend: BackendOption = None,
+    device: Device = None,
+    measure: Measure = False,
+    json: JsonFlag = False,
+) -> None:
+    """Show what a model would take here and how fast it can be, beside what it takes if loaded."""
+    from localgen.backends.errors import OutOfMemory
+    from localgen.backends.types import LoadOptions
+    from localgen.cli import plan_report
+    from localgen.client import Client
+    from localgen.planning.planner import plans_of
+
+    asked = LoadOptions(
+        ctx=ctx or None,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        backend=backend,
+        device=device,
+    )
+    with closing(Client()) as client:
+        stats = client.stats() if client.health() else {"models": []}
+    found = plans_of(model, tuple(quant or ()), asked, stats, plan_report.tell, measure)
+    typer.echo(plan_report.as_json(found) if json else plan_report.as_text(found))
+    refused = [one.refusal for one in found.plans if one.refusal is not None]
+    if len(refused) == len(found.plans):
+        raise OutOfMemory(refused[0])

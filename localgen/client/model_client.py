@@ -1,0 +1,48 @@
+"""What a chat needs of a server, whether it is ours or another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
+from localgen.client.answers import Answer, ModelCard, Text
+
+
+class ModelClient(Protocol):
+    """Client speaks to our own server, RemoteClient to any at a URL.
+
+    Methods raise LocalgenError.
+    """
+
+    def close(self) -> None:
+        """Close the connections; a request that runs on one is cancelled."""
+
+    def connect(self) -> None:
+        """See to it that requests can be sent."""
+
+    def load(
+        self,
+        model: str | None,
+        options: LoadOptions,
+        on_progress: Callable[[float], None] = ...,
+        keep_alive: str | None = None,
+    ) -> ModelInfo:
+        """See to it that a model can be asked, and say what is known of it."""
+
+    def chat(
+        self,
+        model: str | None,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        *,
+        ctx: int | None = None,
+        priority: int = 0,
+    ) -> Generator[Text | Answer, None, None]:
+        """Text as it is generated, then one Answer. Closing the generator cancels the request."""
+
+    def models(self) -> list[ModelCard]:
+        """The models that can be named."""
+
+    def stats(self) -> dict[str, Any]:
+        """The server at this moment."""

@@ -1,0 +1,97 @@
+"""Requests in OpenAI's own terms, and what changes where a server understands others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import Message, SamplingParams
+from localgen.client.bodies import message_fields, sampling_fields
+
+_STANDARD = {
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "top_logprobs",
+    "max_tokens",
+    "json_schema",
+    "seed",
+    "stop",
+}
+# whoever grew out of llama.cpp calls it by the name that llama.cpp gave it
+_LLAMA_CPP_FAMILY = {"llamacpp", "localgen"}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What one server understands. family: who made it, in its own words.
+
+    asks_usage: whether it may be asked to count tokens at the end of a stream.
+    """
+
+    family: str = ""
+    asks_usage: bool = True
+    max_tokens: str = "max_tokens"
+
+    def after(self, refusal: str) -> Dialect | None:
+        """How to ask again after a refusal in these words; None: it is about something else."""
+        if self.asks_usage and ("stream_options" in refusal or "include_usage" in refusal):
+            return replace(self, asks_usage=False)
+        if self.max_tokens == "max_tokens" and "max_completion_tokens" in refusal:
+            return replace(self, max_tokens="max_completion_tokens")
+        return None
+
+    def name_of(self, field: str) -> str:
+        """What this server calls a setting of SamplingParams."""
+        if field == "max_tokens":
+            return self.max_tokens
+        if field == "repeat_penalty" and self.family not in _LLAMA_CPP_FAMILY:
+            return "repetition_penalty"
+        return field
+
+
+def chat_body(
+    model: str, messages: Sequence[Message], params: SamplingParams, dialect: Dialect
+) -> dict[str, Any]:
+    """A streamed chat completion: the settings that were given, and nothing else."""
+    given = sampling_fields(params, chat=True)
+    schema = given.pop("json_schema", None)
+    body = {
+        "model": model,
+        "messages": [_turn(message) for message in messages],
+        "stream": True,
+        **{dialect.name_of(field): value for field, value in given.items()},
+    }
+    if schema is not None:
+        body["response_format"] = _response_format(schema)
+    if dialect.asks_usage:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def extras(params: SamplingParams, dialect: Dialect) -> tuple[str, ...]:
+    """The settings given that OpenAI's protocol does not have, as they are sent."""
+    given = sampling_fields(params, chat=True)
+    return tuple(dialect.name_of(field) for field in given if field not in _STANDARD)
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    # what was thought, and which function a call's result is of, only some servers take
+    return message_fields(replace(message, reasoning=None, name=None))
+
+
+def _response_format(schema: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(schema)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the JSON schema is not JSON: {error}", param="json_schema"
+        ) from error
+    held = {"name": "answer", "schema": parsed, "strict": True}
+    return {"type": "json_schema", "json_schema": held}

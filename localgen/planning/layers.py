@@ -1,0 +1,40 @@
+"""How many of a model's layers fit on each GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localgen.backends.memory.available import SPARED_BYTES
+from localgen.gpus import Gpu
+from localgen.placement import Hardware, Placement
+from localgen.planning.footprint import Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayers:
+    """layers: of `of`, llama.cpp counts the output as one."""
+
+    gpu: Gpu
+    layers: int
+    of: int
+
+
+def layers_on(
+    hardware: Hardware, placement: Placement, footprint: Footprint, kv_tokens: int
+) -> tuple[GpuLayers, ...]:
+    """For each GPU, in their order; empty where no GPU can be used."""
+    assert footprint.shape is not None
+    if placement.gpu is not None:  # our own engine has all on one
+        layers = footprint.shape.layers
+        return (GpuLayers(placement.gpu, layers, layers),)
+    if placement.backend != "llamacpp" or not hardware.gpus or not hardware.llamacpp_on_gpu():
+        return ()
+    of = left = footprint.shape.layers + 1
+    layer_bytes = (footprint.weights_bytes + kv_tokens * footprint.kv_token_bytes) / of
+    fixed = footprint.fixed_bytes + kv_tokens * footprint.work_token_bytes + SPARED_BYTES
+    found = []
+    for gpu in hardware.gpus:
+        fitting = int(max(0.0, gpu.free_bytes - fixed) / layer_bytes) if layer_bytes else left
+        found.append(GpuLayers(gpu, min(left, fitting), of))
+        left -= found[-1].layers
+    return tuple(found)

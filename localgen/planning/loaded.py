@@ -1,0 +1,70 @@
+"""What a loaded model really takes, beside which its plan stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localgen.backends.types import LoadOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Bytes as the runner has allocated them and as the system counts the engine's process.
+
+    rss_bytes: resident, weights that are mapped and other parts of files included. gpu_bytes: of
+    GPUs' memory. None: nobody tells.
+    """
+
+    backend: str
+    reason: str
+    processor: str
+    ctx: int
+    kv_tokens: int
+    weights_bytes: int | None
+    kv_bytes: int | None
+    work_bytes: int | None
+    rss_bytes: int
+    gpu_bytes: int | None
+    options: LoadOptions = LoadOptions()
+
+    @property
+    def total_bytes(self) -> int | None:
+        parts = (self.weights_bytes, self.kv_bytes, self.work_bytes)
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+
+def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
+    """The model of that path among the server's; None: it is not loaded (yet)."""
+    for model in stats["models"]:
+        info = model.get("info")
+        if path is None or model["path"] != path or info is None:
+            continue
+        memory = info["memory"]
+        return Loaded(
+            backend=info["backend"],
+            reason=info["backend_reason"],
+            processor=info["processor"],
+            ctx=info["ctx"],
+            kv_tokens=info["kv_tokens"],
+            weights_bytes=memory["weights"],
+            kv_bytes=memory["kv"],
+            work_bytes=memory["work"],
+            rss_bytes=model["rss_bytes"],
+            gpu_bytes=model["gpu_bytes"],
+            options=LoadOptions(**info["options"]),
+        )
+    return None
+
+
+_SAME = ("cache_type_k", "cache_type_v", "parallel", "max_batch_tokens", "flash_attn")
+_PLACE = ("kv_unified", "backend", "device")
+_SIZES = ("ctx", "kv_tokens")
+
+
+def as_loaded(asked: LoadOptions, loaded: Loaded) -> LoadOptions:
+    """What was asked, and the rest as it was loaded, so that the figures can be compared."""
+    names = (*_SAME, *_PLACE, *(() if asked.ctx else _SIZES))
+    rest = {name: getattr(loaded.options, name) for name in names if getattr(asked, name) is None}
+    return replace(asked, **rest)

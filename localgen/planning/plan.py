@@ -1,0 +1,165 @@
+"""What a model would take here, what fits beside it, and how fast it can be at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.memory.pool import Size
+from localgen.backends.memory.shape import CUDA_TYPES, LLAMACPP_TYPES, read_bytes
+from localgen.backends.types import LoadOptions
+from localgen.planning.facts import Facts
+from localgen.planning.layers import GpuLayers, layers_on
+from localgen.planning.machine import Machine
+from localgen.planning.setting import Setting, settle
+from localgen.planning.speed import Speed, speed
+from localgen.server.memory import as_gb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Bytes are estimates. None: not known, for the facts in `missing` are not.
+
+    ctx: what was asked for, or what the loader would choose; kv_tokens: the pool that it makes;
+    largest_ctx: what would fit. free_bytes: for all of it, where it would run. refusal: why it
+    does not fit, with both numbers and what would.
+    """
+
+    name: str
+    quant: str
+    source: str
+    path: str | None
+    backend: str
+    place: str
+    reason: str
+    weights_bytes: int
+    cache_type_k: str
+    cache_type_v: str
+    kv_bytes_per_1k: float | None
+    kv_bytes: int | None
+    work_bytes: int
+    total_bytes: int | None
+    free_bytes: int
+    ctx: int | None
+    kv_tokens: int | None
+    ctx_train: int | None
+    largest_ctx: int | None
+    layers: int | None
+    gpu_layers: tuple[GpuLayers, ...]
+    speed: Speed | None
+    missing: tuple[str, ...]
+    refusal: str | None
+
+    @property
+    def fits(self) -> bool | None:
+        """None: not known."""
+        return self.refusal is None if self.total_bytes else None
+
+
+def plan(facts: Facts, asked: LoadOptions, machine: Machine, others: Sequence[Facts] = ()) -> Plan:
+    """others: the same model in other quantizations, to name one that fits.
+
+    InvalidRequest: an option cannot be honoured.
+    """
+    setting = settle(facts, asked, machine)
+    _check_types(asked, setting.placement.backend)
+    size, fits = setting.size(asked, facts.name)
+    used, shape = setting.footprint, setting.footprint.shape
+    total = setting.total_bytes(size.kv_tokens)
+    refused = facts.weights_bytes and not (fits and total <= setting.free_bytes)
+    on_gpus = layers_on(machine.hardware, setting.placement, used, size.kv_tokens) if shape else ()
+    return Plan(
+        name=facts.name,
+        quant=facts.quant,
+        source=facts.source,
+        path=facts.path,
+        backend=setting.placement.backend,
+        place="GPU" if any(one.layers for one in on_gpus) else "CPU",
+        reason=setting.placement.reason,
+        weights_bytes=used.weights_bytes,
+        cache_type_k=used.cache_types[0],
+        cache_type_v=used.cache_types[1],
+        kv_bytes_per_1k=1000 * used.kv_token_bytes if shape else None,
+        kv_bytes=int(size.kv_tokens * used.kv_token_bytes) if shape else None,
+        work_bytes=used.fixed_bytes + int(size.kv_tokens * used.work_token_bytes),
+        total_bytes=total if facts.weights_bytes else None,
+        free_bytes=setting.free_bytes,
+        ctx=size.ctx if shape else None,
+        kv_tokens=size.kv_tokens if shape else None,
+        ctx_train=shape.ctx_train or None if shape else None,
+        largest_ctx=setting.largest_ctx() if facts.weights_bytes else None,
+        layers=shape.layers if shape else None,
+        gpu_layers=on_gpus,
+        speed=_speed(facts, setting, size, machine, on_gpus),
+        missing=facts.missing,
+        refusal=_refusal(facts, asked, machine, others, setting, total) if refused else None,
+    )
+
+
+def _check_types(asked: LoadOptions, backend: str) -> None:
+    types = LLAMACPP_TYPES if backend == "llamacpp" else CUDA_TYPES
+    for option in ("cache_type_k", "cache_type_v"):
+        kind = getattr(asked, option)
+        if kind is not None and kind not in types:
+            known = ", ".join(types)
+            raise InvalidRequest(f"{option} is {kind!r}, it must be one of {known}", param=option)
+
+
+def _refusal(
+    facts: Facts,
+    asked: LoadOptions,
+    machine: Machine,
+    others: Sequence[Facts],
+    setting: Setting,
+    total: int,
+) -> str:
+    ways = ", or ".join(_ways_out(facts, asked, machine, others, setting))
+    way_out = f"what would fit: {ways}" if ways else "take a smaller model, or free memory"
+    free = as_gb(max(0, setting.free_bytes))
+    return f"{facts.name} needs {as_gb(total)}, {free} are free; {way_out}"
+
+
+def _ways_out(
+    facts: Facts,
+    asked: LoadOptions,
+    machine: Machine,
+    others: Sequence[Facts],
+    setting: Setting,
+) -> list[str]:
+    """What would fit: a smaller context, a smaller cache, a smaller quantization."""
+    ways = []
+    longest = setting.largest_ctx() or 0
+    if longest:
+        ways.append(f"--ctx {longest:,}")
+    if setting.placement.backend == "llamacpp" and asked.flash_attn != "off":
+        smaller = replace(asked, cache_type_k="q8_0", cache_type_v="q8_0")
+        held = settle(facts, smaller, machine).largest_ctx() or 0
+        if held > longest:
+            ways.append(f"-ctk q8_0 -ctv q8_0 with --ctx {min(held, asked.ctx or held):,}")
+    lesser = [one for one in others if 0 < one.weights_bytes < facts.weights_bytes]
+    for one in sorted(lesser, key=lambda one: -one.weights_bytes):
+        if plan(one, asked, machine).fits:
+            ways.append(f"{one.quant} ({as_gb(one.weights_bytes)})")
+            break
+    return ways
+
+
+def _speed(
+    facts: Facts,
+    setting: Setting,
+    size: Size,
+    machine: Machine,
+    on_gpus: tuple[GpuLayers, ...],
+) -> Speed | None:
+    """None: what a token reads is not known."""
+    if not facts.weights_bytes:
+        return None
+    used = setting.footprint
+    # weights that are widened are read so
+    weights = facts.read_bytes * used.weights_bytes / facts.weights_bytes
+    if used.shape is None:
+        return speed(weights, 0.0, machine, on_gpus)
+    key, value = used.cache_types
+    cached = read_bytes(used.shape.caches, key, value, size.ctx)
+    return speed(weights + used.shape.state_bytes, cached, machine, on_gpus)

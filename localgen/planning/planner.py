@@ -1,0 +1,49 @@
+"""A name and what was asked for become plans, beside what is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localgen.backends.types import LoadOptions
+from localgen.planning.find import Say, find
+from localgen.planning.loaded import Loaded, as_loaded, loaded_in
+from localgen.planning.machine import machine_here
+from localgen.planning.plan import Plan, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """One for each quantization that was asked for. loaded: the first one, where it is."""
+
+    plans: tuple[Plan, ...]
+    loaded: Loaded | None
+
+
+def plans_of(
+    name: str | None,
+    quants: Sequence[str],
+    asked: LoadOptions,
+    stats: dict[str, Any],
+    say: Say,
+    measure_again: bool = False,
+) -> Plans:
+    """stats: the server's, with its loaded models. Raises what find and plan raise."""
+    found, others = find(name or os.environ.get("LOCALGEN_MODEL"), quants, say)
+    machine = machine_here(measure_again=measure_again)
+    loaded = loaded_in(stats, found[0].path) if len(found) == 1 else None
+    if loaded is not None:
+        # as if it were not here: its own memory is what it may have
+        machine = replace(machine, ram_bytes=machine.ram_bytes + _held(loaded))
+        asked = as_loaded(asked, loaded)
+    plans = tuple(plan(facts, asked, machine, others) for facts in found)
+    if loaded is not None:
+        plans = tuple(replace(one, reason=loaded.reason) for one in plans)
+    return Plans(plans, loaded)
+
+
+def _held(loaded: Loaded) -> int:
+    """Main memory that would be free without it; mapped weights count as free already."""
+    return 0 if loaded.gpu_bytes else (loaded.kv_bytes or 0) + (loaded.work_bytes or 0)

@@ -1,0 +1,93 @@
+"""The weights of a model's files: how many bytes they are, and how many one token reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from localgen.backends.errors import LoadFailed
+from localgen.backends.memory.shape import ModelShape
+from localgen.hub.files import ModelFile
+
+# of these a token reads one row
+_EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight", "embed_tokens.weight")
+_HEADS = ("output.weight", "lm_head.weight")
+_EXPERTS = re.compile(r"_exps\.|\.experts\.")
+_HEADER_MOST_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """read_bytes: what computing one token reads, with the active experts only. params: how many
+    there are; None: not known, for several may share a number."""
+
+    size_bytes: int
+    read_bytes: int
+    params: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    size_bytes: int
+    elements: int
+
+
+def weights_of(file: ModelFile, shape: ModelShape | None) -> Weights:
+    """As the files have them. LoadFailed: one is damaged."""
+    tensors = _of_gguf(file.shards) if file.is_gguf else _of_folder(file.shards)
+    return Weights(
+        size_bytes=sum(tensor.size_bytes for tensor in tensors),
+        read_bytes=round(_read_bytes(tensors, shape)),
+        params=sum(tensor.elements for tensor in tensors) if file.is_gguf else None,
+    )
+
+
+def _read_bytes(tensors: list[_Tensor], shape: ModelShape | None) -> float:
+    has_head = any(tensor.name.endswith(_HEADS) for tensor in tensors)
+    active = shape.experts_used / shape.experts if shape and shape.experts else 1.0
+    total = 0.0
+    for tensor in tensors:
+        # without a head of its own, the embedding is read as one
+        if tensor.name.endswith(_EMBEDDINGS) and (has_head or "per_layer" in tensor.name):
+            continue
+        total += tensor.size_bytes * (active if _EXPERTS.search(tensor.name) else 1.0)
+    return total
+
+
+def _of_gguf(shards: Iterable[Path]) -> list[_Tensor]:
+    # brings the gguf package
+    from localgen.backends.cuda.gguf_reader import Reader
+
+    return [
+        _Tensor(tensor.name, int(tensor.n_bytes), int(tensor.n_elements))
+        for path in shards
+        for tensor in Reader(path).tensors
+    ]
+
+
+def _of_folder(shards: Iterable[Path]) -> list[_Tensor]:
+    return [tensor for path in shards for tensor in _header(path)]
+
+
+def _header(path: Path) -> list[_Tensor]:
+    """The tensors that a safetensors file lists in its header."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            found = json.loads(file.read(min(size, _HEADER_MOST_BYTES)))
+        return [
+            _Tensor(name, entry["data_offsets"][1] - entry["data_offsets"][0], _count(entry))
+            for name, entry in found.items()
+            if name != "__metadata__"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise LoadFailed(f"{path} is no safetensors file, or damaged: {error}") from None
+
+
+def _count(entry: dict[str, list[int]]) -> int:
+    return math.prod(entry["shape"])

@@ -1,0 +1,76 @@
+"""The body of any request: what it may not hold is refused with the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from localgen.backends.errors import InvalidRequest
+
+
+def without_unsupported(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
+    """The fields without those that other servers know and this one does not. InvalidRequest names
+    one whose value is neither null nor among those given, which are as good as none."""
+    if not isinstance(body, dict):
+        return body
+    for name, harmless in unsupported.items():
+        value = body.get(name)
+        if value is not None and not any(_same(value, known) for known in harmless):
+            raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
+    return {name: value for name, value in body.items() if name not in unsupported}
+
+
+def _same(value: object, known: object) -> bool:
+    # to Python, true is 1
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
+
+
+def _lone_surrogate(body: Any) -> str | None:
+    """Where a text is that holds half a character, as JSON's \\ud800 alone; None: nowhere."""
+    waiting = [("", body)]  # no recursion: a body may be nested deeper than Python's stack
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, str):
+            if not _is_unicode(value):
+                return place
+        elif isinstance(value, list):
+            waiting += [
+                (f"{place}[{at}]", part)
+                for at, part in enumerate(value)
+                if isinstance(part, (str, list, dict))
+            ]
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                inner = f"{place}.{name}".removeprefix(".")
+                if not _is_unicode(name):
+                    return inner.encode(errors="replace").decode()
+                waiting.append((inner, part))
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+class Strict(BaseModel):
+    """Fields that are not known are refused, and so are numbers that are none."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class Body(Strict):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, body: Any) -> Any:
+        place = _lone_surrogate(body)
+        if place is not None:
+            raise InvalidRequest(
+                f"{place}: not Unicode text, a surrogate stands alone", param=place
+            )
+        return body

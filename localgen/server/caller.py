@@ -1,0 +1,35 @@
+"""Who asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request as HttpRequest
+
+from localgen.server.guard import KEY_PREFIX
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """client: who takes turns with others. account: who pays for tokens. arrived_s: when the
+    request came (monotonic)."""
+
+    client: str
+    account: str
+    arrived_s: float
+
+    @classmethod
+    def of(cls, http: HttpRequest, user: str | None = None) -> Caller:
+        """Whoever sent a request. user: for whom, as it says itself."""
+        account: str = http.scope["account"]
+        return cls(user or _session_of(http, account), account, http.scope["arrived_s"])
+
+
+def _session_of(http: HttpRequest, account: str) -> str:
+    """The key; without one the session that our clients name, else the connection."""
+    if account.startswith(KEY_PREFIX):
+        return account
+    session = http.headers.get("x-localgen-session")
+    if session:
+        return session
+    return f"{http.client.host}:{http.client.port}" if http.client else ""

@@ -1,0 +1,104 @@
+"""`options` of Ollama's requests: samplers, limits, and how the model is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import LoadOptions
+from localgen.server.body import Strict, without_unsupported
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_SEEDS = 2**32
+# what people write for "all layers"
+_ALL_LAYERS = 999
+
+# what has no counterpart here, with the values that change nothing
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "tfs_z": (1,),
+    "penalize_newline": (True,),
+    "numa": (False,),
+    "main_gpu": (0,),
+    "low_vram": (False,),
+    "f16_kv": (True,),
+    "logits_all": (False,),
+    "vocab_only": (False,),
+    "embedding_only": (False,),
+}
+
+
+class Options(Strict):
+    """None: the model's own, or chosen for this machine.
+
+    num_keep: how much of a prompt stays when a context is shifted; here none is, so all does.
+    """
+
+    seed: int | None = None
+    num_predict: Int32 | None = None
+    num_keep: Int32 | None = None
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_last_n: Int32 | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    mirostat: Int32 | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+    num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    num_batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    num_gpu: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    num_thread: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, options: Any) -> Any:
+        return without_unsupported(options, _UNSUPPORTED)
+
+    def sampling(self) -> dict[str, Any]:
+        """Fields of SamplingParams. InvalidRequest: a number that means nothing."""
+        same = (
+            *("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_last_n"),
+            *("repeat_penalty", "presence_penalty", "frequency_penalty"),
+            *("mirostat", "mirostat_tau", "mirostat_eta"),
+        )
+        return {name: getattr(self, name) for name in same} | {
+            "seed": self._seed(),
+            "max_tokens": self._max_tokens(),
+            "stop": tuple(self.stop or ()),
+        }
+
+    def load(self) -> LoadOptions:
+        """How the model has to be loaded. num_ctx is no part of it: it caps a request."""
+        layers = self.num_gpu if self.num_gpu != -1 else None
+        return LoadOptions(
+            gpu_layers=-1 if layers is not None and layers >= _ALL_LAYERS else layers,
+            threads=self.num_thread or None,
+            max_batch_tokens=self.num_batch,
+            mmap=self.use_mmap,
+            mlock=self.use_mlock,
+        )
+
+    def _seed(self) -> int | None:
+        if self.seed is not None and self.seed >= _SEEDS:
+            raise InvalidRequest(f"seed is {self.seed}, it must be below 2**32", param="seed")
+        # below zero: another one each time
+        return None if self.seed is None or self.seed < 0 else self.seed
+
+    def _max_tokens(self) -> int | None:
+        wanted = self.num_predict
+        if wanted is None or wanted in (-1, -2):
+            return None
+        if wanted < 1:
+            raise InvalidRequest(
+                f"num_predict is {wanted}: give 1 or more, or -1 for no limit", param="num_predict"
+            )
+        return wanted

@@ -1,0 +1,46 @@
+"""`localgen serve` over TCP with real engines, as clients of other makers meet it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving import House, settings_in, short_folder, wait_until
+
+from localgen.interpreter import python_environment
+
+
+@dataclass(frozen=True)
+class RealServer:
+    url: str
+    log: Path
+
+
+@contextmanager
+def real_server(*arguments: str, **environment: str) -> Iterator[RealServer]:
+    """A server that has started. arguments, environment: besides those that every test needs."""
+    with short_folder() as folder:
+        settings = settings_in(folder)
+        settings.prepare()
+        log = folder / "log"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "localgen.cli.main", "serve", "--port", "0", *arguments],
+                env=python_environment() | settings.environment() | environment,
+                stderr=stderr,
+            )
+        try:
+            house = House(folder)
+            wait_until(house.healthy, 60)
+            house.http.close()
+            found = re.search(r"listening on (http://\S+)", log.read_text())
+            assert found is not None, log.read_text()
+            yield RealServer(found[1], log)
+        finally:
+            process.terminate()
+            process.wait(20)

@@ -1,0 +1,214 @@
+"""Two ranks compute what one does: transformers' logits, whatever the layout of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import numpy as np
+import test_cuda_quantized
+import torch
+from cuda_configs import write_config
+from cuda_gguf_files import tiny_folder, write_gguf
+from cuda_models import ARCHITECTURES, MAX_LEN, random_text
+from hf_folders import TINY
+from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
+from test_cuda_sharing import (  # noqa: F401  the same tests, with the fixture `house` below
+    PAGES,
+    House,
+    test_a_prefix_that_another_left,
+    test_forks_go_their_own_ways,
+    test_preempted_and_computed_again,
+)
+from torch import Tensor
+from tp_peer import SETTINGS, PairedSteps, Peer, peer
+
+from localgen.backends.cuda.batch import arrange
+from localgen.backends.cuda.graphs import Latest
+from localgen.backends.cuda.runner import Steps
+from localgen.backends.cuda.sharding import Shard, check
+from localgen.backends.cuda.share import Share
+from localgen.backends.cuda.source import open_source
+from localgen.backends.cuda.spec import ModelSpec, Quant, read_config
+from localgen.backends.engine.runner import Chunk
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.errors import InvalidRequest, OutOfMemory
+from localgen.backends.types import BASE_SAMPLING
+
+CTX = 64
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Peer]:
+    with peer() as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def house(
+    request: pytest.FixtureRequest, other: Peer, tmp_path_factory: pytest.TempPathFactory
+) -> House:
+    class PairedHouse(House):
+        def make_steps(self, folder: Path) -> Steps:
+            return other.steps(folder, pages=PAGES, max_len=MAX_LEN)
+
+    return PairedHouse(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_a_prompt_in_chunks_and_then_single_tokens(house: House) -> None:
+    text = random_text(seed=30, length=60)
+    seq = house.admit(text[:1])
+    for end in (40, 57, 58, 59, 60):
+        seq.tokens = text[:end]
+        house.compute(seq)
+    house.room.release(seq, keep=False)
+
+
+def step_logits(steps: Steps, tokens: list[int], latest: Latest | None = None) -> Tensor:
+    """Logits after every token."""
+    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, limit=CTX)
+    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, samples=True)
+    pages = np.arange(CTX // 16, dtype=np.int32)
+    return steps.run(arrange([chunk], lambda _: pages), latest).clone()
+
+
+def test_states_before_the_head(other: Peer, tmp_path: Path) -> None:
+    folder = tiny_folder("llama", tmp_path)
+    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, limit=CTX)
+    tokens = [token % 96 for token in random_text(seed=2, length=CTX)]
+    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=CTX - 1, samples=True)
+    inputs = arrange([chunk], lambda _: np.arange(CTX // 16, dtype=np.int32))
+    expected = alone(folder).states(inputs)
+    found = other.steps(folder, pages=CTX // 16, max_len=CTX).states(inputs)
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+def alone(folder: Path) -> Steps:
+    source = open_source(folder)
+    share = Share(source, replace(SETTINGS, tp=1), torch.float32, Shard(source.spec))
+    assert share.allocate(CTX // 16, CTX)
+    return share.steps
+
+
+def assert_same(other: Peer, folder: Path) -> None:
+    tokens = random_text(seed=1, length=CTX)
+    tokens = [token % 96 for token in tokens]
+    ours = step_logits(other.steps(folder, pages=CTX // 16, max_len=CTX), tokens)
+    expected = step_logits(alone(folder), tokens)
+    assert ours.shape == expected.shape
+    error = (ours - expected).abs().max() / expected.abs().max()
+    assert error < 1e-4, error
+
+
+@pytest.mark.parametrize(
+    ("quantize", "quantization"),
+    [
+        (awq, {"quant_method": "awq", "bits": 4, "group_size": 8}),
+        (
+            lambda ins, outs: gptq(ins, outs, group=8),
+            {"quant_method": "gptq", "bits": 4, "group_size": 8},
+        ),
+        (
+            lambda ins, outs: gptq(ins, outs, group=ins),
+            {"quant_method": "gptq", "bits": 4, "group_size": -1},
+        ),
+        (fp8, {"quant_method": "fbgemm_fp8"}),
+        (lambda ins, outs: fp8(ins, outs, per_row=False), {"quant_method": "fbgemm_fp8"}),
+    ],
+    ids=["awq", "gptq", "gptq-one-group", "fp8", "fp8-one-scale"],
+)
+def test_quantized_weights(
+    other: Peer,
+    quantize: Quantize,
+    quantization: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(test_cuda_quantized, "GROUP", 8)
+    quantized(tmp_path, quantize, **quantization)
+    assert_same(other, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama biases", "llama tied", "qwen2", "phi3", "qwen3 moe"])
+def test_gguf_files(other: Peer, name: str, tmp_path: Path) -> None:
+    folder = tiny_folder(name, tmp_path / "hf")
+    assert_same(other, write_gguf(folder, tmp_path / "model.gguf"))
+
+
+def test_quantized_gguf_files(other: Peer) -> None:
+    assert_same(other, TINY.with_suffix(".gguf"))
+
+
+def test_tokens_that_only_the_device_of_rank_0_knows(other: Peer) -> None:
+    steps = other.steps(TINY, pages=CTX // 16, max_len=CTX)
+    assert isinstance(steps, PairedSteps)
+    tokens = random_text(seed=4, length=20)
+    latest = Latest(torch.tensor(tokens[::-1]), torch.arange(20).flip(0))
+    assert torch.equal(step_logits(steps, [0] * 20, latest), step_logits(steps, tokens))
+
+
+def test_no_rank_holds_more_than_its_share() -> None:
+    source = open_source(TINY)
+    sizes = [
+        Share(source, replace(SETTINGS, tp=tp), torch.float32, Shard(source.spec, rank, tp))
+        for tp, rank in ((1, 0), (2, 0), (2, 1))
+    ]
+    whole, *halves = (share.weight_bytes for share in sizes)
+    norms = 4 * source.spec.hidden * (2 * source.spec.layers + 1)
+    assert sum(halves) == whole + norms
+
+
+SPEC = read_config(TINY)  # 4 heads, 2 of keys and values, 768 wide
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"heads": 8}, 3, "--tp 3: 8 heads cannot be divided by 3: use 1, 2, 4 or 8"),
+        ({}, 8, "--tp 8: 4 heads cannot be divided by 8: use 1, 2 or 4"),
+        ({"heads": 12, "kv_heads": 6}, 4, "6 key-value heads cannot be divided by 4"),
+        ({"intermediate": 770}, 4, "an MLP of width 770 cannot be divided by 4: use 1 or 2"),
+        (
+            {"quant": Quant(method="awq", bits=4, group_size=128)},
+            4,
+            "attention of width 256 in groups of 128 cannot be divided by 4: use 1 or 2",
+        ),
+        (
+            {"quant": Quant(method="gptq", bits=4, group_size=64, desc_act=True)},
+            2,
+            r"the order of activation \(desc_act\) cannot be divided by 2: use 1$",
+        ),
+        ({"vocab": 20}, 4, "a vocabulary of 20 cannot be divided by 4"),
+    ],
+)
+def test_what_cannot_be_divided(changes: dict[str, object], tp: int, message: str) -> None:
+    spec: ModelSpec = replace(SPEC, **changes)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=message) as failure:
+        check(spec, tp)
+    assert failure.value.param == "tp"
+    check(spec, 1)
+
+
+def test_experts_are_divided_by_their_width(tmp_path: Path) -> None:
+    spec = read_config(write_config(tmp_path, "qwen3 moe", moe_intermediate_size=42))
+    with pytest.raises(InvalidRequest, match="experts of width 42 cannot be divided by 4"):
+        check(spec, 4)
+
+
+def test_memory_that_runs_out_in_a_step_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(TINY)
+    share = Share(source, SETTINGS, torch.float32, Shard(source.spec, 1, 2))
+    assert share.allocate(1, 16)
+
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(share.steps, "run", full)
+    with pytest.raises(OutOfMemory, match="memory ran out on cpu in a step of rank 1: load with"):
+        step_logits(share, [1])  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""Ranks that die while a server runs the model: an error for each stream, and no process left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+from hf_folders import TINY
+from test_cuda_end_to_end import ON_CPU, error_of, run
+
+from localgen.backends.cuda.followers import _MODULE
+from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.client import Client, Text
+from localgen.config import Settings
+
+OPTIONS = LoadOptions(backend="cuda", device="cpu", tp=2)
+ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[Settings]:
+    with tempfile.TemporaryDirectory(prefix="lg") as folder:
+        made = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        yield made
+        Client(made).shutdown()
+
+
+@pytest.fixture
+def client(settings: Settings) -> Iterator[Client]:
+    with Client(settings) as made:
+        made.connect()
+        made.load(str(TINY), OPTIONS)
+        yield made
+
+
+def engine(client: Client) -> psutil.Process:
+    (model,) = client.stats()["models"]
+    return psutil.Process(model["pid"])
+
+
+def follower(client: Client) -> psutil.Process:
+    (found,) = (p for p in engine(client).children() if _MODULE in p.cmdline())
+    return found
+
+
+def runs(process: psutil.Process) -> bool:
+    # who is left without a parent is a zombie until init looks
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def assert_works(client: Client) -> None:
+    client.load(str(TINY), OPTIONS)
+    *parts, _ = client.chat(
+        str(TINY), [Message("user", "What is 17 + 25?")], SamplingParams(temperature=0)
+    )
+    assert "42" in "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def test_a_follower_that_is_killed_in_a_step(client: Client) -> None:
+    stream = client.chat(str(TINY), [Message("user", "Tell me a story.")], ENDLESS)
+    next(stream)
+    rank = follower(client)
+    os.kill(rank.pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    with pytest.raises(Exception, match=rf"rank 1 \(process {rank.pid}\) was ended by signal 9"):
+        list(stream)
+    assert time.monotonic() - killed_s < 5
+    assert_works(client)
+
+
+def test_a_follower_that_is_killed_while_nothing_is_asked(client: Client) -> None:
+    idle = engine(client)
+    os.kill(follower(client).pid, signal.SIGKILL)
+    idle.wait(timeout=5)
+    assert_works(client)
+
+
+def test_followers_go_with_their_engine(client: Client) -> None:
+    rank = follower(client)
+    os.kill(engine(client).pid, signal.SIGKILL)
+    rank.wait(timeout=5)
+
+
+def test_unloaded_means_that_all_are_gone(client: Client) -> None:
+    everybody = [engine(client), follower(client)]
+    assert client.unload(str(TINY))
+    assert [process for process in everybody if runs(process)] == []
+
+
+def test_heads_that_cannot_be_divided_are_one_line(settings: Settings) -> None:
+    said = error_of(run(settings, str(TINY), "hello", *ON_CPU, "--tp", "3"))
+    assert "--tp 3: 4 heads cannot be divided by 3: use 1, 2 or 4" in said
+
+
+def test_gpus_that_are_not_there_are_counted(settings: Settings) -> None:
+    said = error_of(run(settings, str(TINY), "hello", "--tp", "2"))
+    assert "no NVIDIA GPU was found" in said
+
+
+def test_llama_cpp_refuses_it(settings: Settings) -> None:
+    gguf = str(TINY.with_suffix(".gguf"))
+    said = error_of(run(settings, gguf, "hello", "--backend", "llamacpp", "--tp", "2"))
+    assert "--tp is an option of the cuda backend" in said

@@ -1,0 +1,365 @@
+"""Other servers from the command line: names for them, `--url`, and what does not go with it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from plain_openai import PlainServer, answer, error, plain_server
+
+from localgen.backends.errors import InvalidRequest
+from localgen.cli import exits
+from localgen.cli.main import run
+from localgen.client.remote.endpoint import Endpoint, base_url, variable
+from localgen.client.remote.endpoints import add, endpoints, endpoints_path, remove
+from localgen.config import BadSetting
+
+INVALID = exits.BY_ERROR_CODE["invalid_request"]
+BAD_SETTING = exits.BY_ERROR_CODE["bad_setting"]
+UNAVAILABLE = exits.BY_ERROR_CODE["endpoint_unavailable"]
+KEY = "sk-very-secret"
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("config", "state", "runtime"):
+        monkeypatch.setenv(f"LOCALGEN_{name.upper()}_DIR", str(tmp_path / name))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+
+
+@pytest.fixture
+def server() -> Iterator[PlainServer]:
+    with plain_server("big", "small") as running:
+        yield running
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Status and message of a command that fails."""
+    capsys.readouterr()
+    status = run(list(arguments))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("localgen: ")
+    assert err.count("\n") == 1
+    return status, err.removeprefix("localgen: ").strip()
+
+
+# --- URLs and variables ---
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("http://host:8000", "http://host:8000/v1"),
+        ("http://host:8000/", "http://host:8000/v1"),
+        ("https://host/v1/", "https://host/v1"),
+        ("https://host/openai/v1", "https://host/openai/v1"),
+        ("http://[::1]:8000", "http://[::1]:8000/v1"),
+    ],
+)
+def test_base_url(text: str, url: str) -> None:
+    assert base_url(text) == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host:8000",
+        "ftp://host/v1",
+        "http://",
+        "http:///v1",
+        "http://[::1",
+        "http://host:port",
+        "http://host:99999",
+        "http://ho st/v1",
+        "http://host/\x1b[2J",
+        "http://host/v1/chat/completions",
+        "http://host/v1/models",
+    ],
+)
+def test_what_is_no_base_url(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="http://host:8000/v1"):
+        base_url(text)
+
+
+@pytest.mark.parametrize("secret", ["u:SECRET@h", "SECRET@h", "h/v1?key=SECRET", "h/v1#SECRET"])
+def test_a_secret_in_a_url_is_refused_and_not_shown(secret: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        base_url(f"https://{secret}")
+    assert "SECRET" not in raised.value.message
+    assert "--api-key-env" in raised.value.message
+
+
+@pytest.mark.parametrize("text", ["sk-SECRET", "", "A B", "1A", "SECRET=1"])
+def test_a_key_in_place_of_a_variable_is_not_shown(text: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        variable(text)
+    assert "SECRET" not in raised.value.message
+
+
+# --- names ---
+
+
+def test_add_list_rm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIG_KEY", KEY)
+    assert run(["endpoint", "add", "big", "https://h/v1", "--key-env", "BIG_KEY"]) == 0
+    assert run(["endpoint", "add", "near", "http://localhost:8000", "--model", "m:8b"]) == 0
+    assert "localgen chat --url near" in capsys.readouterr().out
+    assert run(["endpoint", "list"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["NAME", "URL", "KEY", "MODEL"]
+    assert rows[1:] == [
+        ["big", "https://h/v1", "$BIG_KEY", "-"],
+        ["near", "http://localhost:8000/v1", "-", "m:8b"],
+    ]
+    assert run(["endpoint", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[1] == {
+        "name": "near",
+        "url": "http://localhost:8000/v1",
+        "key_env": None,
+        "model": "m:8b",
+    }
+    assert run(["endpoint", "rm", "big"]) == 0
+    assert list(endpoints()) == ["near"]
+
+
+def test_a_key_is_nowhere_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIG_KEY", KEY)
+    add(Endpoint("https://h/v1", "big", "BIG_KEY", 'odd "é" \U0001f600'))
+    assert endpoints()["big"] == Endpoint("https://h/v1", "big", "BIG_KEY", 'odd "é" \U0001f600')
+    assert KEY not in endpoints_path().read_text()
+    assert endpoints_path().stat().st_mode & 0o777 == 0o600
+    assert endpoints_path().parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in endpoints_path().parent.iterdir()] == ["endpoints.toml"]
+
+
+def test_a_variable_that_is_not_set_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["endpoint", "add", "big", "https://h/v1", "--key-env", "NO_SUCH_KEY"]) == 0
+    assert "NO_SUCH_KEY is not set yet" in capsys.readouterr().err
+    status, message = failure(capsys, "run", "--url", "big", "m", "x")
+    assert (status, "NO_SUCH_KEY is not set" in message) == (BAD_SETTING, True)
+
+
+def test_what_a_user_wrote_stays() -> None:
+    add(Endpoint("http://a/v1", "a"))
+    written = "# mine\n\n[b] # second\nurl = 'http://b'\n# of b\n\n[c]\nurl = 'http://c/v1'"
+    endpoints_path().write_text(written)
+    assert endpoints()["b"].url == "http://b/v1"
+    add(Endpoint("http://d/v1", "d"))
+    assert endpoints_path().read_text().startswith(written)
+    remove("b")
+    text = endpoints_path().read_text()
+    assert text.startswith("# mine\n\n[c]\n")
+    assert list(endpoints()) == ["c", "d"]
+
+
+def test_a_name_that_only_an_editor_can_remove() -> None:
+    add(Endpoint("http://a/v1", "a"))
+    endpoints_path().write_text("b.url = 'http://b/v1'\n[a]\nurl = 'http://a/v1'\n")
+    with pytest.raises(InvalidRequest, match="edit it by hand"):
+        remove("b")
+    assert list(endpoints()) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["add", "a.b", "http://h"], "'a.b' cannot be a name"),
+        (["add", "a/b", "http://h"], "'a/b' cannot be a name"),
+        (["add", "old", "http://other"], "old is http://h/v1 already: localgen endpoint rm old"),
+        (["add", "x", "h:8000"], "'h:8000' is no URL of a server"),
+        (["add", "x", "http://h", "--key-env", "sk-1"], "the name of a variable"),
+        (["add", "x", "http://h", "--model", " "], "--model: give the name of a model"),
+        (["add", "x", "http://h", "--model", "a\nb"], "--model: give the name of a model"),
+        (["rm", "x"], "no endpoint x: there is old"),
+    ],
+)
+def test_names_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    add(Endpoint("http://h/v1", "old"))
+    before = endpoints_path().read_text()
+    status, told = failure(capsys, "endpoint", *arguments)
+    assert (status, message in told) == (INVALID, True), told
+    assert endpoints_path().read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[a", "correct it or remove it"),
+        ("a = 1", "a: not a table"),
+        ("['a b']\nurl = 'http://h'", "a b: not a table with a name"),
+        ("[a]\n", "a: '' is no URL"),
+        ("[a]\nurl = 5", "a: give texts"),
+        ("[a]\nurl = 'http://h'\nkey = 'sk'", "a: no field key: there is url, key_env, model"),
+        ("[a]\nurl = 'http://h'\nkey_env = 'sk-SECRET'", "a: give the name of a variable"),
+        ("\xff", "correct it or remove it"),
+    ],
+)
+def test_a_damaged_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    endpoints_path().parent.mkdir(mode=0o700)
+    endpoints_path().write_text(content, encoding="latin-1")
+    endpoints_path().chmod(0o600)
+    status, told = failure(capsys, "run", "--url", "a", "m", "x")
+    assert (status, message in told) == (BAD_SETTING, True), told
+    assert str(endpoints_path()) in told
+    assert "SECRET" not in told
+
+
+def test_a_file_that_others_may_write() -> None:
+    add(Endpoint("http://h/v1", "a"))
+    endpoints_path().chmod(0o666)
+    with pytest.raises(BadSetting, match="chmod 600"):
+        endpoints()
+
+
+def test_a_folder_that_cannot_be_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOCALGEN_CONFIG_DIR", str(tmp_path / "file" / "config"))
+    status, message = failure(capsys, "endpoint", "add", "b", "http://h")
+    assert (status, "LOCALGEN_CONFIG_DIR" in message) == (BAD_SETTING, True), message
+
+
+def test_endpoint_alone_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    status, message = failure(capsys, "endpoint")
+    assert (status, "localgen endpoint --help" in message) == (exits.USAGE, True)
+
+
+# --- run and chat ---
+
+
+def test_run_at_a_url(server: PlainServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", "--url", server.url, "big", "a b", "-sys", "brief", "--temp", "0"]) == 0
+    assert capsys.readouterr() == ("re: a b \n", "")
+    sent = server.asked[0]
+    assert sent["messages"][0] == {"role": "system", "content": "brief"}
+    assert (sent["model"], sent["temperature"]) == ("big", 0)
+
+
+def test_run_at_a_name_with_a_model_of_its_own(
+    server: PlainServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIG_KEY", KEY)
+    monkeypatch.setenv("LOCALGEN_MODEL", "big")
+    server.key = KEY
+    add(Endpoint(server.url, "near", "BIG_KEY", "small"))
+    add(Endpoint(server.url, "bare"))
+    assert run(["run", "--url", "near", "a b"]) == 0
+    assert run(["run", "--url", "near", "other", "a b"]) == 0
+    assert run(["run", "--url", "bare", "--api-key-env", "BIG_KEY", "a b"]) == 0
+    monkeypatch.setenv("LOCALGEN_URL", "near")
+    assert run(["run", "a b"]) == 0
+    assert [sent["model"] for sent in server.asked] == ["small", "other", "big", "small"]
+    assert capsys.readouterr().out == "re: a b \n" * 4
+
+
+def test_figures_of_another_server(server: PlainServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", "--url", server.url, "big", "x", "--json", "--verbose"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert record["usage"]["prompt_tokens_details"] == {"cached_tokens": None}
+    assert record["ctx"] is None
+    assert set(record["timings"]) == {
+        "measured",
+        "ttft_ms",
+        "predicted_n",
+        "predicted_ms",
+        "predicted_per_second",
+    }
+    assert "prompt:     40 prompt tokens\n" in err
+    assert "measured here" in err
+    assert "load:" not in err
+
+
+def test_figures_that_nobody_tells_are_left_out_or_marked(
+    server: PlainServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.events = answer("a", "b", "c")
+    assert run(["run", "--url", server.url, "big", "x", "--json", "--verbose"]) == 0
+    out, err = capsys.readouterr()
+    usage = json.loads(out)["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (None, None)
+    assert (usage["completion_tokens"], usage["estimated"]) == (3, True)
+    assert "generated:  ~3 tokens (pieces of text: the server does not count)" in err
+    assert "prompt:" not in err
+    assert "context:" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--ctx", "64"], "--ctx"),
+        (["-c64"], "--ctx"),
+        (["--priority", "0"], "--priority"),
+        (["--keep-alive", "5m"], "--keep-alive"),
+        (["--backend", "auto"], "--backend"),
+        (["-ngl", "-1"], "--gpu-layers"),
+        (["--no-mmap"], "--mmap"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_flag_for_our_own_server_is_refused(
+    capsys: pytest.CaptureFixture[str], command: str, flags: list[str], name: str
+) -> None:
+    status, message = failure(capsys, command, "--url", "http://h/v1", "m", *flags)
+    assert status == INVALID
+    assert message.startswith(f"{name} does not apply to a model on another server (--url)")
+
+
+def test_what_the_environment_says_of_our_own_server_is_let_be(
+    server: PlainServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"CTX": "64", "THREADS": "2", "PRIORITY": "3", "KEEP_ALIVE": "1m"}.items():
+        monkeypatch.setenv(f"LOCALGEN_{name}", value)
+    monkeypatch.setenv("LOCALGEN_TEMP", "0.5")
+    assert run(["run", "--url", server.url, "big", "x"]) == 0
+    assert server.asked[0]["temperature"] == 0.5
+    assert set(server.asked[0]) == {"model", "messages", "stream", "stream_options", "temperature"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run", "--url", "nix", "m", "x"], INVALID, "no endpoint nix: none has a name yet"),
+        (["run", "--url", "localhost:80", "m", "x"], INVALID, "is no URL of a server"),
+        (["run", "--url", "", "m", "x"], INVALID, "is no URL of a server"),
+        (["run", "--api-key-env", "K", "m", "x"], INVALID, "give --url as well"),
+        (["run", "--url", "http://h", "--api-key-env", "a-b", "m", "x"], INVALID, "of a variable"),
+        (["run", "--url", "{url}", "x y"], INVALID, "has 2 models, name one: big, small"),
+        (["chat", "--url", "http://127.0.0.1:9/v1", "m"], INVALID, "no prompt"),
+        (["run", "--url", "http://127.0.0.1:9/v1", "m", "x"], UNAVAILABLE, "nothing listens"),
+        (["run", "--url", "{url}/else", "m", "x"], UNAVAILABLE, "check the path"),
+        (["ps", "--url", "http://h"], exits.USAGE, "--url"),
+        (["stop", "--url", "http://h"], exits.USAGE, "--url"),
+    ],
+)
+def test_errors_of_the_command_line(
+    server: PlainServer,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    message: str,
+) -> None:
+    filled = [argument.format(url=server.url) for argument in arguments]
+    got, told = failure(capsys, *filled)
+    assert (got, message in told) == (status, True), told
+
+
+def test_a_model_that_is_not_there_is_not_pulled(
+    server: PlainServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.models = ["big"]
+    server.refuse = lambda body: error(404, "no such model")
+    status, message = failure(capsys, "run", "--url", server.url, "llama-8b", "x")
+    assert status == exits.BY_ERROR_CODE["model_not_found"]
+    assert message == f"no model llama-8b at {server.url}: there is big"

@@ -1,0 +1,301 @@
+"""Plans: what fits, where, and how fast; for every model of the catalog without network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cuda_configs import write_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localgen.backends.errors import InvalidRequest, OutOfMemory
+from localgen.backends.memory import pool
+from localgen.backends.memory.pool import Wanted
+from localgen.backends.memory.shape import LayerCache, ModelShape
+from localgen.backends.types import LoadOptions
+from localgen.gpus import Gpu
+from localgen.hub import catalog
+from localgen.hub.catalog import Entry
+from localgen.hub.files import model_folder
+from localgen.placement import Hardware
+from localgen.planning import bandwidth, gpu_bandwidth
+from localgen.planning.bandwidth import Bandwidth
+from localgen.planning.facts import Facts, facts_elsewhere, facts_of_file
+from localgen.planning.footprint import footprint, kept_bytes
+from localgen.planning.machine import Machine
+from localgen.planning.plan import plan
+
+GB = 10**9
+NOTHING = LoadOptions()
+SHAPE = ModelShape(
+    layers=32,
+    hidden=4096,
+    inner=14336,
+    heads=32,
+    vocab=128_256,
+    ctx_train=131_072,
+    caches=(LayerCache(8, 128, 128),) * 32,
+)
+FACTS = Facts(
+    name="llama",
+    quant="Q4_K_M",
+    is_gguf=True,
+    weights_bytes=5 * GB,
+    read_bytes=4 * GB,
+    params=8 * GB,
+    shape=SHAPE,
+    source="files",
+)
+CPU = Hardware((), (), False, lambda: False)
+H200 = Gpu(0, "H200", 140 * GB, 130 * GB, (9, 0))
+
+
+def machine(
+    ram_gb: float = 64, hardware: Hardware = CPU, ram_rate: float = 20e9, gpu_rate: float = 4e12
+) -> Machine:
+    return Machine(
+        hardware,
+        int(ram_gb * GB),
+        lambda: Bandwidth(ram_rate),
+        lambda gpu: Bandwidth(gpu_rate) if gpu_rate else None,
+    )
+
+
+def test_a_model_on_a_cpu() -> None:
+    found = plan(FACTS, LoadOptions(ctx=8192), machine())
+    assert found.fits
+    assert (found.backend, found.place) == ("llamacpp", "CPU")
+    assert (found.ctx, found.kv_tokens) == (8192, 16_384)
+    assert found.kv_bytes == 16_384 * 131_072
+    assert found.kv_bytes_per_1k == 131_072_000
+    assert found.kv_bytes + found.weights_bytes + found.work_bytes == found.total_bytes
+    assert found.largest_ctx == 131_072
+    assert found.speed is not None
+    # four gigabytes at twenty a second; with a full context another one
+    assert found.speed.most_tokens_per_s == pytest.approx(5.0)
+    assert found.speed.most_tokens_per_s_full == pytest.approx(20 / (4 + 8192 * 131_072 / GB))
+
+
+def test_types_of_the_cache() -> None:
+    half = plan(FACTS, LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0"), machine())
+    assert half.kv_bytes == 16_384 * 131_072 * 34 / 64
+    for option in ("cache_type_k", "cache_type_v"):
+        with pytest.raises(InvalidRequest, match=r"is 'int8', it must be one of f32, f16, .*q8_0"):
+            plan(FACTS, LoadOptions(**{option: "int8"}), machine())  # type: ignore[arg-type]
+    on_gpu = machine(hardware=Hardware((H200,), (), True, lambda: False))
+    with pytest.raises(InvalidRequest, match=r"is 'q8_0', it must be one of .* int8, fp8"):
+        plan(FACTS, LoadOptions(cache_type_k="q8_0"), on_gpu)
+
+
+def test_the_default_context_is_the_largest_that_fits_a_half_of_what_is_free() -> None:
+    found = plan(FACTS, NOTHING, machine(ram_gb=10))
+    assert found.fits
+    assert found.ctx == found.kv_tokens
+    assert found.ctx is not None
+    assert found.largest_ctx is not None
+    assert found.ctx < found.largest_ctx < 131_072
+    assert found.largest_ctx % 256 == 0
+    assert plan(FACTS, LoadOptions(ctx=found.largest_ctx), machine(ram_gb=10)).fits
+    over = plan(FACTS, LoadOptions(ctx=found.largest_ctx + 256), machine(ram_gb=10))
+    assert not over.fits
+
+
+def test_what_does_not_fit_says_both_numbers_and_what_would() -> None:
+    smaller = replace(FACTS, quant="Q2_K", weights_bytes=2 * GB, read_bytes=2 * GB)
+    tiny = replace(FACTS, quant="Q1", weights_bytes=GB, read_bytes=GB)
+    found = plan(FACTS, LoadOptions(ctx=32_768), machine(ram_gb=8), [tiny, FACTS, smaller])
+    assert found.refusal is not None
+    assert found.refusal.startswith("llama needs 9.5 GB, 8.0 GB are free; what would fit: --ctx ")
+    assert "or -ctk q8_0 -ctv q8_0 with --ctx 32,768, or Q2_K (2.0 GB)" in found.refusal
+    assert f"--ctx {found.largest_ctx:,}" in found.refusal
+    hopeless = plan(FACTS, NOTHING, machine(ram_gb=4))
+    assert hopeless.refusal is not None
+    assert hopeless.refusal.endswith("4.0 GB are free; take a smaller model, or free memory")
+    assert hopeless.largest_ctx == 0
+
+
+def test_more_than_it_was_trained_for_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="was trained for 131,072 tokens"):
+        plan(FACTS, LoadOptions(ctx=131_073), machine())
+
+
+def test_on_a_gpu_weights_are_widened_and_read_so() -> None:
+    there = machine(hardware=Hardware((H200,), (), True, lambda: False))
+    found = plan(FACTS, NOTHING, there)
+    assert (found.backend, found.place) == ("cuda", "GPU")
+    assert found.weights_bytes == 16 * GB
+    assert found.free_bytes == H200.free_bytes
+    assert [(one.layers, one.of) for one in found.gpu_layers] == [(32, 32)]
+    assert found.speed is not None
+    assert found.speed.most_tokens_per_s == pytest.approx(4e12 / (16 * GB * 4 / 5))
+    assert plan(FACTS, NOTHING, replace(there, gpu=lambda gpu: None)).speed is None
+
+
+def test_layers_that_fit_on_each_gpu() -> None:
+    small = Gpu(0, "small", 4 * GB, 3 * GB, (7, 5))
+    both = Hardware((small, replace(small, index=1, free_bytes=2 * GB)), (), True, lambda: True)
+    found = plan(FACTS, LoadOptions(ctx=8192, backend="llamacpp"), machine(hardware=both))
+    assert [one.of for one in found.gpu_layers] == [33, 33]
+    first, second = (one.layers for one in found.gpu_layers)
+    assert 0 < second < first < 20
+    assert found.speed is not None
+    cpu = plan(FACTS, LoadOptions(ctx=8192), machine()).speed
+    assert cpu is not None
+    assert cpu.most_tokens_per_s < found.speed.most_tokens_per_s < 1000
+    roomy = replace(both, gpus=(replace(small, free_bytes=40 * GB), small))
+    whole = plan(FACTS, LoadOptions(backend="llamacpp"), machine(hardware=roomy))
+    assert [one.layers for one in whole.gpu_layers] == [33, 0]
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.alias)
+def test_every_entry_of_the_catalog_computes_or_says_what_it_lacks(entry: Entry) -> None:
+    quant = entry.gguf.quant
+    facts = facts_elsewhere(entry.alias, quant, entry.gguf.size(quant) or 0, entry)
+    found = plan(facts, NOTHING, machine(ram_gb=400))
+    assert found.fits == (bool(facts.weights_bytes) or None)
+    if not facts.weights_bytes:
+        assert "the size of its weights" in found.missing
+        assert (found.total_bytes, found.largest_ctx, found.speed) == (None, None, None)
+        return
+    assert found.speed is not None
+    assert found.speed.bytes_per_token <= facts.weights_bytes * 1.001
+    if found.kv_bytes_per_1k is None:
+        assert set(found.missing) & {"layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"}
+        return
+    # from Qwen's 0.5B to OLMo 2, which caches all of its heads
+    assert 5e6 < found.kv_bytes_per_1k < 6e8
+    assert (found.ctx_train is None) == ("context" in found.missing)
+    assert found.largest_ctx == found.ctx_train
+
+
+def test_a_token_reads_only_active_experts() -> None:
+    found = catalog.find("qwen3-30b-a3b")
+    assert found is not None
+    facts = facts_elsewhere("moe", "Q4_K_M", 18 * GB, found[0])
+    assert facts.read_bytes == pytest.approx(18 * GB * 3.04 / 30.53, rel=1e-3)
+
+
+def test_a_folder_needs_the_cuda_backend(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "m", "llama")
+    header = json.dumps(
+        {"w": {"dtype": "BF16", "shape": [4, 4], "data_offsets": [0, 32]}, "__metadata__": {}}
+    ).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(32)
+    (folder / "model.safetensors").write_bytes(content)
+    facts = facts_of_file(model_folder(folder), "safetensors")
+    assert facts.weights_bytes == 32
+    with pytest.raises(InvalidRequest, match="only the cuda backend runs"):
+        plan(facts, NOTHING, machine())
+    slow = plan(facts, LoadOptions(backend="cuda", device="cpu"), machine())
+    assert slow.weights_bytes == 64  # sixteen bits become thirty-two
+
+
+def test_footprints_of_what_is_not_known() -> None:
+    assert footprint(0, None).need_bytes() == 64 << 20
+    assert footprint(8 * GB, None).need_bytes() == int(8 * GB * 1.05) + GB
+    known = footprint(5 * GB, SHAPE)
+    assert known.need_bytes() == known.need_bytes(8192)
+    # nonsense is for the engine to refuse
+    assert known.need_bytes(-5) == known.need_bytes(0)
+    assert known.need_bytes(10**15) == known.need_bytes(131_072)
+    odd = footprint(5 * GB, SHAPE, options=LoadOptions(cache_type_k="nonsense"))
+    assert odd == known
+
+
+def test_weights_as_they_are_kept() -> None:
+    assert kept_bytes(5, 8, "llamacpp", is_gguf=True) == 5
+    assert kept_bytes(5, 8, "cuda", is_gguf=True) == 16
+    assert kept_bytes(5, None, "cuda", is_gguf=True) == 20
+    assert kept_bytes(5, 8, "cuda on cpu", is_gguf=True) == 32
+    assert kept_bytes(5, 8, "cuda", is_gguf=False) == 5
+    assert kept_bytes(5, 8, "cuda on cpu", is_gguf=False) == 10
+
+
+RULES = st.sampled_from([pool.LLAMACPP, replace(pool.LLAMACPP, parts=4), pool.CUDA_ON_CPU])
+
+
+@given(
+    rules=RULES,
+    free=st.integers(-(10**9), 10**11),
+    token_bytes=st.floats(1, 10**6),
+    trained=st.integers(1, 10**6),
+    ctx=st.none() | st.integers(1, 10**6),
+)
+def test_a_pool_fits_and_holds_its_context(
+    rules: pool.PoolRules, free: int, token_bytes: float, trained: int, ctx: int | None
+) -> None:
+    wanted = Wanted(ctx=ctx, kv_tokens=None, trained=trained)
+    try:
+        size = pool.choose(wanted, rules, token_bytes=token_bytes, free_bytes=free)
+    except InvalidRequest:
+        assert ctx is not None
+        assert ctx > trained
+        return
+    except OutOfMemory:
+        least = rules.parts * (min(ctx or rules.step_tokens, trained) + rules.step_tokens)
+        assert least * token_bytes > free
+        return
+    assert size.kv_tokens * token_bytes <= free
+    assert size.kv_tokens % (rules.step_tokens * rules.parts) == 0
+    assert size.ctx * rules.parts <= size.kv_tokens
+    assert 0 < size.ctx <= trained
+    assert ctx is None or size.ctx == ctx
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """No other program runs; measuring gives these figures, one after another."""
+    figures = [1e9, 2e9, 3e9]
+    monkeypatch.setattr(bandwidth, "cache_path", lambda: tmp_path / "cache" / "bandwidth.json")
+    monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(bandwidth, "measure", lambda: figures.pop(0))
+    return figures
+
+
+def test_bandwidth_is_measured_once(quiet: list[float], tmp_path: Path) -> None:
+    assert bandwidth.memory_bandwidth() == Bandwidth(1e9, "measured now")
+    assert bandwidth.memory_bandwidth() == Bandwidth(1e9, "measured before")
+    assert bandwidth.memory_bandwidth(again=True) == Bandwidth(2e9, "measured now")
+    assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
+    kept = tmp_path / "cache" / "bandwidth.json"
+    kept.write_text("{damaged")
+    assert bandwidth.memory_bandwidth() == Bandwidth(3e9, "measured now")
+    (machine,) = json.loads(kept.read_text())
+    kept.write_text(json.dumps({machine: "fast", "another machine": 5e9}))
+    quiet.append(4e9)
+    assert bandwidth.memory_bandwidth().bytes_per_s == 4e9
+    assert json.loads(kept.read_text()) == {machine: 4e9, "another machine": 5e9}
+
+
+def test_a_busy_machine_is_measured_again(
+    quiet: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (99.0, 0.0, 0.0))
+    found = bandwidth.memory_bandwidth()
+    assert (found.bytes_per_s, "busy" in found.how) == (1e9, True)
+    assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
+    assert not bandwidth.cache_path().exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(quiet: list[float]) -> None:
+    bandwidth.cache_path().parent.write_text("a file in its place")
+    assert bandwidth.memory_bandwidth().bytes_per_s == 1e9
+    assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
+
+
+def test_a_gpu_that_cannot_be_measured(quiet: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "measured", lambda index: 0.0)
+    assert bandwidth.gpu_bandwidth(H200) is None
+    named = bandwidth.gpu_bandwidth(replace(H200, bytes_per_s=4.8e12))
+    assert named == Bandwidth(4.8e12, "as the driver says")
+
+
+def test_memory_is_really_read() -> None:
+    assert 1e7 < bandwidth.measure(block_bytes=1 << 20, rounds=1) < 1e13
+
+
+def test_without_a_gpu_nothing_is_measured_of_one() -> None:
+    assert gpu_bandwidth.measured(0) == 0.0

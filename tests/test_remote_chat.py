@@ -1,0 +1,141 @@
+"""A chat with a model on another server: what a user sees of it, and what is not to be had."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from plain_openai import PlainServer, answer, chunk, plain_server
+from rich.console import Console
+from scripted_client import answer as made_answer
+
+from localgen.backends.types import Timings
+from localgen.client import RemoteClient
+from localgen.client.remote.endpoint import Endpoint
+from localgen.repl import report
+from localgen.repl.repl import Repl
+from localgen.repl.session import ModelOptions, Session
+
+
+@pytest.fixture
+def server() -> Iterator[PlainServer]:
+    with plain_server({"id": "big", "max_model_len": 4096}, "small") as running:
+        yield running
+
+
+class Chat:
+    """A chat typed from a list, with its screen."""
+
+    def __init__(self, server: PlainServer, folder: Path) -> None:
+        self.screen = io.StringIO()
+        self.session = Session(RemoteClient(Endpoint(server.url)), folder, ModelOptions())
+        self.session.load("big", lambda _: None)
+
+    def type(self, *lines: str) -> str:
+        """Type the lines, then leave; everything that was shown."""
+        waiting = list(lines)
+
+        def read(_prompt: str) -> str:
+            if not waiting:
+                raise EOFError
+            return waiting.pop(0)
+
+        Repl(self.session, Console(file=self.screen, width=200), read).run()
+        return self.screen.getvalue()
+
+
+@pytest.fixture
+def chat(server: PlainServer, tmp_path: Path) -> Chat:
+    return Chat(server, tmp_path)
+
+
+def test_a_chat(chat: Chat, server: PlainServer) -> None:
+    screen = chat.type("hello", "and you", "/undo", "/regen")
+    assert f"big · at {server.url} · context 4,096\n" in screen
+    assert "note: TTFT and tokens/s are measured here, the network included\n" in screen
+    assert "re: and you" in screen
+    assert "(40 prompt tokens) · 2 tokens at " in screen
+    assert "context 42/4,096" in screen
+    spoken = [message["content"] for message in server.asked[1]["messages"]]
+    assert spoken == ["hello", "re: hello ", "and you"]
+    # what the server has is asked once, not before each prompt
+    assert [seen.path for seen in server.seen].count("/v1/models") == 1
+
+
+def test_reasoning_shows_and_is_not_sent_back(chat: Chat, server: PlainServer) -> None:
+    server.events = [chunk({"reasoning_content": "let me see"}), *answer("four")]
+    screen = chat.type("2 + 2?", "sure?")
+    assert "let me see" in screen
+    assert server.asked[1]["messages"][1] == {"role": "assistant", "content": "four"}
+
+
+def test_what_only_our_own_server_has(chat: Chat) -> None:
+    screen = chat.type("/set ctx 100", "/show template", "/stats", "/show info", "/model")
+    assert "/set ctx: this model is on another server" in screen
+    assert "which does not tell its chat template" in screen
+    assert "does not say what it is doing" in screen
+    assert "context   4,096\n" in screen
+    assert "MB" not in screen
+    assert "big\nsmall\n" in screen
+
+
+def test_settings_are_the_users_or_unknown(chat: Chat) -> None:
+    screen = chat.type("/set parameter temp 0.5", "/show parameters")
+    assert "temperature = 0.5" in screen
+    rows = [line.split() for line in screen.splitlines()]
+    assert ["temperature", "0.5", "yours"] in rows
+    assert ["top_k", "-"] in rows
+
+
+def test_another_model_there(chat: Chat, server: PlainServer) -> None:
+    screen = chat.type("/model small", "hello", "/model nix")
+    assert server.asked[0]["model"] == "small"
+    assert "note: nix is not listed there, big, small is" in screen
+
+
+def test_an_answer_that_breaks_off_is_not_asked_again(chat: Chat, server: PlainServer) -> None:
+    server.events = answer("half", "an answer")[:2]
+    screen = chat.type("hello")
+    assert "broke off in the middle" in screen
+    assert "asking again" not in screen
+    assert len(server.asked) == 1
+    assert chat.session.conversation.turns == ()
+
+
+def test_a_server_that_goes_away_does_not_end_the_chat(chat: Chat, server: PlainServer) -> None:
+    chat.type("hello")
+    server.close()
+    screen = chat.type("still there?", "/show system")
+    assert "nothing listens there" in screen
+    assert "no system prompt" in screen
+    assert len(chat.session.conversation.turns) == 1
+
+
+def test_the_line_of_figures_leaves_out_what_is_not_known() -> None:
+    timings = Timings(ttft_ms=120, predicted_n=5, predicted_ms=400, predicted_per_second=10)
+    known = made_answer(
+        prompt_tokens=None,
+        cached_tokens=None,
+        completion_tokens=5,
+        ctx=None,
+        timings=timings,
+        estimated=True,
+        measured_here=True,
+    )
+    assert report.answer_line(known) == "TTFT 120 ms · ~5 tokens at ~10.0/s"
+
+
+def test_the_live_line_marks_guesses() -> None:
+    assert report.live_line(2.0, 1.0, 11, 50, None, "~") == (
+        "TTFT 1.00 s · ~11 tokens at ~10.0/s · context ~50"
+    )
+
+
+def test_a_limit_is_told_beside_other_notes() -> None:
+    cut = made_answer(finish_reason="length", measured_here=True, notes=("something",))
+    assert [line.split(":")[0] for line in report.warnings(cut)] == [
+        "cut at the token limit",
+        "something",
+    ]

@@ -1,0 +1,631 @@
+"""Another server of OpenAI's protocol: what it is sent, what it sends, and how it fails."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain_openai import DONE, PlainServer, Response, answer, chunk, error, page, plain_server
+
+from localgen.backends.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    LocalgenError,
+    ModelNotFound,
+    QueueFull,
+)
+from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams, ToolCall
+from localgen.client import Answer, RemoteClient, Text
+from localgen.client.remote.connection import wait_s
+from localgen.client.remote.endpoint import Endpoint
+from localgen.client.remote.failures import EndpointUnavailable
+from localgen.client.remote.stream import AnswerReader, Arrivals
+from localgen.client.sse import payloads
+from localgen.config import BadSetting
+from localgen.hub.errors import AccessDenied
+
+KEY = "sk-very-secret"
+OPTIONS = LoadOptions()
+
+
+@pytest.fixture
+def server() -> Iterator[PlainServer]:
+    with plain_server() as running:
+        yield running
+
+
+class Asking:
+    """A client of a server, what it said, and how long it slept."""
+
+    def __init__(self, server: PlainServer, key_env: str | None = None) -> None:
+        self.said: list[str] = []
+        self.slept: list[float] = []
+        endpoint = Endpoint(server.url, key_env=key_env)
+        self.client = RemoteClient(endpoint, self.said.append, sleep=self.slept.append)
+
+    def load(self, model: str | None = None) -> ModelInfo:
+        return self.client.load(model, OPTIONS)
+
+    def events(self, model: str | None = "big", **params: Any) -> list[Text | Answer]:
+        asked = [Message("user", "one two")]
+        return list(self.client.chat(model, asked, SamplingParams(**params)))
+
+    def answer(self, model: str | None = "big", **params: Any) -> tuple[str, Answer]:
+        *texts, end = self.events(model, **params)
+        assert isinstance(end, Answer)
+        return "".join(part.text for part in texts if isinstance(part, Text)), end
+
+    def failure(self, model: str | None = "big", **params: Any) -> LocalgenError:
+        with pytest.raises(LocalgenError) as raised:
+            self.events(model, **params)
+        assert "\n" not in raised.value.message
+        return raised.value
+
+
+# --- what is sent ---
+
+
+def test_a_request_holds_standard_fields_only(server: PlainServer) -> None:
+    text, end = Asking(server).answer()
+    assert text == "re: one two "
+    assert (end.model, end.finish_reason) == ("big", "stop")
+    assert server.asked == [
+        {
+            "model": "big",
+            "messages": [{"role": "user", "content": "one two"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+    headers = server.seen[-1].headers
+    assert "authorization" not in headers
+    assert not [name for name in headers if "localgen" in name]
+
+
+def test_settings_that_are_given_are_sent_under_openais_names(server: PlainServer) -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "logit_bias": {5: -1.0},
+        "max_tokens": 9,
+        "seed": 3,
+        "stop": ("END",),
+    }
+    _, end = Asking(server).answer(**given, json_schema='{"type": "object"}')
+    sent = server.asked[0]
+    for name in set(given) - {"logit_bias", "stop"}:
+        assert sent[name] == given[name]
+    assert (sent["logit_bias"], sent["stop"]) == ({"5": -1.0}, ["END"])
+    held = {"name": "answer", "schema": {"type": "object"}, "strict": True}
+    assert sent["response_format"] == {"type": "json_schema", "json_schema": held}
+    assert "json_schema" not in sent
+    assert end.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("vllm", "repetition_penalty"), ("llamacpp", "repeat_penalty"), (7, "repetition_penalty")],
+)
+def test_other_settings_are_sent_too_and_said_once(family: object, name: str) -> None:
+    with plain_server({"id": "big", "owned_by": family}) as server:
+        asking = Asking(server)
+        _, end = asking.answer(top_k=7, repeat_penalty=1.1)
+        assert server.asked[0]["top_k"] == 7
+        assert server.asked[0][name] == 1.1
+        (note,) = end.notes
+        assert note.endswith(f"may ignore it: top_k, {name}")
+        assert asking.answer(top_k=7)[1].notes == ()
+        assert asking.answer(top_k=7, min_p=0.1)[1].notes[0].endswith("ignore it: min_p")
+
+
+def test_a_setting_that_is_refused_is_named(server: PlainServer) -> None:
+    server.refuse = lambda body: error(400, "Unrecognized argument") if "top_k" in body else None
+    failed = Asking(server).failure(top_k=7, temperature=1.0)
+    assert type(failed) is InvalidRequest
+    assert "Unrecognized argument" in failed.message
+    assert failed.message.endswith("(not in OpenAI's protocol: top_k)")
+
+
+def test_tool_calls_and_results_go_along(server: PlainServer) -> None:
+    call = ToolCall("c1", "add", '{"a": 1}')
+    said = [
+        Message("assistant", "", reasoning="hm", tool_calls=(call,)),
+        Message("tool", "3", tool_call_id="c1", name="add"),
+    ]
+    list(Asking(server).client.chat("big", said, SamplingParams()))
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert server.asked[0]["messages"] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    ]
+
+
+def test_a_schema_that_is_not_json(server: PlainServer) -> None:
+    assert "is not JSON" in Asking(server).failure(json_schema="{").message
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        error(400, "Unknown parameter: 'stream_options'."),
+        Response(422, b'{"detail":[{"loc":["body","stream_options"],"msg":"extra forbidden"}]}'),
+    ],
+)
+def test_a_server_that_refuses_stream_options(server: PlainServer, refusal: Response) -> None:
+    server.refuse = lambda body: refusal if "stream_options" in body else None
+    asking = Asking(server)
+    _, end = asking.answer()
+    assert end.estimated
+    assert (end.prompt_tokens, end.completion_tokens) == (None, 3)
+    assert len(server.asked) == 2
+    asking.answer()
+    assert len(server.asked) == 3  # it has been understood
+
+
+def test_a_server_that_wants_max_completion_tokens(server: PlainServer) -> None:
+    sentence = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+    server.refuse = lambda body: error(400, sentence) if "max_tokens" in body else None
+    asking = Asking(server)
+    asking.answer(max_tokens=4)
+    asking.answer(max_tokens=5)
+    assert [sent.get("max_completion_tokens") for sent in server.asked] == [None, 4, 5]
+    assert "max_tokens" not in server.asked[-1]
+
+
+# --- what comes back ---
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [b": keep-alive\n\n", *answer("a", "b"), b": bye\n\n"],
+        [event.replace(b"\n", b"\r\n") for event in answer("a", "b")],
+        [event.replace(b"data: ", b"data:") for event in answer("a", "b")],
+        [event.replace(b"data: ", b"id: 7\nevent: message\ndata: ") for event in answer("a", "b")],
+        [b"".join(answer("a", "b")).rstrip()],
+        [bytes([byte]) for byte in b"".join(answer("a", "b"))],
+        answer("a", "b")[:-1],
+        [chunk({"role": None, "content": None}), *answer("a", "b")],
+        [chunk(choices=None), chunk({"content": "ab"}), chunk(None), chunk({}, "stop"), DONE],
+    ],
+    ids=[
+        "comments",
+        "crlf",
+        "no-blank",
+        "fields",
+        "no-end",
+        "bytes",
+        "no-done",
+        "nulls",
+        "no-choices",
+    ],
+)
+def test_streams_of_all_sorts(server: PlainServer, events: list[bytes]) -> None:
+    server.events = events
+    text, end = Asking(server).answer()
+    assert (text, end.finish_reason) == ("ab", "stop")
+
+
+def test_an_answer_in_one_piece(server: PlainServer) -> None:
+    message = {"role": "assistant", "content": "whole"}
+    body = {
+        "model": "big",
+        "choices": [{"message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 2},
+    }
+    server.kind = "application/json; charset=utf-8"
+    server.events = [json.dumps(body).encode()]
+    text, end = Asking(server).answer()
+    assert (text, end.prompt_tokens, end.completion_tokens) == ("whole", 4, 2)
+    assert end.timings.predicted_per_second == 0  # there is nothing to measure a rate by
+
+
+def test_reasoning_is_told_apart(server: PlainServer) -> None:
+    server.events = [
+        chunk({"reasoning_content": "hm "}),
+        chunk({"reasoning": "so"}),
+        *answer("yes"),
+    ]
+    *texts, _ = Asking(server).events()
+    assert [(part.reasoning, part.text) for part in texts if isinstance(part, Text)] == [
+        ("hm ", ""),
+        ("so", ""),
+        ("", "yes"),
+    ]
+
+
+def test_tool_calls_of_a_server_are_told_of(server: PlainServer) -> None:
+    calls = [{"index": 0, "id": "c", "function": {"name": "add", "arguments": ""}}]
+    more = [{"index": 0, "function": {"arguments": "{}"}}]
+    server.events = [
+        chunk({"content": None, "tool_calls": calls}),
+        chunk({"tool_calls": more}, "tool_calls"),
+        DONE,
+    ]
+    text, end = Asking(server).answer()
+    assert (text, end.finish_reason) == ("", "tool_calls")
+    assert end.notes == ("the model wants to call add: nothing here does that",)
+
+
+def test_counts_that_a_server_gives(server: PlainServer) -> None:
+    usage = {
+        "prompt_tokens": 40,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 30},
+    }
+    server.events = answer("a", "b", usage=usage)
+    _, end = Asking(server).answer()
+    assert (end.prompt_tokens, end.cached_tokens, end.timings.prompt_n) == (40, 30, 10)
+    assert (end.estimated, end.measured_here) == (False, True)
+
+
+def read(events: Sequence[tuple[float, bytes]]) -> Answer:
+    """The end of an answer whose events come at these times, in seconds after the request."""
+    now = [100.0]
+
+    def arriving() -> Iterator[bytes]:
+        for at_s, event in events:
+            now[0] = 100.0 + at_s
+            yield event
+
+    arrivals = Arrivals(arriving(), lambda: now[0])
+    reader = AnswerReader("big", Endpoint("http://h/v1"), 100.0, arrivals)
+    *_, end = reader.read(payloads(arrivals))
+    assert isinstance(end, Answer)
+    return end
+
+
+def test_time_is_measured_from_the_request_to_each_piece() -> None:
+    timings = read(
+        [
+            (0.1, chunk({"role": "assistant", "content": ""})),
+            (0.5, chunk({"content": "a"})),
+            (1.0, chunk({"content": "b"})),
+            (2.5, chunk({"content": "c"})),
+            (3.0, chunk({}, "stop")),
+            (9.0, DONE),
+        ]
+    ).timings
+    assert timings.ttft_ms == pytest.approx(500)
+    assert timings.predicted_ms == pytest.approx(2000)
+    assert timings.predicted_per_second == pytest.approx(1.0)
+    assert timings.predicted_n == 3
+
+
+def test_pieces_of_several_tokens() -> None:
+    usage = {"completion_tokens": 30, "prompt_tokens": 1}
+    pieces = [(at_s, chunk({"content": "ab"})) for at_s in (1.0, 2.0, 3.0)]
+    end = read([*pieces, (3.0, chunk({}, "stop", usage=usage)), (3.0, DONE)])
+    # what came with the first piece was not generated after it
+    assert end.timings.predicted_per_second == pytest.approx(10.0)
+
+
+def test_what_arrives_together_has_no_rate() -> None:
+    burst = b"".join(chunk({"content": "a"}) for _ in range(5))
+    assert read([(0.5, burst + DONE)]).timings.predicted_per_second == 0
+    # five at once, then five more a second later
+    assert read([(0.5, burst), (1.5, burst), (2.0, DONE)]).timings.predicted_per_second == 5
+
+
+def test_reasoning_that_is_not_shown_is_not_in_the_rate() -> None:
+    details = {"reasoning_tokens": 1000}
+    usage = {"completion_tokens": 1003, "completion_tokens_details": details}
+    pieces = [(at_s, chunk({"content": "a"})) for at_s in (8.0, 9.0, 10.0)]
+    end = read([*pieces, (10.0, chunk({}, "stop", usage=usage)), (10.0, DONE)])
+    assert end.completion_tokens == 1003
+    assert end.timings.predicted_per_second == pytest.approx(1.0)
+
+
+def test_leaving_an_answer_hangs_up(server: PlainServer) -> None:
+    server.gap_s = 0.01
+    server.events = [chunk({"content": "word " * 500})] * 2000
+    stream = Asking(server).client.chat("big", [Message("user", "x")], SamplingParams())
+    assert isinstance(next(stream), Text)
+    stream.close()
+    assert server.hung_up.wait(timeout=10)
+
+
+# --- models ---
+
+
+def test_the_only_model_needs_no_name(server: PlainServer) -> None:
+    asking = Asking(server)
+    found = asking.load()
+    assert (found.name, found.url, found.ctx) == ("big", server.url, 0)
+    asking.answer(None)
+    assert server.asked[0]["model"] == "big"
+    assert [seen.path for seen in server.seen].count("/v1/models") == 1
+
+
+def test_one_of_several_models_has_to_be_named() -> None:
+    with plain_server("big", "small") as server:
+        with pytest.raises(InvalidRequest, match="2 models, name one: big, small"):
+            Asking(server).load()
+        assert Asking(server).load("small").name == "small"
+        assert [card.name for card in Asking(server).client.models()] == ["big", "small"]
+        assert any("not listed there" in note for note in Asking(server).load("huge").notes)
+
+
+def test_no_models_and_no_list(server: PlainServer) -> None:
+    server.models = []
+    with pytest.raises(InvalidRequest, match="lists no models: name one"):
+        Asking(server).load()
+    server.models = None
+    assert Asking(server).answer("mine")[0] == "re: one two "
+    with pytest.raises(EndpointUnavailable, match="check the path"):
+        Asking(server).load()
+    with pytest.raises(ModelNotFound, match="does not list its models"):
+        Asking(server).client.models()
+
+
+@pytest.mark.parametrize(
+    ("card", "ctx"),
+    [
+        ({"max_model_len": 4096}, 4096),
+        ({"context_length": 8192}, 8192),
+        ({"meta": {"n_ctx": 2048, "n_ctx_train": 9}}, 2048),
+        ({"meta": None, "max_model_len": "many"}, 0),
+    ],
+)
+def test_the_context_where_a_server_tells_it(card: dict[str, Any], ctx: int) -> None:
+    with plain_server({"id": "big"} | card) as server:
+        asking = Asking(server)
+        assert asking.load().ctx == ctx
+        assert asking.answer()[1].ctx == (ctx or None)
+
+
+def test_a_long_list_is_cut() -> None:
+    names = [f"m{number}" for number in range(30)]
+    with plain_server(*names) as server, pytest.raises(InvalidRequest, match=r"m19 and 10 more$"):
+        Asking(server).load()
+
+
+# --- keys ---
+
+
+def test_a_key_comes_from_the_environment(
+    server: PlainServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = KEY
+    monkeypatch.setenv("BIG_KEY", f" {KEY}\n")
+    assert Asking(server, "BIG_KEY").answer()[0] == "re: one two "
+    with pytest.raises(AccessDenied, match=r"wants a key \(401\): --api-key-env"):
+        Asking(server).load()
+
+
+def test_an_error_does_not_repeat_a_key(
+    server: PlainServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "another"
+    monkeypatch.setenv("BIG_KEY", KEY)
+    with pytest.raises(AccessDenied, match=r"refuses the key in BIG_KEY \(401\)") as raised:
+        Asking(server, "BIG_KEY").load()
+    assert "Incorrect API key" in raised.value.message
+    assert KEY not in raised.value.message
+
+
+@pytest.mark.parametrize("held", ["", "  ", "two words", "naïve", "a\x1bb"])
+def test_a_variable_without_a_key(
+    server: PlainServer, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIG_KEY", held)
+    with pytest.raises(BadSetting, match="BIG_KEY"):
+        Asking(server, "BIG_KEY")
+
+
+def test_a_key_in_the_open_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("K", KEY)
+    said: list[str] = []
+    there = Endpoint("http://far.example/v1", key_env="K")
+    client = RemoteClient(there, said.append)
+    client.connect()
+    client.connect()
+    assert said == ["the key goes to far.example unencrypted: https:// would hide it"]
+    for near in ("http://localhost:1/v1", "http://[::1]:1/v1", "https://far.example/v1"):
+        RemoteClient(Endpoint(near, key_env="K"), said.append).connect()
+    assert len(said) == 1
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "message"),
+    [
+        (error(403, "no"), AccessDenied, "wants a key (403): --api-key-env names the variable"),
+        (error(404, "no such model"), ModelNotFound, "no model nix at {url}: there is big"),
+        (Response(404, b"not found"), ModelNotFound, "no model nix at {url}: there is big"),
+        (error(400, "too odd"), InvalidRequest, "{url} refuses the request (400): too odd"),
+        (error(400, "x", code=400), InvalidRequest, "refuses the request (400): x"),
+        (error(400, "too long", code="context_length_exceeded"), ContextExceeded, "too long"),
+        (error(429, "no quota"), QueueFull, "takes no more requests at present (429): no quota"),
+        (Response(500, b""), EndpointUnavailable, "{url} failed with status 500"),
+        (Response(502, b"Bad\n gateway"), EndpointUnavailable, "status 502: Bad gateway"),
+        (page(503), EndpointUnavailable, "{url} failed with status 503"),
+        (Response(400, b'{"object":"error","message":"old"}'), InvalidRequest, "(400): old"),
+        (Response(400, b'{"error":"plain"}'), InvalidRequest, "(400): plain"),
+        (
+            Response(422, b'{"detail":[{"loc":["body","seed"],"msg":"too big"}]}'),
+            InvalidRequest,
+            "(422): body.seed: too big",
+        ),
+        (
+            Response(308, headers={"Location": "https://new/v1"}),
+            EndpointUnavailable,
+            "sends on to https://new/v1: give that URL",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line(
+    server: PlainServer, response: Response, kind: type[LocalgenError], message: str
+) -> None:
+    server.first = [response]
+    failed = Asking(server).failure("nix")
+    assert type(failed) is kind
+    assert message.format(url=server.url) in failed.message
+
+
+def test_a_long_refusal_is_cut(server: PlainServer) -> None:
+    server.first = [Response(500, b"x" * 3_000_000)]
+    assert len(Asking(server).failure().message) < 600
+
+
+def test_an_error_within_a_stream(server: PlainServer) -> None:
+    server.events = [chunk({"content": "a"}), b'data: {"error": {"message": "out of memory"}}\n\n']
+    failed = Asking(server).failure()
+    assert type(failed) is EndpointUnavailable
+    assert failed.message.endswith("ended the answer: out of memory")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_stream_that_is_cut(server: PlainServer, cut: bool) -> None:
+    server.cut = cut
+    server.events = answer("a", "b")[:2]
+    failed = Asking(server).failure()
+    assert type(failed) is EndpointUnavailable
+    assert "broke off" in failed.message
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b"data: hello\n\n", b'data: {"choices": [{"delta": {"content": 5}}]}\n\n', b"data: \xff\n\n"],
+)
+def test_a_stream_of_something_else(server: PlainServer, event: bytes) -> None:
+    server.events = [event]
+    assert "not OpenAI's protocol" in Asking(server).failure().message
+
+
+def test_a_web_page(server: PlainServer) -> None:
+    server.listing = page()
+    with pytest.raises(EndpointUnavailable, match=r"answers with a web page: check the path"):
+        Asking(server).load("big")
+    server.listing = None
+    server.first = [page()]
+    assert "answers with a web page" in Asking(server).failure().message
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[1]", b'"x"', b"no", b'{"data": [{}]}'])
+def test_a_list_that_is_none(server: PlainServer, body: bytes) -> None:
+    server.listing = Response(200, body)
+    with pytest.raises(EndpointUnavailable, match="is no OpenAI server"):
+        Asking(server).load()
+
+
+def test_it_waits_as_long_as_it_is_asked_to(server: PlainServer) -> None:
+    busy = Response(429, b"", {"Retry-After": "3"})
+    server.first = [busy, Response(503, b"", {"Retry-After": "4"})]
+    asking = Asking(server)
+    _, end = asking.answer()
+    assert asking.slept == [3, 4]
+    assert [line.endswith("; Ctrl+C stops") for line in asking.said] == [True, True]
+    assert "asks to wait 3 s (429)" in asking.said[0]
+    assert len(end.notes) == 2
+
+
+def test_it_does_not_wait_for_ever(server: PlainServer) -> None:
+    asking = Asking(server)
+    server.first = [Response(429, b"", {"Retry-After": "3600"})]
+    assert "it asks to wait 3,600 s" in asking.failure().message
+    assert asking.slept == []
+    server.first = [Response(429, b"", {"Retry-After": "1"})] * 9
+    assert type(asking.failure()) is QueueFull
+    assert asking.slept == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("7", 7.0),
+        ("Thu, 01 Jan 1970 00:01:00 GMT", 50.0),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
+        ("", None),
+        ("soon", None),
+        ("-1", None),
+    ],
+)
+def test_retry_after(header: str, seconds: float | None) -> None:
+    assert wait_s(header, now_s=10.0) == seconds
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://127.0.0.1:{closed}/v1", "nothing listens there (connection refused)"),
+        ("http://nowhere.invalid/v1", "no host nowhere.invalid is known"),
+        ("https://127.0.0.1:{port}/v1", "no TLS connection"),
+    ],
+)
+def test_a_server_that_cannot_be_reached(server: PlainServer, url: str, message: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = server.url.rpartition(":")[2].removesuffix("/v1")
+        there = url.format(closed=unused.getsockname()[1], port=port)
+        with pytest.raises(EndpointUnavailable) as raised:
+            RemoteClient(Endpoint(there)).load("big", OPTIONS)
+    assert message in raised.value.message
+
+
+def test_a_certificate_that_nobody_vouches_for(tmp_path: Path) -> None:
+    certificate = tmp_path / "both.pem"
+    made = subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+            *("-subj", "/CN=localhost", "-keyout", certificate, "-out", tmp_path / "cert.pem"),
+        ],
+        capture_output=True,
+    )
+    assert made.returncode == 0, made.stderr
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", certificate)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def shake_hands() -> None:
+            talking, _ = listening.accept()
+            with talking, pytest.raises(ssl.SSLError):
+                context.wrap_socket(talking, server_side=True)
+
+        thread = threading.Thread(target=shake_hands)
+        thread.start()
+        there = Endpoint(f"https://127.0.0.1:{listening.getsockname()[1]}/v1")
+        with pytest.raises(EndpointUnavailable, match=r"not trusted .*SSL_CERT_FILE"):
+            RemoteClient(there).load("big", OPTIONS)
+        thread.join(timeout=10)
+
+
+def test_a_proxy_of_the_environment(server: PlainServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    # to this machine, never through a proxy
+    assert Asking(server).load("big").name == "big"
+    with pytest.raises(EndpointUnavailable, match="by the proxy of the environment: nothing"):
+        RemoteClient(Endpoint("http://far.example/v1")).load("big", OPTIONS)
+    monkeypatch.setenv("HTTP_PROXY", "nonsense://x")
+    with pytest.raises(BadSetting, match="HTTPS_PROXY"):
+        RemoteClient(Endpoint("http://far.example/v1"))
+
+
+def test_an_error_that_is_compressed(server: PlainServer) -> None:
+    body = gzip.compress(error(500, "deep inside").body)
+    server.first = [Response(500, body, {"Content-Encoding": "gzip"})]
+    assert "deep inside" in Asking(server).failure().message
+
+
+def test_figures_of_the_server_itself_are_not_to_be_had(server: PlainServer) -> None:
+    with pytest.raises(InvalidRequest, match="does not say what it is doing"):
+        Asking(server).client.stats()

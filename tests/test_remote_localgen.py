@@ -1,0 +1,154 @@
+"""Another localgen, over TCP and with a key: its own figures, every setting, its own errors."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+from serving import House, house, wait_until
+
+from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
+from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.client import Answer, RemoteClient, Text
+from localgen.client.remote.endpoint import Endpoint
+from localgen.client.remote.failures import EndpointUnavailable
+from localgen.hub.errors import AccessDenied
+
+KEY = "a-key-of-some-length"
+# each setting that a user can give, within its range; what holds answers comes one at a time
+EVERYTHING = SamplingParams(
+    temperature=0.7,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.1,
+    typical_p=0.9,
+    top_n_sigma=1.0,
+    xtc_probability=0.1,
+    xtc_threshold=0.2,
+    dynatemp_range=0.1,
+    dynatemp_exponent=1.1,
+    adaptive_target=0.5,
+    adaptive_decay=0.8,
+    mirostat=2,
+    mirostat_tau=4.0,
+    mirostat_eta=0.2,
+    repeat_penalty=1.1,
+    repeat_last_n=32,
+    presence_penalty=0.1,
+    frequency_penalty=0.2,
+    dry_multiplier=0.5,
+    dry_base=1.5,
+    dry_allowed_length=3,
+    dry_penalty_last_n=128,
+    dry_sequence_breakers=("\n", "."),
+    logit_bias={5: -1.0},
+    seed=7,
+    max_tokens=50,
+    stop=("END",),
+    stop_token_ids=(2,),
+    ignore_eos=True,
+)
+
+
+def named(built: House, name: str, **script: Any) -> str:
+    """A fake model under a name, as clients over TCP need it."""
+    with (built.settings.state_dir / "models.toml").open("a") as names:
+        names.write(f"{name} = {json.dumps(built.model(name, **script))}\n")
+    return name
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with house() as built, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        named(built, "echo")
+        process = built.start(port=port, keys=[KEY])
+        wait_until(lambda: built.healthy() or process.poll() is not None)
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+@pytest.fixture
+def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteClient]:
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    made = RemoteClient(Endpoint(url, key_env="THEIR_KEY"))
+    yield made
+    made.close()
+
+
+def ask(
+    client: RemoteClient, text: str, params: SamplingParams = SamplingParams(), model: str = "echo"
+) -> tuple[list[Text], Answer]:
+    *texts, end = client.chat(model, [Message("user", text)], params)
+    assert isinstance(end, Answer)
+    return [part for part in texts if isinstance(part, Text)], end
+
+
+def test_it_tells_its_own_figures(client: RemoteClient) -> None:
+    texts, end = ask(client, "one two three")
+    assert "".join(part.text for part in texts) == "one two three"
+    assert [(part.num_tokens, part.estimated) for part in texts] == [
+        (1, False),
+        (2, False),
+        (3, False),
+    ]
+    assert (end.measured_here, end.estimated) == (False, False)
+    assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens) == (5, 2, 3)
+    assert (end.ctx, end.stop, end.timings.prompt_n) == (2048, "</s>", 3)
+    assert not [note for note in client.load("echo", LoadOptions()).notes if "measured" in note]
+
+
+def test_every_setting_reaches_it(client: RemoteClient) -> None:
+    _, end = ask(client, "x", EVERYTHING)
+    default = SamplingParams()
+    held = ("json_schema", "regex", "grammar", "logprobs")
+    ours = [field.name for field in fields(SamplingParams) if field.name not in held]
+    unset = [name for name in ours if getattr(EVERYTHING, name) == getattr(default, name)]
+    assert set(unset) <= {"min_tokens"}
+    reached = json.loads(end.notes[1])
+    wanted = json.loads(json.dumps(asdict(EVERYTHING)))
+    assert {name: reached[name] for name in wanted} == wanted
+    assert not [note for note in end.notes if "may ignore" in note]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("json_schema", '{"type": "object"}'), ("regex", "a+"), ("grammar", 'root ::= "a"')],
+)
+def test_what_holds_an_answer_reaches_it(client: RemoteClient, field: str, value: str) -> None:
+    given: dict[str, Any] = {field: value}
+    _, end = ask(client, "x", SamplingParams(**given))
+    assert json.loads(end.notes[1])[field] == value
+
+
+def test_its_errors_have_their_classes(client: RemoteClient) -> None:
+    with pytest.raises(ContextExceeded, match="context is 1000"):
+        ask(client, "word " * 1001)
+    with pytest.raises(ModelNotFound, match=r"no model nix at .*: there is .*tiny"):
+        ask(client, "x", model="nix")
+
+
+def test_an_engine_that_dies_in_mid_answer(client: RemoteClient) -> None:
+    with pytest.raises(EndpointUnavailable, match="ended the answer"):
+        ask(client, "one two !die")
+    assert ask(client, "one")[1].finish_reason == "stop"
+
+
+def test_a_wrong_key(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THEIR_KEY", "another-key-of-that-length")
+    for endpoint in (Endpoint(url), Endpoint(url, key_env="THEIR_KEY")):
+        with pytest.raises(AccessDenied, match="401") as raised:
+            RemoteClient(endpoint).load("echo", LoadOptions())
+        assert "another-key" not in raised.value.message
+
+
+def test_it_is_gone(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    gone = url.rpartition(":")[0] + ":9/v1"
+    with pytest.raises(LocalgenError, match="connection refused"):
+        RemoteClient(Endpoint(gone, key_env="THEIR_KEY")).load("echo", LoadOptions())

@@ -1,0 +1,191 @@
+"""/v1/embeddings over fake engines: what is accepted, what is refused, how it ends."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import vector_of
+from serving import House, house, in_thread, wait_until
+
+from localgen.backends.errors import LocalgenError
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house() as built:
+        built.start()
+        yield built
+
+
+def ask(served: House, model: str, **body: Any) -> httpx.Response:
+    return served.http.post("/v1/embeddings", json={"model": model, **body})
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ("hello", ["hello"]),
+        (["hello"], ["hello"]),
+        (["a", "bc", "def"], ["a", "bc", "def"]),
+        ([1, 2], [(1, 2)]),
+        ([[1, 2, 3], [4]], [(1, 2, 3), (4,)]),
+        (["ab", [1]], ["ab", (1,)]),
+    ],
+)
+def test_every_kind_of_input(served: House, given: Any, texts: list[Any]) -> None:
+    reply = ask(served, served.model(), input=given)
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    assert body["object"] == "list"
+    assert body["model"] == "echo"
+    assert [entry["index"] for entry in body["data"]] == list(range(len(texts)))
+    for entry, text in zip(body["data"], texts, strict=True):
+        assert entry["object"] == "embedding"
+        assert entry["embedding"] == pytest.approx(vector_of(text))
+    tokens = sum(map(len, texts))
+    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert body["timings"]["prompt_n"] == tokens
+    assert len(reply.headers["x-request-id"]) == 24
+
+
+def test_base64_is_little_endian_float32(served: House) -> None:
+    body = ask(served, served.model(), input=["hello", "hi"], encoding_format="base64").json()
+    for entry, text in zip(body["data"], ["hello", "hi"], strict=True):
+        numbers = struct.unpack("<4f", base64.b64decode(entry["embedding"]))
+        assert numbers == pytest.approx(vector_of(text))
+
+
+def test_fewer_dimensions_have_length_1_again(served: House) -> None:
+    model = served.model()
+    body = ask(served, model, input=["abc", "abcd"], dimensions=2).json()
+    first, second = (entry["embedding"] for entry in body["data"])
+    assert first == pytest.approx([0.6, -0.8])
+    assert second == pytest.approx([0.0, 1.0])
+    # nothing is left of this one but zeros, which have no direction
+    assert ask(served, model, input="ab", dimensions=1).json()["data"][0]["embedding"] == [0.0]
+    assert len(ask(served, model, input="a", dimensions=4).json()["data"][0]["embedding"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "input", "input is missing"),
+        ({"input": None}, "input", "must be a text, token ids, or a list"),
+        ({"input": 5}, "input", "must be a text"),
+        ({"input": {}}, "input", "must be a text"),
+        ({"input": []}, "input", "must be a text"),
+        ({"input": ["a", 5]}, "input[1]", "neither a text nor token ids"),
+        ({"input": [1, "a"]}, "input[0]", "neither a text nor token ids"),
+        ({"input": [[1], [2.5]]}, "input[1]", "neither"),
+        ({"input": [[1], [True]]}, "input[1]", "neither"),
+        ({"input": [[1], [-1]]}, "input[1]", "neither"),
+        ({"input": [[1], []]}, "input[1]", "neither"),
+        ({"input": [2**31]}, "input[0]", "neither"),
+        ({"input": [[[1]]]}, "input[0]", "neither"),
+        ({"input": ["x"] * 2049}, "input", "2,049 texts, at most 2,048"),
+        ({"input": "a\ud800"}, "input", "surrogate"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "a", "dimensions": 5}, "dimensions", "dimensions is 5, vectors of echo have 4"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "float"),
+        ({"input": "a", "temperature": 1}, "temperature", "unknown field temperature"),
+        ({"input": "x" * 1001}, "input", "more than 1000 tokens"),
+    ],
+)
+def test_what_is_refused(served: House, body: dict[str, Any], param: str, says: str) -> None:
+    content = json.dumps({"model": served.model(), **body})
+    reply = served.http.post(
+        "/v1/embeddings", content=content, headers={"Content-Type": "application/json"}
+    )
+    error = reply.json()["error"]
+    assert reply.status_code == 400, error
+    assert error["param"] == param
+    assert says in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_2048_texts_are_the_most(served: House) -> None:
+    body = ask(served, served.model(), input=["x"] * 2048, encoding_format="base64").json()
+    assert len(body["data"]) == 2048
+
+
+def test_a_client_that_leaves_cancels(served: House) -> None:
+    model = served.model(token_s=0.05)
+
+    def leave() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.post(
+                "/v1/embeddings", json={"model": model, "input": "a " * 300}, timeout=0.5
+            )
+
+    served.chat(model, "hello")
+    in_thread(leave).join()
+    served.chat(model, "hello")  # fake engines say something only while they work
+    wait_until(lambda: served.stats(model)["stats"]["requests_total"]["cancelled"] == 1)
+    assert served.stats(model)["active_requests"] == 0
+
+
+def test_an_engine_that_dies(served: House) -> None:
+    model = served.model()
+    reply = ask(served, model, input=["a", "!die"])
+    assert reply.status_code == 502
+    assert reply.json()["error"]["code"] == "engine_died"
+    assert ask(served, model, input="a").status_code == 200
+
+
+def test_an_unknown_model(served: House) -> None:
+    reply = ask(served, "nobody", input="a")
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "model_not_found"
+
+
+def test_unloaded_meanwhile(served: House) -> None:
+    model = served.model(token_s=0.05)
+    found: list[httpx.Response] = []
+    asking = in_thread(lambda: found.append(ask(served, model, input="a " * 300)))
+    wait_until(lambda: served.loaded() and served.stats(model)["active_requests"] == 1)
+    time.sleep(0.1)
+    served.http.post("/v1/models/unload", json={"model": model})
+    asking.join()
+    assert found[0].status_code == 502
+
+
+def test_figures_and_the_log_count_it(served: House) -> None:
+    model = served.model()
+    ask(served, model, input=["hello", "hi"])
+    ask(served, model, input="x" * 1001)
+    wait_until(lambda: served.http.get("/metrics").text.count("request_failure_total{") > 0)
+    text = served.http.get("/metrics").text
+    for line in (
+        'request_success_total{finished_reason="embedded",model_name="echo"} 1.0',
+        'request_failure_total{model_name="echo",outcome="context_length_exceeded"} 1.0',
+        'prompt_tokens_total{model_name="echo"} 7.0',
+        'request_prompt_tokens_count{model_name="echo"} 1.0',
+    ):
+        assert f"localgen:{line}" in text, line
+    # it has no answer: nothing of one is counted
+    assert "localgen:request_decode_time_seconds_count{" not in text
+    assert "localgen:request_generation_tokens_count{" not in text
+    assert "localgen:prefix_cache_queries_total{" not in text
+    lines = [
+        line for line in served.settings.log_path.read_text().splitlines() if " request id=" in line
+    ]
+    assert any("outcome=embedded" in line and "new_tokens=7" in line for line in lines)
+
+
+def test_the_client(served: House) -> None:
+    client = served.client()
+    found = client.embed(served.model(), ["hello", "hi"])
+    assert found.model == "echo"
+    for vector, text in zip(found.vectors, ("hello", "hi"), strict=True):
+        assert list(vector) == pytest.approx(vector_of(text))
+    assert found.prompt_tokens == 7
+    assert len(client.embed(served.model(), ["abc"], dimensions=2).vectors[0]) == 2
+    with pytest.raises(LocalgenError, match="input must be a text"):
+        client.embed(served.model(), [])
