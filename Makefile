@@ -1,7 +1,7 @@
 # make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test lint types wheel clean force
+.PHONY: help chat test lint types docs wheel clean force
 
 VENV := .venv
 SETUP := pyproject.toml constraints.txt setup.py setup.sh
@@ -12,6 +12,7 @@ help:
 	@echo 'make test    set up for development, then run the tests; ARGS="-k name" is passed to pytest'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
+	@echo 'make docs    write docs/cli.md anew from the commands'
 	@echo 'make wheel   build the wheel into dist/'
 	@echo 'make clean   remove the environment and everything built'
 	@echo
@@ -28,6 +29,9 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	@$(VENV)/bin/mypy
+
+docs: $(VENV)/.installed-dev
+	@$(VENV)/bin/python docs/cli.py
 
 wheel: $(VENV)/.installed-dev
 	@rm -rf build dist

@@ -10,6 +10,7 @@ from pathlib import Path
 import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.config import Settings
+from localgen.server import serving
 from localgen.server.access import Access, RateLimit
 from localgen.server.lifecycle import log_to_file, run
 
@@ -33,11 +34,18 @@ def main() -> int:
         from localgen.server import state
 
         setattr(state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
+    serving.STALL_S = float(os.environ.get("TEST_STALL_S", serving.STALL_S))
     try:
         settings = Settings.from_environment()
         settings.prepare()
         log_to_file(settings)
-        run(settings, _access(), idle_exit=True, engine_command=engine_command)
+        run(
+            settings,
+            _access(),
+            idle_exit=True,
+            engine_command=engine_command,
+            model=os.environ.get("TEST_MODEL"),
+        )
     except LocalgenError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1

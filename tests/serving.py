@@ -92,6 +92,12 @@ class House:
         path.write_text(json.dumps(script))
         return str(path)
 
+    def named(self, name: str, **script: Any) -> str:
+        """The same under a name of the user's, as clients over TCP need it; the name."""
+        with (self.settings.state_dir / "models.toml").open("a") as names:
+            names.write(f"{name} = {json.dumps(self.model(name, **script))}\n")
+        return name
+
     def loads(self, model: str) -> int:
         """How many engine processes have loaded it."""
         log = Path(model + ".loads")

@@ -6,62 +6,18 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import pytest
-from serving import House, chat_body, house, wait_until
+from doors import AUTH, KEY, Door, code, door
+from serving import chat_body, wait_until
 
 from localgen.config import BadSetting
 from localgen.server import serving
 from localgen.server.access import Access, RateLimit, is_loopback, parse_rate_limit, read_keys
 from localgen.server.journal import Entry
 from localgen.server.rates import Rates
-
-KEY = "a-key-of-some-length"
-AUTH = {"Authorization": f"Bearer {KEY}"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Door:
-    """A server on TCP with a fake model."""
-
-    def __init__(self, built: House, port: int) -> None:
-        self.house, self.port = built, port
-        self.model = built.model()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
-
-    def chat(self, text: str = "hello", **headers: str) -> httpx.Response:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        body = chat_body(self.model, text)
-        return self.http.post("/v1/chat/completions", json=body, headers=names)
-
-    def raw(self, said: bytes, *, wait_s: float = 5.0) -> bytes:
-        """What the server answers until it closes the connection."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=wait_s) as sock:
-            sock.sendall(said)
-            answer = b""
-            while received := sock.recv(1 << 16):
-                answer += received
-            return answer
-
-
-@contextmanager
-def door(**access: object) -> Iterator[Door]:
-    with house() as built:
-        port = free_port()
-        built.start(port=port, **access)
-        opened = Door(built, port)
-        try:
-            yield opened
-        finally:
-            opened.http.close()
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +30,6 @@ def open_door() -> Iterator[Door]:
 def keyed() -> Iterator[Door]:
     with door(keys=[KEY, "another-key-here"], cors_origins=["https://chat.example"]) as opened:
         yield opened
-
-
-def code(reply: httpx.Response) -> str:
-    error: dict[str, str] = reply.json()["error"]
-    assert error["message"]
-    return error["code"]
 
 
 def test_loopback_without_a_key(open_door: Door) -> None:
@@ -104,6 +54,12 @@ def test_anything_else_does_not(keyed: Door, header: str) -> None:
     assert (reply.status_code, code(reply)) == (401, "unauthorized")
     assert reply.headers["www-authenticate"] == "Bearer"
     assert KEY not in reply.text
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
+def test_nobody_can_pose_as_a_client_of_the_socket(keyed: Door, name: str) -> None:
+    for value in ("local", "local:1", "for=local"):
+        assert keyed.http.get("/v1/models", headers={name: value}).status_code == 401
 
 
 @pytest.mark.parametrize("query", [f"api_key={KEY}", f"key={KEY}", f"authorization=Bearer%20{KEY}"])
@@ -246,7 +202,7 @@ def test_tokens_a_minute() -> None:
 
 def test_a_request_that_takes_too_long() -> None:
     with door(timeout_s=1.0) as opened:
-        slow = opened.house.model("slow", token_s=0.2)
+        slow = opened.house.named("slow", token_s=0.2)
         body = chat_body(slow, "word " * 100)
         reply = opened.http.post("/v1/chat/completions", json=body)
         assert (reply.status_code, code(reply)) == (504, "timeout")

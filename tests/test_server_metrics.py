@@ -75,6 +75,16 @@ def test_requests_are_counted(served: House) -> None:
     assert found["num_requests_running model_name=echo"] == 0
 
 
+def test_loads_are_counted(served: House) -> None:
+    served.chat(served.model("good"), "a")
+    served.chat(served.model("bad", fail="it is damaged"), "a")
+    found = figures(served)
+    assert found["model_loads_total model_name=good outcome=loaded"] == 1
+    assert found["model_loads_total model_name=bad outcome=load_failed"] == 1
+    assert found["model_load_time_seconds_count model_name=good"] == 1
+    assert "model_load_time_seconds_count model_name=bad" not in found
+
+
 def test_gaps_between_tokens(served: House) -> None:
     list(served.events(served.model(token_s=0.02), "one two three four"))
     ended(served, 1)

@@ -46,6 +46,8 @@ class Matcher:
         allowed = np.zeros(self._vocab_size, np.bool_)
         count = min(len(bits), self._vocab_size)
         allowed[:count] = bits[:count]
+        if not barred:
+            return allowed
         others = allowed.copy()
         others[list(barred)] = False
         return others if others.any() else allowed

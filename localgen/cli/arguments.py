@@ -10,10 +10,14 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest
+from localgen.cli.candidates import any_model
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="Name or path of a model; without: LOCALGEN_MODEL, or the built-in one."),
+    typer.Argument(
+        help="Name or path of a model; without: LOCALGEN_MODEL, or the built-in one.",
+        autocompletion=any_model,
+    ),
 ]
 PromptArgument = Annotated[str | None, typer.Argument(help="What to answer.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]

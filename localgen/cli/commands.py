@@ -21,6 +21,7 @@ COMMANDS = {
     "stop": "Unload a model, or stop the server.",
     "serve": "Run the server in the foreground.",
     "endpoint": "Give other servers names: add, list, rm.",
+    "completion": "Print what makes a shell complete commands and names of models.",
     "doctor": "Show what was found on this machine, what is used, and why.",
 }
 ALIASES = {"ls": "list"}

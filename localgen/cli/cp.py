@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest
+from localgen.cli.candidates import any_model
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A model, here or not.")],
+    model: Annotated[str, typer.Argument(help="A model, here or not.", autocompletion=any_model)],
     name: Annotated[str, typer.Argument(help="What to call it too.")],
 ) -> None:
     """Give a model another name. Its files stay where they are, there is one copy."""

@@ -38,6 +38,10 @@ def localgen(
 
 def main() -> None:
     """The entry of the console script."""
+    if "_LOCALGEN_COMPLETE" in os.environ:
+        from localgen.cli import shells
+
+        sys.exit(shells.answer(os.environ[shells.VARIABLE]))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a terminal that is not UTF-8 shows ? instead of ending the answer

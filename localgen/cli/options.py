@@ -13,6 +13,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, SamplingParams
+from localgen.cli import candidates
 from localgen.config import parse_keep_alive
 from localgen.repl import parameters
 from localgen.repl.session import ModelOptions
@@ -49,6 +50,7 @@ class Flag:
             metavar=_METAVARS.get(self.kind),
             envvar=self.variable,
             show_envvar=False,
+            autocompletion=candidates.of_option(self.field),
             rich_help_panel=panel,
         )
         annotated: Any = Annotated  # a type that is only known here

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.backends.errors import ModelNotFound
+from localgen.cli.candidates import catalog_model
 
 if TYPE_CHECKING:
     from localgen.hub.pull import Plan
 
 PullArgument = Annotated[
-    str, typer.Argument(help="llama-8b, llama-8b:q8_0, llama-8b:auto or user/repo[:QUANT].")
+    str,
+    typer.Argument(
+        help="llama-8b, llama-8b:q8_0, llama-8b:auto or user/repo[:QUANT].",
+        autocompletion=catalog_model,
+    ),
 ]
 
 

@@ -9,12 +9,18 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelBusy
+from localgen.cli.candidates import removable_model
 
 YesFlag = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A model of the cache, or a name of yours.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model of the cache, or a name of yours.", autocompletion=removable_model
+        ),
+    ],
     yes: YesFlag = False,
 ) -> None:
     """Remove a model from the cache, or a name that `cp` made. Other models keep their files."""

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from localgen.cli.candidates import any_model
 from localgen.server.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.logs import LogFormat, formatter
 
@@ -17,6 +18,13 @@ _LIMITS = "Limits"
 
 
 def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model to load at once; others are loaded when they are asked for.",
+            autocompletion=any_model,
+        ),
+    ] = None,
     keep_alive: Annotated[
         str | None,
         typer.Option(help="How long an idle model stays loaded: 30s, 5m, 1h; -1: for ever."),
@@ -103,9 +111,10 @@ def command(
     """Run the server in the foreground until Ctrl+C, its log on standard error.
 
     It listens on the socket that chat and run look for (`localgen doctor` names it), and over TCP
-    if a host or a port is given.
+    if a host or a port is given. A model that is named and cannot be loaded ends it.
     """
     from localgen.config import Settings, parse_keep_alive, parse_size
+    from localgen.hub.names import for_server
     from localgen.server.access import Access, parse_rate_limit, read_keys
     from localgen.server.lifecycle import run
 
@@ -126,4 +135,4 @@ def command(
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(log_format))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    run(settings, access, idle_exit=False)
+    run(settings, access, idle_exit=False, model=for_server(model))

@@ -11,6 +11,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.cli.arguments import JsonFlag
+from localgen.cli.candidates import any_model
 
 if TYPE_CHECKING:
     from localgen.hub.files import ModelFile
@@ -21,7 +22,9 @@ TemplateFlag = Annotated[bool, typer.Option("--template", help="Its chat templat
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Name or path of a model, here or not.")],
+    model: Annotated[
+        str, typer.Argument(help="Name or path of a model, here or not.", autocompletion=any_model)
+    ],
     quants: QuantsFlag = False,
     template: TemplateFlag = False,
     json: JsonFlag = False,

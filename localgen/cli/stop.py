@@ -8,10 +8,14 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
+from localgen.cli.candidates import running_model
 
 
 def command(
-    model: Annotated[str | None, typer.Argument(help="Model to unload; all without.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Model to unload; all without.", autocompletion=running_model),
+    ] = None,
 ) -> None:
     """Unload a model. Without one, stop the server and everything it runs."""
     from localgen.client import Client

@@ -11,7 +11,7 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable, error_of
 from localgen.backends.types import Message, SamplingParams, Timings
-from localgen.client.answers import Answer, Text
+from localgen.client.answers import Answer, Health, Text
 from localgen.client.sse import DONE
 
 
@@ -87,6 +87,18 @@ def failure(status: int, body: bytes) -> LocalgenError:
         return _error(msgspec.json.decode(body)["error"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return ServerUnavailable(f"the server answered with status {status}")
+
+
+def health_of(status: int, body: bytes) -> Health:
+    """What /health said: 200, or 503 of a server that is not ready. LocalgenError: neither."""
+    try:
+        told = msgspec.json.decode(body, type=dict[str, Any])
+        if status not in (200, 503) or "status" not in told:
+            raise failure(status, body)
+        # the first servers did not say
+        return msgspec.convert({"protocol": 0} | told, Health)
+    except msgspec.MsgspecError as error:
+        raise failure(status, body) from error
 
 
 def _error(error: dict[str, Any]) -> LocalgenError:

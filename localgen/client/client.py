@@ -23,6 +23,7 @@ from localgen.client.bodies import (
     checked,
     encoded,
     failure,
+    health_of,
     message_fields,
     sampling_fields,
 )
@@ -75,14 +76,14 @@ class Client:
             self._meet_other_version(found)
 
     def health(self) -> Health | None:
-        """Who answers; None: no server."""
+        """Who answers, at work or still loading its first model; None: no server, or one that
+        leaves."""
         try:
             reply = self._http.get("/health", timeout=_HEALTH_S)
         except httpx.TransportError:
             return None
-        if reply.status_code != 200:
-            raise failure(reply.status_code, reply.content)
-        return msgspec.convert({"protocol": 0} | reply.json(), Health)
+        found = health_of(reply.status_code, reply.content)
+        return None if found.status == "stopping" else found
 
     def load(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 import localgen
@@ -19,9 +20,11 @@ LATEST = ":latest"
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 
 
-def resolve(name: str | None) -> ModelFile:
+def resolve(name: str | None, *, paths: bool = True) -> ModelFile:
     """The model of a name: None or `tiny`, a name of the user's, a path, a name of the catalog,
     `[hf.co/]user/repo[:QUANT]`, or a file stem.
+
+    paths: whether it may be a path, or only a name that the user gave to one.
 
     Raises ModelNotFound with how to get it, or what there is and close matches.
     """
@@ -29,12 +32,26 @@ def resolve(name: str | None) -> ModelFile:
         return _built_in()
     if not name.strip() or "\0" in name:
         raise InvalidRequest("the name of the model is empty or has a zero byte", param="model")
+    if not paths and own_name(name) is None:
+        require_name(name)
+        plain = meant(name)
+        return _built_in() if plain == BUILT_IN else cached_model(plain).file()
     name = meant(name)
     if name == BUILT_IN:
         return _built_in()
     if is_path(name):
         return _at_path(Path(name).expanduser())
     return cached_model(name).file()
+
+
+def require_name(name: str) -> None:
+    """InvalidRequest: it is a path. Looks at the text alone: nobody learns what there is."""
+    steps = {".", ".."} & set(re.split(r"[/\\]", name))
+    if steps or name.startswith(("/", "\\", "~")) or name.lower().endswith(".gguf"):
+        raise InvalidRequest(
+            "models go by their names here, not by paths: `localgen cp PATH NAME` gives one",
+            param="model",
+        )
 
 
 def meant(name: str) -> str:

@@ -30,7 +30,7 @@ from localgen.server.events import EventStream
 from localgen.server.failures import failure
 from localgen.server.format import Format, encode
 from localgen.server.generation import GenerationResponse, Job
-from localgen.server.guard import Guard, Refused
+from localgen.server.guard import Guard, Refused, is_local
 from localgen.server.journal import Journal
 from localgen.server.manager import ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics
@@ -66,6 +66,7 @@ def create_app(
     rates = Rates(access.rate_limit)
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
     metrics = Metrics(lambda: _engines(manager))
+    manager.on_load = metrics.loaded
     _add_errors(app)
     _add_metrics(app, metrics)
     journal = Journal((metrics, rates))
@@ -151,6 +152,7 @@ def _add_generation(
             n=n,
             stream=body.stream,
             format_of=partial(format_of, include_usage=body.include_usage),
+            paths=caller.is_local,
         )
         return GenerationResponse(manager, journal, job)
 
@@ -184,8 +186,8 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
         return _json({"object": "list", "data": await asyncio.to_thread(state.models)})
 
     @app.post("/v1/models/load", response_model=None)
-    async def load(body: LoadRequest) -> Response:
-        events = _load_events(manager, body)
+    async def load(body: LoadRequest, http: HttpRequest) -> Response:
+        events = _load_events(manager, body, paths=is_local(http.scope))
         if body.stream:
             return EventStream(events, openai.SSE)
         return _json([event async for event in events][-1])
@@ -196,7 +198,7 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
 
 
 async def _load_events(
-    manager: ModelManager, body: LoadRequest
+    manager: ModelManager, body: LoadRequest, *, paths: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """`{"progress": 0.43}` while it loads, then `{"model": …}`, a ModelInfo."""
     progress = 0.0
@@ -207,7 +209,8 @@ async def _load_events(
 
     async def load() -> ModelInfo:
         keep_alive = None if body.keep_alive is None else KeepAlive(body.keep_alive_s())
-        using = manager.using(body.model, body.to_options(), note, keep_alive)
+        options = body.to_options()
+        using = manager.using(body.model, options, note, keep_alive, paths=paths)
         async with using as (_, info):
             return info
 
@@ -224,15 +227,27 @@ def _add_server(
     app: FastAPI, state: ServerState, leave: Callable[[], None], leaving: Callable[[], bool]
 ) -> None:
     @app.get("/health", response_model=None)
-    async def health() -> Response:
-        return _json(state.health())
+    async def health(http: HttpRequest) -> Response:
+        # open to all who reach the port: they learn no more than this
+        told = state.health() if is_local(http.scope) else {"status": state.status}
+        if state.status == "ok":
+            return _json(told)
+        headers = {"Retry-After": "1"}
+        return Response(encode(told), 503, headers, "application/json")
+
+    @app.get("/livez", response_model=None)
+    async def livez() -> Response:
+        return _json({"status": "alive"})
 
     @app.get("/v1/stats", response_model=None)
     async def stats(stream: bool = False) -> Response:
         return EventStream(snapshots(), openai.SSE) if stream else _json(state.stats())
 
     @app.post("/v1/shutdown", response_model=None)
-    async def shutdown() -> Response:
+    async def shutdown(http: HttpRequest) -> Response:
+        if not is_local(http.scope):
+            message = "only clients on the Unix socket may end the server: localgen stop does"
+            raise Refused(403, "forbidden", message)
         leave()
         return _json({"status": "shutting down"})
 
@@ -305,6 +320,6 @@ def _json(value: object, status: int = 200) -> Response:
 def _error(
     http: HttpRequest, code: str, message: str, param: str | None = None, headers: Any = None
 ) -> Response:
-    if status_of(code) == 429:
+    if status_of(code) in (429, 503):
         headers = {"Retry-After": "1"}
     return failure(http.url.path, code, message, param, headers=headers)

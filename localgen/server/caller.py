@@ -6,23 +6,25 @@ from dataclasses import dataclass
 
 from fastapi import Request as HttpRequest
 
-from localgen.server.guard import KEY_PREFIX
+from localgen.server.guard import KEY_PREFIX, is_local
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """client: who takes turns with others. account: who pays for tokens. arrived_s: when the
-    request came (monotonic)."""
+    request came (monotonic). is_local: over the Unix socket."""
 
     client: str
     account: str
     arrived_s: float
+    is_local: bool
 
     @classmethod
     def of(cls, http: HttpRequest, user: str | None = None) -> Caller:
         """Whoever sent a request. user: for whom, as it says itself."""
         account: str = http.scope["account"]
-        return cls(user or _session_of(http, account), account, http.scope["arrived_s"])
+        client = user or _session_of(http, account)
+        return cls(client, account, http.scope["arrived_s"], is_local(http.scope))
 
 
 def _session_of(http: HttpRequest, account: str) -> str:

@@ -26,7 +26,8 @@ class Job:
     """What was asked. format_of: how it is printed, once its model is found.
 
     requests: one for each answer, n of them for each prompt. options, keep_alive: of the model.
-    account: who pays for its tokens. timeout_s: how long it may take in all.
+    account: who pays for its tokens. timeout_s: how long it may take in all. paths: whether the
+    model may be named by its path.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Job:
     keep_alive: KeepAlive | None = None
     stream: bool
     format_of: Callable[[Start], Format]
+    paths: bool = False
 
 
 class GenerationResponse(Response):
@@ -62,7 +64,9 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, asked_s = self._job, time.monotonic()
         try:
-            using = self._manager.using(job.model, job.options, keep_alive=job.keep_alive)
+            using = self._manager.using(
+                job.model, job.options, keep_alive=job.keep_alive, paths=job.paths
+            )
             async with cancelled_on_disconnect(receive), using as (resident, _):
                 name = self._entry.model = resident.file.name
                 load_ms = (time.monotonic() - asked_s) * 1e3

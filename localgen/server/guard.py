@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localgen.server import shape
 from localgen.server.access import Access
 from localgen.server.failures import failure
 from localgen.server.rates import Rates
@@ -27,7 +28,7 @@ BODY_S = 60.0
 _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # without a key: it says no more than that a server is there
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/livez"})
 _LIMITED = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
@@ -69,8 +70,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["account"] = ""
-        if scope["type"] != "http" or _is_local(scope):
-            await self._inner(scope, receive, send)
+        if scope["type"] != "http" or is_local(scope):
+            await self._inner(scope, _Body(receive).receive, send)
             return
         await self._outer(scope, receive, send)
 
@@ -121,18 +122,19 @@ class Guard:
 
 
 class _Body:
-    """A request's body, counted and timed while it comes."""
+    """A request's body, counted and timed while it comes. most: bytes; None: no limit."""
 
-    def __init__(self, receive: Receive, most: int) -> None:
+    def __init__(self, receive: Receive, most: int | None = None) -> None:
         self._receive, self._most = receive, most
         self._size, self._whole = 0, False
+        self._parts: list[bytes] = []
         self._deadline_s = asyncio.get_running_loop().time() + BODY_S
 
     def check_length(self, scope: Scope) -> None:
         """Refused: it says itself that it is too long."""
         for name, value in scope["headers"]:
-            if name.lower() == b"content-length" and value.isdigit() and int(value) > self._most:
-                raise self._too_long()
+            if name.lower() == b"content-length" and value.isdigit():
+                self._require_size(int(value))
 
     async def receive(self) -> Message:
         if self._whole:  # from now on, only that the client leaves
@@ -142,14 +144,24 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             raise Refused(408, "too_slow", f"the body took longer than {BODY_S:.0f} s") from None
-        self._size += len(message.get("body", b""))
+        self._parts.append(message.get("body", b""))
+        self._size += len(self._parts[-1])
         self._whole = not message.get("more_body", False)
-        if self._size > self._most:
-            raise self._too_long()
+        self._require_size(self._size)
+        if self._whole:
+            self._require_shape()
         return message
 
-    def _too_long(self) -> Refused:
-        return Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
+    def _require_size(self, size: int) -> None:
+        if self._most is not None and size > self._most:
+            self._parts.clear()
+            raise Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
+
+    def _require_shape(self) -> None:
+        problem = shape.complaint(b"".join(self._parts))
+        self._parts.clear()
+        if problem is not None:
+            raise Refused(413, "too_large", problem)
 
 
 async def _read_rest(scope: Scope, receive: Receive) -> None:
@@ -166,5 +178,6 @@ async def _read_rest(scope: Scope, receive: Receive) -> None:
                     return
 
 
-def _is_local(scope: Scope) -> bool:
+def is_local(scope: Scope) -> bool:
+    """Whether the request came over the Unix socket."""
     return scope["client"] is not None and scope["client"][0] == LOCAL

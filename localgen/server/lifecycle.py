@@ -50,8 +50,11 @@ def run(
     *,
     idle_exit: bool,
     engine_command: EngineCommand = llamacpp_command,
+    model: str | None = None,
 ) -> None:
     """Serve until idle (idle_exit), told to leave, or a signal. ServerUnavailable: one runs.
+
+    model: loaded at once, which may raise what loading raises.
 
     BadSetting: access would let in who should not be, or its port cannot be had.
     """
@@ -74,6 +77,7 @@ def run(
             idle_exit=idle_exit,
             engine_command=engine_command,
             spare=spare,
+            model=model,
         )
         _log.info("server %d ends", os.getpid())
 

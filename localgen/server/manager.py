@@ -23,7 +23,7 @@ from localgen.backends.types import LoadOptions, ModelInfo
 from localgen.config import Settings
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
-from localgen.hub.names import BUILT_IN, resolve
+from localgen.hub.names import BUILT_IN, require_name, resolve
 from localgen.placement import Hardware, Placement, choose, this_machine
 from localgen.server import memory
 from localgen.server.engine_process import (
@@ -41,8 +41,12 @@ SPARE_WAIT_S = 30.0
 _log = logging.getLogger("localgen.server")
 
 
+# told of each load: the model, `loaded` or the code of what went wrong, seconds that it took
+OnLoad = Callable[[str, str, float], None]
+
+
 class ModelManager:
-    """Owns every engine process of a server. For one event loop."""
+    """Owns every engine process of a server. For one event loop. on_load: told of each load."""
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class ModelManager:
         *,
         engine_command: EngineCommand = llamacpp_command,
         spare: EngineProcess | None = None,
-        find: Callable[[str | None], ModelFile] = resolve,
+        find: Callable[..., ModelFile] = resolve,
         look: Callable[[], Hardware] = this_machine,
     ) -> None:
         self._settings = settings
@@ -63,11 +67,17 @@ class ModelManager:
         self._admission = asyncio.Lock()
         self._last_used_s = time.monotonic()
         self._closing = False
+        self.on_load: OnLoad = lambda name, outcome, load_s: None
 
     @property
     def residents(self) -> tuple[Resident, ...]:
         """Models loaded or loading, in the order of loading."""
         return tuple(self._residents)
+
+    @property
+    def closing(self) -> bool:
+        """Whether requests are refused because the server leaves."""
+        return self._closing
 
     @property
     def active_requests(self) -> int:
@@ -87,14 +97,19 @@ class ModelManager:
         options: LoadOptions = LoadOptions(),
         on_progress: Callable[[float], None] | None = None,
         keep_alive: KeepAlive | None = None,
+        *,
+        paths: bool = False,
     ) -> AsyncIterator[tuple[Resident, ModelInfo]]:
         """The model of that name, loaded if it is not, kept for as long as the block runs.
 
         keep_alive: how long it then stays; None: as it was, at first as the settings say.
+        paths: whether the name may be a path, which is not for clients from other machines.
 
         Raises ModelNotFound, ModelBusy, OutOfMemory, LoadFailed.
         """
-        resident, info = await self._hold(name, options, on_progress)
+        if name is not None and not paths:
+            require_name(name)
+        resident, info = await self._hold(name, options, on_progress, paths)
         if keep_alive is not None:
             resident.keep_alive_s = keep_alive.seconds
         try:
@@ -107,9 +122,10 @@ class ModelManager:
         name: str | None,
         options: LoadOptions,
         on_progress: Callable[[float], None] | None,
+        paths: bool,
     ) -> tuple[Resident, ModelInfo]:
         while True:
-            resident = await self._resident(BUILT_IN if name is None else name, options)
+            resident = await self._resident(BUILT_IN if name is None else name, options, paths)
             resident.users += 1
             try:
                 info = await self._loaded(resident, on_progress)
@@ -134,7 +150,7 @@ class ModelManager:
         found = self._asked_as(name) or self._called(name)
         if found is None:
             try:
-                path = (await self._locate(name)).path
+                path = (await self._locate(name, paths=True)).path
             except LocalgenError:
                 return False
             found = next((r for r in self._residents if r.file.path == path), None)
@@ -175,14 +191,14 @@ class ModelManager:
         ending = [self._remove(resident, "the server ends") for resident in self.residents]
         await asyncio.gather(*ending)
 
-    async def _resident(self, name: str, options: LoadOptions) -> Resident:
+    async def _resident(self, name: str, options: LoadOptions, paths: bool) -> Resident:
         """The resident that a name means, its loading begun if need be."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
         resident = self._asked_as(name)
         if resident is None:
             try:
-                resident = await self._admit(await self._locate(name), options)
+                resident = await self._admit(await self._locate(name, paths), options)
             except ModelNotFound:
                 # what was loaded by its path is listed by its short name
                 resident = self._called(name)
@@ -202,9 +218,9 @@ class ModelManager:
             raise InvalidRequest(f"{len(found)} models are called {name}, name one: {paths}")
         return found[0] if found else None
 
-    async def _locate(self, name: str | None) -> ModelFile:
+    async def _locate(self, name: str, paths: bool) -> ModelFile:
         # in a thread: the cache may be large, its disk slow
-        return await asyncio.to_thread(self._find, name)
+        return await asyncio.to_thread(self._find, name, paths=paths)
 
     async def _admit(self, file: ModelFile, options: LoadOptions) -> Resident:
         """The resident of a file, begun if there is none: one load, however many ask."""
@@ -317,7 +333,10 @@ class ModelManager:
             self._forget(resident)
             reason = "cancelled" if task.cancelled() else error
             _log.error("%s was not loaded: %s", resident.file.name, reason)
+            code = "cancelled" if task.cancelled() else getattr(error, "code", LocalgenError.code)
+            self.on_load(resident.file.name, code, 0.0)
             return
+        self.on_load(resident.file.name, "loaded", task.result().load_ms / 1e3)
         _log.info("%s is loaded (%.0f ms)", resident.file.name, task.result().load_ms)
 
     async def _loaded(

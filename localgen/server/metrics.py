@@ -53,6 +53,8 @@ class Metrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
         self._success = self._counter("request_success", "Finished.", "finished_reason")
         self._failure = self._counter("request_failure", "Ended by an error or left.", "outcome")
+        self._loads = self._counter("model_loads", "Loaded, or why not.", "outcome")
+        self._load_s = self._histogram("model_load_time_seconds", "To load a model.", _REQUEST_S)
 
     def _histogram(self, name: str, says: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(
@@ -79,6 +81,12 @@ class Metrics:
                 self._tpot.labels(model).observe(each_s)
         self._success.labels(model, entry.end.reason).inc()
         self._finished(model, entry.end)
+
+    def loaded(self, model: str, outcome: str, load_s: float) -> None:
+        """Count a load. outcome: loaded, or the code of what went wrong."""
+        self._loads.labels(model, outcome).inc()
+        if outcome == "loaded":
+            self._load_s.labels(model).observe(load_s)
 
     def _finished(self, model: str, end: Finished) -> None:
         timings = end.timings

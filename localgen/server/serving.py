@@ -14,11 +14,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.config import Settings
+from localgen.server import descriptors
 from localgen.server.access import Access
 from localgen.server.app import create_app
 from localgen.server.engine_process import EngineCommand, EngineProcess
 from localgen.server.guard import LOCAL
 from localgen.server.manager import ModelManager
+from localgen.server.preload import Preload
 from localgen.server.state import ServerState
 
 # running answers may go on this long once the server was told to leave
@@ -30,6 +32,8 @@ _LEAST_IDLE_S = 1.0
 _TICK_S = 0.25
 # a connection's first headers have to be there by then; uvicorn ends those idle after a request
 HEADERS_S = 10.0
+# a client that reads nothing for so long holds a model for nobody
+STALL_S = 60.0
 MAX_HEADER_BYTES = 64 << 10
 _log = logging.getLogger("localgen.server")
 
@@ -42,19 +46,27 @@ def serve(
     idle_exit: bool,
     engine_command: EngineCommand,
     spare: EngineProcess | None,
+    model: str | None = None,
 ) -> None:
-    """Answer on listening sockets until told to leave; all engines have ended then."""
+    """Answer on listening sockets until told to leave; all engines have ended then.
+
+    model: loaded at once; what prevents that ends the server and is raised.
+    """
+    descriptors.raise_limit()
     # uvicorn raises the signals it caught once more when it is done: by then all is in order
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     manager = ModelManager(settings, engine_command=engine_command, spare=spare)
-    asyncio.run(_serve(_Server(settings, access, manager), manager, sockets, idle_exit))
+    server = _Server(settings, access, manager, model)
+    asyncio.run(_serve(server, manager, sockets, idle_exit))
+    server.preload.check()
 
 
 async def _serve(
     server: _Server, manager: ModelManager, sockets: list[socket.socket], idle_exit: bool
 ) -> None:
     watch = asyncio.create_task(server.watch(idle_exit))
+    server.preload.start()
     try:
         await server.serve(sockets=sockets)
     finally:
@@ -63,10 +75,13 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, settings: Settings, access: Access, manager: ModelManager) -> None:
+    def __init__(
+        self, settings: Settings, access: Access, manager: ModelManager, model: str | None
+    ) -> None:
+        self.preload = Preload(manager, model, self._leave)
         app = create_app(
             manager,
-            ServerState(settings, manager),
+            ServerState(settings, manager, starting=lambda: self.preload.pending),
             access,
             leave=self._leave,
             leaving=lambda: self.should_exit,
@@ -80,7 +95,9 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # an address that anyone may claim is none
+                # who asks is whoever connected: a header that names another client would open the
+                # door to anybody who writes `local` into it
+                proxy_headers=False,
                 timeout_graceful_shutdown=_FLUSH_S,
             )
         )
@@ -103,6 +120,7 @@ class _Server(uvicorn.Server):
         """Let running answers end, then tell the rest; new clients start another server."""
         self._settings.socket_path.unlink(missing_ok=True)
         self._manager.refuse_new()
+        self.preload.cancel()
         deadline = time.monotonic() + DRAIN_S
         while self._manager.active_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -115,17 +133,21 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection whose client has a name, even on a Unix socket, for fair queueing; and whose
-    headers come in good time and are not endless."""
+    """A connection whose client has a name, even on a Unix socket, for fair queueing; whose
+    headers come in good time and are not endless; and whose client reads what it asked for."""
 
     _numbers = itertools.count(1)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self.client:
-            self.client = (LOCAL, next(self._numbers))
         self._header_bytes = 0
         self._patience = self._hurry()
+        self._stall: asyncio.TimerHandle | None = None
+        if not self.client:
+            self.client = (LOCAL, next(self._numbers))
+        elif len(self.connections) > descriptors.limit() // 2:
+            # the rest is for clients on this machine, engines and files
+            transport.abort()
 
     def _hurry(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(HEADERS_S, self.transport.abort)
@@ -144,6 +166,18 @@ class _Connection(HttpToolsProtocol):
         self._patience.cancel()
         super().on_headers_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.client and self.client[0] != LOCAL:
+            self._stall = asyncio.get_running_loop().call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.cancel()
+        if self._stall is not None:
+            self._stall.cancel()
         super().connection_lost(exc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,17 +21,34 @@ from localgen.server.resident import Resident, model_id
 
 
 class ServerState:
-    """Views of the manager for /health, /v1/models and /v1/stats."""
+    """Views of the manager for /health, /v1/models and /v1/stats.
 
-    def __init__(self, settings: Settings, manager: ModelManager) -> None:
+    starting: whether the model that the server begins with is still to come.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        manager: ModelManager,
+        *,
+        starting: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._settings = settings
         self._manager = manager
+        self._starting = starting
         self._started_s = time.monotonic()
+
+    @property
+    def status(self) -> str:
+        """`ok`: requests are welcome; `loading` the model that it was started with; `stopping`."""
+        if self._manager.closing:
+            return "stopping"
+        return "loading" if self._starting() else "ok"
 
     def health(self) -> dict[str, Any]:
         """Who answers here, and whether it is at work."""
         return {
-            "status": "ok",
+            "status": self.status,
             "version": localgen.__version__,
             "protocol": PROTOCOL,
             "pid": os.getpid(),

@@ -43,7 +43,7 @@ def running(residents: tuple[Resident, ...]) -> dict[str, Any]:
 
 def shown(name: str) -> dict[str, Any]:
     """What a model is. Reads the disk. ModelNotFound, LoadFailed."""
-    file = resolve(name)
+    file = resolve(name, paths=False)
     facts = _facts(file)
     entry = entry_of(file)
     return {

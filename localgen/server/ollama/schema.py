@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.hub.names import require_name
 from localgen.server.body import Body, without_unsupported
 from localgen.server.ollama import keep_alive
 from localgen.server.ollama.messages import ChatMessage, ToolDefinition, to_messages
@@ -33,13 +33,7 @@ Think = bool | Literal["low", "medium", "high"]
 
 
 def _named(name: str) -> str:
-    """InvalidRequest: it is a path. Looks at the text alone: nobody learns what there is."""
-    steps = {".", ".."} & set(re.split(r"[/\\]", name))
-    if steps or name.startswith(("/", "\\", "~")) or name.lower().endswith(".gguf"):
-        raise InvalidRequest(
-            "models go by their names here, not by paths: `localgen cp PATH NAME` gives one",
-            param="model",
-        )
+    require_name(name)
     return name
 
 

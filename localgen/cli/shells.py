@@ -1,0 +1,157 @@
+"""The shells whose completion asks us: what they say and what they expect.
+
+A shell sets _LOCALGEN_COMPLETE to complete_bash, complete_zsh or complete_fish, runs localgen and
+takes what it prints. Typer finds out what the cursor is on; the scripts are ours, because bash
+takes names with a colon apart and because one call has to do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer._completion_classes import BashComplete, FishComplete, ZshComplete
+
+from localgen.cli.candidates import paths
+
+PROGRAM = "localgen"
+VARIABLE = "_LOCALGEN_COMPLETE"
+# a disk that hangs shall not hang the shell
+_PATIENCE_S = 2.0
+
+_BASH = """\
+%(complete_func)s() {
+    local IFS=$'\\n'
+    COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \\
+        %(autocomplete_var)s=complete_bash "$1" 2>/dev/null ) )
+    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == */ ]] && type compopt &>/dev/null; then
+        compopt -o nospace
+    fi
+}
+complete -o default -F %(complete_func)s %(prog_name)s"""
+_ZSH = """\
+#compdef %(prog_name)s
+%(complete_func)s() {
+    eval "$(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" \\
+        %(autocomplete_var)s=complete_zsh ${words[1]} 2>/dev/null)"
+}
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+    %(complete_func)s "$@"
+else
+    compdef %(complete_func)s %(prog_name)s
+fi"""
+_FISH = """\
+function %(complete_func)s
+    set -lx %(autocomplete_var)s complete_fish
+    set -lx _TYPER_COMPLETE_ARGS (commandline -cp | string collect)
+    %(prog_name)s 2>/dev/null
+end
+complete --command %(prog_name)s --no-files --arguments "(%(complete_func)s)\""""
+
+
+class _Bash(BashComplete):
+    """Bash begins a new word at each colon, = and behind @, and replaces only the last one."""
+
+    source_template = _BASH
+    _kept = 0
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        args, incomplete = super().get_completion_args()
+        *args, incomplete = _joined([*args, incomplete])
+        value = incomplete.partition("=")[2] if incomplete.startswith("-") else incomplete
+        self._kept = max(value.rfind(sign) for sign in ":=@") + 1
+        return args, incomplete
+
+    def complete(self) -> str:
+        items = self.get_completions(*self.get_completion_args())
+        # what it gets nothing for, it completes as a file
+        return "\n".join(item.value[self._kept :] for item in items if item.type == "plain")
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """The words as they were typed."""
+    joined: list[str] = []
+    for word in words:
+        if joined and (word in (":", "=") or joined[-1].endswith((":", "=", "@"))):
+            joined[-1] += word
+        else:
+            joined.append(word)
+    return joined
+
+
+class _Zsh(ZshComplete):
+    source_template = _ZSH
+
+    def complete(self) -> str:
+        items = self.get_completions(*self.get_completion_args())
+        if not items or any(item.type != "plain" for item in items):
+            return "_files"
+        if all(item.value.endswith(("/", ".gguf")) for item in items):
+            return "_files -g '*.gguf'"  # it knows what to do behind a folder
+        pairs = " ".join(self.format_completion(item) for item in items)
+        return f"_arguments '*: :(({pairs}))'"
+
+    def format_completion(self, item: Any) -> str:
+        # inside single quotes, and then once more inside double ones
+        value = re.sub(r"[^\w./@+~-]", lambda sign: "\\\\" + sign[0], item.value, flags=re.ASCII)
+        says = re.sub(r"['\"\\$`:]", " ", item.help or "")
+        return f'"{value}":"{says}"' if says else f'"{value}"'
+
+
+class _Fish(FishComplete):
+    source_template = _FISH
+
+    def complete(self) -> str:
+        args, incomplete = self.get_completion_args()
+        items = self.get_completions(args, incomplete)
+        if not items or any(item.type != "plain" for item in items):
+            return "\n".join(paths(incomplete))
+        return "\n".join(self.format_completion(item) for item in items)
+
+    def format_completion(self, item: Any) -> str:
+        return f"{item.value}\t{' '.join(item.help.split())}" if item.help else str(item.value)
+
+
+class _AsTyped:
+    """Stands where Typer puts its conversion of a value."""
+
+    def coerce(self, value: Any, **_: Any) -> Any:
+        return value
+
+
+_SHELLS: dict[str, Any] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
+
+
+def script(shell: str) -> str:
+    """What a shell is to run, so that it asks us."""
+    asked = _of(shell)
+    return str(asked.source_template % asked.source_vars())
+
+
+def answer(instruction: str) -> int:
+    """Print what may stand at the cursor; gives the exit status.
+
+    Whatever goes wrong, a shell has no use for it: then nothing is printed.
+    """
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+    # half of a value may not be one yet, and converting takes as long as all else together
+    setattr(typer.core, "build_runtime_param", lambda _: _AsTyped())  # noqa: B010
+    try:
+        text = _of(instruction.removeprefix("complete_")).complete()
+    except Exception:
+        return 1
+    sys.stdout.write(text + "\n" if text else "")
+    return 0
+
+
+def _of(shell: str) -> Any:
+    from localgen.cli.main import app
+
+    group = typer.main.get_command(app)
+    return _SHELLS[shell](group, {}, PROGRAM, VARIABLE)

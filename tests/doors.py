@@ -1,0 +1,68 @@
+"""A real server on TCP over fake engines, as clients from elsewhere meet it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import psutil
+from serving import House, chat_body, house
+
+KEY = "a-key-of-some-length"
+AUTH = {"Authorization": f"Bearer {KEY}"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Door:
+    """A server on TCP with a fake model that has a name."""
+
+    def __init__(self, built: House, port: int) -> None:
+        self.house, self.port = built, port
+        self.model = built.named("echo")
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
+
+    def chat(self, text: str = "hello", **headers: str) -> httpx.Response:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        body = chat_body(self.model, text)
+        return self.http.post("/v1/chat/completions", json=body, headers=names)
+
+    def connect(self, wait_s: float = 5.0) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=wait_s)
+
+    def raw(self, said: bytes, *, wait_s: float = 5.0) -> bytes:
+        """What the server answers until it closes the connection."""
+        with self.connect(wait_s) as sock:
+            sock.sendall(said)
+            answer = b""
+            while received := sock.recv(1 << 16):
+                answer += received
+            return answer
+
+    def server(self) -> psutil.Process:
+        return psutil.Process(self.house.pid())
+
+
+@contextmanager
+def door(**access: object) -> Iterator[Door]:
+    with house() as built:
+        port = free_port()
+        built.start(port=port, **access)
+        opened = Door(built, port)
+        try:
+            yield opened
+        finally:
+            opened.http.close()
+
+
+def code(reply: httpx.Response) -> str:
+    """The code of a refusal."""
+    error: dict[str, str] = reply.json()["error"]
+    assert error["message"]
+    return error["code"]

@@ -1,0 +1,114 @@
+"""The units in docs/units start a server that the command line understands."""
+
+from __future__ import annotations
+
+import plistlib
+import shlex
+import shutil
+import subprocess
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from localgen.cli import exits
+from localgen.cli.commands import load_command
+from localgen.server import serving
+
+UNITS = Path(__file__).parents[1] / "docs" / "units"
+SERVICE = UNITS / "localgen.service"
+PLIST = UNITS / "org.localgen.server.plist"
+STOP_S = serving.DRAIN_S + 3 + 2  # answers, engines, and their last words
+
+
+@pytest.fixture
+def service() -> ConfigParser:
+    parser = ConfigParser(interpolation=None, strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(SERVICE.read_text(encoding="utf-8"))
+    return parser
+
+
+@pytest.fixture
+def plist() -> dict[str, Any]:
+    found: dict[str, Any] = plistlib.loads(PLIST.read_bytes())
+    return found
+
+
+def served(words: list[str]) -> dict[str, Any]:
+    """What `localgen serve` understands of a command line. Fails where it would."""
+    program, name, *arguments = words
+    assert program.endswith("/localgen")
+    command = load_command(name)
+    with command.make_context(name, arguments) as context:
+        params: dict[str, Any] = context.params
+        return params
+
+
+def shell_line(plist: dict[str, Any]) -> list[str]:
+    shell, flag, script = plist["ProgramArguments"]
+    assert (shell, flag) == ("/bin/sh", "-c")
+    command, _, log = script.removeprefix("exec ").partition(" 2>> ")
+    assert log == '"$HOME/Library/Logs/localgen.log"'
+    return shlex.split(command)
+
+
+def test_a_wrong_option_would_be_seen() -> None:
+    with pytest.raises(typer.TyperException):
+        served(["/bin/localgen", "serve", "--prot", "1"])
+
+
+def test_the_service_s_command(service: ConfigParser) -> None:
+    found = served(shlex.split(service["Service"]["ExecStart"]))
+    assert found["port"] == 8080
+    assert found["api_key_file"] == Path("%h/.config/localgen/keys")
+
+
+def test_the_agent_s_command(plist: dict[str, Any]) -> None:
+    found = served(shell_line(plist))
+    assert found["port"] == 8080
+    assert found["api_key_file"] == Path("$HOME/.config/localgen/keys")
+
+
+def test_the_script_of_the_agent_is_a_shell_s(plist: dict[str, Any]) -> None:
+    script = plist["ProgramArguments"][2]
+    subprocess.run(["/bin/sh", "-n", "-c", script], check=True, timeout=10)
+
+
+def test_a_stop_takes_no_longer_than_allowed(service: ConfigParser, plist: dict[str, Any]) -> None:
+    assert STOP_S < int(service["Service"]["TimeoutStopSec"]) <= 60
+    assert STOP_S < plist["ExitTimeOut"] <= 60
+    # a signal to the engines too would cut answers short
+    assert service["Service"]["KillMode"] == "mixed"
+
+
+def test_what_is_not_tried_again(service: ConfigParser) -> None:
+    wanted = {exits.USAGE, exits.status_of("bad_setting"), exits.status_of("model_not_found")}
+    assert set(map(int, service["Service"]["RestartPreventExitStatus"].split())) == wanted
+
+
+def test_the_agent(plist: dict[str, Any]) -> None:
+    assert plist["Label"] == PLIST.stem
+    assert plist["RunAtLoad"] is True
+    assert plist["KeepAlive"] == {"SuccessfulExit": False}
+    assert plist["Umask"] == 0o077
+
+
+def test_systemd_understands_it(tmp_path: Path) -> None:
+    verifier = shutil.which("systemd-analyze")
+    if verifier is None:
+        pytest.skip("there is no systemd-analyze here")
+    program = tmp_path / ".local" / "bin" / "localgen"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    done = subprocess.run(
+        [verifier, "verify", "--user", str(SERVICE)],
+        env={"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "")

@@ -1,0 +1,237 @@
+"""Requests made to hurt: each is refused or bounded, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import httpx
+import pytest
+from doors import Door, code, door
+from serving import chat_body, wait_until
+from starlette.types import Message
+
+from localgen.server import guard, shape
+from localgen.server.guard import Refused
+
+JSON = {"Content-Type": "application/json"}
+# what anybody else may wait for /health meanwhile
+PATIENCE_S = 2.0
+TURN = {"role": "user", "content": "hello there"}
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Door]:
+    with door() as found:
+        found.chat()
+        yield found
+
+
+@contextmanager
+def others_are_answered(opened: Door) -> Iterator[None]:
+    """Asks /health all the time while the block runs; it must always come in good time."""
+    waits_s: list[float] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=str(opened.http.base_url), timeout=20, trust_env=False) as http:
+            while not done.is_set():
+                begun_s = time.monotonic()
+                assert http.get("/health").status_code == 200
+                waits_s.append(time.monotonic() - begun_s)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: len(waits_s) > 1)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert max(waits_s) < PATIENCE_S
+
+
+def post(opened: Door, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return opened.http.post("/v1/chat/completions", content=content, headers=JSON)
+
+
+def test_a_hundred_thousand_messages(opened: Door) -> None:
+    body = {"model": opened.model, "messages": [TURN] * 100_000}
+    with others_are_answered(opened):
+        reply = post(opened, body)
+    assert (reply.status_code, code(reply)) == (413, "too_large")
+    assert "16,384 messages" in reply.json()["error"]["message"]
+
+
+def test_as_many_messages_as_may_be(opened: Door) -> None:
+    body = {"model": opened.model, "messages": [TURN] * 16_000}
+    with others_are_answered(opened):
+        assert post(opened, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 200_000}]},
+        {"stop_token_ids": list(range(3_000_000))},
+        {"logit_bias": {str(token): 1 for token in range(1_000_000)}},
+        {"stop": ["x"] * 1_000_000},
+        {"unknown": [{}] * 5_000_000},
+    ],
+    ids=["parts", "tokens", "biases", "stops", "unknown"],
+)
+def test_millions_of_small_things(opened: Door, field: dict[str, Any]) -> None:
+    body = chat_body(opened.model, "a") | field
+    with others_are_answered(opened):
+        reply = post(opened, body)
+    assert (reply.status_code, code(reply)) == (413, "too_large")
+
+
+def test_the_socket_is_no_way_around(opened: Door) -> None:
+    body = {"model": opened.model, "messages": [TURN] * 100_000}
+    reply = opened.house.http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 413
+
+
+@pytest.mark.parametrize("depth", [10_000, 1_000_000])
+def test_nested_deeply(opened: Door, depth: int) -> None:
+    body = b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
+    with others_are_answered(opened):
+        assert post(opened, body).status_code in (400, 413)
+
+
+def test_a_gigabyte_that_says_so(opened: Door) -> None:
+    before = opened.server().memory_info().rss
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    sent = 0
+    with opened.connect() as sock, suppress(ConnectionError):
+        sock.sendall(head % (1 << 30))
+        for _ in range(1 << 10):
+            sent += sock.send(b" " * (1 << 20))
+    assert sent < 1 << 26
+    assert opened.server().memory_info().rss - before < 1 << 25
+
+
+def test_a_gigabyte_that_does_not(opened: Door) -> None:
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1 << 10):
+            sent += 1 << 20
+            yield b" " * (1 << 20)
+
+    before = opened.server().memory_info().rss
+    reply = opened.http.post("/v1/chat/completions", content=endless(), headers=JSON)
+    assert (reply.status_code, code(reply)) == (413, "too_large")
+    assert sent < 1 << 27
+    # one body of the largest size, in the parts that it came in
+    assert opened.server().memory_info().rss - before < 1 << 27
+
+
+def test_idle_connections(opened: Door) -> None:
+    with ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(opened.connect())
+        assert opened.chat().status_code == 200
+        assert opened.house.chat(opened.model, "a").status_code == 200
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets limits of another process")
+def test_more_connections_than_files_may_be_open() -> None:
+    few = 128
+    with door() as opened:
+        resource.prlimit(opened.house.pid(), resource.RLIMIT_NOFILE, (few, few))
+        with ExitStack() as stack:
+            socks = [stack.enter_context(opened.connect()) for _ in range(2 * few)]
+            wait_until(lambda: sum(map(is_closed, socks)) >= len(socks) - few // 2)
+            # the socket answers, and there are files for an engine
+            assert opened.house.chat(opened.house.model("new"), "a").status_code == 200
+        wait_until(lambda: opened.chat().status_code == 200)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_who_does_not_read_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_STALL_S", "0.5")
+    with door() as opened, socket.socket() as sock:
+        body = json.dumps(chat_body(opened.model, " ".join(["w" * 20_000] * 900), stream=True))
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", opened.port))
+        sock.sendall((head + body).encode())
+
+        def active() -> int:
+            return int(opened.house.http.get("/health").json()["active_requests"])
+
+        wait_until(lambda: active() == 1)
+        wait_until(lambda: active() == 0)
+
+
+def test_a_body_that_comes_drop_by_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_S", 0.05)
+
+    async def drops() -> Message:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def read() -> None:
+        body = guard._Body(drops, 1000)
+        while True:
+            await body.receive()
+
+    with pytest.raises(Refused, match="longer than"):
+        asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("thing", "most"),
+    [
+        (TURN, shape.MAX_CONTAINERS),
+        ([], shape.MAX_CONTAINERS),
+        ({"a": '\\" {'}, shape.MAX_CONTAINERS),
+        ("x", shape.MAX_TEXTS),
+        (1, shape.MAX_VALUES),
+    ],
+)
+def test_what_there_is_too_much_of(thing: object, most: int) -> None:
+    assert shape.complaint(json.dumps([thing] * (most - 1)).encode()) is None
+    assert "a request may have" in (
+        shape.complaint(json.dumps([thing] * (most + 2)).encode()) or ""
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": [1, 2, {"b": "c"}]},\n' * 100_000, "\\" * 100_001, '\\"[{' * 50_000, "é[{" * 50_000],
+)
+def test_what_a_text_quotes_does_not_count(text: str) -> None:
+    for ascii_only in (False, True):
+        body = json.dumps(chat_body("tiny", text), ensure_ascii=ascii_only).encode()
+        assert shape.complaint(body) is None
+
+
+def test_another_encoding_hides_nothing() -> None:
+    body = json.dumps([{"a": "b"}] * 20_000)
+    for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
+        assert "UTF-8" in (shape.complaint(body.encode(encoding)) or "")

@@ -1,0 +1,119 @@
+"""What clients over TCP may call a model: names, and no path on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from doors import Door, code, door
+from serving import chat_body
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.hub.names import require_name, resolve
+
+PATHS = [
+    "/etc/passwd",
+    "../../etc/passwd",
+    "user/../../../etc/passwd",
+    "..",
+    ".",
+    "./model",
+    "~/model",
+    "~root/model",
+    "/dev/zero",
+    "/dev/stdin",
+    "\\\\host\\share",
+    "..\\..\\model",
+    "model.gguf",
+    "models/model.GGUF",
+]
+NO_PATHS = [
+    "tiny\0",
+    "%2e%2e/etc",
+    "file:///etc/passwd",
+    "hf.co//etc/passwd",
+    "a/b/c",
+    "etc/passwd",
+]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Door]:
+    with door() as found:
+        yield found
+
+
+def ask(opened: Door, path: str, model: str) -> httpx.Response:
+    bodies = {
+        "/v1/chat/completions": chat_body(model, "a"),
+        "/v1/completions": {"model": model, "prompt": "a"},
+        "/v1/models/load": {"model": model},
+    }
+    return opened.http.post(path, json=bodies[path])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/models/load"])
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_are_refused(opened: Door, path: str, name: str) -> None:
+    reply = ask(opened, path, name)
+    assert (reply.status_code, code(reply)) == (400, "invalid_request")
+    assert "not by paths" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", NO_PATHS)
+def test_what_is_no_name_either(opened: Door, name: str) -> None:
+    reply = ask(opened, "/v1/chat/completions", name)
+    assert reply.status_code in (400, 404)
+    assert "/etc" not in reply.json()["error"]["message"].replace(name, "")
+
+
+def test_a_refusal_does_not_tell_what_is_there(opened: Door) -> None:
+    there = opened.house.model("secret")
+    missing = there.replace("secret", "missing")
+    said = [ask(opened, "/v1/chat/completions", path).json()["error"] for path in (there, missing)]
+    assert said[0] == said[1]
+    assert opened.house.loads(there) == 0
+
+
+def test_a_model_that_is_loaded_by_its_path_has_a_name_too(opened: Door) -> None:
+    path = opened.house.model("lent")
+    assert opened.house.chat(path, "a").status_code == 200
+    assert ask(opened, "/v1/chat/completions", path).status_code == 400
+    assert ask(opened, "/v1/chat/completions", "lent").status_code == 200
+
+
+def test_what_the_owner_has_named(opened: Door) -> None:
+    name = opened.house.named("given")
+    assert ask(opened, "/v1/chat/completions", name).status_code == 200
+
+
+def test_unloading_tells_nothing(opened: Door) -> None:
+    for path in ("/etc/passwd", "/nothing"):
+        reply = opened.http.post("/v1/models/unload", json={"model": path})
+        assert reply.json() == {"unloaded": False}
+
+
+def test_a_folder_beside_the_server_is_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`user/repo` is the hub's, whatever lies where the server was started."""
+    (tmp_path / "user" / "repo").mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match="the folder user/repo holds no"):
+        resolve("user/repo")
+    with pytest.raises(ModelNotFound, match="no model 'user/repo' here"):
+        resolve("user/repo", paths=False)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3.1:8b", "hf.co/user/repo:Q4_K_M", "a..b", "x.y"])
+def test_names(name: str) -> None:
+    require_name(name)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="not by paths"):
+        require_name(name)

@@ -1,0 +1,96 @@
+"""Chat templates that clients send are foreign code: in the real engine, through HTTP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import House, chat_body, house, wait_until
+
+from localgen.backends.text.template import MAX_RENDER_S
+from localgen.interpreter import python_environment
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__['__builtins__'] }}",
+    "{{ self._TemplateReference__context.environment.loader }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{{ messages.append(1) }}",
+    "{{ 'x'.format.__self__.__class__.__base__.__subclasses__() }}",
+    "{{ range(10**9) | list }}",
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house() as built:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "localgen.server"],
+            env=python_environment() | built.settings.environment(),
+        )
+        built.processes.append(process)
+        wait_until(built.healthy, 30)
+        yield built
+
+
+@pytest.fixture
+def asked(served: House) -> Iterator[Any]:
+    """Loads the built-in model with a template, and asks."""
+
+    def ask(template: str) -> Any:
+        body = {"model": "tiny", "options": {"chat_template": template}}
+        reply = served.http.post("/v1/models/load", json=body, timeout=60)
+        if reply.status_code != 200:
+            return reply
+        return served.chat("tiny", "a", max_tokens=2)
+
+    yield ask
+    served.http.post("/v1/models/unload", json={"model": "tiny"})
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_nothing_outside_is_reached(asked: Any, template: str) -> None:
+    reply = asked(template)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["code"] == "invalid_request"
+    assert "chat template" in error["message"]
+    said = reply.text
+    assert "root:" not in said
+    assert "subprocess" not in said
+
+
+def test_one_that_never_ends_is_stopped_and_others_go_on(served: House, asked: Any) -> None:
+    replies: list[Any] = []
+    thread = threading.Thread(target=lambda: replies.append(asked(ENDLESS)))
+    begun_s = time.monotonic()
+    thread.start()
+    wait_until(lambda: "tiny" in served.loaded(), 30)
+    body = {"model": "tiny", "prompt": "a b", "max_tokens": 2}
+    wait_until(lambda: served.stats(tiny(served))["state"] == "loaded", 30)
+    while thread.is_alive():
+        # a completion needs no template
+        assert served.http.post("/v1/completions", json=body).status_code == 200
+        time.sleep(0.1)
+    assert time.monotonic() - begun_s < MAX_RENDER_S + 30
+    assert replies[0].status_code == 400
+    assert "does not come to an end" in replies[0].json()["error"]["message"]
+
+
+def tiny(served: House) -> str:
+    models: list[dict[str, Any]] = served.http.get("/v1/stats").json()["models"]
+    return str(next(Path(found["path"]) for found in models if found["name"] == "tiny"))
+
+
+def test_the_engine_lives(served: House) -> None:
+    assert served.http.post("/v1/chat/completions", json=chat_body("tiny", "a")).status_code == 200
