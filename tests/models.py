@@ -25,6 +25,7 @@ from localgen.backends.types import (
     Request,
     SamplingParams,
     StepEvents,
+    ToolCallDelta,
 )
 
 TESTS = Path(__file__).parent
@@ -43,6 +44,8 @@ class Reply:
     """What came back for one request."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     end: Finished | Failed | None = None
 
@@ -50,6 +53,15 @@ class Reply:
     def tokens(self) -> list[int]:
         """Ids of the answer; needs logprobs."""
         return [position.chosen.token_id for position in self.logprobs]
+
+    @property
+    def whole_calls(self) -> list[tuple[str, str]]:
+        """Names and arguments."""
+        names = {piece.index: piece.name for piece in self.calls if piece.name}
+        return [
+            (name, "".join(piece.arguments for piece in self.calls if piece.index == index))
+            for index, name in names.items()
+        ]
 
     @property
     def finished(self) -> Finished:
@@ -100,6 +112,8 @@ class LoadedBench:
         for delta in events.deltas:
             reply = self.replies[delta.request_id]
             reply.text += delta.text
+            reply.reasoning += delta.reasoning
+            reply.calls += delta.tool_calls
             reply.logprobs += delta.logprobs
         ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
         for end in ends:

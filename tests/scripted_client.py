@@ -92,7 +92,7 @@ class Record:
     shutdowns: int = 0
 
 
-Script = Sequence[str | Answer | BaseException]
+Script = Sequence[str | Text | Answer | BaseException]
 
 
 class ScriptedClient(Client):

@@ -22,6 +22,7 @@ from localgen.backends.types import Message
 from localgen.cli import commands, exits
 from localgen.cli.arguments import model_and_prompt
 from localgen.cli.main import run
+from localgen.client import Text
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,6 +83,17 @@ def test_run_prints_the_answer(
     assert asked.messages == (Message("system", "be brief"), Message("user", "17 + 25?"))
     assert (asked.params.temperature, asked.ctx) == (0.0, 64)
     assert client.record.loaded[0][1].threads == 2
+
+
+def test_thoughts_of_one_answer(
+    scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted(*[(Text("", 1, "Hm."), "4", answer())] * 2)
+    assert run(["run", "tiny", "x", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["reasoning"], record["text"]) == ("Hm.", "4")
+    assert run(["run", "tiny", "x"]) == 0
+    assert capsys.readouterr() == ("4\n", ""), "a pipe gets the answer and nothing else"
 
 
 def test_run_json(

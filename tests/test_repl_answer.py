@@ -110,6 +110,34 @@ def test_nothing_the_model_wrote_is_hidden() -> None:
     assert "last words" in text
 
 
+THOUGHT = "First this.\n\nThen *that*, and so on"
+
+
+def test_thoughts_are_dim() -> None:
+    shown = console(force_terminal=True, color_system="standard")
+    with LiveAnswer(shown, used=10, limit=2048) as live:
+        live.feed("", 1, THOUGHT)
+        live.feed("The answer.", 2)
+    assert isinstance(shown.file, io.StringIO)
+    assert "\x1b[2mThen *that*, and so on" in shown.file.getvalue()
+    assert "\x1b[2mThe answer." not in shown.file.getvalue()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_thoughts_look_the_same_however_they_were_cut(seed: int) -> None:
+    shown = console()
+    with LiveAnswer(shown, used=10, limit=2048) as live:
+        for part in pieces(THOUGHT, random.Random(seed)):
+            live.feed("", 1, part)
+            live._settle()
+        live.feed("The **answer**.", 2)
+        live._settle()
+    assert isinstance(shown.file, io.StringIO)
+    lines = [line.rstrip() for line in shown.file.getvalue().splitlines()]
+    said = ["First this.", "", "Then *that*, and so on", "", "The answer."]
+    assert lines[: len(said)] == said
+
+
 def test_lines_of_a_paragraph_stay_lines() -> None:
     assert drawn(["roses\nviolets\n"]).split("\n")[:2] == ["roses", "violets"]
 

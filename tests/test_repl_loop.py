@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from scripted_client import Script, ScriptedClient, answer
 
 from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
 from localgen.backends.types import LoadOptions, Message, SamplingParams
-from localgen.client import ModelCard
+from localgen.client import ModelCard, Text
 from localgen.repl.conversation import Turn
 from localgen.repl.loading import Loading
 from localgen.repl.prompt import Completions, prompt_session
@@ -316,3 +317,35 @@ def test_models_are_looked_up_once_a_prompt(
     read = _line_editor(Session(client, tmp_path, ModelOptions()))
     assert read(">>> ") == "m1 m1"
     assert read(">>> ") == "m2 m2"
+
+
+def test_thoughts_are_shown_and_stay_out_of_the_next_turn(chat: Callable[..., Chat]) -> None:
+    made = chat([Text("", 1, "Let me see."), "Rome.", answer()])
+    shown = made.type("Which city?", "And now?")
+    assert "Let me see." in shown
+    assert made.session.conversation.turns[0] == Turn("Which city?", "Rome.", False, "Let me see.")
+    assert made.client.record.asked[1].messages == (
+        Message("user", "Which city?"),
+        Message("assistant", "Rome."),
+        Message("user", "And now?"),
+    )
+
+
+def test_a_template_that_asks_for_thoughts_gets_them(chat: Callable[..., Chat]) -> None:
+    made = chat([Text("", 1, "Let me see."), "Rome.", answer()])
+    wanting = replace(made.session.model, chat_template="{{ m.reasoning_content }}")
+    made.client.load = lambda *_: wanting  # type: ignore[method-assign]
+    made.type("Which city?", "And now?")
+    assert made.client.record.asked[1].messages[1] == Message("assistant", "Rome.", "Let me see.")
+
+
+def test_thoughts_that_were_stopped_are_a_turn(chat: Callable[..., Chat]) -> None:
+    made = chat([Text("", 1, "Let me"), KeyboardInterrupt()])
+    made.type("Which city?")
+    assert made.session.conversation.turns == (Turn("Which city?", "", True, "Let me"),)
+
+
+def test_thoughts_are_saved(chat: Callable[..., Chat]) -> None:
+    made = chat([Text("", 1, "Let me see."), "Rome.", answer()])
+    made.type("Which city?", "/save x", "/clear", "/load x")
+    assert made.session.conversation.turns == (Turn("Which city?", "Rome.", False, "Let me see."),)

@@ -43,7 +43,7 @@ _KNOWN = (
 
 def tags_of(source: str) -> Tags | None:
     """The tags that a chat template knows, if any."""
-    return next((tags for tags in _KNOWN if tags.close in source), None)
+    return next((tags for tags in _KNOWN if tags.open in source or tags.close in source), None)
 
 
 class ThoughtParser:

@@ -189,7 +189,9 @@ class ChatRequest(_Generate):
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     chat_template_kwargs: TemplateSettings | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False

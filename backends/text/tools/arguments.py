@@ -17,6 +17,10 @@ class Arguments(Protocol):
         """
         ...
 
+    def finish(self, rest: str) -> str:
+        """The last piece, where the answer ends within them; rest: what was left over."""
+        ...
+
 
 class JsonArguments:
     """A JSON object, passed on as it stands until its last brace."""
@@ -42,6 +46,10 @@ class JsonArguments:
             elif char == '"':
                 self._in_string = True
         return text, ""
+
+    def finish(self, rest: str) -> str:
+        """As Arguments.finish."""
+        return rest
 
     def _within_string(self, char: str) -> None:
         if self._escaped:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from localgen.backends.text.tools.format import Format
+from localgen.backends.text.tools.format import Format, parameters_of
 from localgen.backends.types import Message, Tool
 
 _HOW = """\
@@ -30,7 +30,7 @@ def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             "function": {
                 "name": tool.name,
                 "description": tool.description,
-                "parameters": json.loads(tool.parameters),
+                "parameters": parameters_of(tool),
             },
         }
         for tool in tools
@@ -78,7 +78,7 @@ def calls_as_text(message: Message, format: Format) -> Message:
     """The calls of a message behind its content."""
     if not message.tool_calls:
         return message
-    calls = format.written([(call.name, call.arguments) for call in message.tool_calls])
+    calls = format.as_text(message.tool_calls)
     return replace(message, content=f"{message.content}\n{calls}".strip(), tool_calls=())
 
 

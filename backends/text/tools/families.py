@@ -22,6 +22,7 @@ HERMES = Format(
     "hermes",
     (Shape(("<tool_call>", *_CALL), (*_BRACE, SPACE, "</tool_call>")),),
     marks=("<tool_call>", "</tool_call>"),
+    around=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
 )
 # Qwen3-Coder, Qwen 3.5 and later
 XML = Format(
@@ -66,7 +67,13 @@ _PHI_SHAPES = (
 )
 _PHI_MARKS = ("<|tool_call|>", "<|/tool_call|>")
 PHI = Format("phi", _PHI_SHAPES, marks=_PHI_MARKS)
-PHI_IN_SYSTEM = Format("phi-in-system", _PHI_SHAPES, marks=_PHI_MARKS, in_system=True)
+PHI_IN_SYSTEM = Format(
+    "phi-in-system",
+    _PHI_SHAPES,
+    marks=_PHI_MARKS,
+    in_system=True,
+    around=("<|tool_call|>[", ", ", "]<|/tool_call|>"),
+)
 # any other model is told to write calls as Hermes does
 GENERIC = HERMES
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.text.tools.arguments import Arguments, JsonArguments
-from localgen.backends.text.tools.spec import NAME, Pattern, Spec
+from localgen.backends.text.tools.spec import Pattern, Spec
 from localgen.backends.text.tools.xml import XmlArguments
-from localgen.backends.types import Tool
+from localgen.backends.types import Tool, ToolCall
 
 # beside these, properties are not all there is
 _MORE_PROPERTIES = {"patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref"}
@@ -66,6 +67,7 @@ class Format:
     leads: an answer with calls begins with one; elsewhere they may stand behind text.
     in_system: the template takes the tools as a text within the system message, and does not
     write calls back: they go into the content.
+    around: what stands before, between and behind calls as text, where templates do not write it.
     """
 
     name: str
@@ -73,35 +75,32 @@ class Format:
     marks: tuple[str, ...] = ()
     leads: bool = False
     in_system: bool = False
+    around: tuple[str, str, str] = ("", "", "")
 
-    def written(self, calls: list[tuple[str, str]]) -> str:
-        """Calls as this family writes them; each is a name and a JSON object."""
-        shape = self.shapes[0]
-        texts = [
-            (_text(shape.join if at and shape.join else shape.open, name), arguments)
-            for at, (name, arguments) in enumerate(calls)
-        ]
-        close, end = _text(shape.close), _text(shape.end)
-        if shape.join:
-            return "".join(head + arguments + close for head, arguments in texts) + end
-        return "\n".join(head + arguments + close for head, arguments in texts)
+    def as_text(self, calls: Sequence[ToolCall]) -> str:
+        """Calls as this family writes them."""
+        opening, between, closing = self.around
+        objects = [f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls]
+        return opening + between.join(objects) + closing
 
 
-def _text(spec: Spec, name: str = "") -> str:
-    return "".join(part if isinstance(part, str) else name if part is NAME else "" for part in spec)
-
-
-def schema_of(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which is an object in any case. InvalidRequest: it is not.
-
-    What it does not name among its properties may not be given, unless it says so itself.
-    """
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments as it was given. InvalidRequest: it is none."""
     try:
         schema = json.loads(tool.parameters)
     except ValueError as error:
         raise _wrong(tool, f"not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise _wrong(tool, "give a JSON schema, which is an object")
+    return schema
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """The schema that arguments are held to; an object in any case. InvalidRequest: it is not.
+
+    What it does not name among its properties may not be given, unless it says so itself.
+    """
+    schema = parameters_of(tool)
     if schema.setdefault("type", "object") != "object":
         raise _wrong(tool, f"the type must be object, not {json.dumps(schema['type'])}")
     if "properties" in schema and not schema.keys() & _MORE_PROPERTIES:

@@ -101,7 +101,7 @@ class _Writer:
         thought = f"{self.upto(tags.close, tags.marks)} {free}"
         if self.frame.is_open:
             return thought
-        opening = self.tag(tags.open, tags.marks)
+        opening = self.tag(tags.open, tags.marks, "SP")
         if opening.startswith("<["):  # text cannot begin with a control token
             return f"{opening} {thought} | {free}"
         first = self.terminal(f"TEXT & ~(SP {_quoted(tags.open)} TEXT)")
@@ -206,13 +206,13 @@ class _Writer:
         symbols += [self.terminal(" ".join(texts))] if texts else []
         return " ".join(symbols)
 
-    def tag(self, text: str, marks: tuple[str, ...]) -> str:
-        """A text that may begin with a control token."""
+    def tag(self, text: str, marks: tuple[str, ...], blanks: str = "") -> str:
+        """A text that may begin with a control token; blanks: what may stand before any other."""
         for mark in marks:
             if mark in self.frame.marks and text.startswith(mark):
                 rest = text[len(mark) :]
                 return f"<[{self.frame.marks[mark]}]>" + (f" {_quoted(rest)}" if rest else "")
-        return self.terminal(f"SP {_quoted(text)}")
+        return self.terminal(f"{blanks} {_quoted(text)}")
 
     def upto(self, text: str, marks: tuple[str, ...], before: str = "TEXT") -> str:
         """Any text up to this one, and it."""

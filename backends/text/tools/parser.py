@@ -53,7 +53,7 @@ class CallParser:
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """What is left when the answer ends."""
         if self._state == self._in_arguments:
-            self._say(self._held)
+            self._say(self._arguments.finish(self._held))
         elif not any(pattern.may_come(self._held) for pattern in self._closers()):
             self._show(len(self._held))
         if not self._is_behind_call:

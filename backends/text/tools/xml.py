@@ -46,6 +46,10 @@ class XmlArguments:
             text = rest
         return "".join(pieces), text
 
+    def finish(self, rest: str) -> str:
+        """As Arguments.finish: the beginning of a tag is worth nothing, that of a value is."""
+        return rest if self._plain is False else ""
+
     def _outside(self, text: str) -> tuple[str, str]:
         """Before a parameter, or at the end of all."""
         found = _NEXT.match(text)

@@ -1,0 +1,215 @@
+"""How tools, calls and thoughts are put to a model's template."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hf_folders import TINY
+from tool_templates import FAMILIES, HERMES, MISTRAL, PHI, PLAIN, STRICT, TEXT_ARGUMENTS, THINKING
+
+from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.text.dialect import NO_SYSTEM, NO_TOOLS, ON_OR_OFF, Dialect, Opening
+from localgen.backends.text.template import ChatTemplate
+from localgen.backends.text.tools import families
+from localgen.backends.types import Message, Request, Tool, ToolCall
+
+ASKED = (Message("user", "Weather?"),)
+TOOL = Tool("weather", "Of a city", '{"type": "object", "properties": {"city": {}}}')
+CALL = ToolCall("call_0123456789", "weather", '{"city": "Zürich"}')
+TURNS = (
+    *ASKED,
+    Message("assistant", "I look.", tool_calls=(CALL, replace(CALL, id="second"))),
+    Message("tool", "12 degrees", tool_call_id="call_0123456789"),
+    Message("tool", "13 degrees", tool_call_id="second"),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HfTokenizer:
+    return HfTokenizer.of_folder(TINY, 4096)
+
+
+def opened(tokenizer: HfTokenizer, source: str, **fields: Any) -> Opening:
+    request = Request(id="r", **({"messages": ASKED} | fields))
+    return Dialect(ChatTemplate(source), tokenizer).open(request)
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [
+        ("described", None),
+        ("hermes", families.HERMES),
+        ("thinking", families.HERMES),
+        ("xml", families.XML),
+        ("llama", families.LLAMA),
+        ("mistral", families.MISTRAL),
+        ("mistral-named", families.MISTRAL_NAMED),
+        ("phi", families.PHI_IN_SYSTEM),
+    ],
+)
+def test_the_family_of_a_template(family: str, format: object) -> None:
+    source = FAMILIES[family]
+    knows_tools = ChatTemplate(source).reads("tools")
+    assert families.family_of(source, knows_tools=knows_tools) is format
+
+
+def test_what_a_template_reads() -> None:
+    template = ChatTemplate(
+        "{% if not a is defined %}{% set a = 1 %}{% endif %}{{ b if b is defined else c }}"
+        "{% for tool in tools %}{{ tool }}{% endfor %}{{ {'d': 1}['d'] }}"
+    )
+    assert all(template.reads(name) for name in ("a", "b", "c", "tools"))
+    assert not template.reads("d")
+    assert not template.reads("tool")
+
+
+def test_a_plain_request_is_rendered_as_ever(tokenizer: HfTokenizer) -> None:
+    for source in (PLAIN, HERMES, PHI):
+        opening = opened(tokenizer, source)
+        assert opening == Opening(ChatTemplate(source).render(ASKED))
+
+
+def test_tools_in_the_shape_of_openai(tokenizer: HfTokenizer) -> None:
+    prompt = opened(tokenizer, HERMES, tools=(TOOL,)).prompt
+    assert json.loads(prompt.splitlines()[0]) == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Of a city",
+            "parameters": {"type": "object", "properties": {"city": {}}},
+        },
+    }
+    assert opened(tokenizer, HERMES, tools=(TOOL,), tool_choice="none").prompt == (
+        opened(tokenizer, HERMES).prompt
+    )
+
+
+def test_calls_and_results_go_back(tokenizer: HfTokenizer) -> None:
+    prompt = opened(tokenizer, HERMES, messages=TURNS, tools=(TOOL,)).prompt
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+    assert prompt.count(call) == 2
+    assert "<|im_start|>tool\n12 degrees<|im_end|>" in prompt
+    named = ChatTemplate("{% for m in messages %}{{ m.name }}/{{ m.tool_call_id }} {% endfor %}")
+    assert "weather/call_0123456789 weather/second" in named.render(TURNS)
+
+
+def test_only_what_a_message_has_is_there() -> None:
+    keys = ChatTemplate("{% for m in messages %}{{ m | list }}{% endfor %}")
+    assert keys.render(ASKED) == "['role', 'content']"
+    thought = Message("assistant", "x", "hm")
+    assert keys.render([thought]) == "['role', 'content', 'reasoning_content']"
+
+
+def test_arguments_as_a_mapping_or_as_text(tokenizer: HfTokenizer) -> None:
+    prompt = opened(tokenizer, TEXT_ARGUMENTS, messages=TURNS, tools=(TOOL,)).prompt
+    assert '<tool_call>{"city": "Zürich"}</tool_call>' in prompt
+    written = ChatTemplate(
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
+    )
+    assert written.render(TURNS[1:2]) == '{"city": "Zürich"}'
+    with pytest.raises(InvalidRequest, match="no calls"):
+        ChatTemplate("{{ raise_exception('no calls') }}").render(TURNS)
+
+
+def test_ids_of_other_servers_suit_mistral(tokenizer: HfTokenizer) -> None:
+    prompt = opened(tokenizer, MISTRAL, messages=TURNS, tools=(TOOL,)).prompt
+    assert prompt.count("[TOOL_CALLS]") == 2
+    ours = replace(CALL, id="abcDEF123")
+    kept = opened(tokenizer, MISTRAL, messages=(Message("assistant", "", tool_calls=(ours,)),))
+    assert "abcDEF123" in kept.prompt
+
+
+def test_tools_are_described_where_a_template_has_none(tokenizer: HfTokenizer) -> None:
+    system = Message("system", "Be brief.")
+    opening = opened(tokenizer, PLAIN, messages=(system, *TURNS), tools=(TOOL,))
+    assert opening.notes == (NO_TOOLS,)
+    assert opening.prompt.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
+    assert '{"name": "weather", "description": "Of a city"' in opening.prompt
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+    assert f"assistant\nI look.\n{call}\n{call}<|im_end|>" in opening.prompt
+    results = (
+        "<|im_start|>user\n<tool_response>\n12 degrees\n</tool_response>\n"
+        "<tool_response>\n13 degrees\n</tool_response><|im_end|>"
+    )
+    assert results in opening.prompt
+    without = opened(tokenizer, PLAIN, messages=TURNS)
+    assert results in without.prompt
+    assert "You can call" not in without.prompt
+
+
+def test_templates_that_insist_on_turns(tokenizer: HfTokenizer) -> None:
+    opening = opened(tokenizer, STRICT, messages=(*TURNS, *ASKED), tools=(TOOL,))
+    assert opening.notes == (NO_SYSTEM,)
+    assert opening.prompt.startswith("<user>You can call functions.")
+    assert opening.prompt.endswith("</tool_response>\nWeather?<model>")
+    system = (Message("system", "Be brief."), *ASKED)
+    assert opened(tokenizer, STRICT, messages=system, tools=(TOOL,)).prompt.startswith(
+        "<user>Be brief.\n\nYou can call functions."
+    )
+
+
+def test_tools_within_the_system_message(tokenizer: HfTokenizer) -> None:
+    opening = opened(tokenizer, PHI, messages=TURNS, tools=(TOOL,))
+    assert opening.notes == ()
+    listed = opening.prompt.partition("<|tool|>")[2].partition("<|/tool|>")[0]
+    assert [tool["name"] for tool in json.loads(listed)] == ["weather"]
+    call = '{"name": "weather", "arguments": {"city": "Zürich"}}'
+    assert f"<|tool_call|>[{call}, {call}]<|/tool_call|><|end|>" in opening.prompt
+
+
+def test_thinking_is_set_where_the_template_reads_it(tokenizer: HfTokenizer) -> None:
+    as_it_is = opened(tokenizer, THINKING)
+    assert as_it_is.reader is not None
+    for fields in ({"thinking": False}, {"reasoning_effort": "none"}):
+        off = opened(tokenizer, THINKING, **fields)
+        assert off.prompt == as_it_is.prompt + "<think>\n\n</think>\n\n"
+        assert off.reader is None
+        assert off.notes == ()
+    high = opened(tokenizer, THINKING, reasoning_effort="high")
+    assert high.prompt == as_it_is.prompt
+    assert high.notes == (ON_OR_OFF,)
+    graded = opened(tokenizer, "{{ reasoning_effort }}", reasoning_effort="low")
+    assert graded.prompt == "low"
+    assert graded.notes == ()
+
+
+def test_the_end_of_a_prompt_says_whether_thoughts_follow(tokenizer: HfTokenizer) -> None:
+    def reasoning(source: str) -> str | None:
+        reader = opened(tokenizer, source).reader
+        return reader.feed("a</think>b").reasoning if reader else None
+
+    assert reasoning(PLAIN) is None
+    assert reasoning(PLAIN + "<think>\n") == "a"
+    assert reasoning(THINKING) == ""
+    assert reasoning(PLAIN + "<think>\n\n</think>\n\n") is None
+
+
+def test_control_tokens_count_as_text(tokenizer: HfTokenizer) -> None:
+    source = "{{ tools }}[TOOL_CALLS]"
+    special = {"[TOOL_CALLS]": 7}
+
+    class Marked:
+        """The tokenizer, with a control token of Mistral's."""
+
+        vocab_size, end_ids = tokenizer.vocab_size, tokenizer.end_ids
+        bos, eos = tokenizer.bos, tokenizer.eos
+
+        def encode(self, text: str) -> list[int]:
+            return [special[text]] if text in special else tokenizer.encode(text)
+
+        def encode_text(self, text: str) -> list[int]:
+            return self.encode(text)
+
+        def piece(self, token: int) -> bytes:
+            return b"" if token in special.values() else tokenizer.piece(token)
+
+    request = Request(id="r", messages=ASKED, tools=(TOOL,))
+    opening = Dialect(ChatTemplate(source), Marked()).open(request)
+    assert opening.reader is not None
+    assert opening.reader.pieces == {7: b"[TOOL_CALLS]"}
+    assert opening.frame is not None
+    assert "<[7]>" in (opening.frame.lark(held=False) or "")
