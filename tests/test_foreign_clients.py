@@ -123,7 +123,13 @@ def test_openai_json_schema(served: Served) -> None:
 
 
 def test_openai_lists_models(served: Served) -> None:
-    assert "tiny" in [model.id for model in served.openai().models.list()]
+    models = served.openai().models
+    assert "tiny" in [model.id for model in models.list()]
+    assert models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        models.retrieve("nobody/no-such-model")
+    with pytest.raises(openai.BadRequestError):  # whether it is there is nobody's business
+        models.retrieve("../secret.gguf")
 
 
 def test_openai_errors(served: Served) -> None:

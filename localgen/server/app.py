@@ -186,6 +186,12 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
     async def models() -> Response:
         return _json({"object": "list", "data": await asyncio.to_thread(state.models)})
 
+    # names have slashes: user/repo
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str, http: HttpRequest) -> Response:
+        paths = is_local(http.scope)
+        return _json(await asyncio.to_thread(partial(state.model, name, paths=paths)))
+
     @app.post("/v1/models/load", response_model=None)
     async def load(body: LoadRequest, http: HttpRequest) -> Response:
         events = _load_events(manager, body, paths=is_local(http.scope))

@@ -15,7 +15,8 @@ from localgen import PROTOCOL
 from localgen.backends.memory.available import available_bytes
 from localgen.config import Settings
 from localgen.gpus import gpu_bytes_of
-from localgen.hub.names import available
+from localgen.hub.files import ModelFile
+from localgen.hub.names import available, resolve
 from localgen.server.manager import ModelManager
 from localgen.server.resident import Resident, model_id
 
@@ -57,23 +58,27 @@ class ServerState:
 
     def models(self) -> list[dict[str, Any]]:
         """Every model that can be named, and those loaded from elsewhere. Reads the disk."""
-        loaded = {resident.file.path: resident for resident in self._manager.residents}
         files = {file.path: file for file in available()}
-        files |= {path: resident.file for path, resident in loaded.items()}
-        return [
-            {
-                "id": file.name,
-                "object": "model",
-                "created": int(path.stat().st_mtime) if path.exists() else 0,
-                "owned_by": "localgen",
-                "path": str(path),
-                "size_bytes": file.size_bytes,
-                "state": loaded[path].state if path in loaded else "available",
-                "source": file.source,
-                "hash": model_id(file),
-            }
-            for path, file in files.items()
-        ]
+        files |= {resident.file.path: resident.file for resident in self._manager.residents}
+        return [self._card(file, file.name) for file in files.values()]
+
+    def model(self, name: str, *, paths: bool) -> dict[str, Any]:
+        """One of them, under the name that was asked for. Reads the disk. ModelNotFound."""
+        return self._card(resolve(name, paths=paths), name)
+
+    def _card(self, file: ModelFile, name: str) -> dict[str, Any]:
+        loaded = {resident.file.path: resident for resident in self._manager.residents}
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(file.path.stat().st_mtime) if file.path.exists() else 0,
+            "owned_by": "localgen",
+            "path": str(file.path),
+            "size_bytes": file.size_bytes,
+            "state": loaded[file.path].state if file.path in loaded else "available",
+            "source": file.source,
+            "hash": model_id(file),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Server and models at this moment."""
