@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_models import ARCHITECTURES, make, random_text
+from cuda_models import make, random_text
 from models import TINY_GGUF, questions
 from test_cuda_runner import CudaBench
+from test_cuda_sharing import MODELS
 from test_engine_embedding import VectorLog, found, run
 from test_llamacpp_embedding import TEXTS as WORDS
 from test_llamacpp_embedding import loaded, ours
@@ -65,7 +66,7 @@ class Loaded:
         return out.last_hidden_state[0].float().numpy()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", MODELS)
 def test_the_mean_of_transformers_states(name: str, tmp_path: Path) -> None:
     model = Loaded(name, tmp_path)
     means = np.stack([model.states(text).mean(axis=0) for text in TEXTS])

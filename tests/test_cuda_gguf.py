@@ -203,7 +203,7 @@ def test_a_whole_model_of_smaller_numbers(kind: Kind, tmp_path: Path) -> None:
     plain = load_weights(folder, spec, device="cpu", dtype=torch.float32)
     exact = our_logits(spec, plain, text, CTX)
     ours = our_logits(checkpoint.spec, weights_of(checkpoint), text, CTX)
-    assert 1e-6 < furthest(ours, exact) < 0.1
+    assert 1e-6 < furthest(ours, exact) < 0.2
 
 
 # ---- files in parts
