@@ -8,6 +8,8 @@ from pathlib import Path
 
 # no test has a GPU: kernels run in Triton's interpreter, chosen when they are defined
 os.environ["TRITON_INTERPRET"] = "1"
+# torch and llama.cpp each have threads, which would wait for work by spinning on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 from hf_folders import TINY
