@@ -118,6 +118,8 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
     pulling.send_signal(signal.SIGINT)
     _, err = pulling.communicate(timeout=20)
     assert pulling.returncode == exits.INTERRUPTED
+    # what was on its way when it was told to stop
+    part = [p.stat().st_size for p in repo_folder(REPO).glob("blobs/*.incomplete")]
     assert re.fullmatch(
         rf"stopped at 1\.\d MB of 3\.0 MB: localgen pull {REPO} goes on from there",
         err.splitlines()[-1],

@@ -41,7 +41,10 @@ class Pooler:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Pooler:
-        """As sentence-transformers has it written down there; the mean where it has not."""
+        """As sentence-transformers has it written down there; the mean where it has not, or where
+        the model is a single file."""
+        if not folder.is_dir():
+            return cls()
         settings = optional_json(folder / "1_Pooling" / "config.json")
         named = [kind for name, kind in _POOLINGS.items() if settings.get(name)]
         return cls(named[0] if named else "mean")
