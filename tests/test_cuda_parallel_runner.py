@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,9 +36,13 @@ class ParallelBench(LoadedBench):
 
 
 def processes() -> list[int]:
-    """Followers of this process."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if followers._MODULE in child.cmdline()]
+    """Followers of this process that run."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if followers._MODULE in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 def assert_fails(kind: type[LocalgenError], message: str, folder: Path, **options: object) -> None:
