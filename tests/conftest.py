@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 # no test has a GPU: kernels run in Triton's interpreter, chosen when they are defined
@@ -13,6 +14,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 from hf_folders import TINY
+
+# a shell's background job ignores Ctrl+C, and so would every program that a test starts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
