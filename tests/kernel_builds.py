@@ -82,6 +82,7 @@ def _build(module: str, index: int, arch: int) -> Build:
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
         if variant.signature[name].startswith("*")
+        and not variant.kernel.params[i].do_not_specialize_on_alignment
     }
     source = ASTSource(variant.kernel, variant.signature, variant.constants, aligned)
     options = {

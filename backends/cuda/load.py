@@ -10,6 +10,7 @@ import torch
 
 from localgen.backends.cuda import sizing, tensor_parallel
 from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.compiling import Compiling
 from localgen.backends.cuda.embedding import Pooler
 from localgen.backends.cuda.made_up import MadeUpTokenizer
 from localgen.backends.cuda.options import Settings, device_of, settle
@@ -34,6 +35,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     source = open_source(Path(request.path))
     spec, dtype = source.spec, source.dtype(device)
     options = settle(request.options, dtype, device)
+    compiling = Compiling(spec, options, dtype, device) if device.type == "cuda" else None
     tokenizer = _tokenizer(source, options)
     template, template_source = _template(source, tokenizer, options)
     steps, size, weight_bytes = _compute(source, options, dtype, request.memory_bytes, on_progress)
@@ -88,6 +90,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
             *source.notes,
             *notes,
             *(note for note, so in oddities.items() if so),
+            *(compiling.wait() if compiling else ()),
         ),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=template)

@@ -23,7 +23,9 @@ class MadeUpTensors:
         self._spec = spec
         self._device = device
         self._dtype = dtype
-        self._generator = torch.Generator(device).manual_seed(seed)
+        # on the meta device there is nothing to draw
+        drawn = device.type != "meta"
+        self._generator = torch.Generator(device).manual_seed(seed) if drawn else None
 
     def norm(self, name: str, size: int) -> Tensor:
         neutral = 0.0 if self._spec.norm_offset else 1.0
@@ -51,12 +53,13 @@ class MadeUpTensors:
 
     def _normal(self, *shape: int, std: float = _STD) -> Tensor:
         values = torch.empty(shape, device=self._device, dtype=self._dtype)
-        return values.normal_(std=std, generator=self._generator)
+        return values if values.is_meta else values.normal_(std=std, generator=self._generator)
 
     def _int4(self, outs: int, ins: int, group: int, bias: Tensor | None) -> Int4Linear:
         shape = (outs, ins // group)
         packed = torch.empty((outs, ins // 2), device=self._device, dtype=torch.uint8)
-        packed.random_(256, generator=self._generator)
+        if not packed.is_meta:
+            packed.random_(256, generator=self._generator)
         scales = torch.full(shape, _STD / _DIGIT_STD, device=self._device, dtype=torch.float16)
         zeros = torch.full(shape, 8, device=self._device, dtype=torch.uint8)
         return Int4Linear(packed, scales, zeros, bias)

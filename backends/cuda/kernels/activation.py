@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from localgen.backends.cuda.kernels.device import has_kernels
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.variant import Variant
 from localgen.backends.cuda.kernels.wide import wide
 
@@ -22,7 +24,7 @@ _BLOCK, _WARPS = 1024, 4
 
 def gated(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
     """x: [rows, 2 * size], gate then up -> [rows, size], computed in float32."""
-    return gated_triton(x, kind) if x.is_cuda else gated_reference(x, kind)
+    return gated_triton(x, kind) if has_kernels(x) else gated_reference(x, kind)
 
 
 def gated_reference(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
@@ -37,7 +39,7 @@ def gated_triton(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     grid = (rows, triton.cdiv(size, _BLOCK))
-    _gated[grid](
+    launch(_gated, grid)(
         x.contiguous(), out, size=size, is_silu=kind == "silu", block=_BLOCK, num_warps=_WARPS
     )
     return out

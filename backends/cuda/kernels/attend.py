@@ -16,6 +16,8 @@ from localgen.backends.cuda.kernels.tile import as_operand
 
 # exp2 is what the hardware has
 LOG2E = tl.constexpr(1.4426950408889634)
+# parts of a packed copy: where they begin must not decide what is compiled
+UNALIGNED = ["tables", "starts", "lengths"]
 _TYPES = {"i8": torch.int8, "fp8e4nv": torch.float8_e4m3fn}
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attend import (
+    UNALIGNED,
     attend,
     constants,
     example,
@@ -21,6 +22,7 @@ from localgen.backends.cuda.kernels.attend import (
 )
 from localgen.backends.cuda.kernels.device import units_of
 from localgen.backends.cuda.kernels.kv import LayerKV
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.kernels.variant import Variant
 
@@ -91,7 +93,7 @@ def decode_triton(
         shape = (sequences, chosen.rows, heads, chosen.splits)
         partial = torch.empty(*shape, size, dtype=torch.float32, device=out.device)
         peaks = torch.empty(shape, dtype=torch.float32, device=out.device)
-    _decode[(sequences, kv_heads, chosen.splits)](
+    launch(_decode, (sequences, kv_heads, chosen.splits))(
         *pointers(queries, cache, ragged, out),
         partial,
         peaks,
@@ -103,7 +105,7 @@ def decode_triton(
         num_stages=chosen.stages,
     )
     if chosen.splits > 1:
-        _combine[(sequences * chosen.rows, heads)](
+        launch(_combine, (sequences * chosen.rows, heads))(
             partial,
             peaks,
             ragged.starts,
@@ -135,7 +137,7 @@ def _constants(
     }
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=UNALIGNED)
 def _decode(
     queries, keys, values, key_scales, value_scales, tables, starts, lengths, out, partial, peaks,
     scale, softcap, table_stride,
@@ -190,7 +192,7 @@ def _decode(
         tl.store(peaks + own + split, peak + tl.log2(total), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts"])
 def _combine(
     partial, peaks, starts, out,
     heads: tl.constexpr, size: tl.constexpr, block_size: tl.constexpr, rows: tl.constexpr,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attend import (
+    UNALIGNED,
     attend,
     constants,
     example,
@@ -21,6 +22,7 @@ from localgen.backends.cuda.kernels.attend import (
 )
 from localgen.backends.cuda.kernels.device import ARCHS, arch_of
 from localgen.backends.cuda.kernels.kv import LayerKV
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.kernels.variant import Variant
 
@@ -66,7 +68,7 @@ def prompt_triton(
     # a sequence begins at tile starts // rows + its number: so no two share one, and only the
     # device has to know where sequences begin
     tiles = total // tile.rows + sequences
-    _prompt[(tiles, heads)](
+    launch(_prompt, (tiles, heads))(
         *pointers(queries, cache, ragged, out),
         scale,
         softcap or 1.0,
@@ -86,7 +88,10 @@ def _constants(
     return {**shared, "rows": tile.rows, "block": tile.block}
 
 
-@triton.jit(do_not_specialize=["table_stride", "sequences", "above"])
+@triton.jit(
+    do_not_specialize=["table_stride", "sequences", "above"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
 def _prompt(
     queries, keys, values, key_scales, value_scales, tables, starts, lengths, out,
     scale, softcap, table_stride, sequences, above,

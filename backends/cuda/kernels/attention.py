@@ -7,6 +7,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.attend_decode import MAX_ROWS, decode_triton
 from localgen.backends.cuda.kernels.attend_prompt import prompt_triton
+from localgen.backends.cuda.kernels.device import has_kernels
 from localgen.backends.cuda.kernels.kv import LayerKV, widen
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.kernels.wide import wide
@@ -26,7 +27,7 @@ def paged_attention(
     queries: [rows, heads, size]. window: a row sees so many positions up to its own; None: all.
     softcap: logits are bent to stay within it (Gemma 2).
     """
-    chosen = paged_attention_triton if queries.is_cuda else paged_attention_reference
+    chosen = paged_attention_triton if has_kernels(queries) else paged_attention_reference
     return chosen(queries, cache, ragged, scale=scale, window=window, softcap=softcap)
 
 

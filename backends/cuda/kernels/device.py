@@ -5,14 +5,31 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
+
+from localgen.backends.cuda.kernels.launch import planned_for
 
 # compute capabilities that kernels are compiled for in tests
 ARCHS = (80, 89, 90, 100, 120)
 
 
-@cache
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels can take this tensor; on the meta device they are listed."""
+    return x.is_cuda or x.is_meta
+
+
 def arch_of(device: torch.device) -> int:
     """Compute capability as in sm_90; the least there is where there is none."""
+    return planned_for().arch if device.type == "meta" else _arch_of(device)
+
+
+def units_of(device: torch.device) -> int:
+    """Multiprocessors; a few where there are none."""
+    return planned_for().units if device.type == "meta" else _units_of(device)
+
+
+@cache
+def _arch_of(device: torch.device) -> int:
     if device.type != "cuda":
         return ARCHS[0]
     major, minor = torch.cuda.get_device_capability(device)
@@ -20,8 +37,7 @@ def arch_of(device: torch.device) -> int:
 
 
 @cache
-def units_of(device: torch.device) -> int:
-    """Multiprocessors; a few where there are none."""
+def _units_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

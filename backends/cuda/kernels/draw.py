@@ -28,11 +28,14 @@ _TILE = tl.constexpr(GROUP * HELD)
 _SEARCHED, _LISTED = tl.constexpr(1024), tl.constexpr(1024)
 # the search for candidates may end with so many: the best of several groups is not all of them
 _FEW = tl.constexpr(HELD * 7 // 8)
+# rows of packed copies: where they begin must not decide what is compiled
+_SETTINGS = ["temperatures", "top_ks", "top_ps", "min_ps", "mixes", "positions"]
+_EDITED = ["rows", "tokens", "counts", "biases", "repeat", "presence", "frequency"]
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-@triton.jit(do_not_specialize=["edits"])
+@triton.jit(do_not_specialize=["edits"], do_not_specialize_on_alignment=_EDITED)
 def edit(
     logits,
     stride,
@@ -61,7 +64,7 @@ def edit(
     tl.store(place, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SETTINGS)
 def scan(
     logits,
     stride,
@@ -107,7 +110,7 @@ def scan(
         tl.store(partial + 2 * splits, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SETTINGS)
 def choose(
     logits,
     stride,

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from localgen.backends.cuda.kernels.activation import gated_reference
+from localgen.backends.cuda.kernels.device import has_kernels
 from localgen.backends.cuda.kernels.experts_many import Chosen, many_triton
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.matmul import INPUTS, added, one_row_tile
 from localgen.backends.cuda.kernels.tile import Kind, Tile, dot_type, finish, output_ids
 from localgen.backends.cuda.kernels.variant import Variant
@@ -36,7 +38,7 @@ def mixture(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: Kind
     down: [experts, hidden, inner].
     """
     whole = gate_up.shape[2] % INPUTS == 0 and down.shape[2] % INPUTS == 0
-    if not (x.is_cuda and whole and x.dtype in (torch.bfloat16, torch.float16)):
+    if not (has_kernels(x) and whole and x.dtype in (torch.bfloat16, torch.float16)):
         return mixture_reference(x, gate_up, down, chosen, kind)
     if x.shape[0] <= FEW_ROWS and chosen.ids.shape[1] <= _MOST_EXPERTS:
         return few_triton(x, gate_up, down, chosen, kind)
@@ -65,7 +67,7 @@ def few_triton(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: K
     out = torch.empty_like(x)
     tile = one_row_tile(hidden, 2 * inner_size)
     step = tile.inputs * tile.warps
-    _few_gate_up[(triton.cdiv(2 * inner_size, tile.outputs), slots)](
+    launch(_few_gate_up, (triton.cdiv(2 * inner_size, tile.outputs), slots))(
         x,
         gate_up,
         ids,
@@ -80,7 +82,7 @@ def few_triton(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: K
         num_warps=tile.warps,
     )
     tile, splits = _down_tile(top_k)
-    _few_down[(triton.cdiv(hidden, tile.outputs), rows)](
+    launch(_few_down, (triton.cdiv(hidden, tile.outputs), rows))(
         inner,
         down,
         ids,

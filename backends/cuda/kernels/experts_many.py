@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.matmul import INPUTS
 from localgen.backends.cuda.kernels.tile import Kind, acted, dot_type, output_ids
 from localgen.backends.cuda.kernels.variant import Variant
@@ -73,7 +74,7 @@ def many_triton(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: 
     top_k = chosen.ids.shape[1]
     _grouped(x.contiguous(), gate_up, dealt, inner, dealt.order, top_k, kind)
     _grouped(inner, down, dealt, answers, None, top_k, None)
-    _weigh[(rows, triton.cdiv(hidden, _WEIGHED))](
+    launch(_weigh, (rows, triton.cdiv(hidden, _WEIGHED)))(
         answers,
         dealt.places,
         chosen.shares.contiguous(),
@@ -91,7 +92,7 @@ def deal_triton(ids: Tensor, experts: int) -> Dealt:
     slots = ids.numel()
     order, places = (torch.empty(slots, dtype=torch.int32, device=ids.device) for _ in range(2))
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    _deal[(experts,)](
+    launch(_deal, (experts,))(
         ids.contiguous(), order, places, starts, slots, experts, block=_DEALT, num_warps=4
     )
     return Dealt(order, places, starts)
@@ -112,7 +113,7 @@ def _grouped(
     # every expert can have one tile that is not full
     tiles = len(out) // tile.slots + min(experts, len(out))
     across = triton.cdiv(outs, tile.outputs)
-    _product[(tiles * across,)](
+    launch(_product, (tiles * across,))(
         x,
         weight,
         order,

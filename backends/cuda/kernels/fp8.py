@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from localgen.backends.cuda.kernels.device import arch_of, has_kernels
 from localgen.backends.cuda.kernels.matmul import fits, thin_triton, thin_variant
 from localgen.backends.cuda.kernels.variant import Variant
 from localgen.backends.cuda.kernels.wide import wide
@@ -24,7 +25,7 @@ def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
     MOST_ROWS the rows keep their precision; above, they are rounded to FP8 as well. Below compute
     capability 8.9 the weight is widened by torch at every call.
     """
-    if not (x.is_cuda and fits(x, weight) and _has_fp8(x.device)):
+    if not (has_kernels(x) and fits(x, weight) and _has_fp8(x.device)):
         return fp8_matmul_reference(x, weight, scale, bias)
     if x.shape[0] <= MOST_ROWS:
         return thin_triton(x, weight, scale, bias)
@@ -53,7 +54,7 @@ def small_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return arch_of(device) >= 89
 
 
 def _both_small(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.device import ARCHS, arch_of
+from localgen.backends.cuda.kernels.device import ARCHS, arch_of, has_kernels
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.matmul import fits
 from localgen.backends.cuda.kernels.tile import Tile, dot_type, store
 from localgen.backends.cuda.kernels.variant import Variant
@@ -40,7 +41,7 @@ def int4_matmul(
     x: [rows, ins], inputs in packed order. packed: uint8 [outs, ins / 2] as `pack` makes it.
     scales: float [outs, groups]. zeros: uint8 [outs, groups], 0 to 15. bias: [outs].
     """
-    if not (x.is_cuda and tiled(2 * packed.shape[1]) and _in_parts(packed, scales)):
+    if not (has_kernels(x) and tiled(2 * packed.shape[1]) and _in_parts(packed, scales)):
         return int4_matmul_reference(x, packed, scales, zeros, bias)
     if x.shape[0] <= MOST_ROWS and fits(x, packed):
         return int4_matmul_triton(x, packed, scales, zeros, bias)
@@ -116,7 +117,7 @@ def int4_matmul_triton(
     tile = int4_tile(rows, outs, group, arch_of(x.device))
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outputs))
-    _int4[grid](
+    launch(_int4, grid)(
         x.contiguous(),
         packed.view(torch.int32),
         scales,
@@ -145,7 +146,7 @@ def widened_triton(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.d
     """The weight, [outs, ins] of dtype, in one launch."""
     outs, ins = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty((outs, ins), dtype=dtype, device=packed.device)
-    _widened[(triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE))](
+    launch(_widened, (triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE)))(
         packed.view(torch.int32), scales, zeros, out, ins // TILE, outs, ins // scales.shape[1]
     )
     return out

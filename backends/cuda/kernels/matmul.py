@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from localgen.backends.cuda.kernels.activation import gated_reference
+from localgen.backends.cuda.kernels.device import has_kernels
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.tile import (
     Kind,
     Tile,
@@ -65,14 +67,14 @@ def matmul(
 
     x: [rows, ins]. weight: [outs, ins], of the same dtype. bias: [outs]. residual: [rows, outs].
     """
-    if x.is_cuda and fits(x, weight) and x.shape[0] <= MOST_ROWS:
+    if has_kernels(x) and fits(x, weight) and x.shape[0] <= MOST_ROWS:
         return matmul_triton(x, weight, bias, residual)
     return matmul_reference(x, weight, bias, residual)
 
 
 def gated_matmul(x: Tensor, weight: Tensor, kind: Kind) -> Tensor:
     """act(gate) * up, [rows, outs / 2]. weight: [outs, ins], all of gate, then all of up."""
-    if x.is_cuda and fits(x, weight) and x.shape[0] <= MOST_ROWS:
+    if has_kernels(x) and fits(x, weight) and x.shape[0] <= MOST_ROWS:
         return matmul_triton(x, weight, kind=kind)
     return gated_matmul_reference(x, weight, kind)
 
@@ -116,7 +118,7 @@ def matmul_triton(
     tile = one_row_tile(ins, weight.shape[0])
     out = torch.empty((1, outs), dtype=x.dtype, device=x.device)
     step = tile.inputs * tile.warps
-    _one_row[(triton.cdiv(weight.shape[0], tile.outputs),)](
+    launch(_one_row, (triton.cdiv(weight.shape[0], tile.outputs),))(
         x,
         weight,
         bias,
@@ -152,7 +154,7 @@ def thin_triton(
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     # programs over the same weights follow one another, and find them in the L2
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
-    _thin[grid](
+    launch(_thin, grid)(
         x.contiguous(),
         weight,
         scale,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.device import has_kernels
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.variant import Variant
 from localgen.backends.cuda.kernels.wide import wide
 
@@ -25,7 +27,7 @@ def rms_norm(
 
     offset: multiply by 1 + weight, as Gemma does. Sums are taken in float32. size: up to MAX_SIZE.
     """
-    chosen = rms_norm_triton if x.is_cuda else rms_norm_reference
+    chosen = rms_norm_triton if has_kernels(x) else rms_norm_reference
     return chosen(x, weight, eps, offset=offset, residual=residual)
 
 
@@ -50,7 +52,7 @@ def rms_norm_triton(
     normed = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
     block, num_warps = _shape(size)
-    _rms_norm[(x.numel() // size,)](
+    launch(_rms_norm, (x.numel() // size,))(
         x,
         x if residual is None else residual.contiguous(),
         weight,

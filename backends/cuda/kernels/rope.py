@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, cat
 
+from localgen.backends.cuda.kernels.device import has_kernels
 from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV, shrink
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.norm import rms_norm_reference
 from localgen.backends.cuda.kernels.variant import Variant
 from localgen.backends.cuda.kernels.wide import wide
@@ -46,7 +48,7 @@ def rope_and_store(
     page * page tokens + offset; -1: neither key nor value is stored. A cache in float8_e4m3fn
     needs compute capability 8.9.
     """
-    chosen = rope_and_store_triton if qkv.is_cuda else rope_and_store_reference
+    chosen = rope_and_store_triton if has_kernels(qkv) else rope_and_store_reference
     return chosen(qkv, positions, rotation, norms, cache, slots)
 
 
@@ -109,7 +111,7 @@ def rope_and_store_triton(
     # where there is no such tensor, any pointer does: it is not read
     scales = cos if cache.key_scales is None else cache.key_scales
     heads_block, num_warps = _shape(rows, size)
-    _rope_and_store[(rows, triton.cdiv(heads + 2 * kv_heads, heads_block))](
+    launch(_rope_and_store, (rows, triton.cdiv(heads + 2 * kv_heads, heads_block)))(
         qkv.contiguous(),
         positions,
         cos,
@@ -165,7 +167,8 @@ def _constants(
     }
 
 
-@triton.jit
+# both are parts of a packed copy: where they begin must not decide what is compiled
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_and_store(
     qkv,
     positions,

@@ -16,6 +16,8 @@ import triton
 from torch import Tensor
 
 from localgen.backends.cuda.kernels import draw
+from localgen.backends.cuda.kernels.device import has_kernels
+from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.noise import gumbel
 from localgen.backends.cuda.kernels.variant import Variant
 from localgen.backends.cuda.kernels.wide import wide
@@ -53,7 +55,7 @@ class SamplingTensors:
 
 def sample(logits: Tensor, settings: SamplingTensors) -> Tensor:
     """A token for each row, int64 [rows]. logits: float [rows, vocab], left as they are."""
-    return (sample_triton if logits.is_cuda else sample_reference)(logits, settings)
+    return (sample_triton if has_kernels(logits) else sample_reference)(logits, settings)
 
 
 def sample_reference(logits: Tensor, settings: SamplingTensors) -> Tensor:
@@ -129,9 +131,9 @@ def sample_triton(logits: Tensor, settings: SamplingTensors) -> Tensor:
         splits,
         groups,
     )
-    draw.scan[(rows, splits)](*shared, chunk_groups=chunk_groups, num_warps=num_warps)
+    launch(draw.scan, (rows, splits))(*shared, chunk_groups=chunk_groups, num_warps=num_warps)
     chosen = room(rows, dtype=torch.int64)
-    draw.choose[(rows,)](
+    launch(draw.choose, (rows,))(
         *shared,
         room(rows, groups, dtype=torch.int32),
         chosen,
@@ -143,7 +145,7 @@ def sample_triton(logits: Tensor, settings: SamplingTensors) -> Tensor:
 
 
 def _edit(logits: Tensor, settings: SamplingTensors, edits: int) -> None:
-    draw.edit[(triton.cdiv(edits, _EDITS_BLOCK),)](
+    launch(draw.edit, (triton.cdiv(edits, _EDITS_BLOCK),))(
         logits,
         logits.stride(0),
         settings.edit_rows,

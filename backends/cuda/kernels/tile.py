@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.device import has_kernels
+
 Kind = Literal["silu", "gelu_tanh"]
 
 
@@ -32,7 +34,7 @@ class Tile:
 
 def dot_type(x: Tensor) -> Any:
     """Triton's type of what tl.dot multiplies: x's own, but exact in the interpreter."""
-    if not x.is_cuda:
+    if not has_kernels(x):
         return tl.float32
     return tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16
 

@@ -1,0 +1,69 @@
+"""Launches of kernels, which can be listed instead, to know what a step will need compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and what it is compiled for. args: numbers, None, and dtypes in place of tensors.
+
+    options: constants by name, num_warps and the like.
+    """
+
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Launches on meta tensors, in order, and the GPU that they are for.
+
+    arch: compute capability as in sm_90. units: multiprocessors.
+    """
+
+    arch: int
+    units: int
+    launches: list[Launch] = field(default_factory=list)
+
+
+_planned: ContextVar[Planned | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def planning(arch: int, units: int) -> Iterator[Planned]:
+    """In this thread, launches are listed and not made. For meta tensors."""
+    planned = Planned(arch, units)
+    token = _planned.set(planned)
+    try:
+        yield planned
+    finally:
+        _planned.reset(token)
+
+
+def planned_for() -> Planned:
+    """What is being planned."""
+    planned = _planned.get()
+    assert planned is not None, "meta tensors have kernels only while these are planned"
+    return planned
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """What to call with the kernel's arguments."""
+    planned = _planned.get()
+    if planned is None:
+        return kernel[grid]  # type: ignore[no-any-return]
+
+    def listed(*args: Any, **options: Any) -> None:
+        kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
+        planned.launches.append(Launch(kernel, kinds, options))
+
+    return listed
