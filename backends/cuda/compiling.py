@@ -25,35 +25,34 @@ from localgen.backends.cuda.kernels.device import arch_of, units_of
 from localgen.backends.cuda.kernels.launch import Launch
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.planning import Planner
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.sharding import Shard
 
 log = logging.getLogger(__name__)
 
 _MOST_THREADS = 16
+# beside steps, which need the interpreter too
+_THREADS_BESIDE_STEPS = 2
 # what their names begin with
 _THREADS = "compiling"
 
 
 class Compiling:
-    """Compiles what the first answers need, then what comes later; see Planner."""
+    """Compiles what the first answers need, then what comes later; see Planner.
+
+    It never fails: what could not be compiled here is compiled at its first use.
+    """
 
     def __init__(
-        self, spec: ModelSpec, options: Settings, dtype: torch.dtype, device: torch.device
+        self, shard: Shard, options: Settings, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """device: a GPU. Begins at once."""
-        self._device = device
-        arch, units = arch_of(device), units_of(device)
-        self._planner = Planner(spec, options, dtype, arch=arch, units=units)
-        self._mark = mark_of(spec, options, dtype, arch, units)
+        """Begin. shard: of any rank, whose kernels are those of all. device: a GPU."""
+        self._shard, self._options, self._dtype, self._device = shard, options, dtype, device
         self._took_s = 0.0
         self._compiled: list[str] = []
         self._failure = ""
         self._first_is_done = threading.Event()
         triton.knobs.compilation.listener = self._listen
-        if self._mark.exists():
-            self._first_is_done.set()
-        else:
-            threading.Thread(target=self._run, daemon=True, name=_THREADS).start()
+        threading.Thread(target=self._run, daemon=True, name=_THREADS).start()
 
     def wait(self) -> tuple[str, ...]:
         """Until the first answer can be given. What to tell of it, if anything."""
@@ -68,20 +67,28 @@ class Compiling:
         )
 
     def _run(self) -> None:
-        begun_s = time.monotonic()
         try:
-            with torch.cuda.device(self._device):
-                compile_all(self._planner.first())
-                self._took_s = time.monotonic() - begun_s
-                self._first_is_done.set()
-                compile_all(self._planner.later())
-            with suppress(OSError):  # then it is looked for again the next time
-                self._mark.touch()
+            self._compile()
         except Exception as error:  # a step will say it again, if it has to
             self._failure = str(error).partition("\n")[0] or type(error).__name__
             log.warning("kernels are compiled when first used: %s", error)
         finally:
             self._first_is_done.set()
+
+    def _compile(self) -> None:
+        begun_s = time.monotonic()
+        arch, units = arch_of(self._device), units_of(self._device)
+        mark = mark_of(self._shard, self._options, self._dtype, arch, units)
+        if mark.exists():
+            return
+        planner = Planner(self._shard, self._options, self._dtype, arch=arch, units=units)
+        most = min(_MOST_THREADS, os.cpu_count() or 1)
+        compile_all(planner.first(), self._device, threads=most)
+        self._took_s = time.monotonic() - begun_s
+        self._first_is_done.set()
+        compile_all(planner.later(), self._device, threads=min(most, _THREADS_BESIDE_STEPS))
+        with suppress(OSError):  # then it is looked for again the next time
+            mark.touch()
 
     def _listen(self, *, metadata: dict[str, Any], cache_hit: bool, **_: object) -> None:
         if cache_hit:
@@ -93,18 +100,22 @@ class Compiling:
             log.warning("a step waited until %s was compiled for this GPU", name)
 
 
-def mark_of(spec: ModelSpec, options: Settings, dtype: torch.dtype, arch: int, units: int) -> Path:
+def mark_of(shard: Shard, options: Settings, dtype: torch.dtype, arch: int, units: int) -> Path:
     """A file that is there once all these kernels are."""
     asked = (options.parallel, options.max_batch_tokens, options.ctx, options.cache_dtype)
-    key = hashlib.sha256(repr((spec, asked, dtype, arch, units, triton.__version__)).encode())
+    key = hashlib.sha256(repr((shard, asked, dtype, arch, units, triton.__version__)).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         key.update(path.read_bytes())
     return Path(triton.knobs.cache.dir) / f"localgen-{key.hexdigest()[:32]}"
 
 
-def compile_all(launches: Sequence[Launch]) -> None:
+def compile_all(launches: Sequence[Launch], device: torch.device, *, threads: int) -> None:
     """Compile them in threads, or read what was compiled before. Raises what Triton raises."""
-    threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, _THREADS) as pool, triton.AsyncCompileMode(pool):
-        for launch in launches:
-            launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
+
+    def compile_one(launch: Launch) -> None:
+        launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
+
+    # a thread's device is its own
+    with ThreadPoolExecutor(threads, _THREADS, torch.cuda.set_device, (device,)) as pool:
+        for _ in pool.map(compile_one, launches):
+            pass

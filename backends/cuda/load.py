@@ -35,7 +35,9 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     source = open_source(Path(request.path))
     spec, dtype = source.spec, source.dtype(device)
     options = settle(request.options, dtype, device)
-    compiling = Compiling(spec, options, dtype, device) if device.type == "cuda" else None
+    compiling = None
+    if device.type == "cuda":
+        compiling = Compiling(Shard(spec, 0, options.tp), options, dtype, device)
     tokenizer = _tokenizer(source, options)
     template, template_source = _template(source, tokenizer, options)
     steps, size, weight_bytes = _compute(source, options, dtype, request.memory_bytes, on_progress)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from localgen.backends.cuda.batch import Ints, StepInputs, arrange, on_device
 from localgen.backends.cuda.decoder import Decoder, KVCache
@@ -18,8 +19,9 @@ from localgen.backends.cuda.graphs import LEAST_LEN, Shape, pad
 from localgen.backends.cuda.kernels.launch import Launch, planning
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.pages import pages_for
+from localgen.backends.cuda.ranks import Ranks
 from localgen.backends.cuda.sampler import Row, choose
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.weights import random_weights
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
@@ -28,36 +30,49 @@ from localgen.backends.types import BASE_SAMPLING
 # one of every range within which launchers choose the same
 _PROMPTS = (8, 16, 64, 128, 512, 2048)
 _SEQUENCES = (1, 2, 4, 8, 16, 64, 256)
+# the shortest that attention divides: steps of several ranks are not padded to LEAST_LEN
+_LEAST_DIVIDED = 128
 _META = torch.device("meta")
 
 
+class AbsentRanks(Ranks):
+    """Nobody is asked: on the meta device only shapes matter."""
+
+    __slots__ = ()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """As Ranks.sum."""
+        return x
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """As Ranks.whole."""
+        return logits.new_empty(len(logits), self.shard.spec.vocab)
+
+
 class Planner:
-    """Lists what is launched on a GPU of this capability and with so many multiprocessors."""
+    """Lists what a rank launches on a GPU of this capability and with so many multiprocessors."""
 
     def __init__(
-        self, spec: ModelSpec, options: Settings, dtype: torch.dtype, *, arch: int, units: int
+        self, shard: Shard, options: Settings, dtype: torch.dtype, *, arch: int, units: int
     ) -> None:
-        windows = tuple(dict.fromkeys(spec.windows))
-        self._spec = replace(spec, layers=len(windows), windows=windows)
+        windows = tuple(dict.fromkeys(shard.spec.windows))
+        spec = replace(shard.spec, layers=len(windows), windows=windows)
+        self._shard = replace(shard, spec=spec)
         self._options, self._dtype = options, dtype
         self._arch, self._units = arch, units
 
     def first(self) -> list[Launch]:
         """By the first answer: a prompt of any length, and one sequence that decodes."""
-        most = min(self._options.max_batch_tokens, self._spec.max_len)
+        most = min(self._options.max_batch_tokens, self._shard.spec.max_len)
         prompts = [prompt_step(rows) for rows in _PROMPTS if rows <= most]
+        decoding = [decoding_step(1, length) for length in self._lengths(LEAST_LEN)]
         penalized = replace(BASE_SAMPLING, temperature=1.0, repeat_last_n=64, repeat_penalty=1.1)
-        return self._launched(
-            [*prompts, decoding_step(1, LEAST_LEN)],
-            [Row(BASE_SAMPLING, [0]), Row(penalized, [0])],
-        )
+        return self._launched([*prompts, *decoding], [Row(BASE_SAMPLING, [0]), Row(penalized, [0])])
 
     def later(self) -> list[Launch]:
         """By answers that get longer, and by many at once."""
-        longest = min(self._options.ctx or self._spec.max_len, self._spec.max_len)
-        lengths = [LEAST_LEN]
-        while lengths[-1] < longest:
-            lengths.append(2 * lengths[-1])
+        longest = self._shard.spec.max_len
+        lengths = self._lengths(min(self._options.ctx or longest, longest))
         steps = [
             decoding_step(sequences, length)
             for sequences in _SEQUENCES
@@ -68,18 +83,26 @@ class Planner:
         steps += [prompt_step(_PROMPTS[0], before=length) for length in lengths]
         return self._launched(steps, [Row(BASE_SAMPLING, [0])])
 
+    def _lengths(self, longest: int) -> list[int]:
+        """Powers of two that a step may be padded to, the last not below longest."""
+        lengths = [LEAST_LEN if self._shard.size == 1 else _LEAST_DIVIDED]
+        while lengths[-1] < longest:
+            lengths.append(2 * lengths[-1])
+        return lengths
+
     def _launched(self, steps: list[StepInputs], rows: list[Row]) -> list[Launch]:
+        local = self._shard.local
         with planning(self._arch, self._units) as planned, torch.inference_mode():
-            weights = random_weights(self._spec, device=_META, dtype=self._dtype, seed=0)
-            decoder = Decoder(self._spec, weights, max_len=1)
-            cache = KVCache.zeros(self._spec, 1, device=_META, dtype=self._options.cache_dtype)
+            weights = random_weights(local, device=_META, dtype=self._dtype, seed=0)
+            decoder = Decoder(local, weights, max_len=1, ranks=AbsentRanks(self._shard))
+            cache = KVCache.zeros(local, 1, device=_META, dtype=self._options.cache_dtype)
             widths = set()
             for step in steps:
                 logits = decoder.forward(on_device(step, _META), cache)
                 widths.add(len(logits))
             for width in widths:
                 for row in rows:
-                    choose(torch.empty(width, self._spec.vocab, device=_META), [row] * width)
+                    choose(torch.empty(width, self._shard.spec.vocab, device=_META), [row] * width)
         return list(unique(planned.launches))
 
 
