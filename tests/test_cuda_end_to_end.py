@@ -98,6 +98,38 @@ def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: Settin
     assert "the context is 2,048" in said
 
 
+@pytest.mark.parametrize(
+    ("method", "group"), [("awq", 33), ("gptq", 100), ("awq", 0), ("gptq", "many")]
+)
+def test_an_odd_group_size_is_named(
+    settings: Settings, folder: Path, method: str, group: object
+) -> None:
+    quant = {"quant_method": method, "bits": 4, "group_size": group}
+    edit(folder / "config.json", quantization_config=quant)
+    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
+    assert f"config.json: quantization_config.group_size is {json.dumps(group)}, not a" in said
+
+
+def test_heads_that_ranks_cannot_share_evenly(settings: Settings, folder: Path) -> None:
+    edit(folder / "config.json", num_attention_heads=8, num_key_value_heads=8)
+    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, "--dummy", "--tp", "3"))
+    assert "--tp 3: 8 heads cannot be divided by 3: use 1, 2, 4 or 8" in said
+
+
+def test_a_prompt_over_the_pool_is_refused_and_the_engine_lives_on(
+    settings: Settings, folder: Path
+) -> None:
+    small = (*ON_CPU, "--kv-tokens", "256", "--temp", "0", "--json")
+    done = run(settings, str(folder), "word " * 400, *small)
+    note, said = done.stderr.splitlines()
+    assert "which is slow" in note, "it was loaded"
+    assert "the context is 256 and must hold the answer too: shorten the prompt, or load " in said
+    assert "a larger --ctx (up to 2,048)" in said
+    done = run(settings, str(folder), QUESTION, *small)
+    assert "42" in json.loads(done.stdout)["text"]
+    assert done.stderr == "", "and has not been loaded again"
+
+
 def test_a_pool_smaller_than_the_context_is_refused(settings: Settings, folder: Path) -> None:
     sizes = ("--kv-tokens", "256", "-c", "512")
     said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, *sizes))

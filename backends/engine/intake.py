@@ -27,7 +27,8 @@ MAX_CHARS_PER_TOKEN = 256
 class Intake:
     """Turns requests for one loaded model into sequences. Safe to call from any thread.
 
-    grammars: without them no request can ask for one.
+    grammars: without them no request can ask for one. ctx_train: the model's own context, which may
+    be larger than what it was loaded with.
     """
 
     limits: Limits
@@ -35,6 +36,7 @@ class Intake:
     template: ChatTemplate | None
     defaults: SamplingParams
     grammars: Grammars | None = None
+    ctx_train: int = 0
     _dialect: Dialect | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -208,13 +210,20 @@ class Intake:
 
     def _fits(self, prompt_tokens: int, ctx: int) -> None:
         if prompt_tokens >= ctx:
-            most = self.limits.max_len
-            remedy = f", or raise ctx (up to {most:,})" if ctx < most else ""
             raise ContextExceeded(
                 f"the prompt is {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
-                f"the answer too: shorten the prompt{remedy}",
+                f"the answer too: shorten the prompt{self._remedy(ctx)}",
                 param="messages",
             )
+
+    def _remedy(self, ctx: int) -> str:
+        """How else a prompt would fit. ctx: that of the request."""
+        most = self.limits.max_len
+        if ctx < most:
+            return f", or raise ctx (up to {most:,})"
+        if most < self.ctx_train:
+            return f", or load the model with a larger --ctx (up to {self.ctx_train:,})"
+        return ""
 
     def _can_be_long(self, prompt_tokens: int, min_tokens: int, ctx: int) -> None:
         if prompt_tokens + min_tokens > ctx:

@@ -62,6 +62,7 @@ class _Process:
                 template=model.template,
                 defaults=model.info.sampling,
                 grammars=Grammars(model.tokenizer),
+                ctx_train=model.info.ctx_train,
             ),
             itl_target_ms=options.itl_target_ms,
             max_queue=options.max_queue,
