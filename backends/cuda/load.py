@@ -41,26 +41,8 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     tokenizer = _tokenizer(source, options)
     template, template_source = _template(source, tokenizer, options)
     steps, size, weight_bytes = _compute(source, options, dtype, request.memory_bytes, on_progress)
-    runner = CudaRunner(
-        steps,
-        PagedCache(pages_for(size.kv_tokens), share=options.prefix_cache),
-        limits(
-            max_seqs=options.parallel,
-            max_batch_tokens=options.max_batch_tokens,
-            max_len=size.ctx,
-            kv_tokens=size.kv_tokens,
-            share=options.prefix_cache,
-        ),
-        lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
-        ahead=device.type == "cuda",  # on a CPU nothing waits to be filled
-        pooler=Pooler.of_folder(source.path),
-    )
+    runner = _runner(source, options, tokenizer, steps, size)
     defaults, notes = source.sampling()
-    oddities = {
-        "the weights are random (--dummy): the text means nothing": options.dummy,
-        "no chat template came with the model: chat needs --chat-template FILE": not template,
-        "computed on the CPU in plain torch, which is slow": device.type == "cpu",
-    }
     kv_bytes = size.kv_tokens * _kv_bytes(spec, options)
     info = ModelInfo(
         name=request.name,
@@ -91,11 +73,40 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
             *tensor_parallel.notes(options),
             *source.notes,
             *notes,
-            *(note for note, so in oddities.items() if so),
+            *_oddities(options, template),
             *(compiling.wait() if compiling else ()),
         ),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=template)
+
+
+def _runner(
+    source: ModelSource, options: Settings, tokenizer: Tokenizer, steps: Steps, size: Size
+) -> CudaRunner:
+    return CudaRunner(
+        steps,
+        PagedCache(pages_for(size.kv_tokens), share=options.prefix_cache),
+        limits(
+            max_seqs=options.parallel,
+            max_batch_tokens=options.max_batch_tokens,
+            max_len=size.ctx,
+            kv_tokens=size.kv_tokens,
+            share=options.prefix_cache,
+        ),
+        lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
+        ahead=options.device != "cpu",  # on which nothing waits to be filled
+        pooler=Pooler.of_folder(source.path),
+    )
+
+
+def _oddities(options: Settings, template: ChatTemplate | None) -> tuple[str, ...]:
+    """What a user may not expect of a model loaded so."""
+    found = {
+        "the weights are random (--dummy): the text means nothing": options.dummy,
+        "no chat template came with the model: chat needs --chat-template FILE": not template,
+        "computed on the CPU in plain torch, which is slow": options.device == "cpu",
+    }
+    return tuple(note for note, so in found.items() if so)
 
 
 def _memory(weight_bytes: int, kv_bytes: int, options: Settings, device: torch.device) -> MemoryUse:

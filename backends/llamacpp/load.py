@@ -30,6 +30,7 @@ from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.available import SPARED_BYTES, available_bytes
 from localgen.backends.memory.defaults import LLAMACPP
+from localgen.backends.memory.pool import Size
 from localgen.backends.memory.shape import ModelShape
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import BASE_SAMPLING, Load, LoadOptions, ModelInfo, SamplingParams
@@ -72,28 +73,15 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         return load_encoder(request, model, vocab, options, started_s=started_s)
     can_rewind = _probe(model, vocab, context)
     share = can_rewind and options.prefix_cache
-    runner = LlamaRunner(
-        model,
-        context,
-        vocab,
-        lanes=_lanes(context, options, donors, share=share, reuse=Reuse.of(model, options)),
-        max_seqs=options.parallel,
-        max_len=size.ctx,
-        can_rewind=share,
-        threads=options.threads,
-        vectors=TextVectors(model, options, context.thread),
-    )
+    runner = _runner(model, context, vocab, options, size, donors=donors, share=share)
     sampling_defaults, sampling_notes = _sampling(model)
     oddities = {
         "the weights could not be locked in memory (ulimit -l): they may be swapped": unlocked,
         "weights are not repacked for this CPU: prompts are read more slowly": not options.repack,
         "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
         "no chat template came with the model: chat needs --chat-template FILE": not template,
+        **_parts(options, request.options, size.ctx),
     }
-    in_parts = f"the KV cache is in {options.parallel} parts of {size.ctx:,} tokens"
-    oddities[f"{in_parts}; --kv-unified shares one pool"] = (
-        not options.kv_unified and request.options.kv_unified is None
-    )
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -122,6 +110,36 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         notes=(*size.notes, *sampling_notes, *(note for note, so in oddities.items() if so)),
     )
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)
+
+
+def _runner(
+    model: Model,
+    context: Context,
+    vocab: Vocab,
+    options: Settings,
+    size: Size,
+    *,
+    donors: int,
+    share: bool,
+) -> LlamaRunner:
+    return LlamaRunner(
+        model,
+        context,
+        vocab,
+        lanes=_lanes(context, options, donors, share=share, reuse=Reuse.of(model, options)),
+        max_seqs=options.parallel,
+        max_len=size.ctx,
+        can_rewind=share,
+        threads=options.threads,
+        vectors=TextVectors(model, options, context.thread),
+    )
+
+
+def _parts(options: Settings, asked: LoadOptions, ctx: int) -> dict[str, bool]:
+    """What to say of a cache in parts, and whether it is one without having been asked for."""
+    in_parts = f"the KV cache is in {options.parallel} parts of {ctx:,} tokens"
+    unasked = not options.kv_unified and asked.kv_unified is None
+    return {f"{in_parts}; --kv-unified shares one pool": unasked}
 
 
 def _existing(path: Path) -> Path:
