@@ -118,6 +118,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": longrope("longrope", 12),
         },
     ),
+    "phi4 unscaled": (
+        "phi3",
+        {**THETA, "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    ),
     "mixtral": ("mixtral", {"rope_theta": 1e6, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 moe": ("qwen3_moe", {"rope_theta": 1e6, **MOE, "norm_topk_prob": True}),
     "qwen3 moe window": (

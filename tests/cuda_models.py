@@ -36,6 +36,7 @@ ARCHITECTURES = (
     "gemma3",
     "phi3",
     "phi4 mini",
+    "phi4 unscaled",
     "mixtral",
     "qwen3 moe",
 )

@@ -110,7 +110,10 @@ def scan(
         tl.store(partial + 2 * splits, total)
 
 
-@triton.jit(do_not_specialize_on_alignment=_SETTINGS)
+@triton.jit(
+    do_not_specialize=["stride", "vocab", "splits", "groups"],
+    do_not_specialize_on_alignment=_SETTINGS,
+)
 def choose(
     logits,
     stride,

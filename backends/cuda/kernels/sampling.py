@@ -189,7 +189,7 @@ def variants() -> Iterator[Variant]:
                 num_warps=num_warps,
             )
     first = {"logits": "*fp32", "stride": "i32", "vocab": "i32", **pointers}
-    for rows, vocab in ((1, 32003), (1, 151936), (64, 262208)):
+    for rows, vocab in ((1, 32003), (1, 128256), (1, 151936), (64, 262208)):
         groups = triton.cdiv(vocab, draw.GROUP)
         blocks = {
             "splits_block": triton.next_power_of_2(triton.cdiv(groups, _chunk(rows)[0])),
