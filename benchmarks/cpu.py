@@ -21,7 +21,7 @@ from benchmarks.speed import Bench
 from benchmarks.streams import StreamFailed
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.load import load
-from localgen.backends.types import Load, LoadOptions
+from localgen.backends.models import Load, LoadOptions
 from localgen.config import Settings
 from localgen.hub.names import BUILT_IN, BUILT_IN_PATH
 

@@ -22,7 +22,7 @@ import httpx
 
 from benchmarks.measure import ModelLine, Report
 from benchmarks.servers import Localgen, private_settings
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 
 RESULTS = Path(__file__).parent / "results"
 MAX_QUEUE = 64

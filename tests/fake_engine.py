@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.engine import wire
+from localgen.backends.models import Load, LoadOptions, ModelInfo
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -30,9 +31,6 @@ from localgen.backends.types import (
     EngineStats,
     Failed,
     Finished,
-    Load,
-    LoadOptions,
-    ModelInfo,
     PositionLogprobs,
     Request,
     SamplingParams,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
-from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams, Timings
+from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.types import Message, SamplingParams, Timings
 from localgen.client import Answer, Client, Health, ModelCard, RunningModel, Text
 
 TIMINGS = Timings(

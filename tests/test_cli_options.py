@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import LoadOptions, SamplingParams
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import SamplingParams
 from localgen.cli import options as declared
 from localgen.cli.options import takes_model_options
 from localgen.config import BadSetting

@@ -23,7 +23,8 @@ from localgen.backends.errors import (
     ModelBusy,
     ServerUnavailable,
 )
-from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, Client, Text
 from localgen.config import BadSetting
 

@@ -19,7 +19,8 @@ from localgen.backends.cuda.batch import StepInputs
 from localgen.backends.cuda.graphs import DeviceSteps, Latest
 from localgen.backends.cuda.load import load
 from localgen.backends.cuda.runner import CudaRunner
-from localgen.backends.types import Load, LoadOptions, SamplingParams
+from localgen.backends.models import Load, LoadOptions
+from localgen.backends.types import SamplingParams
 
 TINY = Path(__file__).parents[1] / "localgen/models/tiny"
 # llama.cpp keeps keys, values and some products in 16 bits: logits differ by up to this

@@ -12,8 +12,9 @@ import pytest
 from models import Bench, questions
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.models import LoadOptions
 from localgen.backends.text.grammar import Grammars
-from localgen.backends.types import Failed, LoadOptions, Message, SamplingParams
+from localgen.backends.types import Failed, Message, SamplingParams
 
 PERSON = {
     "type": "object",

@@ -24,7 +24,8 @@ from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import embedding
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.types import EmbedRequest, Load, LoadOptions, SamplingParams
+from localgen.backends.models import Load, LoadOptions
+from localgen.backends.types import EmbedRequest, SamplingParams
 
 TEXTS = (
     "The sun is a star.",

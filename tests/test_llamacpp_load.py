@@ -23,16 +23,8 @@ from models import TINY_GGUF, Bench
 from localgen.backends.engine import wire
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.llamacpp.load import load
-from localgen.backends.types import (
-    Failed,
-    Finished,
-    Load,
-    LoadOptions,
-    Message,
-    Request,
-    SamplingParams,
-    StepEvents,
-)
+from localgen.backends.models import Load, LoadOptions
+from localgen.backends.types import Failed, Finished, Message, Request, SamplingParams, StepEvents
 
 HANG_S = 30
 ASK = Request(id="r", prompt_tokens=(5, 6, 7), params=SamplingParams(max_tokens=4, seed=1))

@@ -28,7 +28,8 @@ from localgen.backends.llamacpp.native import Context, Model
 from localgen.backends.llamacpp.options import settle
 from localgen.backends.llamacpp.sampler import Sampler, logprobs
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.types import BASE_SAMPLING, LoadOptions, SamplingParams
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000
 LEAST_P = 1e-4

@@ -27,7 +27,7 @@ from localgen.backends.memory.gguf_header import parse_header, read_header
 from localgen.backends.memory.gguf_shape import gguf_shape
 from localgen.backends.memory.shape import LayerCache, ModelShape, read_bytes, token_bytes
 from localgen.backends.memory.work import llamacpp_fixed_bytes, llamacpp_work_token_bytes
-from localgen.backends.types import MemoryUse
+from localgen.backends.models import MemoryUse
 from localgen.hub.files import model_file, model_folder
 from localgen.planning.weights import weights_of
 

@@ -15,7 +15,7 @@ from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.memory import pool
 from localgen.backends.memory.pool import Wanted
 from localgen.backends.memory.shape import LayerCache, ModelShape
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 from localgen.gpus import Gpu
 from localgen.hub import catalog
 from localgen.hub.catalog import Entry

@@ -22,7 +22,8 @@ from localgen.backends.errors import (
     ModelNotFound,
     QueueFull,
 )
-from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams, ToolCall
+from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.types import Message, SamplingParams, ToolCall
 from localgen.client import Answer, RemoteClient, Text
 from localgen.client.remote.connection import wait_s
 from localgen.client.remote.endpoint import Endpoint

@@ -12,7 +12,8 @@ import pytest
 from serving import House, house, wait_until
 
 from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
-from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, RemoteClient, Text
 from localgen.client.remote.endpoint import Endpoint
 from localgen.client.remote.failures import EndpointUnavailable

@@ -8,7 +8,7 @@ import pytest
 from scripted_client import ScriptedClient, answer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 from localgen.repl import commands
 from localgen.repl.conversation import Conversation, Turn
 from localgen.repl.session import ModelOptions, Session

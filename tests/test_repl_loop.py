@@ -16,7 +16,8 @@ from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
 from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
-from localgen.backends.types import LoadOptions, Message, SamplingParams
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import Message, SamplingParams
 from localgen.client import ModelCard, Text
 from localgen.repl.conversation import Turn
 from localgen.repl.loading import Loading

@@ -10,7 +10,7 @@ import pytest
 from serving import House, house, wait_until
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 from localgen.client import Client
 from localgen.repl.session import ModelOptions, Session
 

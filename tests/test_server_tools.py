@@ -13,14 +13,8 @@ import openai
 import pytest
 from tool_templates import OPEN_THINKING
 
-from localgen.backends.types import (
-    Delta,
-    LoadOptions,
-    Message,
-    SamplingParams,
-    ToolCall,
-    ToolCallDelta,
-)
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import Delta, Message, SamplingParams, ToolCall, ToolCallDelta
 from localgen.client import Answer, Client, Text
 from localgen.config import Settings
 from localgen.server.schema import ChatRequest

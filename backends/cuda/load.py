@@ -23,9 +23,9 @@ from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.memory.pool import Size
+from localgen.backends.models import Load, MemoryUse, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import Load, MemoryUse, ModelInfo
 
 
 def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:

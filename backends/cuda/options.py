@@ -9,7 +9,7 @@ import torch
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.defaults import CUDA, CUDA_ON_CPU
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 
 # what the cache may be kept in, besides the type of the weights
 CACHE_TYPES = {

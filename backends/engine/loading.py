@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localgen.backends.engine.runner import ModelRunner
+from localgen.backends.models import Load, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import Load, ModelInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.loading import LoadedModel, Loader
 from localgen.backends.engine.runner import StepFailed
 from localgen.backends.errors import LocalgenError
+from localgen.backends.models import Load
 from localgen.backends.text.grammar import Grammars
-from localgen.backends.types import Load
 
 log = logging.getLogger(__name__)
 

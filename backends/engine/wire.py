@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from localgen.backends.types import EmbedRequest, Load, ModelInfo, Request, StepEvents
+from localgen.backends.models import Load, ModelInfo
+from localgen.backends.types import EmbedRequest, Request, StepEvents
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HEADER_BYTES = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from localgen.backends.types import MemoryUse
+from localgen.backends.models import MemoryUse
 
 _LINE = re.compile(r"(model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB")
 _MIB = 1 << 20

@@ -32,8 +32,9 @@ from localgen.backends.memory.available import SPARED_BYTES, available_bytes
 from localgen.backends.memory.defaults import LLAMACPP
 from localgen.backends.memory.pool import Size
 from localgen.backends.memory.shape import ModelShape
+from localgen.backends.models import Load, LoadOptions, ModelInfo
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import BASE_SAMPLING, Load, LoadOptions, ModelInfo, SamplingParams
+from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 _SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",

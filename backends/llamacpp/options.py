@@ -16,7 +16,7 @@ from localgen.backends.llamacpp.native import (
     supports_gpu,
 )
 from localgen.backends.memory.defaults import LLAMACPP, PARTS
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

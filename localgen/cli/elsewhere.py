@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 from localgen.cli.options import ASKING, LOADING
 from localgen.repl.session import ModelOptions
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import LoadOptions, SamplingParams
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import SamplingParams
 from localgen.cli import candidates
 from localgen.config import parse_keep_alive
 from localgen.repl import parameters

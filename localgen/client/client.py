@@ -16,7 +16,8 @@ import msgspec
 import localgen
 from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
+from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.types import Message, SamplingParams
 from localgen.client.answers import Answer, Embeddings, Health, ModelCard, RunningModel, Text
 from localgen.client.bodies import (
     answer_of,

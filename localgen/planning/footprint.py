@@ -13,7 +13,7 @@ from localgen.backends.memory.work import (
     llamacpp_fixed_bytes,
     llamacpp_work_token_bytes,
 )
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 
 # a context with room for a long document or an hour of talk
 USEFUL_TOKENS = 8192

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 from localgen.planning.find import Say, find
 from localgen.planning.loaded import Loaded, as_loaded, loaded_in
 from localgen.planning.machine import machine_here

@@ -8,7 +8,7 @@ from pathlib import Path
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.memory import pool
 from localgen.backends.memory.pool import PoolRules, Size, Wanted
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
 from localgen.placement import Placement, choose

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import BASE_SAMPLING, ModelInfo, SamplingParams
+from localgen.backends.models import ModelInfo
+from localgen.backends.types import BASE_SAMPLING, SamplingParams
 from localgen.repl import parameters, report, store
 from localgen.repl.session import Progress, Session
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localgen.backends.types import ModelInfo, Timings
+from localgen.backends.models import ModelInfo
+from localgen.backends.types import Timings
 
 if TYPE_CHECKING:
     from localgen.client import Answer

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import LoadOptions, ModelInfo, SamplingParams
+from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.types import SamplingParams
 from localgen.repl.conversation import Conversation, Turn
 
 if TYPE_CHECKING:

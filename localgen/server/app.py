@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import localgen
 from localgen.backends.errors import LocalgenError
-from localgen.backends.types import EmbedRequest, EngineStats, ModelInfo, Request
+from localgen.backends.models import ModelInfo
+from localgen.backends.types import EmbedRequest, EngineStats, Request
 from localgen.server import openai
 from localgen.server.access import Access
 from localgen.server.caller import Caller

@@ -16,6 +16,7 @@ from localgen.backends.errors import (
     QueueFull,
     error_of,
 )
+from localgen.backends.models import Load, ModelInfo
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -23,8 +24,6 @@ from localgen.backends.types import (
     EngineStats,
     Failed,
     Finished,
-    Load,
-    ModelInfo,
     Request,
     StepEvents,
 )

@@ -18,7 +18,7 @@ from localgen.backends.errors import (
     OutOfMemory,
     ServerUnavailable,
 )
-from localgen.backends.types import Load, LoadOptions, ModelInfo
+from localgen.backends.models import Load, LoadOptions, ModelInfo
 from localgen.config import Settings
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.memory.available import available_bytes
-from localgen.backends.types import LoadOptions, ModelInfo
+from localgen.backends.models import LoadOptions, ModelInfo
 from localgen.hub.files import ModelFile
 from localgen.placement import Hardware
 from localgen.planning.facts import shape_of

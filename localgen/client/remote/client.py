@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
-from localgen.backends.types import LoadOptions, Message, ModelInfo, SamplingParams
+from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.types import Message, SamplingParams
 from localgen.client.answers import Answer, ModelCard, Text
 from localgen.client.bodies import encoded
 from localgen.client.remote.body import Dialect, chat_body, extras
