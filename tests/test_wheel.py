@@ -72,6 +72,8 @@ def test_holds_the_derived_model_and_not_its_source(wheel: zipfile.ZipFile, tmp_
         "localgen/hub/catalog.toml",
         "localgen/models/tiny.gguf",
         "localgen/py.typed",
+        "localgen/quant/texts/calibration.txt",
+        "localgen/quant/texts/heldout.txt",
     ]
     path = wheel.extract("localgen/models/tiny.gguf", tmp_path)
     reader = gguf.GGUFReader(path)
