@@ -44,7 +44,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         """ModelNotFound: no weights, or a shard is missing. LoadFailed: a damaged file."""
         self._tensors: dict[str, LocalTensor] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             self._tensors.update(_read_header(path))
 
     def __contains__(self, name: str) -> bool:
@@ -71,7 +71,7 @@ class Checkpoint:
         return values.reshape(tensor.shape)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")

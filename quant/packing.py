@@ -25,9 +25,8 @@ _WORD_BITS = 32
 def layout_of(recipe: Recipe) -> Layout:
     """Where a recipe's weights go.
 
-    Four bits in the inputs' order are AutoAWQ's, rtn's too: its zeros are stored as they are, where
-    GPTQ's are stored less one, which readers disagree about when a zero is 0. AutoAWQ has no other
-    widths, so these go to GPTQ's layout.
+    Four bits in the inputs' order are AutoAWQ's, rtn's too: everything that reads 4 bits reads it,
+    and its zeros are stored as they are. It has no other widths; these go to GPTQ's layout.
     """
     if not recipe.grouped:
         return "compressed-tensors"
@@ -60,8 +59,13 @@ def pack(weight: QuantizedWeight, layout: Layout) -> dict[str, Tensor]:
     }
 
 
-def unpack(parts: dict[str, Tensor], layout: Layout, bits: int) -> QuantizedWeight:
-    """The weight that `pack` made these tensors of."""
+def unpack(
+    parts: dict[str, Tensor], layout: Layout, bits: int, *, zero_offset: int = 1
+) -> QuantizedWeight:
+    """The weight that `pack` made these tensors of.
+
+    zero_offset: added to a zero in GPTQ's layout; the second version of it has none.
+    """
     if layout == "compressed-tensors":
         return RowWeight(parts["weight"], parts["weight_scale"].float().reshape(-1, 1))
     scales = parts["scales"].float().T
@@ -70,7 +74,7 @@ def unpack(parts: dict[str, Tensor], layout: Layout, bits: int) -> QuantizedWeig
         digits = _interleaved(_digits(parts["qweight"], bits, 1), places)
         zeros = _interleaved(_digits(parts["qzeros"], bits, 1), places)
         return GroupedWeight(digits.T, scales, zeros.T, bits)
-    zeros = (_digits(parts["qzeros"], bits, 1).int() + 1) & (2**bits - 1)
+    zeros = (_digits(parts["qzeros"], bits, 1).int() + zero_offset) & (2**bits - 1)
     digits = _digits(parts["qweight"], bits, 0).T
     return GroupedWeight(digits, scales, zeros.T.byte(), bits, parts.get("g_idx"))
 
