@@ -17,10 +17,8 @@ _LAYOUTS = {
 }
 _METHODS = {
     "rtn": "round to nearest",
-    "awq": "AWQ: scales searched on each layer's output, folded into what comes before (Lin et al. "
-    "2023)",
-    "gptq": "GPTQ: roundings chosen one after the other to cancel on typical inputs (Frantar et al. "
-    "2022)",
+    "awq": "AWQ: scales searched by output error, folded into what comes before (Lin et al. 2023)",
+    "gptq": "GPTQ: each rounding makes up for those before it (Frantar et al. 2022)",
     "smoothquant": "SmoothQuant: range moved from activations into weights (Xiao et al. 2022)",
     "fp8": "FP8 (e4m3), a scale for each output",
 }

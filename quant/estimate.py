@@ -34,7 +34,7 @@ class Estimate:
 
 def estimate(ready: Ready, memory_bytes: int) -> Estimate:
     """memory_bytes: what the process may take in all."""
-    spec, recipe = ready.source.spec, ready.recipe
+    spec = ready.source.spec
     states = 0
     if ready.windows is not None:
         states = 4 * spec.hidden * ready.windows.ids.numel()
@@ -55,12 +55,11 @@ def estimate(ready: Ready, memory_bytes: int) -> Estimate:
 
 def output_bytes(ready: Ready) -> int:
     """Of the result's tensors."""
-    source, spec = ready.source, ready.source.spec
+    spec = ready.source.spec
     shapes = linear_shapes(spec)
     packed = spec.layers * sum(packed_bytes(ready.recipe, *shape) for shape in shapes.values())
     plain = spec.num_params - spec.layers * sum(outs * ins for outs, ins in shapes.values())
     norms = spec.layers * 4 * spec.hidden + spec.hidden
-    del source
     return packed + (plain + norms) * ready.dtype.itemsize
 
 

@@ -55,14 +55,14 @@ def read(
     """
     spec, length = source.spec, ids.shape[1]
     forward = LayerForward(spec, length, device)
-    rows, places = ids.unique(return_inverse=True)
+    rows, places = torch.unique(ids, return_inverse=True)
     weight = source.picked_rows("model.embed_tokens.weight", rows)
     hidden = embed(spec, weight, places)
     tap = _rounding(source)
     each = max(1, _BATCH_TOKENS // length)
     for index in range(spec.layers):
         tensors = source.layer(index, device)
-        for part in hidden.split(each):
+        for part in torch.split(hidden, each):
             part.copy_(forward.run(index, tensors, part.to(device), tap))
         on_layer(index + 1)
     return Read(source, ids, hidden)

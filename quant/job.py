@@ -14,8 +14,8 @@ from torch import Tensor
 from localgen.backends.errors import DiskFull
 from localgen.quant.activations import Activations
 from localgen.quant.card import card_text, write_card
-from localgen.quant.estimate import Estimate, estimate
 from localgen.quant.config_files import copy_files, write_config
+from localgen.quant.estimate import Estimate, estimate
 from localgen.quant.forward import LayerForward, embed
 from localgen.quant.methods import QuantizedLayer, quantize_layer
 from localgen.quant.names import Tensors, names_of
@@ -54,8 +54,10 @@ class Outcome:
 
 
 class Job:
-    """One quantization. model: what the original is called. out: the folder to be. memory_bytes: what it may take, which decides
-    whether activations are kept in memory."""
+    """One quantization. model: what the original is called. out: the folder to be.
+
+    memory_bytes: what it may take, which decides whether activations are kept in memory.
+    """
 
     def __init__(self, model: str, ready: Ready, out: Path, *, memory_bytes: int) -> None:
         self.model, self.ready = model, ready
@@ -196,7 +198,7 @@ def embedded(source: Source, ids: Tensor) -> Tensor:
 
     ids: int64 [windows, length].
     """
-    rows, places = ids.unique(return_inverse=True)
+    rows, places = torch.unique(ids, return_inverse=True)
     weight = source.picked_rows("model.embed_tokens.weight", rows)
     return embed(source.spec, weight, places)
 

@@ -93,10 +93,11 @@ def refuse_quantized(folder: Path) -> None:
 def check_weights(source: Source, on_progress: Callable[[int], None]) -> int:
     """Read everything once; a checksum of it. on_progress: bytes so far. LoadFailed: a weight is
     not a finite number."""
-    checksum = 0
+    total = 0
     for done, checksum in checked(source):
         on_progress(done)
-    return checksum
+        total = checksum
+    return total
 
 
 def _dtype(source: Source) -> torch.dtype:
