@@ -23,8 +23,10 @@ from localgen.quant.tensor_file import DTYPES, Entry
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _PIECE_BYTES = 32 << 20
 _PACKED = ("qweight", "qzeros", "scales", "g_idx", "weight_scale")
-# tables that old files keep beside the weights
-_NOT_WEIGHTS = "rotary_emb.inv_freq"
+# what a quantized linear has, by which it is known
+_MARKS = ("qweight", "weight_scale")
+# tables that old files keep beside the weights, and scales of activations and of the KV cache
+_NOT_WEIGHTS = ("rotary_emb.inv_freq", "put_scale", "put_scale_ub", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,7 @@ class Source:
         found: Tensors = {}
         for name in self.layer_names(index):
             linear, _, part = name.rpartition(".")
-            packed = f"{at}{linear}.qweight" in self._stored
-            if part == "weight" and f"{at}{linear}.weight_scale" in self._stored:
-                packed = True
+            packed = any(f"{at}{linear}.{one}" in self._stored for one in _MARKS)
             if not packed or part == "bias":
                 found[name] = self.read(at + name).to(device).float()
             elif part in ("qweight", "weight"):
