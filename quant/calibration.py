@@ -2,7 +2,8 @@
 
 Both texts in texts/ were made for localgen and are free of restrictions beyond its licence: prose,
 letters and minutes written for it in a dozen languages, excerpts of its own code and documentation,
-and chats, sums, tables and logs that a generator made up. They have no passage in common.
+and chats, sums, tables and logs that a generator made up. What they share is the generator, of
+which a turn of phrase is in both; no prose, code or question is.
 """
 
 from __future__ import annotations

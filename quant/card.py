@@ -29,8 +29,15 @@ def write_card(folder: Path, text: str) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def card_text(model: str, ready: Ready, measured: Sequence[str] = ()) -> str:
-    """model: what the original is called. measured: lines of a table; none: not measured."""
+def add_table(folder: Path, measured: Sequence[str]) -> None:
+    """Append what was measured, lines of a table, to the card of a folder."""
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8")
+    card.write_text("\n".join([text, "## Measured", "", *measured, ""]), encoding="utf-8")
+
+
+def card_text(model: str, ready: Ready) -> str:
+    """model: what the original is called."""
     recipe, windows = ready.recipe, ready.windows
     calibration = "none"
     if windows is not None:
@@ -56,7 +63,6 @@ def card_text(model: str, ready: Ready, measured: Sequence[str] = ()) -> str:
         f"| details | {_details(recipe)} |",
         f"| calibration | {calibration} |",
         "",
-        *(["## Measured", "", *measured, ""] if measured else []),
     ]
     return "\n".join(lines)
 

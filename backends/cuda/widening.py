@@ -55,7 +55,7 @@ def notes(quant: Quant | None, *, experts: bool) -> tuple[str, ...]:
         return ()
     what = f"{quant.method.upper()} weights of {quant.bits} bits"
     if not quant.widened:
-        what = f"the experts' {what}"
+        what = f"experts of {what}"
     return (f"{what} are widened to 16 as they are read: they take the memory of a plain model",)
 
 

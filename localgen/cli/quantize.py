@@ -115,6 +115,7 @@ def command(
     require_packages()
     from localgen.cli import quantize_steps
     from localgen.quant.recipe import Calibration
+    from localgen.quantizing.asked import Asked
     from localgen.quantizing.verdict import HeldOut
 
     held_out = HeldOut(eval_text, eval_samples, seq_len)
@@ -123,7 +124,7 @@ def command(
         return
     flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
     path = None if calib == "builtin" else Path(calib).expanduser()
-    asked = quantize_steps.Asked(
+    asked = Asked(
         model=_one(names),
         recipe=quantize_steps.recipe(flags, gguf, bits, group_size, act_order),
         gguf=gguf,

@@ -5,39 +5,30 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import typer
 
 from localgen.backends.cuda.options import device_of
+from localgen.backends.cuda.spec import read_config
+from localgen.backends.cuda.widening import notes
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.memory.available import available_bytes, total_bytes
 from localgen.backends.types import LoadOptions
-from localgen.cli import quantize_report, tables
+from localgen.cli import quantize_gguf, quantize_report, tables
 from localgen.cli.quantize_report import Steps, tell
-from localgen.quant.card import card_text, in_words, write_card
+from localgen.placement import this_machine
+from localgen.quant.card import add_table, in_words
 from localgen.quant.job import Job, Outcome, Progress
 from localgen.quant.preflight import prepare
-from localgen.quant.recipe import METHODS, Calibration, Recipe, bits_of
+from localgen.quant.recipe import METHODS, Recipe, bits_of
+from localgen.quantizing.asked import Asked
 from localgen.quantizing.original import any_form, original
-from localgen.quantizing.verdict import HeldOut, Row, refuse_files, rows, size_row
+from localgen.quantizing.speed import tokens_per_s
+from localgen.quantizing.verdict import HeldOut, Row, rows, size_row
 from localgen.repl.report import size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One run. recipe: None: only a GGUF file. held_out: None: nothing is measured."""
-
-    model: str | None
-    recipe: Recipe | None
-    gguf: str | None
-    calibration: Calibration
-    out: Path | None
-    device: str | None
-    resume: bool
-    held_out: HeldOut | None
 
 
 def recipe(
@@ -69,6 +60,20 @@ def make(asked: Asked, *, as_json: bool) -> None:
     """Quantize, measure, and print the verdict."""
     device = _device(asked.device)
     name, folder = original(asked.model)
+    if asked.gguf is not None:
+        out = quantize_gguf.make(asked, name, folder)
+    else:
+        out = _make_folder(asked, name, folder, device)
+    models = [(name, folder), (out.name, out)]
+    found = [size_row(*one) for one in models]
+    if asked.held_out is not None:
+        found = _measured(models, asked.held_out, device)
+        if out.is_dir():
+            add_table(out, quantize_report.markdown(found))
+    _show(found, as_json)
+
+
+def _make_folder(asked: Asked, name: str, folder: Path, device: str) -> Path:
     assert asked.recipe is not None
     ready = prepare(folder, asked.recipe, asked.calibration, device)
     out = asked.out or Path(_usual_name(folder, asked.recipe))
@@ -77,11 +82,7 @@ def make(asked: Asked, *, as_json: bool) -> None:
     _state_needs(job, name)
     outcome = _run(job, asked)
     _state_results(job, outcome)
-    found = [size_row(name, folder), size_row(out.name, out)]
-    if asked.held_out is not None:
-        found = _measured([(name, folder), (out.name, out)], asked.held_out, device)
-        write_card(out, card_text(name, ready, quantize_report.markdown(found)))
-    _show(found, as_json)
+    return out
 
 
 def compare(names: Sequence[str], held_out: HeldOut, device: str | None, *, as_json: bool) -> None:
@@ -89,7 +90,6 @@ def compare(names: Sequence[str], held_out: HeldOut, device: str | None, *, as_j
     if not names:
         raise InvalidRequest("--compare: name the models, the original first", param="model")
     models = [any_form(name) for name in names]
-    refuse_files(models)
     _show(_measured(models, held_out, _device(device)), as_json)
 
 
@@ -121,12 +121,13 @@ def _run(job: Job, asked: Asked) -> Outcome:
 
 def _measured(models: Sequence[tuple[str, Path]], text: HeldOut, device: str) -> list[Row]:
     with Steps() as steps:
-        return rows(
+        found = rows(
             models,
             text,
             device,
-            lambda name, done, total: steps.at(f"measuring {name}", done, total),
+            lambda name, done, total: steps.at(f"measuring {name}", done, total, "steps"),
         )
+    return [replace(row, tokens_per_s=tokens_per_s(Path(row.path))) for row in found]
 
 
 def _state_needs(job: Job, name: str) -> None:
@@ -164,6 +165,12 @@ def _state_results(job: Job, outcome: Outcome) -> None:
         f"{outcome.folder}: {outcome.layers} layers in {took}{resumed}, at most "
         f"{size(_peak_bytes())} of memory (estimated {size(job.estimate.peak_bytes)})"
     )
+    why_not = this_machine().why_no_cuda
+    if why_not is not None:
+        tell(f"it runs on GPUs ({why_not} here); --backend cuda --device cpu runs it slowly")
+    spec = read_config(outcome.folder)
+    for note in notes(spec.quant, experts=spec.moe is not None):
+        tell(f"in localgen's engine {note}")
 
 
 def _show(found: Sequence[Row], as_json: bool) -> None:

@@ -10,9 +10,10 @@ from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest
 from localgen.quant import evaluate
 from localgen.quant.calibration import held_out_windows
+from localgen.quant.evaluate_gguf import gguf_loss, gguf_size
 from localgen.quant.source import Source
 
-# model, layers done, layers in all
+# model, steps done, steps in all
 OnLayer = Callable[[str, int, int], None]
 
 
@@ -47,12 +48,38 @@ def rows(
     device: str = "cpu",
     on_layer: OnLayer = lambda *_: None,
 ) -> list[Row]:
-    """Size and loss of folders in Hugging Face's format; the first is the original.
+    """Size and loss of folders in Hugging Face's format and of GGUF files; the first folder is the
+    original.
 
     Errors: those of reading a model and a text.
     """
-    read = []
+    folders = [(name, path) for name, path in models if path.is_dir()]
+    if not folders:
+        raise InvalidRequest(
+            "GGUF files are measured beside the folder that they were made of: name it first",
+            param="model",
+        )
+    read = _read(folders, text, device, on_layer)
+    losses = dict(zip([path for _, path in folders], evaluate.losses(read, device), strict=True))
     for name, path in models:
+        if path.is_file():
+            windows = len(read[0].ids)
+
+            def tell(done: int, name: str = name, windows: int = windows) -> None:
+                on_layer(name, done, windows)
+
+            losses[path] = gguf_loss(path, read[0], device, tell)
+    return [
+        replace(size_row(name, path), perplexity=losses[path].perplexity, kl=losses[path].kl)
+        for name, path in models
+    ]
+
+
+def _read(
+    folders: Sequence[tuple[str, Path]], text: HeldOut, device: str, on_layer: OnLayer
+) -> list[evaluate.Read]:
+    read = []
+    for name, path in folders:
         source = Source(path)
         tokenizer = HfTokenizer.of_folder(path, source.spec.vocab)
         length = min(text.length, source.spec.max_len)
@@ -63,22 +90,14 @@ def rows(
             on_layer(name, done, layers)
 
         read.append(evaluate.read(source, windows.ids, device, tell))
-    found = evaluate.losses(read, device)
-    return [
-        replace(size_row(name, path), perplexity=loss.perplexity, kl=loss.kl)
-        for (name, path), loss in zip(models, found, strict=True)
-    ]
+    return read
 
 
 def size_row(name: str, path: Path) -> Row:
-    """What is known of a folder without running it."""
+    """What is known of a model without running it. ModelNotFound, LoadFailed: it is none."""
+    if path.is_file():
+        count, size = gguf_size(path)
+        return Row(name, str(path), size, 8 * size / count)
     source = Source(path)
     size = source.size_bytes
     return Row(name, str(path), size, 8 * size / source.spec.num_params)
-
-
-def refuse_files(models: Sequence[tuple[str, Path]]) -> None:
-    """InvalidRequest: a model is no folder."""
-    for name, path in models:
-        if not path.is_dir():
-            raise InvalidRequest(f"{name} is a file: only folders can be compared", param="model")
