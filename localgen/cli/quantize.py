@@ -41,13 +41,15 @@ GgufType = Annotated[
 ]
 Bits = Annotated[int | None, typer.Option("--bits", help="Of a weight: 4, 3 or 8; usually 4.")]
 GroupSize = Annotated[
-    int, typer.Option("--group-size", help="Inputs that share a scale; -1: a whole row.")
+    int | None,
+    typer.Option("--group-size", help="Inputs that share a scale, usually 128; -1: a whole row."),
 ]
 ActOrder = Annotated[
-    bool, typer.Option("--act-order/--no-act-order", help="gptq: the strongest inputs first.")
+    bool | None,
+    typer.Option("--act-order/--no-act-order", help="gptq: the strongest inputs first, usually."),
 ]
 Calib = Annotated[
-    str,
+    str | None,
     typer.Option("--calib", metavar="FILE", help="Text, or builtin.", rich_help_panel=_TEXT),
 ]
 Samples = Annotated[
@@ -87,9 +89,9 @@ def command(
     smoothquant: SmoothQuant = False,
     gguf: GgufType = None,
     bits: Bits = None,
-    group_size: GroupSize = 128,
-    act_order: ActOrder = True,
-    calib: Calib = "builtin",
+    group_size: GroupSize = None,
+    act_order: ActOrder = None,
+    calib: Calib = None,
     samples: Samples = 128,
     seq_len: SeqLen = 512,
     seed: Seed = 0,
@@ -123,10 +125,13 @@ def command(
         quantize_steps.compare(names, held_out, device, as_json=json)
         return
     flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
-    path = None if calib == "builtin" else Path(calib).expanduser()
+    path = Path(calib).expanduser() if calib not in (None, "builtin") else None
+    recipe = quantize_steps.recipe(flags, gguf, bits, group_size, act_order)
+    if calib is not None and not (recipe is not None and recipe.calibrated):
+        raise InvalidRequest("--calib: only --awq, --gptq and --smoothquant look at text")
     asked = Asked(
         model=_one(names),
-        recipe=quantize_steps.recipe(flags, gguf, bits, group_size, act_order),
+        recipe=recipe,
         gguf=gguf,
         calibration=Calibration(path=path, samples=samples, seq_len=seq_len, seed=seed),
         out=out,

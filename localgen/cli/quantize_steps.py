@@ -35,8 +35,8 @@ def recipe(
     flags: Mapping[str, bool],
     gguf: str | None,
     bits: int | None,
-    group_size: int,
-    act_order: bool,
+    group_size: int | None,
+    act_order: bool | None,
 ) -> Recipe | None:
     """The method that was asked for. InvalidRequest: none, or several that exclude each other."""
     chosen = [method for method in METHODS if flags[method]]
@@ -44,15 +44,21 @@ def recipe(
         raise InvalidRequest("say how: --awq, --gptq, --rtn, --fp8, --smoothquant or --gguf TYPE")
     if len(chosen) > 1:
         raise InvalidRequest(f"--{chosen[0]} and --{chosen[1]} exclude each other")
+    if act_order is not None and chosen != ["gptq"]:
+        raise InvalidRequest("--act-order and --no-act-order go with --gptq")
+    if group_size is not None and (not chosen or chosen[0] in ("fp8", "smoothquant")):
+        raise InvalidRequest("--group-size goes with --awq, --gptq and --rtn")
     if not chosen:
+        if bits is not None:
+            raise InvalidRequest("--bits: a GGUF file's are in its type, such as --gguf Q4_K_M")
         return None
     if gguf is not None and chosen != ["awq"]:
         raise InvalidRequest(f"--{chosen[0]} and --gguf exclude each other; --awq goes with it")
     return Recipe(
         method=chosen[0],
         bits=bits_of(chosen[0]) if bits is None else bits,
-        group_size=None if group_size < 1 else group_size,
-        desc_act=act_order,
+        group_size=128 if group_size is None else group_size if group_size > 0 else None,
+        desc_act=act_order is not False,
     )
 
 
@@ -60,20 +66,24 @@ def make(asked: Asked, *, as_json: bool) -> None:
     """Quantize, measure, and print the verdict."""
     device = _device(asked.device)
     name, folder = original(asked.model)
+    taken: dict[str, float] = {}
     if asked.gguf is not None:
         out = quantize_gguf.make(asked, name, folder)
     else:
-        out = _make_folder(asked, name, folder, device)
+        out, taken = _make_folder(asked, name, folder, device)
     models = [(name, folder), (out.name, out)]
     found = [size_row(*one) for one in models]
     if asked.held_out is not None:
         found = _measured(models, asked.held_out, device)
         if out.is_dir():
             add_table(out, quantize_report.markdown(found))
-    _show(found, as_json)
+    _show(found, as_json, **taken)
 
 
-def _make_folder(asked: Asked, name: str, folder: Path, device: str) -> Path:
+def _make_folder(
+    asked: Asked, name: str, folder: Path, device: str
+) -> tuple[Path, dict[str, float]]:
+    """The folder, and what making it took, for programs."""
     assert asked.recipe is not None
     ready = prepare(folder, asked.recipe, asked.calibration, device)
     out = asked.out or Path(_usual_name(folder, asked.recipe))
@@ -82,7 +92,8 @@ def _make_folder(asked: Asked, name: str, folder: Path, device: str) -> Path:
     _state_needs(job, name)
     outcome = _run(job, asked)
     _state_results(job, outcome)
-    return out
+    peaks = {"peak_bytes": peak_bytes(), "estimated_bytes": job.estimate.peak_bytes}
+    return out, {"layers": outcome.layers, "layer_s": outcome.layer_s, **peaks}
 
 
 def compare(names: Sequence[str], held_out: HeldOut, device: str | None, *, as_json: bool) -> None:
@@ -163,7 +174,7 @@ def _state_results(job: Job, outcome: Outcome) -> None:
     resumed = f", {outcome.resumed} were there" if outcome.resumed else ""
     tell(
         f"{outcome.folder}: {outcome.layers} layers in {took}{resumed}, at most "
-        f"{size(_peak_bytes())} of memory (estimated {size(job.estimate.peak_bytes)})"
+        f"{size(peak_bytes())} of memory (estimated {size(job.estimate.peak_bytes)})"
     )
     why_not = this_machine().why_no_cuda
     if why_not is not None:
@@ -173,9 +184,9 @@ def _state_results(job: Job, outcome: Outcome) -> None:
         tell(f"in localgen's engine {note}")
 
 
-def _show(found: Sequence[Row], as_json: bool) -> None:
+def _show(found: Sequence[Row], as_json: bool, **more: float) -> None:
     if as_json:
-        typer.echo(quantize_report.as_json(found, peak_bytes=_peak_bytes()))
+        typer.echo(quantize_report.as_json(found, **more))
         return
     for line in tables.aligned(quantize_report.table(found)):
         typer.echo(line)
@@ -192,6 +203,6 @@ def _usual_name(folder: Path, recipe: Recipe) -> str:
     return f"{folder.resolve().name}-{recipe.method}{bits}"
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
