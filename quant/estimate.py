@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
@@ -14,6 +15,10 @@ from localgen.quant.recipe import Recipe
 # of what may be taken, activations are kept in memory in at most this share
 _STATES_SHARE = 1 / 8
 _BATCH_TOKENS = 2048
+
+
+# what a job does with a layer: as of Job
+Mode = Literal["round", "fold", "observe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +37,14 @@ class Estimate:
     batch: int
 
 
-def estimate(ready: Ready, memory_bytes: int) -> Estimate:
-    """memory_bytes: what the process may take in all."""
+def estimate(ready: Ready, memory_bytes: int, mode: Mode = "round") -> Estimate:
+    """memory_bytes: what the process may take in all. mode: as of Job."""
     spec = ready.source.spec
     states = 0
     if ready.windows is not None:
         states = 4 * spec.hidden * ready.windows.ids.numel()
     kept = bool(states) and states <= memory_bytes * _STATES_SHARE
-    output = output_bytes(ready)
+    output = {"round": output_bytes, "fold": plain_bytes, "observe": lambda _: 0}[mode](ready)
     batch = max(1, _BATCH_TOKENS // ready.length)
     return Estimate(
         peak_bytes=psutil.Process().memory_info().rss
@@ -61,6 +66,13 @@ def output_bytes(ready: Ready) -> int:
     plain = spec.num_params - spec.layers * sum(outs * ins for outs, ins in shapes.values())
     norms = spec.layers * 4 * spec.hidden + spec.hidden
     return packed + (plain + norms) * ready.dtype.itemsize
+
+
+def plain_bytes(ready: Ready) -> int:
+    """Of the layers without rounding."""
+    spec = ready.source.spec
+    shapes = linear_shapes(spec).values()
+    return spec.layers * sum(outs * ins for outs, ins in shapes) * ready.dtype.itemsize
 
 
 def packed_bytes(recipe: Recipe, outs: int, ins: int) -> int:

@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from localgen.backends.errors import DiskFull
 from localgen.quant.activations import Activations
 from localgen.quant.card import card_text, write_card
 from localgen.quant.config_files import copy_files, write_config
-from localgen.quant.estimate import Estimate, estimate
+from localgen.quant.estimate import Estimate, Mode, estimate
 from localgen.quant.forward import LayerForward, embed
-from localgen.quant.methods import QuantizedLayer, quantize_layer
+from localgen.quant.importance import read_importance, write_importance
+from localgen.quant.methods import Inputs, QuantizedLayer, fold_layer, quantize_layer
 from localgen.quant.names import Tensors, names_of
+from localgen.quant.observing import observed
 from localgen.quant.packing import layout_of, pack, quantization_config
 from localgen.quant.preflight import Ready, check_weights
 from localgen.quant.source import Source
@@ -56,12 +60,16 @@ class Outcome:
 class Job:
     """One quantization. model: what the original is called. out: the folder to be.
 
-    memory_bytes: what it may take, which decides whether activations are kept in memory.
+    memory_bytes: what it may take, which decides whether activations are kept in memory. mode:
+    `fold` folds awq's scales and rounds nothing, `observe` changes nothing; what they leave stays
+    in the work folder, for a GGUF file.
     """
 
-    def __init__(self, model: str, ready: Ready, out: Path, *, memory_bytes: int) -> None:
-        self.model, self.ready = model, ready
-        self.estimate: Estimate = estimate(ready, memory_bytes)
+    def __init__(
+        self, model: str, ready: Ready, out: Path, *, memory_bytes: int, mode: Mode = "round"
+    ) -> None:
+        self.model, self.ready, self.mode = model, ready, mode
+        self.estimate: Estimate = estimate(ready, memory_bytes, mode)
         self.work = WorkFolder(out, ready.source.spec.layers + 1)
         self._layout = layout_of(ready.recipe)
 
@@ -91,7 +99,7 @@ class Job:
         checksum = check_weights(
             source, lambda done: on_progress(Progress("checking", done, source.size_bytes))
         )
-        self.work.open(self.ready.plan(checksum), resume=resume)
+        self.work.open(self.ready.plan(checksum) | {"mode": self.mode}, resume=resume)
         try:
             return self._run(on_progress)
         except OSError as error:
@@ -104,7 +112,7 @@ class Job:
 
     def _run(self, on_progress: Callable[[Progress], None]) -> Outcome:
         layers, resumed = self.ready.source.spec.layers, self.work.done
-        if not self.work.others_file.is_file():
+        if self.mode == "round" and not self.work.others_file.is_file():
             self._write_others()
         states = self._states(resumed)
         started_s = time.monotonic()
@@ -114,7 +122,7 @@ class Job:
             self._layer(index, states)
         seconds = time.monotonic() - started_s
         on_progress(Progress("layers", layers, layers))
-        size = self._finish()
+        size = self._finish() if self.mode == "round" else 0
         return Outcome(self.work.out, size, layers, resumed, seconds)
 
     def _finish(self) -> int:
@@ -142,14 +150,7 @@ class Job:
                 for batch in states.batches():
                     yield batch.to(ready.device)
 
-        layer = quantize_layer(
-            ready.source.spec,
-            index,
-            ready.source.layer(index, ready.device),
-            inputs,
-            forward,
-            ready.recipe,
-        )
+        layer = self._computed(index, inputs, forward)
         # what goes on is what is written, to the last bit
         kept = {name: tensor.to(ready.dtype) for name, tensor in layer.tensors.items()}
         if states is not None and index + 1 < ready.source.spec.layers:
@@ -161,13 +162,37 @@ class Job:
         if states is not None:
             states.drop(index)
 
+    def _computed(self, index: int, inputs: Inputs, forward: LayerForward) -> QuantizedLayer:
+        ready = self.ready
+        spec, tensors = ready.source.spec, ready.source.layer(index, ready.device)
+        match self.mode:
+            case "round":
+                return quantize_layer(spec, index, tensors, inputs, forward, ready.recipe)
+            case "fold":
+                return fold_layer(spec, index, tensors, inputs, forward, ready.recipe)
+            case "observe":
+                return QuantizedLayer(tensors, {}, observed(index, tensors, inputs, forward))
+
     def _write_layer(self, index: int, kept: Tensors, layer: QuantizedLayer) -> None:
+        if self.mode != "round":
+            write_importance(self.work.importance_file(index), layer.importance)
+        if self.mode == "observe":
+            kept = {}  # the file says that the layer is done
         at = f"model.layers.{index}."
         entries = {f"{at}{name}": entry_of(tensor) for name, tensor in kept.items()}
         for linear, weight in layer.weights.items():
             for part, tensor in pack(weight, self._layout).items():
                 entries[f"{at}{linear}.{part}"] = entry_of(tensor)
         write(self.work.layer_file(index), entries)
+
+    def importance(self) -> dict[str, tuple[NDArray[np.float32], int]]:
+        """After a run that does not round: of every linear by its whole name, sums of squares of
+        its inputs [in], and over how many tokens."""
+        found = {}
+        for index in range(self.ready.source.spec.layers):
+            for linear, one in read_importance(self.work.importance_file(index)).items():
+                found[f"model.layers.{index}.{linear}"] = (one.squares.numpy(), one.count)
+        return found
 
     def _write_others(self) -> None:
         source, dtype = self.ready.source, self.ready.dtype

@@ -111,9 +111,7 @@ class Source:
 
     def read(self, name: str) -> Tensor:
         """A tensor as the file has it."""
-        stored = self.stored(name)
-        whole = next(iter(_pieces(stored, stored.shape[0] if stored.shape else 1)))
-        return whole.view(stored.shape)
+        return stored_tensor(self.stored(name))
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
         """Rows first to end of a tensor, as the file has them."""
@@ -210,6 +208,12 @@ def _pieces(stored: Stored, rows: int) -> Iterator[Tensor]:
                 raise LoadFailed(f"{stored.path} is cut short: download it again")
             shape = (count, *stored.shape[1:]) if stored.shape else (1,)
             yield torch.from_numpy(raw).view(stored.dtype).view(shape)
+
+
+def stored_tensor(stored: Stored) -> Tensor:
+    """A whole tensor of a file."""
+    whole = next(iter(_pieces(stored, stored.shape[0] if stored.shape else 1)))
+    return whole.view(stored.shape)
 
 
 def headers(path: Path) -> dict[str, Stored]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ class WorkFolder:
     def layer_file(self, index: int) -> Path:
         """Of a layer's tensors."""
         return self._file(index + 2)
+
+    def importance_file(self, index: int) -> Path:
+        """Of how much each input of a layer's linears matters."""
+        return self.path / f"importance-{index:05d}.bin"
+
+    def remove(self) -> None:
+        """What it was for is done."""
+        shutil.rmtree(self.path)
 
     @property
     def others_file(self) -> Path:

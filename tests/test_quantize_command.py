@@ -81,12 +81,12 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 makes 8 bits, not 4"),
         (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["tiny", "--rtn", "--no-act-order"], INVALID, "go with --gptq"),
-        (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "look at text"),
+        (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "look at no text"),
         (["tiny", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "in its type"),
         (["tiny", "--rtn", "--group-size", "100"], INVALID, "multiple of 8"),
         (["tiny", "--rtn", "--group-size", "96"], INVALID, "do not divide: use --group-size"),
         (["tiny", "--gguf", "Q9_X"], INVALID, "Q9_X"),
-        (["tiny", "--gguf", "IQ1_S"], INVALID, "--awq --gguf IQ1_S makes one"),
+        (["tiny", "--gguf", "IQ1_S"], INVALID, "--calib builtin makes one"),
         (["tiny", "--gguf", "Q8_0", "--out", "x.bin"], INVALID, "ends in .gguf"),
         (["tiny", "--gptq", "--calib", "no.txt"], NOT_FOUND, "cannot read the text no.txt"),
         (["tiny", "--gptq", "--seq-len", "9999"], INVALID, "change --seq-len"),
@@ -95,6 +95,10 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["no-such-model", "--rtn"], NOT_FOUND, "no model 'no-such-model'"),
         ([str(TINY_GGUF), "--rtn"], NOT_FOUND, "is a GGUF file, which is rounded"),
         (["--compare"], INVALID, "name the models"),
+        (["--compare", "tiny", "--awq"], INVALID, "--compare and --awq exclude each other"),
+        (["tiny", "--recommend", "--out", "x"], INVALID, "--recommend and --out exclude"),
+        (["tiny", "--awq", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "in its type"),
+        (["tiny", "--gguf", "Q4_K_M", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["--compare", str(TINY_GGUF)], INVALID, "name it first"),
     ],
 )
@@ -222,3 +226,12 @@ def test_missing_packages_are_named() -> None:
 
     with pytest.raises(LoadFailed, match="with tokenizers, not installed"):
         original.require_packages(lambda name: None if name == "tokenizers" else name)
+
+
+def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A type that is nothing without an importance matrix."""
+    asked = ["quantize", "tiny", "--gguf", "IQ2_XS", "--calib", "builtin", *QUICK, "--no-eval"]
+    assert run(asked) == 0
+    err = capsys.readouterr().err
+    assert "calibrating: 6 layers of 6 layers" in err
+    assert [path.name for path in tmp_path.iterdir() if "tiny" in path.name] == ["tiny-IQ2_XS.gguf"]

@@ -109,6 +109,12 @@ def command(
     from localgen.quantizing.original import require_packages
 
     names = list(models or ())
+    flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
+    making = {**flags, "gguf": gguf, "bits": bits, "group-size": group_size, "calib": calib}
+    _refuse_together(
+        {"compare": compare, "recommend": recommend},
+        making | {"out": out, "resume": resume, "no-eval": no_eval},
+    )
     if recommend:
         from localgen.cli import quantize_advice
 
@@ -124,15 +130,15 @@ def command(
     if compare:
         quantize_steps.compare(names, held_out, device, as_json=json)
         return
-    flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
     path = Path(calib).expanduser() if calib not in (None, "builtin") else None
-    recipe = quantize_steps.recipe(flags, gguf, bits, group_size, act_order)
+    recipe = quantize_steps.recipe(flags, gguf, bits, group_size, act_order, calib is not None)
     if calib is not None and not (recipe is not None and recipe.calibrated):
-        raise InvalidRequest("--calib: only --awq, --gptq and --smoothquant look at text")
+        raise InvalidRequest("--calib: --rtn and --fp8 look at no text")
     asked = Asked(
         model=_one(names),
         recipe=recipe,
         gguf=gguf,
+        mode="round" if gguf is None else "fold" if awq else "observe",
         calibration=Calibration(path=path, samples=samples, seq_len=seq_len, seed=seed),
         out=out,
         device=device,
@@ -140,6 +146,15 @@ def command(
         held_out=None if no_eval else held_out,
     )
     quantize_steps.make(asked, as_json=json)
+
+
+def _refuse_together(shows: dict[str, bool], making: dict[str, object]) -> None:
+    """InvalidRequest: something is to be shown and made at once."""
+    shown = [name for name, asked in shows.items() if asked]
+    made = [name for name, asked in making.items() if asked not in (None, False)]
+    if len(shown) > 1 or (shown and made):
+        other = [*shown[1:], *made][0]
+        raise InvalidRequest(f"--{shown[0]} and --{other} exclude each other")
 
 
 def _one(names: list[str]) -> str | None:
