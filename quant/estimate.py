@@ -44,7 +44,7 @@ def estimate(ready: Ready, memory_bytes: int, mode: Mode = "round") -> Estimate:
     if ready.windows is not None:
         states = 4 * spec.hidden * ready.windows.ids.numel()
     kept = bool(states) and states <= memory_bytes * _STATES_SHARE
-    output = {"round": output_bytes, "fold": plain_bytes, "observe": lambda _: 0}[mode](ready)
+    output = _written_bytes(ready, mode)
     batch = max(1, _BATCH_TOKENS // ready.length)
     return Estimate(
         peak_bytes=psutil.Process().memory_info().rss
@@ -56,6 +56,16 @@ def estimate(ready: Ready, memory_bytes: int, mode: Mode = "round") -> Estimate:
         kept=kept,
         batch=batch,
     )
+
+
+def _written_bytes(ready: Ready, mode: Mode) -> int:
+    match mode:
+        case "round":
+            return output_bytes(ready)
+        case "fold":
+            return plain_bytes(ready)
+        case "observe":
+            return 0
 
 
 def output_bytes(ready: Ready) -> int:

@@ -22,7 +22,7 @@ class WorkFolder:
 
     def __init__(self, out: Path, files: int) -> None:
         self.out = out
-        self.path = out.with_name(f"{out.name}.partial")
+        self.path = out.parent / f"{out.name}.partial"
         self._files = files
 
     def open(self, plan: dict[str, Any], *, resume: bool) -> None:

@@ -56,7 +56,7 @@ def make(asked: Asked, name: str, folder: Path, device: str) -> Path:
         return out
     job = _folded(asked, asked.recipe, name, folder, out, device)
     windows = job.ready.windows
-    with Steps() as steps:
+    with quantize_run.resumable(job), Steps() as steps:
         make_gguf(
             folder,
             out,

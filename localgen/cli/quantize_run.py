@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -72,7 +74,7 @@ def state_results(job: Job, outcome: Outcome) -> None:
 def run(job: Job, resume: bool) -> Outcome:
     """With a bar or lines on stderr. OutOfMemory: the GPU's is full; else as Job.run."""
     doing = "quantizing" if job.mode == "round" else "calibrating"
-    with Steps() as steps:
+    with resumable(job), Steps() as steps:
 
         def on_progress(progress: Progress) -> None:
             if progress.stage == "checking":
@@ -80,21 +82,26 @@ def run(job: Job, resume: bool) -> Outcome:
             else:
                 steps.at(doing, progress.done, progress.total)
 
-        try:
-            return job.run(resume=resume, on_progress=on_progress)
-        except KeyboardInterrupt:
-            layers = job.ready.source.spec.layers
-            if job.work.path.exists():
-                tell(
-                    f"stopped after {job.work.done} of {layers} layers: "
-                    "the same command with --resume goes on from there"
-                )
-            raise
-        except torch.OutOfMemoryError:
-            raise OutOfMemory(
-                f"the GPU's memory is full: --device cpu, or fewer tokens at once with --seq-len; "
-                f"--resume goes on after {job.work.done} layers"
-            ) from None
+        return job.run(resume=resume, on_progress=on_progress)
+
+
+@contextmanager
+def resumable(job: Job) -> Iterator[None]:
+    """Says how to go on where Ctrl+C ends it. OutOfMemory: the GPU's is full."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if job.work.path.exists():
+            tell(
+                f"stopped after {job.work.done} of {job.ready.source.spec.layers} layers: "
+                "the same command with --resume goes on from there"
+            )
+        raise
+    except torch.OutOfMemoryError:
+        raise OutOfMemory(
+            "the GPU's memory is full: --device cpu, or fewer tokens at once with --seq-len; "
+            f"--resume goes on after {job.work.done} layers"
+        ) from None
 
 
 def peak_bytes() -> int:
