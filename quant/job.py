@@ -77,10 +77,7 @@ class Job:
         """InvalidRequest: the result is there, or an unfinished one that is not to be resumed.
         DiskFull: the files would not fit."""
         self.work.check(resume=resume)
-        there = self.work.path.parent
-        while not there.exists():
-            there = there.parent
-        free = shutil.disk_usage(there).free
+        free, there = self._free()
         taken = sum(path.stat().st_size for path in self.work.path.glob("*") if path.is_file())
         if self.estimate.disk_bytes > free + taken:
             raise DiskFull(
@@ -99,16 +96,22 @@ class Job:
         checksum = check_weights(
             source, lambda done: on_progress(Progress("checking", done, source.size_bytes))
         )
-        self.work.open(self.ready.plan(checksum) | {"mode": self.mode}, resume=resume)
         try:
+            self.work.open(self.ready.plan(checksum) | {"mode": self.mode}, resume=resume)
             return self._run(on_progress)
         except OSError as error:
             # numpy has no errno for a disk that is full
-            free = shutil.disk_usage(self.work.path).free
             raise DiskFull(
                 f"cannot write to {self.work.path}: {error.strerror or error}; "
-                f"{free / 1e9:.2f} GB are free: make room and run again with --resume"
+                f"{self._free()[0] / 1e9:.2f} GB are free: make room and run again with --resume"
             ) from None
+
+    def _free(self) -> tuple[int, Path]:
+        """Bytes free where the result will be, and the folder that was asked."""
+        there = self.work.path.absolute().parent
+        while not there.exists():
+            there = there.parent
+        return shutil.disk_usage(there).free, there
 
     def _run(self, on_progress: Callable[[Progress], None]) -> Outcome:
         layers, resumed = self.ready.source.spec.layers, self.work.done
