@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ from hf_folders import TINY
 
 if TYPE_CHECKING:
     from llama_files import LlamaFile
+
+# a shell's background job ignores Ctrl+C, and so would every program that a test starts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -243,10 +243,11 @@ def test_waiting_raises_priority_so_that_nobody_starves() -> None:
 def test_a_full_queue_refuses() -> None:
     runner = FakeRunner(max_seqs=1)
     scheduler = make(runner, max_queue=2)
-    for name in "ab":
+    for name in "abc":
         scheduler.submit(sequence(name, [1]))
+    assert [seq.id for seq in scheduler.running] == ["a"], "whoever can run does not wait"
     with pytest.raises(QueueFull, match="2 requests are waiting, the limit is 2"):
-        scheduler.submit(sequence("c", [1]))
+        scheduler.submit(sequence("d", [1]))
 
 
 def test_budget_keeps_mixed_steps_near_their_target() -> None:

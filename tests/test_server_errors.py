@@ -166,6 +166,23 @@ def test_a_full_queue(served: House) -> None:
     events.close()
 
 
+def test_what_cannot_be_taken_is_refused_without_asking_the_engine(served: House) -> None:
+    model = served.model("brimful", token_s=0.02)
+    body = {"model": model, "options": {"max_queue": 1}}
+    assert served.http.post("/v1/models/load", json=body).status_code == 200
+    # four run and one waits: the engine would take a sixth, this one has no such limit
+    streams = [served.events(model, MANY_WORDS) for _ in range(5)]
+    for stream in streams:
+        next(stream)
+    error = refusal(served.chat(model, "b"), 429, "queue_full")
+    assert "5 requests are running or waiting, the limit is 5" in error["message"]
+    refusal(served.chat(model, "b", n=6), 429, "queue_full")
+    streams.pop().close()
+    wait_until(lambda: served.chat(model, "b").status_code == 200)
+    for stream in streams:
+        stream.close()
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [("load_failed", 500), ("out_of_memory", 507), ("invalid_request", 400)],

@@ -87,7 +87,9 @@ class Scheduler:
         return self._running.get(request_id) or self.queue.get(request_id)
 
     def submit(self, seq: Sequence) -> None:
-        """Let a new sequence wait for its turn. QueueFull."""
+        """Let a new sequence wait for its turn. QueueFull. Not while a step is in flight."""
+        if len(self.queue) >= self._max_queue:
+            self._admit()  # somebody has ended since, whose place is free
         if len(self.queue) >= self._max_queue:
             raise QueueFull(
                 f"{len(self.queue)} requests are waiting, the limit is {self._max_queue}: "

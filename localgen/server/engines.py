@@ -8,7 +8,14 @@ import signal
 from collections.abc import Callable, Sequence
 
 from localgen.backends.engine import wire
-from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, LocalgenError, error_of
+from localgen.backends.errors import (
+    EngineDied,
+    InvalidRequest,
+    LoadFailed,
+    LocalgenError,
+    QueueFull,
+    error_of,
+)
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -88,6 +95,7 @@ class Engine(asyncio.Protocol):
         self._output = EngineOutput(name)
         self._streams: dict[str, Stream] = {}
         self._vectors: dict[str, asyncio.Future[Embedded]] = {}
+        self._most: int | None = None  # requests for text that it can have: in steps, and waiting
         self._loaded: asyncio.Future[ModelInfo] | None = None
         self._transport: asyncio.Transport | None = None
         self._ended: str | None = None  # why nothing can be asked of it any more
@@ -118,7 +126,13 @@ class Engine(asyncio.Protocol):
         return await self._loaded
 
     def submit(self, *requests: Request) -> Stream:
-        """Hand over a request, or several in one go. EngineDied if the process is gone."""
+        """Hand over a request, or several in one go. EngineDied if the process is gone, QueueFull
+        if it would refuse for sure: said here, that takes no template and waits for no step."""
+        if self._most is not None and len(self._streams) + len(requests) > self._most:
+            raise QueueFull(
+                f"{len(self._streams)} requests are running or waiting, the limit is "
+                f"{self._most}: try again later"
+            )
         frames = [self._frame(wire.Submit(request)) for request in requests]
         stream = Stream(self, [request.id for request in requests])
         self._streams |= dict.fromkeys((request.id for request in requests), stream)
@@ -224,6 +238,8 @@ class Engine(asyncio.Protocol):
                 self.progress = progress
             case wire.Loaded(info):
                 assert self._loaded is not None
+                if info.options.max_queue is not None:
+                    self._most = info.max_seqs + info.options.max_queue
                 if not self._loaded.done():
                     self._loaded.set_result(info)
             case wire.LoadError(code, text):
