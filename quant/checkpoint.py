@@ -41,10 +41,15 @@ class Checkpoint:
     Opening reads the headers only and checks that every tensor lies within its file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """ModelNotFound: no weights, or a shard is missing. LoadFailed: a damaged file."""
+    def __init__(self, folder: Path, changed: Path | None = None) -> None:
+        """changed: a folder whose safetensors files have tensors to take in place of these.
+
+        ModelNotFound: no weights, or a shard is missing. LoadFailed: a damaged file.
+        """
         self._tensors: dict[str, LocalTensor] = {}
         for path in _weight_files(folder):
+            self._tensors.update(_read_header(path))
+        for path in sorted(changed.glob("*.safetensors")) if changed is not None else ():
             self._tensors.update(_read_header(path))
 
     def __contains__(self, name: str) -> bool:
@@ -57,6 +62,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         return self._tensors[name].shape
+
+    def dtypes(self) -> set[str]:
+        """The types that tensors are stored in: F32, F16, BF16."""
+        return {tensor.dtype for tensor in self._tensors.values()}
 
     def read(self, name: str) -> NDArray[np.float32]:
         """A tensor as float32: of F32 a view of the mapped file, of F16 and BF16 a copy."""

@@ -28,9 +28,11 @@ from hf_folders import (
 )
 from tokenizers import Tokenizer
 
+from localgen.backends.cuda.rope import Llama3Scaling, Rope
 from localgen.quant.checkpoint import Checkpoint
 from localgen.quant.gguf import convert
-from localgen.quant.llama import interleave_rotary, llama3_rope_factors, read_config
+from localgen.quant.gguf_rope import llama3_factors
+from localgen.quant.gguf_tensors import interleave_rotary
 
 
 @pytest.fixture(scope="module")
@@ -254,15 +256,7 @@ def test_sharded_weights_give_the_same_file(folder: Path, tiny: Path) -> None:
 
 
 def test_llama3_rope_factors() -> None:
-    config = json.loads((TINY / "config.json").read_text())
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    }
-    config = read_config(TINY / "config.json", config | {"rope_scaling": scaling})
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_len=512)
     expected = []
     for i in range(32):
         frequency = 10000.0 ** (-2 * i / 64)
@@ -276,7 +270,7 @@ def test_llama3_rope_factors() -> None:
             expected.append(frequency / ((1 - smooth) * frequency / 8 + smooth * frequency))
     assert expected[0] == 1.0
     assert expected[-1] == 8.0
-    np.testing.assert_allclose(llama3_rope_factors(config), expected, rtol=1e-6)
+    np.testing.assert_allclose(llama3_factors(Rope(10000.0, 64), scaling), expected, rtol=1e-6)
 
 
 def test_llama3_rope_is_written_and_loads(folder: Path, open_model: Callable[..., Model]) -> None:

@@ -94,7 +94,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], None], type[LocalgenError], list[str]]]
     (change("config.json", hidden_act="gelu"), LoadFailed, ["config.json", "gelu"]),
     (change("config.json", hidden_size=None), LoadFailed, ["config.json", "hidden_size"]),
     (change("config.json", hidden_size="big"), LoadFailed, ["config.json", "big"]),
-    (change("config.json", rope_scaling={"type": "yarn"}), LoadFailed, ["config.json", "yarn"]),
+    (change("config.json", rope_scaling={"type": "ntk"}), LoadFailed, ["config.json", "ntk"]),
     (change("config.json", rope_scaling={"type": "linear"}), LoadFailed, ["factor"]),
     (change("config.json", tie_word_embeddings=False), LoadFailed, ["lm_head.weight"]),
     (change("generation_config.json", eos_token_id=[0, 1, 2, 3]), LoadFailed, ["4 end tokens"]),
@@ -104,7 +104,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], None], type[LocalgenError], list[str]]]
         LoadFailed,
         ["generation_config.json", "temperature"],
     ),
-    (change("tokenizer.json", normalizer={"type": "NFC"}), LoadFailed, ["NFC"]),
+    (change("tokenizer.json", normalizer={"type": "Lowercase"}), LoadFailed, ["Lowercase"]),
     (split_on_spaces, LoadFailed, ["tokenizer.json", "pre-tokenizer", " +"]),
 ]
 
