@@ -26,7 +26,8 @@ def is_pieces(model: dict[str, Any]) -> bool:
 
 
 def space_prefix(path: Path, tokenizer: dict[str, Any]) -> Prefix:
-    """Before which stretches of text between special tokens a space is put.
+    """Before which stretches of text between special tokens a space is put. Metaspace puts none
+    before a text that begins with one; llama.cpp does.
 
     tokenizer: contents of tokenizer.json. LoadFailed: text is prepared in another way.
     """
