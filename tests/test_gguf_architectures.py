@@ -58,8 +58,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("qwen2", {}),
 }
 GREEDY_TOKENS, PROMPTS = 20, 3
-# the two best logits of a prompt's answer are never nearer than that
-SURE = 0.01
+# the two best logits of an answer are never nearer than that, in deviations of all logits
+SURE = 0.03
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def answers(pair: Pair) -> Iterator[tuple[str, list[int], list[int]]]:
         for _ in range(GREEDY_TOKENS):
             logits = pair.theirs(tokens).logits[0, -1]
             best = logits.topk(2)
-            if best.values[0] - best.values[1] < SURE:
+            if best.values[0] - best.values[1] < SURE * logits.std():
                 break
             answer.append(int(best.indices[0]))
             tokens = torch.cat([tokens, best.indices[None, :1]], 1)
