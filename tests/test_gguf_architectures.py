@@ -78,7 +78,8 @@ def model_folder(name: str, folder: Path) -> Path:
     vocab = len(tokenizer["model"]["vocab"])
     config = AutoConfig.from_pretrained(write_config(folder, name, **changes, vocab_size=vocab))
     torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(config)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config)
     for parameter in model.parameters():
         parameter.data = (parameter.data.normal_() * 0.2).half().float()
     model.save_pretrained(folder)

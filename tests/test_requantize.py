@@ -21,6 +21,7 @@ from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
 from localgen.quant import requantize
 from localgen.quant.checkpoint import Checkpoint
+from localgen.quant.gguf import convert
 from localgen.quant.gguf_types import TYPES, WRITTEN, type_name
 from localgen.quant.imatrix import Importance, read_imatrix, write_imatrix
 from localgen.quant.requantize import estimated_bytes, make_gguf
@@ -68,7 +69,7 @@ def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=f"{file_type} is garbage without an imp"):
         make_gguf(TINY, tmp_path / "model.gguf", file_type)
     # and llama.cpp itself would refuse it
-    requantize.convert(TINY, tmp_path / "wide.gguf", "F16")
+    convert(TINY, tmp_path / "wide.gguf", "F16")
     with pytest.raises(LoadFailed, match=f"cannot make {file_type} of it: .*requires an imatrix"):
         requantize.requantize(
             tmp_path / "wide.gguf", tmp_path / "m.gguf", file_type, None, lambda *_: None
@@ -113,7 +114,6 @@ def test_sixteen_bits_in_between_are_those_of_the_model(
         tensors[name] = (half, list(values.shape), packed.tobytes())
     write_safetensors(folder / "model.safetensors", tensors)
     asked: list[str] = []
-    convert = requantize.convert
 
     def watched(source: Path, target: Path, file_type: str, **options: Any) -> None:
         asked.append(file_type)
