@@ -178,7 +178,7 @@ def test_every_linear_of_every_architecture_has_a_name(name: str, tmp_path: Path
 
 def test_a_mixture_is_quantized_by_its_matrix(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from test_gguf_architectures import model_folder
+    from quant_models import model_folder
 
     folder = model_folder("mixtral", tmp_path / "hf")
     spec = read_config(folder)
