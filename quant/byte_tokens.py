@@ -52,10 +52,11 @@ def pre_tokenizer(path: Path, tokenizer: dict[str, Any]) -> str:
 
     LoadFailed, naming its steps: llama.cpp has none that does the same.
     """
-    normalizer = tokenizer.get("normalizer")
-    # NFC changes text that hardly anybody types; files that ask for it are made without it
-    if normalizer is not None and normalizer["type"] != "NFC":
-        raise LoadFailed(f"{path}: llama.cpp would not apply the normalizer {normalizer['type']}")
+    normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    for change in normalizer.get("normalizers", [normalizer]):
+        # NFC changes text that hardly anybody types: llama.cpp's users of Qwen do without
+        if change["type"] != "NFC":
+            raise LoadFailed(f"{path}: llama.cpp would not apply the normalizer {change['type']}")
     step = tokenizer["pre_tokenizer"] or {"type": "none"}
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     names = tuple(_step_name(step) for step in steps)
@@ -81,5 +82,13 @@ def _step_name(step: dict[str, Any]) -> str:
             "behavior": "Isolated",
             "invert": False,
         }:
+            return regex
+        # to keep what matches is the same where everything does
+        case {
+            "type": "Split",
+            "pattern": {"Regex": str(regex)},
+            "behavior": "Removed",
+            "invert": True,
+        } if regex.endswith(_END):
             return regex
     return str(step)

@@ -27,8 +27,8 @@ _F32 = GGMLQuantizationType.F32
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of the output. parts: loads its values, float32 in GGUF's order of rows, whole
-    or one expert after the other."""
+    """One tensor of the output. parts: loads its values, float32 in GGUF's order of rows, some
+    rows or one expert after the other."""
 
     name: str
     shape: Shape
@@ -126,15 +126,16 @@ def _check_rows(name: str, shape: Shape, kind: GGMLQuantizationType) -> None:
 def _parts(
     checkpoint: Checkpoint, spec: ModelSpec, names: list[str]
 ) -> Callable[[], Iterator[Array]]:
-    change = _change(spec, names[0].split(".")[-2])
-    return lambda: (change(checkpoint.read(name)) for name in names)
+    module = names[0].split(".")[-2]
+    heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(module)
+    if heads is not None and architecture(spec) is MODEL_ARCH.LLAMA:
+        return lambda: (interleave_rotary(checkpoint.read(name), heads) for name in names)
+    change = _change(spec, module)
+    return lambda: (change(slab) for name in names for slab in checkpoint.slabs(name))
 
 
 def _change(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
     """How llama.cpp wants what Hugging Face has under this name."""
-    rotated = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(module)
-    if rotated and architecture(spec) is MODEL_ARCH.LLAMA:
-        return lambda rows: interleave_rotary(rows, rotated)
     # queries reach attention scaled, through their norm where they have one
     scaled = module == ("q_norm" if spec.qk_norm else "q_proj")
     factor = np.float32(spec.attn_scale / llama_cpp_scale(spec) if scaled else 1.0)

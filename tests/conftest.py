@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # a shell's background job ignores Ctrl+C, and so would every program that a test starts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if TYPE_CHECKING:
+    from llama_files import LlamaFile
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

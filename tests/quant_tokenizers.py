@@ -75,7 +75,7 @@ VARIED = [
 
 def byte_level(name: str) -> dict[str, Any]:
     """A tokenizer.json of BYTE_LEVEL, with the built-in model's merges."""
-    normalizer, steps, whole_words = BYTE_LEVEL[name]
+    normalizer, steps, whole_words = copy.deepcopy(BYTE_LEVEL[name])
     tokenizer: dict[str, Any] = json.loads((TINY / "tokenizer.json").read_text())
     step = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
     model = tokenizer["model"] | {"ignore_merges": whole_words}

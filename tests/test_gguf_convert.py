@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,3 +205,26 @@ def test_progress_ends_with_everything(tmp_path: Path) -> None:
     assert done == sorted(done)
     assert len(seen) == 56
     assert seen[-1][0] == seen[-1][1]
+
+
+def test_the_built_in_model_is_derived_without_torch() -> None:
+    """A build has nothing but numpy and gguf."""
+    program = "import sys; import localgen.quant.gguf; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_changed_tensors_take_the_place_of_the_models_own(folder: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    norm, up = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
+    values = {name: Checkpoint(folder).read(name) * np.float32(2) for name in (norm, up)}
+    for index, (name, array) in enumerate(values.items()):
+        entry = ("F32", list(array.shape), array.tobytes())
+        write_safetensors(changed / f"layer-{index}.safetensors", {name: entry})
+    convert(folder, tmp_path / "model.gguf", "F32", changed=changed)
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    np.testing.assert_array_equal(tensors["blk.1.attn_norm.weight"], values[norm])
+    np.testing.assert_array_equal(tensors["blk.1.ffn_up.weight"], values[up])
+    own = Checkpoint(folder).read("model.layers.2.mlp.up_proj.weight")
+    np.testing.assert_array_equal(tensors["blk.2.ffn_up.weight"], own)

@@ -55,6 +55,20 @@ def test_byte_level(pre: str, folder: Path, open_model: Callable[..., LlamaFile]
     assert compared > 20
 
 
+def test_what_matches_is_kept_or_the_rest_removed(
+    folder: Path, open_model: Callable[..., LlamaFile]
+) -> None:
+    """The same of two ways to write a pre-tokenizer, as Phi-4 has it; and no normalizers at all."""
+    tokenizer = byte_level("smaug-bpe")
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": []}
+    tokenizer["pre_tokenizer"]["pretokenizers"][0] |= {"behavior": "Removed", "invert": True}
+    model = open_model(converted(folder, tokenizer, eos_token="<|im_end|>"), vocab_only=True)
+    assert model.metadata("tokenizer.ggml.pre") == "smaug-bpe"
+    reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in texts():
+        assert model.tokenize(text) == reference.encode(text, add_special_tokens=False).ids
+
+
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces(name: str, folder: Path, open_model: Callable[..., LlamaFile]) -> None:
     model = open_model(converted(folder, pieces(name), eos_token="</s>"), vocab_only=True)
