@@ -60,6 +60,12 @@ class OutOfMemory(LocalgenError):
     code = "out_of_memory"
 
 
+class DiskFull(LocalgenError):
+    """The files do not fit; the message states what they need and what there is."""
+
+    code = "disk_full"
+
+
 class EngineDied(LocalgenError):
     """The model's engine process ended in mid-request; the next request starts a new one."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 
 from localgen.backends.errors import LoadFailed, ModelNotFound
 
+# 64 MiB as float32
+_SLAB_VALUES = 1 << 24
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -41,10 +45,17 @@ class Checkpoint:
     Opening reads the headers only and checks that every tensor lies within its file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """ModelNotFound: no weights, or a shard is missing. LoadFailed: a damaged file."""
+    def __init__(self, folder: Path, changed: Path | None = None) -> None:
+        """changed: a folder whose safetensors files have tensors to take in place of these.
+
+        ModelNotFound: no weights, or a shard is missing. LoadFailed: a damaged file.
+        """
         self._tensors: dict[str, LocalTensor] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
+            self._tensors.update(_read_header(path))
+        for path in sorted(changed.glob("*.safetensors")) if changed is not None else ():
+            self._tensors.update(_read_header(path))
+        for path in sorted(changed.glob("*.safetensors")) if changed is not None else ():
             self._tensors.update(_read_header(path))
 
     def __contains__(self, name: str) -> bool:
@@ -58,20 +69,34 @@ class Checkpoint:
         """Shape of a tensor."""
         return self._tensors[name].shape
 
+    def dtypes(self) -> set[str]:
+        """The types that tensors are stored in: F32, F16, BF16."""
+        return {tensor.dtype for tensor in self._tensors.values()}
+
     def read(self, name: str) -> NDArray[np.float32]:
         """A tensor as float32: of F32 a view of the mapped file, of F16 and BF16 a copy."""
+        return self._read(name, slice(None))
+
+    def slabs(self, name: str) -> Iterator[NDArray[np.float32]]:
+        """The same, some of its rows after the others."""
+        rows, *rest = self.shape(name)
+        step = max(1, _SLAB_VALUES // math.prod(rest))
+        for start in range(0, rows, step):
+            yield self._read(name, slice(start, start + step))
+
+    def _read(self, name: str, rows: slice) -> NDArray[np.float32]:
         tensor = self._tensors[name]
         raw = tensor.mmap_bytes()
         if tensor.dtype == "BF16":
             # bfloat16 is the upper half of a float32
-            values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        else:
-            stored = "<f4" if tensor.dtype == "F32" else "<f2"
-            values = raw.view(stored).astype(np.float32, copy=False)
-        return values.reshape(tensor.shape)
+            values = raw.view("<u2").reshape(tensor.shape)[rows].astype(np.uint32)
+            values <<= 16
+            return values.view(np.float32)
+        stored = raw.view("<f4" if tensor.dtype == "F32" else "<f2")
+        return stored.reshape(tensor.shape)[rows].astype(np.float32, copy=False)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")

@@ -20,6 +20,14 @@ _BITS: dict[Method, tuple[int, ...]] = {
 }
 
 
+METHODS = tuple(_BITS)
+
+
+def bits_of(method: Method) -> int:
+    """What a method usually makes."""
+    return _BITS[method][0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How weights are rounded. group_size: inputs that share a scale and a zero; None: a whole row.

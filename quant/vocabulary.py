@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gguf import TokenType
 
 from localgen.backends.errors import LoadFailed
+from localgen.quant.byte_tokens import pre_tokenizer
 from localgen.quant.checkpoint import read_json, read_optional_json
+from localgen.quant.piece_tokens import is_pieces, piece_scores, space_prefix
 
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLIT_SINGLE_DIGITS = _SPLIT.format(numbers=r"\p{N}")
-_SPLIT_TRIPLE_DIGITS = _SPLIT.format(numbers=r"\p{N}{1,3}")
-_GPT2_BYTES = "ByteLevel with its own expression"
-_DIGITS = "Digits one by one"
-
-# llama.cpp's name of (steps before the merges, whole words skip the merges)
-_PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
-    ((_SPLIT_SINGLE_DIGITS, "ByteLevel"), False): "qwen2",
-    ((_SPLIT_TRIPLE_DIGITS, "ByteLevel"), True): "llama-bpe",
-    ((_SPLIT_TRIPLE_DIGITS, "ByteLevel"), False): "smaug-bpe",
-    ((_GPT2_BYTES,), False): "gpt-2",
-    ((_DIGITS, _GPT2_BYTES), False): "smollm",
-}
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
     """Tokens by id, and what a GGUF file says of them.
 
-    pre: llama.cpp's name of the pre-tokenizer. end_ids: every token that ends an answer, the
-    tokenizer's own end token first. chat_template: None where the model has none.
+    model: gpt2 for byte-level merges, llama for pieces by score, as llama.cpp calls them. pre:
+    its name of the pre-tokenizer. merges or scores, as the model has. end_ids: every token that
+    ends an answer, the tokenizer's own end token first. add_space_prefix: of pieces only.
+    strips: whether special tokens take the white space behind them along. chat_template: None
+    where the model has none.
     """
 
+    model: Literal["gpt2", "llama"]
     pre: str
     tokens: tuple[str, ...]
     types: tuple[TokenType, ...]
     merges: tuple[str, ...]
+    scores: tuple[float, ...] | None
     bos_id: int | None
     pad_id: int | None
+    unk_id: int | None
     end_ids: tuple[int, ...]
     add_bos: bool
+    add_space_prefix: bool | None
+    strips: bool
     chat_template: str | Sequence[dict[str, str]] | None
 
 
-def read_vocabulary(folder: Path, config: dict[str, Any], generation: dict[str, Any]) -> Vocabulary:
-    """The vocabulary of a model folder, filled up with unused tokens to the model's size.
+def read_vocabulary(
+    folder: Path, size: int, config: dict[str, Any], generation: dict[str, Any]
+) -> Vocabulary:
+    """The vocabulary of a model folder, filled up with unused tokens to the model's `size`.
 
     config, generation: contents of config.json and generation_config.json. LoadFailed: a
     tokenizer llama.cpp would split text with otherwise, or one larger than the embeddings.
@@ -59,69 +56,50 @@ def read_vocabulary(folder: Path, config: dict[str, Any], generation: dict[str, 
     path = folder / "tokenizer.json"
     tokenizer = read_json(path)
     settings = read_optional_json(folder / "tokenizer_config.json")
+    template = _chat_template(folder, settings)
     try:
-        pre = _pre_tokenizer(path, tokenizer)
+        pieces = _is_pieces(path, tokenizer)
+        pre = "default" if pieces else pre_tokenizer(path, tokenizer)
+        prefix = space_prefix(path, tokenizer) if pieces else "never"
         ids = {**tokenizer["model"]["vocab"]}
         ids.update({added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])})
-        tokens, types = _token_list(path, tokenizer, ids, config["vocab_size"])
-        merges = tuple(_merge(pair) for pair in tokenizer["model"]["merges"])
+        tokens, types = _token_list(path, tokenizer, ids, size)
+        scores = piece_scores(path, tokenizer, size) if pieces else None
+        merges = () if pieces else tuple(_merge(pair) for pair in tokenizer["model"]["merges"])
         add_bos = _add_bos(tokenizer, settings)
+        strips = any(added.get("rstrip") for added in tokenizer.get("added_tokens", []))
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise LoadFailed(f"{path} is not laid out as a tokenizer: {error!r}") from None
     special = {**config, **generation}
     bos_id = _special_id("bos", settings, ids, special)
     if add_bos and bos_id is None:
         raise LoadFailed(f"{folder} asks for a first token but tokenizer_config.json names none")
+    # a space before the first stretch of text only is before none of a chat, which begins with
+    # a special token
+    prefixed = prefix == "always" or (prefix == "first" and template is None)
     return Vocabulary(
+        model="llama" if pieces else "gpt2",
         pre=pre,
         tokens=tokens,
         types=types,
         merges=merges,
+        scores=scores,
         bos_id=bos_id,
         pad_id=_special_id("pad", settings, ids, special),
+        unk_id=ids.get(tokenizer["model"].get("unk_token")) if pieces else None,
         end_ids=_end_ids(folder, settings, ids, special),
         add_bos=add_bos,
-        chat_template=_chat_template(folder, settings),
+        add_space_prefix=prefixed if pieces else None,
+        strips=strips,
+        chat_template=template,
     )
 
 
-def _pre_tokenizer(path: Path, tokenizer: dict[str, Any]) -> str:
-    model = tokenizer["model"]
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        raise LoadFailed(
-            f"{path}: only byte-level BPE tokenizers can be converted, this is "
-            f"{model['type']}{' with byte fallback' if model.get('byte_fallback') else ''}"
-        )
-    if tokenizer.get("normalizer") is not None:
-        kind = tokenizer["normalizer"]["type"]
-        raise LoadFailed(f"{path}: llama.cpp would not apply the normalizer {kind}")
-    step = tokenizer["pre_tokenizer"] or {"type": "none"}
-    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    names = tuple(_step_name(step) for step in steps)
-    pre = _PRE_TOKENIZERS.get((names, bool(model.get("ignore_merges"))))
-    if pre is None:
-        known = ", ".join(_PRE_TOKENIZERS.values())
-        raise LoadFailed(
-            f"{path}: unknown pre-tokenizer {' then '.join(names)} (known are those of {known})"
-        )
-    return pre
-
-
-def _step_name(step: dict[str, Any]) -> str:
-    """What a pre-tokenizer step does; settings that llama.cpp has no word for stay visible."""
-    match step:
-        case {"type": "ByteLevel", "add_prefix_space": False}:
-            return _GPT2_BYTES if step.get("use_regex", True) else "ByteLevel"
-        case {"type": "Digits", "individual_digits": True}:
-            return _DIGITS
-        case {
-            "type": "Split",
-            "pattern": {"Regex": str(regex)},
-            "behavior": "Isolated",
-            "invert": False,
-        }:
-            return regex
-    return str(step)
+def _is_pieces(path: Path, tokenizer: dict[str, Any]) -> bool:
+    kind = tokenizer["model"]["type"]
+    if kind != "BPE":
+        raise LoadFailed(f"{path}: only BPE tokenizers can be converted, this is {kind}")
+    return is_pieces(tokenizer["model"])
 
 
 def _token_list(
@@ -130,12 +108,21 @@ def _token_list(
     largest = max(ids.values())
     if largest >= size or min(ids.values()) < 0:
         raise LoadFailed(f"{path} has token {largest}, the model's vocabulary ends at {size - 1}")
+    pieces = is_pieces(tokenizer["model"])
     tokens = [f"[PAD{token_id}]" for token_id in range(size)]
     types = [TokenType.UNUSED] * size
     for token, token_id in ids.items():
-        tokens[token_id], types[token_id] = token, TokenType.NORMAL
+        is_byte = pieces and _BYTE.fullmatch(token)
+        tokens[token_id], types[token_id] = token, TokenType.BYTE if is_byte else TokenType.NORMAL
     for added in tokenizer.get("added_tokens", []):
-        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        token_id = added["id"]
+        types[token_id] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        if pieces and not added["special"]:
+            # llama.cpp looks for these in the text as it is
+            tokens[token_id] = added["content"].replace("▁", " ")
+    unknown = tokenizer["model"].get("unk_token")
+    if pieces and unknown is not None:
+        types[ids[unknown]] = TokenType.UNKNOWN
     return tuple(tokens), tuple(types)
 
 

@@ -17,7 +17,9 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from localgen.quant.llama import interleave_rotary, llama3_rope_factors, read_config
+from localgen.backends.cuda.spec import read_config
+from localgen.quant.gguf_rope import rope_factors
+from localgen.quant.gguf_tensors import interleave_rotary
 
 Array = NDArray[Any]
 Changes = Mapping[str, Any]  # of metadata, by their whole keys; None leaves one out
@@ -194,8 +196,7 @@ def _stem(stem: str, names: dict[str, str]) -> str:
 def _rope_factors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Array]]:
     rope = config.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
-        factors = llama3_rope_factors(read_config(folder / "config.json", config))
-        yield "rope_freqs.weight", factors
+        yield from rope_factors(read_config(folder).rope).items()
     for length in ("short", "long"):
         if f"{length}_factor" in rope:
             values = np.array(rope[f"{length}_factor"], np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -94,7 +95,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], None], type[LocalgenError], list[str]]]
     (change("config.json", hidden_act="gelu"), LoadFailed, ["config.json", "gelu"]),
     (change("config.json", hidden_size=None), LoadFailed, ["config.json", "hidden_size"]),
     (change("config.json", hidden_size="big"), LoadFailed, ["config.json", "big"]),
-    (change("config.json", rope_scaling={"type": "yarn"}), LoadFailed, ["config.json", "yarn"]),
+    (change("config.json", rope_scaling={"type": "ntk"}), LoadFailed, ["config.json", "ntk"]),
     (change("config.json", rope_scaling={"type": "linear"}), LoadFailed, ["factor"]),
     (change("config.json", tie_word_embeddings=False), LoadFailed, ["lm_head.weight"]),
     (change("generation_config.json", eos_token_id=[0, 1, 2, 3]), LoadFailed, ["4 end tokens"]),
@@ -104,7 +105,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], None], type[LocalgenError], list[str]]]
         LoadFailed,
         ["generation_config.json", "temperature"],
     ),
-    (change("tokenizer.json", normalizer={"type": "NFC"}), LoadFailed, ["NFC"]),
+    (change("tokenizer.json", normalizer={"type": "Lowercase"}), LoadFailed, ["Lowercase"]),
     (split_on_spaces, LoadFailed, ["tokenizer.json", "pre-tokenizer", " +"]),
 ]
 
@@ -161,3 +162,22 @@ def test_bad_arguments(tmp_path: Path) -> None:
         convert(tmp_path / "nowhere", tmp_path / "model.gguf")
     with pytest.raises(LoadFailed, match="missing"):
         convert(TINY, tmp_path / "missing" / "model.gguf")
+
+
+def test_numbers_that_are_none_are_found(folder: Path, tmp_path: Path) -> None:
+    broken = np.full(256, np.nan, "<f4").tobytes()
+    change_tensor(NORM, ("F32", [256], broken))(folder)
+    with pytest.raises(LoadFailed, match=r"output_norm\.weight has values that are no numbers"):
+        convert(folder, tmp_path / "model.gguf")
+    assert list(tmp_path.glob("*.gguf")) == []
+
+
+def test_a_disk_too_small_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out" / "model.gguf"
+    target.parent.mkdir()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    with pytest.raises(LoadFailed, match=r"takes 0\.0 GB, its disk has 0\.0 GB free: make room"):
+        convert(TINY, target)
+    assert list(target.parent.iterdir()) == []

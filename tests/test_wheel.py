@@ -72,6 +72,8 @@ def test_holds_the_derived_model_and_not_its_source(wheel: zipfile.ZipFile, tmp_
         "localgen/hub/catalog.toml",
         "localgen/models/tiny.gguf",
         "localgen/py.typed",
+        "localgen/quant/texts/calibration.txt",
+        "localgen/quant/texts/heldout.txt",
     ]
     path = wheel.extract("localgen/models/tiny.gguf", tmp_path)
     reader = gguf.GGUFReader(path)
@@ -99,6 +101,6 @@ def test_the_model_is_derived_again_only_when_older(source: Path, wheel: zipfile
     build(source, source.parent / "again")
     assert model.stat().st_mtime_ns == first
     later = time.time() + 1
-    os.utime(source / "quant/llama.py", (later, later))
+    os.utime(source / "quant/gguf.py", (later, later))
     build(source, source.parent / "newer")
     assert model.stat().st_mtime_ns > first

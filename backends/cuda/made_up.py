@@ -37,7 +37,7 @@ class MadeUpTensors:
     def linear(self, name: str, ins: int, outs: int, *, bias: bool = False) -> Linear:
         b = self._normal(outs) if bias else None
         quant = self._spec.quant
-        if quant is None or name == "lm_head":
+        if quant is None or quant.widened or name == "lm_head":
             return DenseLinear(self._normal(outs, ins), b)
         if quant.method == "fp8":
             scale = torch.full((outs,), _STD, device=self._device)

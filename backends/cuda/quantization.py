@@ -7,16 +7,18 @@ from typing import Literal
 
 from localgen.backends.cuda.fields import Fields
 
-Method = Literal["awq", "gptq", "fp8"]
+Method = Literal["awq", "gptq", "fp8", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quant:
-    """method: awq (GEMM layout) and gptq are int4 in groups, fp8 is e4m3 with a scale per row.
+    """method: awq (GEMM layout) and gptq are digits in groups, fp8 (e4m3) and int8 have a scale per
+    row.
 
     group_size: inputs that share a scale and a zero; None: all of a row. zero_point: whether
     zeros differ from the middle. desc_act: whether groups follow g_idx instead of the inputs'
-    order. zero_offset: added to a stored zero to get the one meant, modulo 16.
+    order. zero_offset: added to a stored zero to get the one meant, modulo
+    2 ** bits.
     """
 
     method: Method
@@ -25,6 +27,11 @@ class Quant:
     zero_point: bool = False
     desc_act: bool = False
     zero_offset: int = 0
+
+    @property
+    def widened(self) -> bool:
+        """Whether weights become plain ones as they are read: no kernel computes with them."""
+        return self.method == "int8" or (self.method == "gptq" and self.bits != 4)
 
 
 def read_quant(config: Fields) -> Quant | None:
@@ -47,7 +54,7 @@ def read_quant(config: Fields) -> Quant | None:
             return _read_compressed_tensors(own)
     raise own.refusal(
         f"quantization {method} is not supported, only awq, gptq, fp8, fbgemm_fp8 and "
-        "compressed-tensors in FP8"
+        "compressed-tensors in FP8 or int8"
     )
 
 
@@ -58,7 +65,7 @@ def _read_awq(own: Fields) -> Quant:
         raise own.refusal(f"AWQ layout {layout} is not supported, only GEMM")
     return Quant(
         method="awq",
-        bits=_four_bits(own, "w_bit" if "w_bit" in own else "bits"),
+        bits=_bits(own, "w_bit" if "w_bit" in own else "bits", (4,)),
         group_size=_group_size(own, "q_group_size" if "q_group_size" in own else "group_size"),
         zero_point=own.flag("zero_point", True),
     )
@@ -70,7 +77,7 @@ def _read_gptq(own: Fields) -> Quant:
         raise own.refusal(f"GPTQ layout {layout} is not supported, only gptq and gptq_v2")
     return Quant(
         method="gptq",
-        bits=_four_bits(own, "bits"),
+        bits=_bits(own, "bits", (3, 4, 8)),
         group_size=_group_size(own, "group_size"),
         zero_point=not own.flag("sym", True),
         desc_act=own.flag("desc_act", False),
@@ -78,10 +85,12 @@ def _read_gptq(own: Fields) -> Quant:
     )
 
 
-def _four_bits(own: Fields, key: str) -> int:
+def _bits(own: Fields, key: str, known: tuple[int, ...]) -> int:
     bits = own.count(key)
-    if bits != 4:
-        raise own.refusal(f"{own.prefix}{key} is {bits}, only 4 is supported")
+    if bits not in known:
+        *others, last = map(str, known)
+        wanted = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+        raise own.refusal(f"{own.prefix}{key} is {bits}, only {wanted} supported")
     return bits
 
 
@@ -106,6 +115,7 @@ def _read_compressed_tensors(own: Fields) -> Quant:
     groups = own.section("config_groups")
     if groups is None or not groups.values:
         raise own.refusal(f"{own.prefix}config_groups is missing or empty")
+    kinds = set()
     for name in groups.values:
         group = groups.section(name)
         weights = None if group is None else group.section("weights")
@@ -113,9 +123,13 @@ def _read_compressed_tensors(own: Fields) -> Quant:
             raise groups.wrong(name, "a group with weights")
         kind = f"{weights.text('type')}{weights.count('num_bits')}"
         strategy = weights.text("strategy", "tensor")
-        if kind != "float8" or strategy not in ("channel", "tensor"):
+        rows = strategy in ("channel", "tensor") and weights.flag("symmetric", True)
+        if kind not in ("float8", "int8") or not rows:
             raise own.refusal(
                 f"compressed-tensors weights of kind {kind} per {strategy} are not supported, "
-                "only float8 per channel or tensor"
+                "only symmetric float8 or int8 per channel or tensor"
             )
-    return Quant(method="fp8", bits=8)
+        kinds.add(kind)
+    if len(kinds) > 1:
+        raise own.refusal("compressed-tensors weights of several kinds are not supported")
+    return Quant(method="fp8" if kinds == {"float8"} else "int8", bits=8)

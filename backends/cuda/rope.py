@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from localgen.backends.cuda.fields import Fields
+
+# torch computes angles only: the converter to GGUF reads models where there is none
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,16 @@ class Rope:
         factors if max_len is beyond the trained length, for every position: a cache holds keys
         of one table only.
         """
+        import torch
+
         positions = torch.arange(max_len, dtype=torch.float32)
         angles = positions[:, None] * self.frequencies(max_len)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def frequencies(self, max_len: int) -> Tensor:
         """Radians a position adds, for sequences of up to max_len tokens: float32 [dim / 2]."""
+        import torch
+
         plain = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         match self.scaling:
             case None:
@@ -116,6 +122,8 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> Tensor:
+    import torch
+
     def dimension(turns: float) -> float:
         """The dimension that makes so many turns within the trained length."""
         return dim * math.log(scaling.trained_len / (turns * 2 * math.pi)) / (2 * math.log(theta))

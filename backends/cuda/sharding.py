@@ -205,8 +205,14 @@ def _obstacle(spec: ModelSpec, size: int) -> str | None:
 def _quant_obstacle(spec: ModelSpec, size: int) -> str | None:
     """Words of eight digits and groups of inputs stay whole."""
     quant = spec.quant
-    if quant is None or quant.method == "fp8":
+    if quant is None:
         return None
+    if spec.moe is not None:
+        return "quantized experts"
+    if quant.method in ("fp8", "int8"):
+        return None
+    if quant.widened:
+        return f"GPTQ weights of {quant.bits} bits"
     group = quant.group_size
     if quant.desc_act and group is not None:
         return "GPTQ weights whose groups follow the order of activation (desc_act)"

@@ -13,6 +13,7 @@ from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.cuda.tokenizer import HfTokenizer, chat_template, optional_json
 from localgen.backends.cuda.weights import Weights, load_weights
+from localgen.backends.cuda.widening import notes
 from localgen.backends.errors import LoadFailed
 from localgen.backends.types import SamplingParams
 
@@ -62,11 +63,10 @@ def open_source(path: Path) -> ModelSource:
 class HfFolder:
     """A folder with config.json, safetensors and tokenizer.json, as Hugging Face has them."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.spec = read_config(path)
+        self.notes = notes(self.spec.quant, experts=self.spec.moe is not None)
 
     @property
     def chat_template(self) -> str | None:

@@ -186,10 +186,6 @@ def _check(config: Fields, spec: ModelSpec) -> None:
         raise config.refusal(
             f"num_experts_per_tok is {spec.moe.top_k}, there are {spec.moe.experts} experts"
         )
-    if spec.moe is not None and spec.quant is not None:
-        raise config.refusal(
-            f"quantization {spec.quant.method} is not supported for mixtures of experts"
-        )
     # EmbeddingGemma: an encoder under the decoder's name
     if config.flag("use_bidirectional_attention", False):
         raise config.refusal("use_bidirectional_attention is not supported: this is an encoder")

@@ -10,6 +10,7 @@ from localgen.backends.cuda.int4 import from_awq, from_gptq, group_order
 from localgen.backends.cuda.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
 from localgen.backends.cuda.quantization import Quant
 from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.widening import packed_size, plain_weight, widened_gptq
 
 # in files of some tools, of no use here: tables, and scales for activations and the KV cache
 _NOT_WEIGHTS = (
@@ -43,11 +44,16 @@ class StoredTensors:
         """
         has_bias = bias or f"{name}.bias" in self._checkpoint
         b = self._read(f"{name}.bias", (outs,)) if has_bias else None
+        quant = self._spec.quant
         if f"{name}.qweight" in self._checkpoint:
+            if quant is not None and quant.widened:
+                return DenseLinear(self._gptq(name, ins, outs, quant), b)
             return self._int4(name, ins, outs, b)
         weight = f"{name}.weight"
         if weight in self._checkpoint and self._checkpoint.dtype(weight) == "F8_E4M3":
             return self._fp8(name, ins, outs, b)
+        if weight in self._checkpoint and self._checkpoint.dtype(weight) == "I8":
+            return DenseLinear(self._int8(name, ins, outs), b)
         return DenseLinear(self._read(weight, (outs, ins)), b)
 
     def experts(self, layer: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,18 +86,20 @@ class StoredTensors:
 
     def _expert(self, expert: str, gate_up: Tensor, down: Tensor) -> None:
         names = ("gate_proj", "up_proj", "down_proj")
-        if f"{expert}.w1.weight" in self._checkpoint:
+        if any(f"{expert}.w1.{part}" in self._checkpoint for part in ("weight", "qweight")):
             names = ("w1", "w3", "w2")
         size = down.shape[1]
         for name, target in zip(names, (gate_up[:size], gate_up[size:], down), strict=True):
-            target.copy_(self._read(f"{expert}.{name}.weight", tuple(target.shape)))
+            outs, ins = target.shape
+            linear = self.linear(f"{expert}.{name}", ins, outs)
+            target.copy_(plain_weight(linear, self._dtype))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._checkpoint.read(name, shape, dtype=self._dtype)
 
     def _int4(self, name: str, ins: int, outs: int, bias: Tensor | None) -> Int4Linear:
         quant = self._spec.quant
-        if quant is None or quant.method == "fp8":
+        if quant is None or quant.method not in ("awq", "gptq"):
             reason = "is int4, but config.json has no quantization_config of awq or gptq"
             raise self._checkpoint.refusal(f"{name}.qweight", reason)
         size = quant.group_size or ins
@@ -108,6 +116,37 @@ class StoredTensors:
         words = self._words(f"{name}.qweight", (ins // 8, outs))
         order = self._order(f"{name}.g_idx", ins, groups, quant)
         return from_gptq(words, zeros, scales, bias, order=order, zero_offset=quant.zero_offset)
+
+    def _gptq(self, name: str, ins: int, outs: int, quant: Quant) -> Tensor:
+        """A weight of another width than four bits, widened."""
+        size, bits = quant.group_size or ins, quant.bits
+        in_words, out_words = packed_size(ins, bits), packed_size(outs, bits)
+        if in_words is None or out_words is None or ins % size:
+            reason = (
+                f"of {ins} inputs and {outs} outputs does not fit {bits} bits in groups of {size}"
+            )
+            raise self._checkpoint.refusal(f"{name}.qweight", reason)
+        groups = ins // size
+        words = self._words(f"{name}.qweight", (in_words, outs))
+        zeros = self._words(f"{name}.qzeros", (groups, out_words))
+        scales = self._checkpoint.read(f"{name}.scales", (groups, outs), stored=FLOATS)
+        g_idx = torch.arange(ins, device=words.device) // size
+        if f"{name}.g_idx" in self._checkpoint:
+            g_idx = self._checkpoint.read(f"{name}.g_idx", (ins,), stored=("I32", "I64"))
+        if not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
+            raise self._checkpoint.refusal(f"{name}.g_idx", f"names groups beyond {groups}")
+        offset = quant.zero_offset
+        weight = widened_gptq(words, zeros, scales, g_idx, bits=bits, zero_offset=offset)
+        return weight.to(self._dtype)
+
+    def _int8(self, name: str, ins: int, outs: int) -> Tensor:
+        quant = self._spec.quant
+        if quant is None or quant.method != "int8":
+            reason = "is int8, but config.json has no quantization_config of such"
+            raise self._checkpoint.refusal(f"{name}.weight", reason)
+        weight = self._checkpoint.read(f"{name}.weight", (outs, ins), stored=("I8",))
+        scales = self._row_scales(f"{name}.weight_scale", outs)
+        return (weight.float() * scales[:, None]).to(self._dtype)
 
     def _words(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._checkpoint.read(name, shape, stored=("I32",))

@@ -16,6 +16,7 @@ COMMANDS = {
     "pull": "Fetch a model from the hub, or go on with one that was interrupted.",
     "show": "Show what a model is, and which quantizations fit.",
     "plan": "Show what a model would take here, and how fast it can be.",
+    "quantize": "Make a smaller model of one in 16 bits, and measure what it lost.",
     "rm": "Remove a model, or another name of one.",
     "cp": "Give a model another name.",
     "stop": "Unload a model, or stop the server.",

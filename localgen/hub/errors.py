@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from localgen.backends.errors import DiskFull as DiskFull
 from localgen.backends.errors import LocalgenError
 
 
@@ -15,12 +16,6 @@ class AccessDenied(LocalgenError):
     """The repository is private, or gated and its licence not accepted; or a server wants a key."""
 
     code = "access_denied"
-
-
-class DiskFull(LocalgenError):
-    """The files do not fit; the message states what they need and what there is."""
-
-    code = "disk_full"
 
 
 class DownloadFailed(LocalgenError):

@@ -1,0 +1,185 @@
+"""How long `localgen quantize` takes a layer, and how much memory, beside what it says before.
+
+python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq]
+
+The model is random, of Llama-3.2-1B's shape, in bfloat16: neither time nor memory depends on what
+the weights are. What its text loses means nothing, so nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
+from localgen.hub.names import BUILT_IN_PATH
+from localgen.interpreter import python_command, python_environment
+from localgen.quant.tensor_file import Entry, write
+
+RESULTS = Path(__file__).with_name("results")
+_METHODS = "rtn,fp8,awq,gptq"
+_PIECE_ROWS = 4096
+_QUICK = ("--samples", "4", "--seq-len", "64")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run. peak_bytes: of the whole process, by the kernel's count."""
+
+    method: str
+    layers: int
+    layer_s: float
+    peak_bytes: int
+    estimated_bytes: int
+
+    @property
+    def row(self) -> str:
+        ratio = self.estimated_bytes / self.peak_bytes
+        return (
+            f"| {self.method} | {self.layers} | {self.layer_s:.1f} | {self.peak_bytes / 1e9:.2f} | "
+            f"{self.estimated_bytes / 1e9:.2f} ({ratio - 1:+.0%}) |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tiny model: does it run?")
+    parser.add_argument("--methods", default=_METHODS)
+    parser.add_argument("--samples", default="128")
+    parser.add_argument("--seq-len", default="512")
+    asked = parser.parse_args()
+    shape = SHAPES["quick" if asked.quick else "1b"]
+    more = _QUICK if asked.quick else ("--samples", asked.samples, "--seq-len", asked.seq_len)
+    print("| method | layers | s a layer | peak GB | estimated GB |\n|---|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as place:
+        model = random_folder(shape, Path(place))
+        found = []
+        for method in asked.methods.split(","):
+            found.append(measured(method, model, more))
+            print(found[-1].row, flush=True)
+    if not asked.quick:
+        _save(found, more)
+
+
+def measured(method: str, model: Path, more: tuple[str, ...]) -> Figures:
+    """Run the command in a process of its own. RuntimeError: it failed."""
+    out = model.with_name(f"{model.name}-{method}")
+    asked = [str(model), f"--{method}", "--out", str(out), "--no-eval", "--json", *more]
+    command = python_command("localgen.cli.main", "quantize", *asked)
+    child = subprocess.Popen(
+        command, env=python_environment(), stdout=subprocess.PIPE, stderr=sys.stderr
+    )
+    assert child.stdout is not None
+    said = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    shutil.rmtree(out, ignore_errors=True)
+    if status:
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+    record = json.loads(said)
+    kernel = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Figures(
+        method, record["layers"], record["layer_s"], kernel, round(record["estimated_bytes"])
+    )
+
+
+def random_folder(shape: Shape, place: Path) -> Path:
+    """A folder as Hugging Face has it, with the built-in model's tokenizer."""
+    folder = place / f"random-{shape.name}"
+    folder.mkdir()
+    for path in BUILT_IN_PATH.with_suffix("").glob("*token*.json"):
+        shutil.copyfile(path, folder / path.name)
+    (folder / "config.json").write_text(json.dumps(config_of(shape)), encoding="utf-8")
+    write(folder / "model.safetensors", entries(shape))
+    return folder
+
+
+def config_of(shape: Shape) -> dict[str, object]:
+    """Its config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        # the tokenizer's tokens must be in it
+        "vocab_size": max(shape.vocab, 4096),
+        "max_position_embeddings": shape.ctx,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def entries(shape: Shape) -> dict[str, Entry]:
+    """All tensors, made as they are written."""
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    linears = {
+        "self_attn.q_proj": (queries, shape.hidden),
+        "self_attn.k_proj": (keys, shape.hidden),
+        "self_attn.v_proj": (keys, shape.hidden),
+        "self_attn.o_proj": (shape.hidden, queries),
+        "mlp.gate_proj": (shape.ffn, shape.hidden),
+        "mlp.up_proj": (shape.ffn, shape.hidden),
+        "mlp.down_proj": (shape.hidden, shape.ffn),
+    }
+    found = {
+        "model.embed_tokens.weight": _normal(max(shape.vocab, 4096), shape.hidden),
+        "model.norm.weight": _ones(shape.hidden),
+    }
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            found[f"{at}{norm}.weight"] = _ones(shape.hidden)
+        for name, (outs, ins) in linears.items():
+            found[f"{at}{name}.weight"] = _normal(outs, ins)
+    return found
+
+
+def _normal(rows: int, width: int) -> Entry:
+    def pieces() -> Iterator[Tensor]:
+        made = torch.Generator().manual_seed(rows + width)
+        for first in range(0, rows, _PIECE_ROWS):
+            count = min(_PIECE_ROWS, rows - first)
+            yield torch.randn(count, width, generator=made).mul_(EMBEDDING_STD).bfloat16()
+
+    return Entry(torch.bfloat16, (rows, width), pieces)
+
+
+def _ones(size: int) -> Entry:
+    return Entry(torch.bfloat16, (size,), lambda: (torch.ones(size, dtype=torch.bfloat16),))
+
+
+def _save(found: list[Figures], more: tuple[str, ...]) -> None:
+    today = datetime.date.today()
+    record = {
+        "date": today.isoformat(),
+        "machine": {"cpu": platform.processor(), "cores": psutil.cpu_count(logical=False)},
+        "torch": torch.__version__,
+        "options": more,
+        "runs": [asdict(one) for one in found],
+    }
+    path = RESULTS / f"quantize-{today:%Y%m%d}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

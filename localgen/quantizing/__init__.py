@@ -1,0 +1,1 @@
+"""What `localgen quantize` does between the command and quant/: names, verdicts, advice."""

@@ -1,0 +1,103 @@
+"""What models are worth beside each other: size, loss on held-out text, speed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.backends.errors import InvalidRequest
+from localgen.quant import evaluate
+from localgen.quant.calibration import held_out_windows
+from localgen.quant.evaluate_gguf import gguf_loss, gguf_size
+from localgen.quant.source import Source
+
+# model, steps done, steps in all
+OnLayer = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model. perplexity, kl, tokens_per_s: None where not measured, or where it cannot be.
+
+    kl: from the first row's model, in nats. bits_per_weight: of everything in its files.
+    """
+
+    name: str
+    path: str
+    size_bytes: int
+    bits_per_weight: float
+    perplexity: float | None = None
+    kl: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What to measure on. path: None: the text that ships with localgen."""
+
+    path: Path | None = None
+    windows: int = 16
+    length: int = 512
+
+
+def rows(
+    models: Sequence[tuple[str, Path]],
+    text: HeldOut,
+    device: str = "cpu",
+    on_layer: OnLayer = lambda *_: None,
+) -> list[Row]:
+    """Size and loss of folders in Hugging Face's format and of GGUF files; the first folder is the
+    original.
+
+    Errors: those of reading a model and a text.
+    """
+    folders = [(name, path) for name, path in models if path.is_dir()]
+    if not folders:
+        raise InvalidRequest(
+            "GGUF files are measured beside the folder that they were made of: name it first",
+            param="model",
+        )
+    read = _read(folders, text, device, on_layer)
+    losses = dict(zip([path for _, path in folders], evaluate.losses(read, device), strict=True))
+    for name, path in models:
+        if path.is_file():
+            windows = len(read[0].ids)
+
+            def tell(done: int, name: str = name, windows: int = windows) -> None:
+                on_layer(name, done, windows)
+
+            losses[path] = gguf_loss(path, read[0], device, tell)
+    return [
+        replace(size_row(name, path), perplexity=losses[path].perplexity, kl=losses[path].kl)
+        for name, path in models
+    ]
+
+
+def _read(
+    folders: Sequence[tuple[str, Path]], text: HeldOut, device: str, on_layer: OnLayer
+) -> list[evaluate.Read]:
+    read = []
+    for name, path in folders:
+        source = Source(path)
+        tokenizer = HfTokenizer.of_folder(path, source.spec.vocab)
+        length = min(text.length, source.spec.max_len)
+        windows = held_out_windows(text.path, tokenizer, length, text.windows)
+        layers = source.spec.layers
+
+        def tell(done: int, name: str = name, layers: int = layers) -> None:
+            on_layer(name, done, layers)
+
+        read.append(evaluate.read(source, windows.ids, device, tell))
+    return read
+
+
+def size_row(name: str, path: Path) -> Row:
+    """What is known of a model without running it. ModelNotFound, LoadFailed: it is none."""
+    if path.is_file():
+        count, size = gguf_size(path)
+        return Row(name, str(path), size, 8 * size / count)
+    source = Source(path)
+    size = source.size_bytes
+    return Row(name, str(path), size, 8 * size / source.spec.num_params)

@@ -1,0 +1,108 @@
+"""What a quantization will take, before it starts: memory, disk, and the size of its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from localgen.quant.names import linear_shapes
+from localgen.quant.packing import layout_of
+from localgen.quant.preflight import Ready
+from localgen.quant.recipe import Recipe
+
+# of what may be taken, activations are kept in memory in at most this share
+_STATES_SHARE = 1 / 8
+_BATCH_TOKENS = 2048
+
+
+# what a job does with a layer: as of Job
+Mode = Literal["round", "fold", "observe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """peak_bytes: of the whole process, on the host. disk_bytes: most that lies there at once.
+
+    output_bytes: of the result's weights. states_bytes: activations of all windows, before one
+    layer. kept: whether they are in memory too. batch: windows that go through a layer together.
+    """
+
+    peak_bytes: int
+    disk_bytes: int
+    output_bytes: int
+    states_bytes: int
+    kept: bool
+    batch: int
+
+
+def estimate(ready: Ready, memory_bytes: int, mode: Mode = "round") -> Estimate:
+    """memory_bytes: what the process may take in all. mode: as of Job."""
+    spec = ready.source.spec
+    states = 0
+    if ready.windows is not None:
+        states = 4 * spec.hidden * ready.windows.ids.numel()
+    kept = bool(states) and states <= memory_bytes * _STATES_SHARE
+    output = _written_bytes(ready, mode)
+    batch = max(1, _BATCH_TOKENS // ready.length)
+    return Estimate(
+        peak_bytes=psutil.Process().memory_info().rss
+        + working_bytes(ready, batch)
+        + (states if kept else 0),
+        disk_bytes=output + 2 * states,
+        output_bytes=output,
+        states_bytes=states,
+        kept=kept,
+        batch=batch,
+    )
+
+
+def _written_bytes(ready: Ready, mode: Mode) -> int:
+    match mode:
+        case "round":
+            return output_bytes(ready)
+        case "fold":
+            return plain_bytes(ready)
+        case "observe":
+            return 0
+
+
+def output_bytes(ready: Ready) -> int:
+    """Of the result's tensors."""
+    spec = ready.source.spec
+    shapes = linear_shapes(spec)
+    packed = spec.layers * sum(packed_bytes(ready.recipe, *shape) for shape in shapes.values())
+    plain = spec.num_params - spec.layers * sum(outs * ins for outs, ins in shapes.values())
+    norms = spec.layers * 4 * spec.hidden + spec.hidden
+    return packed + (plain + norms) * ready.dtype.itemsize
+
+
+def plain_bytes(ready: Ready) -> int:
+    """Of the layers without rounding."""
+    spec = ready.source.spec
+    shapes = linear_shapes(spec).values()
+    return spec.layers * sum(outs * ins for outs, ins in shapes) * ready.dtype.itemsize
+
+
+def packed_bytes(recipe: Recipe, outs: int, ins: int) -> int:
+    """Of one linear."""
+    if not recipe.grouped:
+        return outs * ins + 4 * outs
+    groups = ins // (recipe.group_size or ins)
+    order = 4 * ins if layout_of(recipe) == "gptq" else 0
+    return outs * ins * recipe.bits // 8 + groups * outs * (16 + recipe.bits) // 8 + order
+
+
+def working_bytes(ready: Ready, batch: int) -> int:
+    """Most that one layer takes at once, beside what the process has anyway."""
+    spec = ready.source.spec
+    shapes = linear_shapes(spec)
+    layer = 4 * sum(outs * ins for outs, ins in shapes.values())
+    largest = 4 * max(outs * ins for outs, ins in shapes.values())
+    tokens = batch * ready.length
+    width = spec.intermediate if spec.moe is None else spec.moe.intermediate
+    # gate and up apart, together and multiplied
+    forward = 4 * tokens * (5 * width + 4 * spec.hidden)
+    forward += 4 * batch * spec.heads * ready.length**2
+    return 2 * layer + 2 * largest + (forward if ready.recipe.calibrated else 0)

@@ -1,0 +1,75 @@
+"""What a GGUF file has lost against the folder it was made of, by llama.cpp's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from llama_cpp import Llama
+
+from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.quant.evaluate import Loss, Read, Sums, window_logits
+
+
+def gguf_loss(
+    path: Path,
+    original: Read,
+    device: torch.device | str = "cpu",
+    on_window: Callable[[int], None] = lambda done: None,
+) -> Loss:
+    """On the windows that the original has read. on_window: how many are done.
+
+    LoadFailed: llama.cpp cannot load it. InvalidRequest: it has other tokens.
+    """
+    count, length = original.ids.shape
+    model = _load(path, length)
+    try:
+        if model.n_vocab() != original.source.spec.vocab:
+            raise InvalidRequest(
+                f"{path.name} has {model.n_vocab():,} tokens, {original.source.folder.name} "
+                f"{original.source.spec.vocab:,}: they cannot be compared",
+                param="model",
+            )
+        own, beside = (Sums(count * (length - 1)) for _ in range(2))
+        for index in range(count):
+            ids = original.ids[index]
+            block = slice(index * (length - 1), (index + 1) * (length - 1))
+            found = _logits(model, ids.tolist())[:-1]
+            wanted = window_logits(original, index, device)[:-1]
+            own.add(block, 0, found, ids[1:])
+            beside.add(block, 0, found, ids[1:], wanted)
+            on_window(index + 1)
+    finally:
+        model.close()
+    return Loss(own.perplexity, beside.divergence(own))
+
+
+def gguf_size(path: Path) -> tuple[int, int]:
+    """Weights of a file, and their bytes. LoadFailed: it is no GGUF file."""
+    try:
+        tensors = gguf.GGUFReader(path).tensors
+        return (
+            sum(int(tensor.n_elements) for tensor in tensors),
+            sum(int(tensor.n_bytes) for tensor in tensors),
+        )
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise LoadFailed(f"{path} is no GGUF file: {error}") from None
+
+
+def _load(path: Path, length: int) -> Llama:
+    try:
+        return Llama(
+            str(path), n_ctx=length, n_batch=length, n_gpu_layers=0, logits_all=True, verbose=False
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        raise LoadFailed(f"llama.cpp cannot load {path}: {error}") from None
+
+
+def _logits(model: Llama, ids: list[int]) -> torch.Tensor:
+    """float32 [length, vocab]."""
+    model.reset()  # type: ignore[no-untyped-call]
+    model.eval(ids)
+    return torch.from_numpy(np.array(model.scores[: len(ids)], np.float32))

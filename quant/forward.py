@@ -1,0 +1,151 @@
+"""One decoder layer at a time in plain float32: what calibration and evaluation look through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.quant.names import Tensors, names_of
+
+# called with the name of a linear and its input, [tokens, in]
+Tap = Callable[[str, Tensor], None]
+
+
+class LayerForward:
+    """The layers of a model over whole sequences of up to seq_len tokens.
+
+    As in the engine, LongRoPE takes its long factors if seq_len is beyond the trained length.
+    """
+
+    def __init__(self, spec: ModelSpec, seq_len: int, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self._names = names_of(spec)
+        self._rope = _on(device, spec.rope.table(seq_len))
+        self._local_rope = _on(device, (spec.local_rope or spec.rope).table(seq_len))
+
+    @torch.no_grad()
+    def run(self, index: int, tensors: Tensors, hidden: Tensor, tap: Tap | None = None) -> Tensor:
+        """What layer `index` makes of hidden, float32 [sequences, length, hidden].
+
+        tensors: the layer's, by name within it, experts as in LayerNames. tap: sees the input of
+        every linear; an expert's are the tokens routed to it, none at all if there are none.
+        """
+        names, layer = self._names, _Layer(self.spec, tensors, tap)
+        mixed = self._attention(index, layer, layer.norm(names.attention_norm, hidden))
+        sandwich = self.spec.sandwich_norms
+        if sandwich:
+            mixed = layer.norm("post_attention_layernorm", mixed)
+        hidden = hidden + mixed
+        mapped = self._mlp(layer, layer.norm(names.mlp_norm, hidden))
+        if sandwich:
+            mapped = layer.norm("post_feedforward_layernorm", mapped)
+        return hidden + mapped
+
+    def _attention(self, index: int, layer: _Layer, x: Tensor) -> Tensor:
+        spec, length = self.spec, x.shape[1]
+        sizes = [spec.heads, spec.kv_heads, spec.kv_heads]
+        joined = torch.cat([layer.linear(name, x) for name in self._names.qkv], -1)
+        heads = joined.view(*x.shape[:2], sum(sizes), spec.head_dim).transpose(1, 2)
+        q, k, v = torch.split(heads, sizes, 1)
+        if spec.qk_norm:
+            q, k = layer.norm("self_attn.q_norm", q), layer.norm("self_attn.k_norm", k)
+        window = spec.windows[index]
+        cos, sin = self._rope if window is None else self._local_rope
+        q, k = _rotated(q, cos[:length], sin[:length]), _rotated(k, cos[:length], sin[:length])
+        mixed = _attend(q, k, v, spec, window)
+        return layer.linear(self._names.out, mixed.transpose(1, 2).flatten(2))
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        names, moe = self._names, self.spec.moe
+        if names.router is None or moe is None:
+            return layer.gated(names.gate_up, names.down, x)
+        rows = x.flatten(0, 1)
+        shares, ids = layer.linear(names.router, rows).softmax(-1).topk(moe.top_k)
+        if moe.normalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        out = torch.zeros_like(rows)
+        for expert in range(moe.experts):
+            chosen, place = (ids == expert).nonzero(as_tuple=True)
+            if len(chosen):
+                gate_up = tuple(name.format(expert) for name in names.gate_up)
+                found = layer.gated(gate_up, names.down.format(expert), rows[chosen])
+                # no row is chosen twice by one expert
+                out[chosen] += shares[chosen, place, None] * found
+        return out.view_as(x)
+
+
+def embed(spec: ModelSpec, weight: Tensor, ids: Tensor) -> Tensor:
+    """The first layer's input: float32 [sequences, length, hidden], of ids of that shape.
+
+    weight: [vocab, hidden] in the checkpoint's dtype, to which the scale is rounded.
+    """
+    scale = torch.tensor(spec.embed_scale, dtype=weight.dtype).item()
+    return weight[ids].float() * scale
+
+
+@torch.no_grad()
+def logits(spec: ModelSpec, norm: Tensor, head: Tensor, hidden: Tensor) -> Tensor:
+    """float32 [..., vocab] of the last layer's output. norm: [hidden]. head: [vocab, hidden]."""
+    found = functional.linear(_rms_norm(spec, hidden, norm), head)
+    cap = spec.logit_softcap
+    return found if not cap else (found / cap).tanh() * cap
+
+
+class _Layer:
+    """A layer's tensors and who watches them."""
+
+    def __init__(self, spec: ModelSpec, tensors: Tensors, tap: Tap | None) -> None:
+        self._spec, self._tensors, self._tap = spec, tensors, tap
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return _rms_norm(self._spec, x, self._tensors[f"{name}.weight"])
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        if self._tap is not None:
+            self._tap(name, x.reshape(-1, x.shape[-1]))
+        return functional.linear(
+            x, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
+        )
+
+    def gated(self, gate_up: tuple[str, ...], down: str, x: Tensor) -> Tensor:
+        gate, up = torch.cat([self.linear(name, x) for name in gate_up], -1).chunk(2, -1)
+        if self._spec.activation == "silu":
+            acted = functional.silu(gate)
+        else:
+            acted = functional.gelu(gate, approximate="tanh")
+        return self.linear(down, acted * up)
+
+
+def _on(device: torch.device | str, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return table[0].to(device), table[1].to(device)
+
+
+def _rms_norm(spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
+    scale = 1.0 + weight if spec.norm_offset else weight
+    return x * (x.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt() * scale
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [..., length, head_dim]. cos, sin: [length, rotated / 2]; the rest of a head stays."""
+    half = cos.shape[-1]
+    low, high, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: ModelSpec, window: int | None) -> Tensor:
+    """Causal attention, [sequences, heads, length, head_dim]. window: positions a token sees."""
+    length, cap = q.shape[2], spec.attn_softcap
+    k, v = (part.repeat_interleave(spec.heads // spec.kv_heads, 1) for part in (k, v))
+    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if window is not None:
+        mask = mask.triu(1 - window)
+    if not cap:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=spec.attn_scale
+        )
+    scores = ((q @ k.transpose(-1, -2)) * (spec.attn_scale / cap)).tanh() * cap
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v

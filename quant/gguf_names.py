@@ -1,0 +1,60 @@
+"""GGUF's names of architectures and tensors."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import gguf
+from gguf import MODEL_ARCH
+
+from localgen.backends.cuda.spec import ModelSpec
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": MODEL_ARCH.LLAMA,
+    "MistralForCausalLM": MODEL_ARCH.LLAMA,
+    "MixtralForCausalLM": MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": MODEL_ARCH.QWEN3MOE,
+    "Gemma2ForCausalLM": MODEL_ARCH.GEMMA2,
+    "Gemma3ForCausalLM": MODEL_ARCH.GEMMA3,
+    "Phi3ForCausalLM": MODEL_ARCH.PHI3,
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)")
+_EXPERT_PARTS = {
+    "w1": "ffn_gate_exps",
+    "gate_proj": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "up_proj": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+    "down_proj": "ffn_down_exps",
+}
+
+
+class Place(NamedTuple):
+    """Where a tensor goes: GGUF's name, and which matrix of a stack of experts it is."""
+
+    name: str
+    expert: int | None
+
+
+def architecture(spec: ModelSpec) -> MODEL_ARCH:
+    """GGUF's kind of the model."""
+    return _ARCHITECTURES[spec.architecture]
+
+
+class TensorNames:
+    """Hugging Face's names to GGUF's, of one model."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._names = gguf.get_tensor_name_map(architecture(spec), spec.layers)
+
+    def place(self, module: str) -> Place:
+        """Of a linear or norm, whose name is without `.weight` here and there."""
+        if expert := _EXPERT.fullmatch(module):
+            layer, index, part = expert.groups()
+            return Place(f"blk.{layer}.{_EXPERT_PARTS[part]}", int(index))
+        name = self._names.get_name(module)
+        assert name is not None, module
+        return Place(name, None)

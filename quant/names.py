@@ -1,0 +1,107 @@
+"""What the tensors of a decoder layer are called, and the shapes of its linears."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.errors import InvalidRequest
+from localgen.quant.recipe import Recipe
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNames:
+    """The linears of a layer by what they do, and the norms before them; without `.weight`.
+
+    qkv: q, k and v, or one for all of them. gate_up: likewise. In a mixture of experts gate_up
+    and down have the expert's number in place of `{}`, and router chooses among them.
+    """
+
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    router: str | None = None
+
+
+_GEMMA = LayerNames(mlp_norm="pre_feedforward_layernorm")
+_NAMES = {
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "Phi3ForCausalLM": LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    "MixtralForCausalLM": LayerNames(
+        gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        down="block_sparse_moe.experts.{}.w2",
+        router="block_sparse_moe.gate",
+    ),
+    "Qwen3MoeForCausalLM": LayerNames(
+        gate_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        down="mlp.experts.{}.down_proj",
+        router="mlp.gate",
+    ),
+}
+
+
+def names_of(spec: ModelSpec) -> LayerNames:
+    """What a layer of this architecture calls its tensors."""
+    return _NAMES.get(spec.architecture, LayerNames())
+
+
+def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of every linear of a layer that is quantized, by its name."""
+    names = names_of(spec)
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    outs = [queries + 2 * keys] if len(names.qkv) == 1 else [queries, keys, keys]
+    shapes = {name: (out, spec.hidden) for name, out in zip(names.qkv, outs, strict=True)}
+    shapes[names.out] = (spec.hidden, queries)
+    width = spec.intermediate if spec.moe is None else spec.moe.intermediate
+    for expert in range(1 if spec.moe is None else spec.moe.experts):
+        for name in names.gate_up:
+            shapes[name.format(expert)] = (2 * width // len(names.gate_up), spec.hidden)
+        shapes[names.down.format(expert)] = (spec.hidden, width)
+    return shapes
+
+
+def check_groups(spec: ModelSpec, recipe: Recipe) -> None:
+    """InvalidRequest: a linear's inputs do not divide into the recipe's groups."""
+    size = recipe.group_size
+    if not recipe.grouped or size is None:
+        return
+    for name, (_, ins) in linear_shapes(spec).items():
+        if ins % size:
+            fitting = [str(g) for g in (256, 128, 64, 32, 16, 8) if not _misfits(spec, g)]
+            remedy = f"--group-size {' or '.join(fitting)}" if fitting else "another method"
+            raise InvalidRequest(
+                f"{name} has {ins} inputs, which groups of {size} do not divide: use {remedy}",
+                param="group_size",
+            )
+
+
+def _misfits(spec: ModelSpec, size: int) -> bool:
+    return any(ins % size for _, ins in linear_shapes(spec).values())
+
+
+def with_usual_names(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    """A layer whose experts are named as in LayerNames, one tensor for each linear of each.
+
+    transformers 5 can keep all experts of a layer in two tensors, `mlp.experts.gate_up_proj`
+    [experts, 2 * intermediate, hidden] and `mlp.experts.down_proj`; these are taken apart.
+    """
+    names = names_of(spec)
+    joint = "mlp.experts.gate_up_proj"
+    if names.router is None or joint not in tensors:
+        return tensors
+    found = dict(tensors)
+    found[f"{names.router}.weight"] = found.pop("mlp.gate.weight")
+    gates_ups, downs = found.pop(joint), found.pop("mlp.experts.down_proj")
+    for expert, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
+        for name, part in zip(names.gate_up, gate_up.chunk(2), strict=True):
+            found[f"{name.format(expert)}.weight"] = part
+        found[f"{names.down.format(expert)}.weight"] = down
+    return found

@@ -1,0 +1,102 @@
+"""SentencePiece-style BPE tokenizers (Llama 2, Mistral 7B, Phi-3, Gemma) as llama.cpp's `llama`.
+
+llama.cpp merges whatever makes the token of the highest score; tokenizer.json lists the merges,
+best first. Where the list has all ways to make a token, both come to the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from localgen.backends.errors import LoadFailed
+
+_SPACE = "▁"
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_PREPEND = {"type": "Prepend", "prepend": _SPACE}
+# lists of merges leave out a few ways to make tokens that nobody can type
+_MOST_MISSING = 0.01
+
+Prefix = Literal["always", "first", "never"]
+
+
+def is_pieces(model: dict[str, Any]) -> bool:
+    """Whether it is such a tokenizer. model: the part of tokenizer.json of that name."""
+    return model["type"] == "BPE" and bool(model.get("byte_fallback"))
+
+
+def space_prefix(path: Path, tokenizer: dict[str, Any]) -> Prefix:
+    """Before which stretches of text between special tokens a space is put. Metaspace puts none
+    before a text that begins with one; llama.cpp does.
+
+    tokenizer: contents of tokenizer.json. LoadFailed: text is prepared in another way.
+    """
+    normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    step = tokenizer.get("pre_tokenizer") or {"type": "none"}
+    steps = normalizer.get("normalizers", [normalizer])
+    # there are no spaces left for Gemma's step to find
+    no_step = step["type"] == "none" or step.get("pattern") == {"String": " "}
+    match steps:
+        case [] if step["type"] == "Metaspace" and step.get("split") is False:
+            scheme = step.get("prepend_scheme", "always")
+            if step.get("replacement") == _SPACE and scheme in ("always", "first", "never"):
+                return scheme  # type: ignore[no-any-return]
+        case [first, second] if no_step and (first, second) == (_PREPEND, _REPLACE):
+            return "always"
+        case [only] if no_step and only == _REPLACE:
+            return "never"
+    raise LoadFailed(
+        f"{path}: llama.cpp would not prepare text by {_short(tokenizer.get('normalizer'))} and "
+        f"{_short(tokenizer.get('pre_tokenizer'))}"
+    )
+
+
+def _short(step: Any) -> str:
+    """The kinds of a step and of those in it."""
+    if not isinstance(step, dict):
+        return "nothing"
+    inner = step.get("normalizers") or step.get("pretokenizers") or []
+    return " ".join([str(step.get("type")), *(_short(part) for part in inner)])
+
+
+def piece_scores(path: Path, tokenizer: dict[str, Any], size: int) -> tuple[float, ...]:
+    """A score for each of `size` tokens, falling in the order in which merges make them.
+
+    LoadFailed: merges that scores cannot tell, or no token for a byte.
+    """
+    model = tokenizer["model"]
+    ids: dict[str, int] = model["vocab"]
+    for byte in range(256):
+        if f"<0x{byte:02X}>" not in ids:
+            raise LoadFailed(
+                f"{path} has no token <0x{byte:02X}>, text with it would end llama.cpp"
+            )
+    merges = [_pair(merge) for merge in model["merges"]]
+    _check_complete(path, ids, set(merges))
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    scores = [-float(len(merges) + 1)] * size
+    for text, rank in ranks.items():
+        scores[ids[text]] = -float(rank)
+    return tuple(scores)
+
+
+def _pair(merge: str | list[str]) -> tuple[str, str]:
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right
+
+
+def _check_complete(path: Path, ids: dict[str, int], merges: set[tuple[str, str]]) -> None:
+    ways = missing = 0
+    for text in {left + right for left, right in merges}:
+        for at in range(1, len(text)):
+            pair = text[:at], text[at:]
+            if pair[0] in ids and pair[1] in ids:
+                ways += 1
+                missing += pair not in merges
+    if missing > _MOST_MISSING * ways:
+        raise LoadFailed(
+            f"{path}: {missing:,} of {ways:,} ways to make a token are no merges, llama.cpp would "
+            "take them: only merges made from SentencePiece's scores can be converted"
+        )

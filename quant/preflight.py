@@ -1,0 +1,121 @@
+"""What is refused before any work starts, and what is known once nothing was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import localgen
+from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.backends.errors import InvalidRequest
+from localgen.quant.calibration import Windows, calibration_windows
+from localgen.quant.checkpoint import read_json
+from localgen.quant.names import check_groups, linear_shapes
+from localgen.quant.packing import fitting
+from localgen.quant.recipe import Calibration, Recipe
+from localgen.quant.source import Source, checked
+
+_FLOAT16_MOST = 65504.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A model that a recipe fits. windows: None where the recipe does not calibrate.
+
+    dtype: of what is not quantized, in the result.
+    """
+
+    source: Source
+    tokenizer: HfTokenizer
+    recipe: Recipe
+    windows: Windows | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window; 1 where there are none."""
+        return 1 if self.windows is None else self.windows.ids.shape[1]
+
+    def plan(self, checksum: int) -> dict[str, Any]:
+        """What decides the result: a run of another plan cannot be gone on with."""
+        windows = self.windows
+        return {
+            "localgen": localgen.__version__,
+            "device": self.device.type,
+            "recipe": asdict(self.recipe),
+            "calibration": None if windows is None else windows.digest,
+            "model": {"bytes": self.source.size_bytes, "checksum": checksum},
+        }
+
+
+def prepare(
+    folder: Path, recipe: Recipe, calibration: Calibration, device: torch.device | str
+) -> Ready:
+    """Check all that can be checked without reading the weights.
+
+    LoadFailed, ModelNotFound: no such model, of an unknown kind, or damaged. InvalidRequest: it is
+    quantized, or the recipe or the text does not suit it.
+    """
+    refuse_quantized(folder)
+    source = Source(folder)
+    tokenizer = HfTokenizer.of_folder(folder, source.spec.vocab)
+    check_groups(source.spec, recipe)
+    _check_packing(source, recipe)
+    windows = None
+    if recipe.calibrated:
+        longest = source.spec.max_len
+        if not 2 <= calibration.seq_len <= longest:
+            raise InvalidRequest(
+                f"a sequence of {calibration.seq_len:,} tokens is not between 2 and the "
+                f"{longest:,} that the model was trained for: change --seq-len",
+                param="seq_len",
+            )
+        windows = calibration_windows(calibration, tokenizer)
+    return Ready(source, tokenizer, recipe, windows, _dtype(source), torch.device(device))
+
+
+def refuse_quantized(folder: Path) -> None:
+    """InvalidRequest: the folder's weights are rounded already."""
+    quantization = read_json(folder / "config.json").get("quantization_config")
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method", "some method")
+        raise InvalidRequest(
+            f"{folder.resolve().name} is quantized already ({method}): give the original model",
+            param="model",
+        )
+
+
+def check_weights(source: Source, on_progress: Callable[[int], None]) -> int:
+    """Read everything once; a checksum of it. on_progress: bytes so far. LoadFailed: a weight is
+    not a finite number."""
+    total = 0
+    for done, checksum in checked(source):
+        on_progress(done)
+        total = checksum
+    return total
+
+
+def _dtype(source: Source) -> torch.dtype:
+    """The model's own; of a float32 one the sixteen bits that its embedding fits."""
+    own = source.dtype
+    if own is not torch.float32:
+        return own
+    pieces = source.pieces("model.embed_tokens.weight")
+    most = max(float(piece.abs().max()) for piece in pieces)
+    return torch.float16 if most < _FLOAT16_MOST else torch.bfloat16
+
+
+def _check_packing(source: Source, recipe: Recipe) -> None:
+    every = fitting(recipe)
+    for name, (outs, ins) in linear_shapes(source.spec).items():
+        if outs % every or ins % every:
+            raise InvalidRequest(
+                f"{name} of {ins:,} inputs and {outs:,} outputs cannot be packed in "
+                f"{recipe.bits} bits, {every} of which fill whole words: use --fp8",
+                param="bits",
+            )

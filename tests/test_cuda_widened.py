@@ -1,0 +1,151 @@
+"""Checkpoints whose weights are widened as they are read, against their dequantized twins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_folders import edit
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from cuda_checkpoints import assert_one_line, load, rewrite
+from cuda_models import Model, make, random_text
+from safetensors.torch import save_file
+
+from localgen.backends.cuda.sharding import check
+from localgen.backends.cuda.source import HfFolder
+from localgen.backends.cuda.spec import read_config
+from localgen.backends.errors import InvalidRequest
+from localgen.quant.packing import layout_of, pack, quantization_config
+from localgen.quant.quantized import GroupedWeight, QuantizedWeight, RowWeight
+from localgen.quant.recipe import Recipe
+
+GROUP = 16
+WIDE = {"intermediate_size": 96, "moe_intermediate_size": 96}
+RECIPES = {
+    "gptq 3": Recipe(method="gptq", bits=3, group_size=GROUP),
+    "gptq 8": Recipe(method="gptq", bits=8, group_size=GROUP),
+    "gptq 4": Recipe(method="gptq", group_size=GROUP),
+    "awq 4": Recipe(method="awq", group_size=GROUP),
+    "int8": Recipe(method="smoothquant", bits=8),
+    "fp8": Recipe(method="fp8", bits=8),
+}
+
+
+def rounded(weight: torch.Tensor, recipe: Recipe) -> QuantizedWeight:
+    """Digits that stand for some other weight: what counts is that all readers agree on it."""
+    outs, ins = weight.shape
+    if not recipe.grouped:
+        dtype = torch.float8_e4m3fn if recipe.method == "fp8" else torch.int8
+        scales = weight.abs().amax(1, keepdim=True) / 100
+        return RowWeight((weight / scales).to(dtype), scales)
+    acted = layout_of(recipe) == "gptq"
+    return GroupedWeight(
+        digits=torch.randint(0, 2**recipe.bits, (outs, ins), dtype=torch.uint8),
+        scales=(torch.rand(outs, ins // GROUP) / 2**recipe.bits / 8).half().float(),
+        zeros=torch.randint(0, 2**recipe.bits, (outs, ins // GROUP), dtype=torch.uint8),
+        bits=recipe.bits,
+        groups=(torch.randperm(ins) // GROUP).int() if acted else None,
+    )
+
+
+def both(name: str, recipe: Recipe, folder: Path) -> tuple[Path, Path]:
+    """A random model quantized, and the same with the weights that its digits stand for."""
+    packed, plain = folder / "packed", folder / "plain"
+    for path in (packed, plain):
+        path.mkdir(parents=True)
+        model = make(name, path)
+    # as public files have them: an expert at a time
+    quantized, dense = {}, {}
+    for key, tensor in split(model.state_dict()).items():
+        linear = key.removesuffix(".weight")
+        if not linear.endswith(("_proj", ".w1", ".w2", ".w3")):
+            quantized[key] = dense[key] = tensor
+            continue
+        weight = rounded(tensor, recipe)
+        dense[key] = weight.dequantized().contiguous()
+        parts = pack(weight, layout_of(recipe))
+        quantized |= {f"{linear}.{part}": value for part, value in parts.items()}
+    save_file(quantized, packed / "model.safetensors")
+    save_file(dense, plain / "model.safetensors")
+    edit(packed / "config.json", quantization_config=quantization_config(recipe, []))
+    return packed, plain
+
+
+def split(state: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, tensor in state.items():
+        if key.endswith("experts.gate_up_proj"):
+            for index, both_parts in enumerate(tensor):
+                gate, up = both_parts.chunk(2)
+                at = key.replace("gate_up_proj", str(index))
+                found[f"{at}.gate_proj.weight"] = gate.clone()
+                found[f"{at}.up_proj.weight"] = up.clone()
+        elif key.endswith("experts.down_proj"):
+            for index, down in enumerate(tensor):
+                at = key.replace("down_proj", f"{index}.down_proj")
+                found[f"{at}.weight"] = down.clone()
+        else:
+            found[key] = tensor.clone()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths that 3 bits can be packed in."""
+    import cuda_configs
+
+    monkeypatch.setitem(cuda_configs.SIZES, "intermediate_size", 96)
+    kind, own = cuda_configs.CONFIGS["qwen3 moe"]
+    monkeypatch.setitem(cuda_configs.CONFIGS, "qwen3 moe", (kind, {**own, **WIDE}))
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        *(("llama", recipe) for recipe in ("gptq 3", "gptq 8", "int8")),
+        *(("qwen3 moe", recipe) for recipe in RECIPES),
+    ],
+)
+def test_computes_what_the_digits_stand_for(model: str, recipe: str, tmp_path: Path) -> None:
+    packed, plain = both(model, RECIPES[recipe], tmp_path)
+    text = random_text(seed=1, length=40)
+    got, wanted = (Model(path).step([(0, 0, text)])[0] for path in (packed, plain))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    (note,) = HfFolder(packed).notes
+    assert "widened to 16" in note
+    assert HfFolder(plain).notes == ()
+
+
+def test_four_bits_of_a_plain_model_are_not_widened(tmp_path: Path) -> None:
+    packed, _ = both("llama", RECIPES["gptq 4"], tmp_path)
+    assert HfFolder(packed).notes == ()
+
+
+def test_are_not_divided_among_ranks(tmp_path: Path) -> None:
+    packed, _ = both("llama", RECIPES["gptq 3"], tmp_path)
+    with pytest.raises(InvalidRequest, match="weights of 3 bits cannot be divided by 2: use 1"):
+        check(read_config(packed), 2)
+
+
+def test_a_group_that_is_not_there(tmp_path: Path) -> None:
+    packed, _ = both("llama", RECIPES["gptq 8"], tmp_path)
+    name = "model.layers.0.self_attn.q_proj.g_idx"
+    rewrite(packed, lambda tensors: tensors.update({name: tensors[name] + 9}))
+    assert_one_line(packed, f"{name} names groups beyond 4")
+
+
+def test_int8_that_nobody_announced(tmp_path: Path) -> None:
+    packed, _ = both("llama", RECIPES["int8"], tmp_path)
+    edit(packed / "config.json", quantization_config=None)
+    assert_one_line(packed, "is int8, but config.json has no quantization_config")
+
+
+def test_widened_weights_are_of_the_dtype_asked_for(tmp_path: Path) -> None:
+    packed, _ = both("llama", RECIPES["int8"], tmp_path)
+    weights = load(packed, torch.bfloat16)
+    assert weights.layers[0].out.weight.dtype == torch.bfloat16  # type: ignore[attr-defined]

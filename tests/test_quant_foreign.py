@@ -1,0 +1,44 @@
+"""What we write, read by compressed-tensors inside transformers: the same logits as ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_folders import TINY
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+import torch
+import transformers
+
+from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.quant import evaluate
+from localgen.quant.calibration import held_out_windows
+from localgen.quant.job import Job
+from localgen.quant.preflight import prepare
+from localgen.quant.recipe import Calibration, Method, Recipe
+from localgen.quant.source import Source
+
+
+@pytest.mark.parametrize("method", ["fp8", "smoothquant"])
+def test_logits_are_those_of_transformers(method: Method, tmp_path: Path) -> None:
+    """Inputs rounded for each token by both."""
+    out = tmp_path / "out"
+    ready = prepare(TINY, Recipe(method=method, bits=8), Calibration(samples=8, seq_len=64), "cpu")
+    Job("tiny", ready, out, memory_bytes=1 << 30).run(resume=False, on_progress=lambda _: None)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(out, dtype=torch.float32)
+    source = Source(out)
+    ids = held_out_windows(None, HfTokenizer.of_folder(out, source.spec.vocab), 64, 2).ids
+    read = evaluate.read(source, ids)
+    with torch.no_grad():
+        theirs = model(ids).logits
+    for index in range(len(ids)):
+        ours = evaluate.window_logits(read, index)
+        # an input that lies between two values may be rounded either way
+        torch.testing.assert_close(ours, theirs[index], atol=0.05, rtol=0.01)
+        assert (ours.argmax(-1) == theirs[index].argmax(-1)).float().mean() > 0.98

@@ -1,0 +1,98 @@
+"""The layer forward's logits equal transformers', for every architecture, and its taps see all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_models import ARCHITECTURES, make, random_text
+from safetensors.torch import load_file
+from torch import Tensor
+
+from localgen.backends.cuda.spec import ModelSpec, read_config
+from localgen.quant.forward import LayerForward, embed, logits
+from localgen.quant.names import Tensors, linear_shapes, names_of, with_usual_names
+
+LENGTH = 90
+
+
+def layers_of(spec: ModelSpec, tensors: Tensors) -> list[Tensors]:
+    return [
+        with_usual_names(
+            spec,
+            {
+                name.removeprefix(f"model.layers.{index}."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(f"model.layers.{index}.")
+            },
+        )
+        for index in range(spec.layers)
+    ]
+
+
+def ours(spec: ModelSpec, tensors: Tensors, ids: Tensor) -> Tensor:
+    forward = LayerForward(spec, ids.shape[1])
+    embedding = tensors["model.embed_tokens.weight"]
+    hidden = embed(spec, embedding, ids)
+    for index, layer in enumerate(layers_of(spec, tensors)):
+        hidden = forward.run(index, layer, hidden)
+    head = embedding if spec.tied else tensors["lm_head.weight"]
+    return logits(spec, tensors["model.norm.weight"], head, hidden)
+
+
+def two_texts() -> Tensor:
+    return torch.tensor([random_text(seed=seed, length=LENGTH) for seed in (1, 2)])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    theirs = make(name, tmp_path)
+    ids = two_texts()
+    with torch.inference_mode():
+        wanted = theirs(ids).logits.float()
+    found = ours(read_config(tmp_path), load_file(tmp_path / "model.safetensors"), ids)
+    assert (found - wanted).abs().max().item() < 2e-4
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_taps_see_the_input_of_every_linear(name: str, tmp_path: Path) -> None:
+    """And the shapes that linear_shapes tells are those of the weights."""
+    make(name, tmp_path)
+    spec = read_config(tmp_path)
+    layer = layers_of(spec, load_file(tmp_path / "model.safetensors"))[0]
+    seen: dict[str, Tensor] = {}
+    hidden = torch.randn(2, LENGTH, spec.hidden, generator=torch.Generator().manual_seed(0))
+    LayerForward(spec, LENGTH).run(0, layer, hidden, lambda name, x: seen.update({name: x}))
+    shapes = linear_shapes(spec)
+    assert {linear: tuple(layer[f"{linear}.weight"].shape) for linear in shapes} == shapes
+    router = names_of(spec).router
+    assert set(seen) == set(shapes) | ({router} if router else set())
+    assert [n for n, (_, ins) in shapes.items() if seen[n].shape[1] != ins] == []
+    if spec.moe is None:
+        assert {x.shape[0] for x in seen.values()} == {2 * LENGTH}
+    else:
+        routed = sum(
+            seen[name].shape[0]
+            for name in shapes
+            if name.startswith(names_of(spec).down.split("{")[0])
+        )
+        assert routed == 3 * 2 * LENGTH * spec.moe.top_k
+
+
+def test_experts_in_one_tensor_are_taken_apart(tmp_path: Path) -> None:
+    make("mixtral", tmp_path)
+    spec = read_config(tmp_path)
+    layer = layers_of(spec, load_file(tmp_path / "model.safetensors"))[0]
+    block = "block_sparse_moe.experts"
+    experts = range(4)
+    joint = {name: tensor for name, tensor in layer.items() if "block_sparse" not in name} | {
+        "mlp.gate.weight": layer["block_sparse_moe.gate.weight"],
+        "mlp.experts.gate_up_proj": torch.stack(
+            [torch.cat([layer[f"{block}.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in experts]
+        ),
+        "mlp.experts.down_proj": torch.stack([layer[f"{block}.{e}.w2.weight"] for e in experts]),
+    }
+    found = with_usual_names(spec, joint)
+    assert set(found) == set(layer)
+    assert [name for name in layer if not torch.equal(found[name], layer[name])] == []

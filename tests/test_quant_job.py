@@ -1,0 +1,252 @@
+"""Quantization layer by layer: what it writes, what it refuses, and going on after an end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_folders import TINY, edit
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from localgen.backends.cuda.weights import load_weights
+from localgen.backends.errors import DiskFull, InvalidRequest, LoadFailed, LocalgenError
+from localgen.quant import preflight
+from localgen.quant.job import Job, Progress
+from localgen.quant.preflight import prepare
+from localgen.quant.recipe import Calibration, Recipe
+from localgen.quant.source import Source
+
+CALIBRATION = Calibration(samples=6, seq_len=32)
+RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))
+FP8 = Recipe(method="fp8", bits=8)
+LAYERS = 6
+Seen = list[Progress]
+
+
+def job(recipe: Recipe, out: Path, *, folder: Path = TINY, memory: int = 8 << 30) -> Job:
+    ready = prepare(folder, recipe, CALIBRATION, "cpu")
+    return Job("tiny", ready, out, memory_bytes=memory)
+
+
+def run(
+    recipe: Recipe, out: Path, *, resume: bool = False, memory: int = 8 << 30
+) -> list[Progress]:
+    seen: Seen = []
+    job(recipe, out, memory=memory).run(resume=resume, on_progress=seen.append)
+    return seen
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopped_at(recipe: Recipe, out: Path, layer: int) -> None:
+    """Run until a layer begins, and end there as a process does that is killed."""
+
+    def stop(progress: Progress) -> None:
+        if progress.stage == "layers" and progress.done == layer:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        job(recipe, out).run(resume=False, on_progress=stop)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the built-in model's folder that may be changed."""
+    return Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("recipe", [RTN, AWQ, GPTQ, FP8], ids=lambda recipe: recipe.method)
+def test_what_is_written_is_a_model(recipe: Recipe, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    seen = run(recipe, out)
+    assert [one.done for one in seen if one.stage == "layers"] == list(range(LAYERS + 1))
+    assert not list(tmp_path.glob("*.partial"))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == LAYERS + 1
+    assert (out / "tokenizer.json").read_bytes() == (TINY / "tokenizer.json").read_bytes()
+    assert (out / "generation_config.json").is_file()
+    assert "base_model: tiny" in (out / "README.md").read_text()
+    source = Source(out)
+    # the engine's own loader, which checks every tensor and refuses any it does not know
+    load_weights(out, source.spec, device="cpu", dtype=torch.float32)
+    original = Source(TINY)
+    for index_of_layer in (0, LAYERS - 1):
+        before, after = original.layer(index_of_layer), source.layer(index_of_layer)
+        assert before.keys() == after.keys()
+    difference = source.layer(2)["mlp.up_proj.weight"] - original.layer(2)["mlp.up_proj.weight"]
+    assert 0 < difference.abs().mean() < 0.2 * original.layer(2)["mlp.up_proj.weight"].abs().mean()
+
+
+def test_the_estimates_of_size_hold(tmp_path: Path) -> None:
+    for recipe in (RTN, FP8, GPTQ, Recipe(method="rtn", bits=3, group_size=64)):
+        one = job(recipe, tmp_path / f"{recipe.method}{recipe.bits}")
+        size = one.run(resume=False, on_progress=lambda _: None).size_bytes
+        # what it does not count are the headers of the files
+        assert 0 <= size - one.estimate.output_bytes < 4096 * (LAYERS + 1)
+
+
+@pytest.mark.parametrize("recipe", [RTN, GPTQ], ids=lambda recipe: recipe.method)
+@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+def test_resumed_runs_give_the_same_files(recipe: Recipe, layer: int, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(recipe, whole)
+    stopped_at(recipe, parts, layer)
+    assert not parts.exists()
+    begun = [one for one in run(recipe, parts, resume=True) if one.stage == "layers"]
+    assert begun[0].done == layer
+    assert files(whole) == files(parts)
+
+
+def test_a_run_that_ended_while_it_wrote(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(GPTQ, whole)
+    stopped_at(GPTQ, parts, 3)
+    work = tmp_path / "parts.partial"
+    (work / ".model-00005-of-00007.safetensors.unfinished").write_bytes(b"half")
+    # states of the layer after, of a layer that did not get its name
+    (work / "states-00004.bin").write_bytes(b"cut")
+    run(GPTQ, parts, resume=True)
+    assert files(whole) == files(parts)
+
+
+def test_activations_on_disk_and_in_memory_are_the_same(tmp_path: Path) -> None:
+    run(GPTQ, tmp_path / "kept", memory=8 << 30)
+    assert not job(GPTQ, tmp_path / "x", memory=1 << 10).estimate.kept
+    run(GPTQ, tmp_path / "disk", memory=1 << 10)
+    assert files(tmp_path / "kept") == files(tmp_path / "disk")
+
+
+def refused(kind: type[LocalgenError], action: Callable[[], Any], *parts: str) -> None:
+    with pytest.raises(kind) as failure:
+        action()
+    assert [part for part in parts if part not in failure.value.message] == []
+    assert "\n" not in failure.value.message
+
+
+def test_other_recipes_do_not_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped_at(GPTQ, out, 2)
+    refused(InvalidRequest, lambda: run(GPTQ, out), "unfinished run of 2 layers", "--resume")
+    other = Recipe(method="gptq", bits=3)
+    refused(InvalidRequest, lambda: run(other, out, resume=True), "recipe bits", "4, now 3")
+    run(GPTQ, out, resume=True)
+    refused(InvalidRequest, lambda: run(GPTQ, out), "is there already")
+
+
+def test_another_model_does_not_go_on(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped_at(RTN, out, 2)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, model / "model.safetensors")
+    refused(
+        InvalidRequest,
+        lambda: job(RTN, out, folder=model).run(resume=True, on_progress=lambda _: None),
+        "another model checksum",
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(value: float, model: Path, tmp_path: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.4.mlp.down_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, model / "model.safetensors")
+    out = tmp_path / "out"
+    started = job(RTN, out, folder=model)
+    refused(
+        LoadFailed,
+        lambda: started.run(resume=False, on_progress=lambda _: None),
+        name,
+        "NaN or infinite",
+        "download it again",
+    )
+    assert not started.work.path.exists()
+
+
+def test_a_quantized_model(tmp_path: Path) -> None:
+    run(RTN, tmp_path / "once")
+    refused(
+        InvalidRequest,
+        lambda: job(RTN, tmp_path / "twice", folder=tmp_path / "once"),
+        "once is quantized already (awq)",
+        "give the original",
+    )
+
+
+def test_an_unknown_architecture(model: Path, tmp_path: Path) -> None:
+    edit(model / "config.json", architectures=["MambaForCausalLM"])
+    refused(LoadFailed, lambda: job(RTN, tmp_path / "x", folder=model), "MambaForCausalLM", "Llama")
+
+
+def test_groups_that_do_not_divide(tmp_path: Path) -> None:
+    odd = Recipe(method="rtn", group_size=512)
+    refused(InvalidRequest, lambda: job(odd, tmp_path / "x"), "256 inputs", "--group-size")
+
+
+def test_text_shorter_than_a_sequence(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("Too short.")
+    short = Calibration(path=text, seq_len=512)
+    refused(InvalidRequest, lambda: prepare(TINY, GPTQ, short, "cpu"), "short.txt has", "--seq-len")
+    long = Calibration(seq_len=4096)
+    refused(InvalidRequest, lambda: prepare(TINY, GPTQ, long, "cpu"), "2,048", "--seq-len")
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    started = job(RTN, tmp_path / "out")
+    refused(DiskFull, lambda: started.check_room(resume=False), "0.00 GB free", "make room")
+    assert not started.work.path.exists()
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    started = job(RTN, out)
+
+    def full(*_: object) -> None:
+        raise OSError("3000 requested and 12 written")
+
+    monkeypatch.setattr("localgen.quant.job.write", full)
+    refused(
+        DiskFull,
+        lambda: started.run(resume=False, on_progress=lambda _: None),
+        "3000 requested",
+        "--resume",
+    )
+    monkeypatch.undo()
+    run(RTN, out, resume=True)
+    assert Source(out).spec.quant is not None
+
+
+def test_a_float32_model_becomes_sixteen_bits(model: Path, tmp_path: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: one.float() for name, one in tensors.items()}, model / "model.safetensors")
+    out = tmp_path / "out"
+    job(RTN, out, folder=model).run(resume=False, on_progress=lambda _: None)
+    assert Source(out).dtype is torch.float16
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_weights_are_checked_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum comes from reading all of it, once."""
+    read: list[int] = []
+    preflight.check_weights(Source(TINY), read.append)
+    assert read == sorted(read)
+    assert read[-1] == Source(TINY).size_bytes

@@ -1,0 +1,112 @@
+"""Rounding to nearest and FP8: what the values are, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_configs import write_config
+from torch import Tensor
+
+from localgen.backends.cuda.spec import read_config
+from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.quant.forward import LayerForward
+from localgen.quant.fp8 import round_to_fp8
+from localgen.quant.methods import quantize_layer
+from localgen.quant.names import Tensors, check_groups, linear_shapes
+from localgen.quant.recipe import Method, Recipe
+from localgen.quant.rtn import round_to_nearest
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(folder: Path) -> Tensors:
+    spec = read_config(folder)
+    layer = {f"{name}.weight": random(*shape) for name, shape in linear_shapes(spec).items()}
+    return layer | {"input_layernorm.weight": torch.ones(spec.hidden)}
+
+
+def nothing() -> Iterable[Tensor]:
+    raise AssertionError("this method does not look at activations")
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("group_size", [16, None])
+def test_no_weight_is_further_from_its_value_than_half_a_step(
+    bits: int, group_size: int | None
+) -> None:
+    weight = random(24, 64)
+    found = round_to_nearest(weight, bits, group_size)
+    assert found.scales.shape == (24, 4 if group_size else 1)
+    assert int(found.digits.max()) < 2**bits
+    assert int(found.zeros.min()) >= 1
+    steps = found.scales.repeat_interleave(group_size or 64, 1)
+    inside = (found.digits > 0) & (found.digits < 2**bits - 1)
+    error = (found.dequantized() - weight).abs()
+    assert bool((error <= steps * 0.5001)[inside].all())
+    # the zero is rounded too, so either end may lie half a step further
+    assert bool((error <= steps * 1.001).all())
+
+
+def test_scales_are_values_of_float16() -> None:
+    scales = round_to_nearest(random(8, 64) * 1e-3, 4, 32).scales
+    assert torch.equal(scales, scales.half().float())
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(2, 16), torch.full((2, 16), 0.7), -random(2, 16).abs()]
+)
+def test_groups_of_one_sign(weight: Tensor) -> None:
+    """All zero, all positive, all negative: zero stays exact, the rest within a step."""
+    found = round_to_nearest(weight, 4, 16)
+    assert int(found.zeros.min()) >= 1
+    assert bool(found.dequantized()[weight == 0].eq(0).all())
+    assert bool(((found.dequantized() - weight).abs() <= found.scales * 0.501).all())
+
+
+def test_tiny_weights_do_not_become_nan() -> None:
+    found = round_to_nearest(torch.full((1, 8), 1e-12), 4, 8)
+    assert bool(found.dequantized().isfinite().all())
+
+
+@pytest.mark.parametrize(("method", "bits"), [("rtn", 4), ("rtn", 8), ("fp8", 8)])
+def test_a_layer_keeps_all_but_its_linears(method: Method, bits: int, tmp_path: Path) -> None:
+    spec = read_config(write_config(tmp_path, "llama"))
+    layer = layer_of(tmp_path)
+    recipe = Recipe(method=method, bits=bits, group_size=16)
+    found = quantize_layer(spec, 0, layer, nothing, LayerForward(spec, 8), recipe)
+    assert set(found.tensors) == {"input_layernorm.weight"}
+    assert set(found.weights) == set(linear_shapes(spec))
+    assert set(found.dequantized()) == set(layer)
+    for name, tensor in found.dequantized().items():
+        assert (tensor - layer[name]).norm() < 0.15 * layer[name].norm()
+
+
+def test_fp8_rows_keep_their_greatest() -> None:
+    weight = random(6, 32) * torch.tensor([1e-30, 1.0, 1e-4, 1e3, 5.0, 0.0])[:, None]
+    found = round_to_fp8(weight).dequantized()
+    top = weight.abs().amax(1)
+    assert torch.allclose(found.abs().amax(1), top, rtol=1e-5, atol=0)
+    assert bool(((found - weight).abs().amax(1) <= top * 2**-4).all())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+    spec = read_config(write_config(tmp_path, "llama"))
+    layer = layer_of(tmp_path)
+    layer["mlp.up_proj.weight"][3, 5] = value
+    with pytest.raises(LoadFailed, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
+        quantize_layer(spec, 2, layer, nothing, LayerForward(spec, 8), Recipe(method="fp8", bits=8))
+
+
+def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    spec = read_config(write_config(tmp_path, "llama"))
+    with pytest.raises(InvalidRequest, match=r"mlp\.down_proj has 48 inputs.*--group-size 16 or 8"):
+        check_groups(spec, Recipe(method="gptq", group_size=32))
+    for fits in (Recipe(method="rtn", group_size=16), Recipe(method="awq", group_size=None)):
+        check_groups(spec, fits)
+    check_groups(spec, Recipe(method="fp8", bits=8))

@@ -1,0 +1,237 @@
+"""`localgen quantize` as a user types it: good input, wrong input, Ctrl+C, and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hf_folders import TINY
+from models import TINY_GGUF
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+from localgen.cli import exits
+from localgen.cli.main import run
+from localgen.hub.fit import Room
+from localgen.interpreter import python_command, python_environment
+from localgen.quantizing import original, speed
+from localgen.quantizing.advice import advice, recommended
+
+INVALID = exits.BY_ERROR_CODE["invalid_request"]
+NOT_FOUND = exits.BY_ERROR_CODE["model_not_found"]
+QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder to work in, an empty cache, and no server for the sake of a rate."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("localgen.cli.quantize_steps.tokens_per_s", lambda path: None)
+
+
+def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quantize", "tiny", "--gptq", *QUICK]) == 0
+    out, err = capsys.readouterr()
+    head, first, second = out.splitlines()
+    assert head.split() == ["MODEL", "SIZE", "BITS/WEIGHT", "PERPLEXITY", "KL"]
+    assert first.split()[0] == "tiny"
+    assert second.split()[0] == "tiny-gptq-4bit"
+    assert "needs about" in err
+    card = (tmp_path / "tiny-gptq-4bit/README.md").read_text()
+    assert "4 sequences of 64 tokens, built-in text" in card
+    assert "| tiny-gptq-4bit |" in card
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quantize", "tiny", "--rtn", "--bits", "3", "--json", *QUICK]) == 0
+    record = json.loads(capsys.readouterr().out)
+    original_row, row = record["models"]
+    assert (original_row["kl"], row["name"]) == (None, "tiny-rtn-3bit")
+    assert row["kl"] > 0
+    assert row["size_bytes"] < original_row["size_bytes"]
+    assert record["layers"] == 6
+    assert 0.5 < record["estimated_bytes"] / record["peak_bytes"] < 1.5
+
+
+def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quantize", "tiny", "--gguf", "q8_0", "--no-eval"]) == 0
+    assert (tmp_path / "tiny-Q8_0.gguf").is_file()
+    assert "tiny-Q8_0.gguf" in capsys.readouterr().out
+    assert run(["quantize", "--compare", "tiny", "./tiny-Q8_0.gguf", "--json", *QUICK]) == 0
+    _, row = json.loads(capsys.readouterr().out)["models"]
+    assert 0 <= row["kl"] < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["tiny"], INVALID, "say how: --awq, --gptq"),
+        (["tiny", "--awq", "--gptq"], INVALID, "--awq and --gptq exclude each other"),
+        (["tiny", "--gptq", "--gguf", "Q4_K_M"], INVALID, "--awq goes with it"),
+        (["tiny", "--rtn", "--bits", "5"], INVALID, "not 5"),
+        (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 makes 8 bits, not 4"),
+        (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
+        (["tiny", "--rtn", "--no-act-order"], INVALID, "go with --gptq"),
+        (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "look at no text"),
+        (["tiny", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "in its type"),
+        (["tiny", "--rtn", "--group-size", "100"], INVALID, "multiple of 8"),
+        (["tiny", "--rtn", "--group-size", "96"], INVALID, "do not divide: use --group-size"),
+        (["tiny", "--gguf", "Q9_X"], INVALID, "Q9_X"),
+        (["tiny", "--gguf", "IQ1_S"], INVALID, "--calib builtin makes one"),
+        (["tiny", "--gguf", "Q8_0", "--out", "x.bin"], INVALID, "ends in .gguf"),
+        (["tiny", "--gptq", "--calib", "no.txt"], NOT_FOUND, "cannot read the text no.txt"),
+        (["tiny", "--gptq", "--seq-len", "9999"], INVALID, "change --seq-len"),
+        (["tiny", "--rtn", "--device", "tpu"], INVALID, "must be cuda, cuda:N or cpu"),
+        (["tiny", "other", "--rtn"], INVALID, "one model at a time, not 2"),
+        (["no-such-model", "--rtn"], NOT_FOUND, "no model 'no-such-model'"),
+        ([str(TINY_GGUF), "--rtn"], NOT_FOUND, "is a GGUF file, which is rounded"),
+        (["--compare"], INVALID, "name the models"),
+        (["--compare", "tiny", "--awq"], INVALID, "--compare and --awq exclude each other"),
+        (["tiny", "--recommend", "--out", "x"], INVALID, "--recommend and --out exclude"),
+        (["tiny", "--awq", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "in its type"),
+        (["tiny", "--gguf", "Q4_K_M", "--group-size", "64"], INVALID, "--group-size goes with"),
+        (["--compare", str(TINY_GGUF)], INVALID, "name it first"),
+    ],
+)
+def test_wrong_input(
+    arguments: list[str],
+    status: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["quantize", *arguments]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.splitlines()[-1].startswith("localgen: ")
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("state", "cache")]
+
+
+def test_the_result_is_there_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").mkdir()
+    assert run(["quantize", "tiny", "--rtn", "--out", "taken"]) == INVALID
+    assert "is there already" in capsys.readouterr().err
+    (tmp_path / "taken.gguf").touch()
+    assert run(["quantize", "tiny", "--gguf", "Q8_0", "--out", "taken.gguf"]) == INVALID
+
+
+def test_without_torch() -> None:
+    program = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in absent:\n"
+        "            raise ImportError(name)\n"
+        "absent = ('torch', 'tokenizers')\n"
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *x: None if name in absent else find(name, *x)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from localgen.cli.main import run\n"
+        "sys.exit(run(['quantize', 'tiny', '--rtn']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=python_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == exits.BY_ERROR_CODE["load_failed"]
+    assert done.stderr == (
+        "localgen: quantize computes with torch and tokenizers, not installed here: "
+        "pip install 'localgen[quant]'\n"
+    )
+
+
+def begun(folder: Path) -> subprocess.Popen[str]:
+    """A run in a process of its own that has finished a layer and has some to go."""
+    command = python_command(
+        "localgen.cli.main", "quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"
+    )
+    child = subprocess.Popen(
+        command, cwd=folder, env=python_environment(), stderr=subprocess.PIPE, text=True
+    )
+    work = folder / "tiny-gptq-4bit.partial"
+    until = time.monotonic() + 60
+    while not (work / "model-00002-of-00007.safetensors").exists():
+        assert time.monotonic() < until
+        assert child.poll() is None
+        time.sleep(0.005)
+    return child
+
+
+def test_ctrl_c_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    child = begun(tmp_path)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == exits.INTERRUPTED
+    assert "Traceback" not in err
+    assert "of 6 layers: the same command with --resume goes on from there" in err
+    again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
+    assert run(again) == INVALID
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert run([*again, "--resume"]) == 0
+    assert run([*again, "--out", "whole"]) == 0
+    assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")
+
+
+def test_kill_and_on(tmp_path: Path) -> None:
+    child = begun(tmp_path)
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate(timeout=60)
+    again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
+    assert run([*again, "--resume"]) == 0
+    assert run([*again, "--out", "whole"]) == 0
+    assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_advice_goes_by_the_room() -> None:
+    on_gpu = recommended(advice(TINY, Room(ram=8 << 30, gpu=8 << 30, own_bits=False, folders=True)))
+    assert on_gpu is not None
+    assert (on_gpu.option, on_gpu.place) == ("--fp8", "GPU")
+    on_cpu = recommended(advice(TINY, Room(ram=8 << 30)))
+    assert on_cpu is not None
+    assert (on_cpu.option, on_cpu.place) == ("--gguf Q8_0", "CPU")
+    assert recommended(advice(TINY, Room(ram=1 << 20))) is None
+
+
+def test_advice_as_a_user_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quantize", "tiny", "--recommend"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["OPTION", "SIZE", "NEEDS", "RUNS", "ON", "TRADE"]
+    assert err.startswith("take --")
+
+
+def test_no_rate_where_nothing_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Machine:
+        why_no_cuda = "no NVIDIA GPU was found"
+
+    monkeypatch.setattr(speed, "this_machine", Machine)
+    assert speed.tokens_per_s(TINY) is None
+
+
+def test_missing_packages_are_named() -> None:
+    from localgen.backends.errors import LoadFailed
+
+    with pytest.raises(LoadFailed, match="with tokenizers, not installed"):
+        original.require_packages(lambda name: None if name == "tokenizers" else name)
+
+
+def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A type that is nothing without an importance matrix."""
+    asked = ["quantize", "tiny", "--gguf", "IQ2_XS", "--calib", "builtin", *QUICK, "--no-eval"]
+    assert run(asked) == 0
+    err = capsys.readouterr().err
+    assert "calibrating: 6 layers of 6 layers" in err
+    assert [path.name for path in tmp_path.iterdir() if "tiny" in path.name] == ["tiny-IQ2_XS.gguf"]

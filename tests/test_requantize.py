@@ -1,0 +1,328 @@
+"""GGUF files of every type: what llama.cpp makes of a checkpoint, with and without a matrix."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from cuda_configs import CONFIGS, write_config
+from hf_folders import TINY, edit, write_safetensors
+from llama_files import LlamaFile
+
+from localgen.backends.cuda.spec import ModelSpec, read_config
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
+from localgen.quant import requantize
+from localgen.quant.checkpoint import Checkpoint
+from localgen.quant.gguf import convert
+from localgen.quant.gguf_types import TYPES, WRITTEN, type_name
+from localgen.quant.imatrix import Importance, read_imatrix, write_imatrix
+from localgen.quant.requantize import estimated_bytes, make_gguf
+from localgen.quant.shapes import expected_shapes
+
+QUESTION = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
+NEEDY = [name for name, kind in TYPES.items() if kind.needs_importance]
+
+
+def importance_of(spec: ModelSpec, seed: int = 0) -> dict[str, tuple[Any, int]]:
+    """Random sums of squares for every linear of the layers, but routers."""
+    random = np.random.default_rng(seed)
+    return {
+        name.removesuffix(".weight"): (random.random(shape[1], dtype=np.float32), 7)
+        for name, shape in expected_shapes(spec).items()
+        if len(shape) == 2 and ".layers." in name and not name.endswith(".gate.weight")
+    }
+
+
+@pytest.fixture(scope="module")
+def importance() -> Importance:
+    return importance_of(read_config(TINY))
+
+
+@pytest.mark.parametrize("file_type", ["Q4_K_M", "q6_k", "IQ4_XS", "Q8_0"])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_it_loads_and_answers(
+    file_type: str,
+    weighed: bool,
+    importance: Importance,
+    tmp_path: Path,
+    open_model: Callable[..., LlamaFile],
+) -> None:
+    target = tmp_path / "model.gguf"
+    make_gguf(TINY, target, file_type, importance=importance if weighed else None)
+    model = open_model(target)
+    assert "42" in model.greedy(QUESTION)
+    expected = TYPES[file_type.upper()].file_type
+    assert model.metadata("general.file_type") == str(int(expected))
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("file_type", NEEDY)
+def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=f"{file_type} is garbage without an imp"):
+        make_gguf(TINY, tmp_path / "model.gguf", file_type)
+    # and llama.cpp itself would refuse it
+    convert(TINY, tmp_path / "wide.gguf", "F16")
+    with pytest.raises(LoadFailed, match=f"cannot make {file_type} of it: .*requires an imatrix"):
+        requantize.requantize(
+            tmp_path / "wide.gguf", tmp_path / "m.gguf", file_type, None, lambda *_: None
+        )
+
+
+def test_q2_k_s_is_made_with_a_matrix(
+    importance: Importance, tmp_path: Path, open_model: Callable[..., LlamaFile]
+) -> None:
+    make_gguf(TINY, tmp_path / "model.gguf", "Q2_K_S", importance=importance)
+    assert open_model(tmp_path / "model.gguf").greedy(QUESTION)
+
+
+def weights(path: Path) -> dict[str, Any]:
+    return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_the_matrix_decides_how_weights_are_rounded(importance: Importance, tmp_path: Path) -> None:
+    """From our sums and from the same file as llama.cpp's tool would write it."""
+    plain, ours, filed = (tmp_path / f"{name}.gguf" for name in ("plain", "ours", "filed"))
+    make_gguf(TINY, plain, "Q4_K_M")
+    make_gguf(TINY, ours, "Q4_K_M", importance=importance)
+    write_imatrix(tmp_path / "imatrix.gguf", read_config(TINY), importance, "random")
+    make_gguf(TINY, filed, "Q4_K_M", importance=tmp_path / "imatrix.gguf")
+    assert ours.read_bytes() == filed.read_bytes()
+    before, after = weights(plain), weights(ours)
+    for name in before:
+        same = np.array_equal(before[name], after[name])
+        assert same == ((".layers." not in name and "blk." not in name) or "norm" in name), name
+
+
+@pytest.mark.parametrize("half", ["BF16", "F16"])
+def test_sixteen_bits_in_between_are_those_of_the_model(
+    half: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {}
+    checkpoint = Checkpoint(folder)
+    for name in checkpoint.names():
+        values = checkpoint.read(name)
+        upper = (values.view("<u4") >> 16).astype("<u2")
+        packed = upper if half == "BF16" else values.astype("<f2")
+        tensors[name] = (half, list(values.shape), packed.tobytes())
+    write_safetensors(folder / "model.safetensors", tensors)
+    asked: list[str] = []
+
+    def watched(source: Path, target: Path, file_type: str, **options: Any) -> None:
+        asked.append(file_type)
+        convert(source, target, file_type, **options)
+
+    monkeypatch.setattr(requantize, "convert", watched)
+    make_gguf(folder, tmp_path / "model.gguf", "Q4_0")
+    assert asked == [half]
+
+
+def test_progress(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    make_gguf(TINY, tmp_path / "model.gguf", "Q4_0", progress=lambda *step: seen.append(step))
+    converting = [step for step in seen if step[0] == "converting"]
+    quantizing = [step for step in seen if step[0] == "quantizing"]
+    assert seen == converting + quantizing
+    assert converting[-1][1] == converting[-1][2]
+    assert [done for _, done, _ in quantizing] == list(range(1, 57))
+    assert {total for _, _, total in quantizing} == {56}
+
+
+@pytest.mark.parametrize("name", ["F16", "Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K"])
+def test_the_estimate_is_about_right(name: str, tmp_path: Path) -> None:
+    make_gguf(TINY, tmp_path / "model.gguf", name)
+    real = (tmp_path / "model.gguf").stat().st_size
+    assert 0.8 < estimated_bytes(read_config(TINY), name) / real < 1.25
+
+
+# ---- mixtures of experts
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
+def test_experts_have_their_own_importance(name: str, tmp_path: Path) -> None:
+    spec = read_config(write_config(tmp_path / "hf", name))
+    assert spec.moe is not None
+    block, gate = ("block_sparse_moe", "w1") if name == "mixtral" else ("mlp", "gate_proj")
+    known = importance_of(spec)
+    unseen = f"model.layers.1.{block}.experts.2.{gate}"
+    del known[unseen]
+    known[f"model.layers.1.{block}.experts.3.{gate}"] = (np.full(64, 6.0, np.float32), 3)
+    write_imatrix(tmp_path / "imatrix.gguf", spec, known, "random")
+    means = read_imatrix(tmp_path / "imatrix.gguf")
+    stack = means["blk.1.ffn_gate_exps.weight"].reshape(spec.moe.experts, spec.hidden)
+    first = known[f"model.layers.1.{block}.experts.0.{gate}"][0]
+    np.testing.assert_allclose(stack[0], first / 7)
+    np.testing.assert_array_equal(stack[2], 1.0)
+    np.testing.assert_array_equal(stack[3], 2.0)
+    assert not [name for name in means if "ffn_gate_inp" in name]
+    assert means["blk.1.ffn_down_exps.weight"].size == spec.moe.experts * spec.moe.intermediate
+    names = {"attn_q", "attn_k", "attn_v", "attn_output"}
+    names |= {f"ffn_{part}_exps" for part in ("gate", "up", "down")}
+    assert set(means) == {f"blk.{i}.{own}.weight" for i in range(3) for own in names}
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_linear_of_every_architecture_has_a_name(name: str, tmp_path: Path) -> None:
+    spec = read_config(write_config(tmp_path / "hf", name))
+    write_imatrix(tmp_path / "imatrix.gguf", spec, importance_of(spec), "random")
+    stacks = 7 if not spec.fused else 4
+    assert len(read_imatrix(tmp_path / "imatrix.gguf")) == stacks * spec.layers
+
+
+def test_a_mixture_is_quantized_by_its_matrix(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from quant_models import model_folder
+
+    folder = model_folder("mixtral", tmp_path / "hf")
+    spec = read_config(folder)
+    make_gguf(folder, tmp_path / "plain.gguf", "Q4_0")
+    make_gguf(folder, tmp_path / "weighed.gguf", "Q4_0", importance=importance_of(spec))
+    before, after = (weights(tmp_path / f"{name}.gguf") for name in ("plain", "weighed"))
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    # rows of 48 cannot be packed by 32
+    assert changed == {
+        f"blk.{layer}.{own}.weight"
+        for layer in range(3)
+        for own in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_exps", "ffn_up_exps")
+    }
+
+
+# ---- what goes wrong
+
+
+def wrong(**entries: tuple[Any, int]) -> Callable[[ModelSpec], Importance]:
+    return lambda spec: {name.replace("__", "."): value for name, value in entries.items()}
+
+
+Q_PROJ = "model__layers__0__self_attn__q_proj"
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (wrong(), "there is no importance of any linear"),
+        (wrong(**{Q_PROJ: (np.ones(3), 1)}), "q_proj has 256 inputs, the importance is of (3,)"),
+        (wrong(**{Q_PROJ: (np.full(256, np.nan), 1)}), "q_proj is no number"),
+        (wrong(model__norm=(np.ones(256), 1)), "model.norm is no linear of a Llama"),
+        (wrong(model__layers__0__mlp=(np.ones(256), 1)), "mlp is no linear"),
+    ],
+)
+def test_wrong_importance(
+    made: Callable[[ModelSpec], Importance], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LoadFailed) as caught:
+        make_gguf(TINY, tmp_path / "model.gguf", "Q4_0", importance=made(read_config(TINY)))
+    assert expected in caught.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "file_type", "error", "expected"),
+    [
+        (TINY, "Q9_Z", InvalidRequest, "unknown file type Q9_Z: use one of F32"),
+        (TINY, "MXFP4_MOE", InvalidRequest, "rounds experts, this model has none"),
+        (TINY / "nowhere", "Q4_0", ModelNotFound, "is no folder"),
+        (TINY, "Q4_0", LoadFailed, "no importance matrix"),
+    ],
+)
+def test_refusals(
+    source: Path, file_type: str, error: type[LocalgenError], expected: str, tmp_path: Path
+) -> None:
+    matrix = tmp_path / "imatrix.gguf"
+    matrix.write_bytes(b"no matrix at all")
+    with pytest.raises(error) as caught:
+        make_gguf(source, tmp_path / "model.gguf", file_type, importance=matrix)
+    assert expected in caught.value.message
+    assert list(tmp_path.iterdir()) == [matrix]
+
+
+def test_a_model_is_no_matrix(tmp_path: Path) -> None:
+    make_gguf(TINY, tmp_path / "model.gguf", "F16")
+    with pytest.raises(LoadFailed, match="it has no sums of squares"):
+        read_imatrix(tmp_path / "model.gguf")
+
+
+def test_a_matrix_of_another_model(folder: Path, importance: Importance, tmp_path: Path) -> None:
+    edit(folder / "config.json", intermediate_size=512)
+    spec = read_config(folder)
+    write_imatrix(tmp_path / "imatrix.gguf", spec, importance_of(spec), "random")
+    with pytest.raises(LoadFailed, match="cannot make Q4_0 of it: imatrix size 512 is different"):
+        make_gguf(TINY, tmp_path / "m.gguf", "Q4_0", importance=tmp_path / "imatrix.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_room_for_both_files_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=13_000_000))
+    with pytest.raises(LoadFailed, match="GB while it is made, its disk has"):
+        make_gguf(TINY, tmp_path / "model.gguf", "Q4_0")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_keeps_the_old_file_and_ends_the_process(tmp_path: Path) -> None:
+    target = tmp_path / "model.gguf"
+    target.write_bytes(b"old")
+
+    def stop(step: str, done: int, total: int) -> None:
+        if step == "quantizing" and done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_gguf(TINY, target, "Q4_K_M", progress=stop)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
+        ("model.gguf", b"old")
+    ]
+
+
+def test_what_a_killed_run_left_is_taken_away(tmp_path: Path) -> None:
+    left = tmp_path / ".model.gguf.work"
+    left.mkdir()
+    (left / "16bit.gguf").write_bytes(b"half")
+    make_gguf(TINY, tmp_path / "model.gguf", "Q4_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_an_abort_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What llama.cpp writes as it dies is the reason."""
+    program = "import os, sys; print('GGML_ASSERT(n > 0) failed', file=sys.stderr); os.abort()"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", program], **options)
+    )
+    with pytest.raises(LoadFailed, match=r"cannot make Q4_0 of it: GGML_ASSERT\(n > 0\) failed"):
+        make_gguf(TINY, tmp_path / "model.gguf", "Q4_0")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_process_ends_when_nobody_listens(tmp_path: Path) -> None:
+    make_gguf(TINY, tmp_path / "wide.gguf", "F16")
+    job = {
+        "source": str(tmp_path / "wide.gguf"),
+        "target": str(tmp_path / "model.gguf"),
+        "file_type": int(TYPES["IQ4_XS"].file_type),
+        "imatrix": None,
+        "threads": 1,
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-m", "localgen.quant.requantize_process", json.dumps(job)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.wait(60) == 1
+
+
+def test_names_of_types() -> None:
+    assert type_name("q4_k") == "Q4_K_M"
+    assert type_name("iq4_xs") == "IQ4_XS"
+    assert set(WRITTEN) < set(TYPES)
+    # the largest first, so that a list reads well
+    assert [TYPES[name].bits for name in WRITTEN] == [32, 16, 16, 8.5]
