@@ -12,7 +12,7 @@ import typer
 from localgen.backends.cuda.options import device_of
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.available import available_bytes
-from localgen.backends.types import LoadOptions
+from localgen.backends.models import LoadOptions
 from localgen.cli import quantize_gguf, quantize_report, quantize_run, tables
 from localgen.cli.quantize_report import Steps
 from localgen.quant.card import add_table
