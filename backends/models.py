@@ -20,6 +20,8 @@ class LoadOptions:
     repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
     one step. itl_target_ms: prefill yields to keep decoding
     under this. max_queue: waiting requests beyond which new ones are refused.
+    draft: who proposes tokens that are verified together: ngram (the text itself) or none.
+    draft_max: most of them for one sequence in a step.
     """
 
     backend: str | None = None
@@ -44,6 +46,8 @@ class LoadOptions:
     itl_target_ms: float | None = None
     max_queue: int | None = None
     chat_template: str | None = None
+    draft: str | None = None
+    draft_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,9 @@ class Timings:
 
     cache_n: prompt tokens taken from the cache; prompt_n: prompt tokens computed.
     prompt_ms: from admission to the first token. predicted_ms: from the first token to the last.
+    draft_n: tokens that were proposed and computed; draft_n_accepted: how many of them were right.
+    draft_steps: steps that the answer took after its first token. draft_speedup: against plain
+    steps, by what those took meanwhile; 0: not known. draft_reason: why nothing was drafted.
     """
 
     cache_n: int = 0
@@ -228,6 +231,11 @@ class Timings:
     ttft_ms: float = 0.0
     queue_ms: float = 0.0
     template_ms: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    draft_steps: int = 0
+    draft_speedup: float = 0.0
+    draft_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +294,27 @@ class SequenceStats:
     generated_tokens: int
     ctx: int
     age_s: float
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """How drafts do: recently, then totals since the engine started.
+
+    drafters: who may propose. share: of the recent steps that had drafts. reason: why most had
+    none. tokens_per_step: of one sequence. speedup: against plain steps of as many sequences, by
+    what those took. drafting_steps_total: verified at once for any number of sequences.
+    """
+
+    drafters: tuple[str, ...] = ()
+    share: float = 0.0
+    reason: str = ""
+    tokens_per_step: float = 0.0
+    speedup: float = 0.0
+    drafting_steps_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +351,7 @@ class EngineStats:
     prefix_cache_hits_total: int = 0
     num_preemptions_total: int = 0
     requests_total: dict[str, int] = field(default_factory=dict)
+    speculation: SpeculationStats = SpeculationStats()
     sequences: tuple[SequenceStats, ...] = ()
 
 

@@ -6,11 +6,13 @@ import random
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence as Seq
 
 import pytest
 from fake_runner import END, VOCAB, FakeRunner, generate
 
 from localgen.backends.engine import stats
+from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.runner import Chunk, NoRoom, Sampled, StepFailed
@@ -63,7 +65,12 @@ class Log:
 
 
 def make(
-    runner: FakeRunner, log: Log, *, max_queue: int = 100, itl_target_ms: float = 1e9
+    runner: FakeRunner,
+    log: Log,
+    *,
+    max_queue: int = 100,
+    itl_target_ms: float = 1e9,
+    drafters: Seq[Drafter] = (),
 ) -> Engine:
     intake = Intake(
         limits=runner.limits,
@@ -71,7 +78,14 @@ def make(
         template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
         defaults=SamplingParams(),
     )
-    return Engine(runner, intake, itl_target_ms=itl_target_ms, max_queue=max_queue, publish=log)
+    return Engine(
+        runner,
+        intake,
+        itl_target_ms=itl_target_ms,
+        max_queue=max_queue,
+        publish=log,
+        drafters=drafters,
+    )
 
 
 def run_until_ended(engine: Engine, log: Log, count: int) -> None:

@@ -246,6 +246,25 @@ def test_the_line_under_an_answer_fits_a_line(rate: float, shown: str) -> None:
     assert len(line) <= 95
 
 
+def test_what_drafts_did() -> None:
+    drafted = replace(
+        TIMINGS,
+        predicted_n=41,
+        draft_n=50,
+        draft_n_accepted=30,
+        draft_steps=10,
+        draft_speedup=1.94,
+    )
+    told = answer(timings=drafted, completion_tokens=41)
+    assert "41 tokens at 41.2/s (1.9× by drafts, 60 % right) · " in report.answer_line(told)
+    assert "drafts:     50 tokens, 60 % right, 4.0 tokens a step, 1.94× plain decoding" in (
+        report.verbose_lines(told, 0.0)
+    )
+    none = replace(TIMINGS, draft_reason="switched off")
+    assert "drafts:     none: switched off" in report.verbose_lines(answer(timings=none), 0.0)
+    assert "draft" not in report.answer_line(answer(timings=none))
+
+
 def test_a_wait_in_the_queue_is_told() -> None:
     line = report.answer_line(answer(timings=replace(TIMINGS, queue_ms=2, template_ms=0.2)))
     assert line.startswith("TTFT 56 ms (queue 2 ms, 12 cached + 34 new) · ")

@@ -17,6 +17,8 @@ GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 COUNTERS = {
     *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total"),
     *("prefix_cache_hits_total", "num_preemptions_total", "request_success_total"),
+    *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
+    "spec_decode_num_accepted_tokens_total",
 }
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from localgen.backends.engine.drafts.drafters import NGRAM, check
+from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.defaults import CUDA, CUDA_ON_CPU
 from localgen.backends.models import LoadOptions
@@ -46,6 +48,8 @@ class Settings:
     ctx: int | None = None
     kv_tokens: int | None = None
     chat_template: str | None = None
+    draft: str = NGRAM
+    draft_max: int = MOST_DRAFTS
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -80,6 +84,7 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
     defaults: dict[str, Any] = _ON_CPU if device.type == "cpu" else {}
     settings = Settings(**(defaults | chosen | given | fixed))
     _check(settings, dtype, device)
+    check(settings.draft, settings.draft_max)
     return settings
 
 

@@ -6,11 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from localgen.backends.engine.answer import Answer
 from localgen.backends.engine.budget import TokenBudget
+from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.drafts.speculation import MOST_DRAFTS, Speculation
 from localgen.backends.engine.embedding import Embeddings, Texts
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepFailed, StepResult
@@ -31,6 +34,7 @@ from localgen.backends.types import (
 STATS_INTERVAL_S = 0.25
 # while nothing happens, what is said of the last minute ages
 IDLE_STATS_S = 15.0
+_NO_WAY_BACK = "what is computed cannot be taken back: the model's kind, or --no-prefix-cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,19 @@ class Engine:
         itl_target_ms: float,
         max_queue: int,
         publish: Callable[[StepEvents], None],
+        drafters: Seq[Drafter] = (),
+        max_drafts: int = MOST_DRAFTS,
     ) -> None:
         self._runner = runner
         self._intake = intake
         self._publish = publish
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
         self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
+        self._speculation = Speculation(
+            drafters if runner.limits.can_rewind else (),
+            most=max_drafts,
+            why_none="switched off" if runner.limits.can_rewind else _NO_WAY_BACK,
+        )
         self._embeddings = Embeddings(runner, itl_target_ms=itl_target_ms, max_queue=max_queue)
         self._stats = Stats()
         self._stats_at_s = 0.0
@@ -142,12 +153,14 @@ class Engine:
         finally:
             self._preparer.shutdown(wait=False, cancel_futures=True)
             self._text_preparer.shutdown(wait=False, cancel_futures=True)
+            self._speculation.close()
 
     def step(self, *, wait: bool) -> bool:
         """One turn of the loop; wait: sleep while there is nothing to do. False: told to stop."""
         self._end_stopped()
         if not self._receive(wait=wait):
             return False
+        self._draft()
         chunks = self._scheduler.plan()
         if not chunks:
             if not self._embed(decoding=0):
@@ -163,8 +176,15 @@ class Engine:
             self._make_room()
             return True
         self._apply(chunks, result, started_s)
-        self._embed(decoding=sum(seq.is_decoding for seq in self._scheduler.running))
+        self._embed(decoding=len(self._scheduler.decoding))
         return True
+
+    def _draft(self) -> None:
+        """Let sequences have drafts, where that pays."""
+        outputs = min(self._runner.limits.max_outputs, self._runner.limits.max_batch_tokens)
+        drafts = self._speculation.propose(self._scheduler.decoding, outputs=outputs)
+        for seq, tokens in drafts.items():
+            self._scheduler.draft(seq, tokens)
 
     def _embed(self, *, decoding: int) -> bool:
         """Compute a slice of the texts that wait for vectors; whether any waited."""
@@ -179,6 +199,7 @@ class Engine:
         step_ms = (now_s - started_s) * 1e3
         outputs = self._scheduler.apply(chunks, result, step_ms)
         self._stats.step(now_s, step_ms, chunks, outputs)
+        self._speculation.observe(chunks, step_ms)
         self._unpublished += outputs
 
     def _receive(self, *, wait: bool) -> bool:
@@ -281,7 +302,10 @@ class Engine:
     # -- what is said -----------------------------------------------------------------------
 
     def _finish(self, seq: Sequence, reason: str, stop: str | None, tokens: int) -> None:
-        self._finished.append(finished(seq, reason, stop=stop, completion_tokens=tokens))
+        drafting = self._speculation.of(seq)
+        self._finished.append(
+            finished(seq, reason, stop=stop, completion_tokens=tokens, drafting=drafting)
+        )
         self._stats.ended(seq.id, reason)
 
     def _say(self, output: Output) -> None:
@@ -310,7 +334,11 @@ class Engine:
         snapshot = None
         if idle or now_s - self._stats_at_s >= STATS_INTERVAL_S:
             snapshot = self._stats.snapshot(
-                now_s, self._scheduler, self._runner.usage(), self._budget.tokens(1)
+                now_s,
+                self._scheduler,
+                self._runner.usage(),
+                self._budget.tokens(1),
+                self._speculation.stats,
             )
             self._stats_at_s = now_s
         if self._deltas or self._finished or self._failed or snapshot or embedded:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 
 from localgen.backends.engine import wire
+from localgen.backends.engine.drafts.drafters import drafters
+from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.loading import LoadedModel, Loader
@@ -67,6 +69,8 @@ class _Process:
             itl_target_ms=options.itl_target_ms,
             max_queue=options.max_queue,
             publish=self._send,
+            drafters=drafters(options.draft),
+            max_drafts=options.draft_max or MOST_DRAFTS,
         )
         self._send(wire.Loaded(model.info))
         try:

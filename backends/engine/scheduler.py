@@ -110,11 +110,20 @@ class Scheduler:
 
     # -- planning ---------------------------------------------------------------------------
 
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Running sequences that owe nothing but their last token."""
+        return [seq for seq in self.running if seq.is_decoding]
+
+    def draft(self, seq: Sequence, tokens: list[int]) -> None:
+        """How a decoding sequence may go on, to be verified in the next step."""
+        seq.drafts = tokens
+
     def plan(self) -> list[Chunk]:
         """The chunks of the next step; empty when nobody waits or runs."""
         self._admit()
         chunks: list[Chunk] = []
-        decoding = [seq for seq in self.running if seq.is_decoding]
+        decoding = self.decoding
         left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
         for behind, seq in zip(reversed(range(len(decoding))), decoding, strict=True):
             if seq.state is State.RUNNING:
@@ -263,7 +272,8 @@ class Scheduler:
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
-        self._budget.observe(step_ms, prompt_tokens, decoding)
+        if not any(chunk.num_drafts for chunk in chunks):  # or it is not what decoding takes
+            self._budget.observe(step_ms, prompt_tokens, decoding)
         self.counters.prompt_tokens += prompt_tokens
         return outputs
 
@@ -279,6 +289,8 @@ class Scheduler:
         """Count what is now in the cache; drafts behind the first mismatch are not."""
         seq = chunk.seq
         rejected = chunk.num_drafts + 1 - num_sampled if chunk.samples else 0
+        seq.num_drafted += chunk.num_drafts
+        seq.num_accepted += chunk.num_drafts - rejected
         seq.num_computed = chunk.start + len(chunk) - rejected
         if rejected:
             self._runner.rewind(seq, seq.num_computed)

@@ -26,6 +26,7 @@ class Sequence:
 
     tokens: prompt + answer so far. num_computed: how many of them are in the KV cache.
     drafts: proposed continuations of `tokens`, verified with the next step, then cleared.
+    num_drafted, num_accepted: how many there were of them, and how many were right.
     params: no sampling field is None. stop_ids: token ids that end the answer.
     ctx: the context it runs under; limit: most tokens it may hold, at most ctx.
     matcher: the grammar that the answer is held to; the runner moves it on.
@@ -50,6 +51,8 @@ class Sequence:
     num_cached: int = 0
     num_preemptions: int = 0
     drafts: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
     matcher: Matcher | None = None
     reader: Reader | None = None
     notes: tuple[str, ...] = ()

@@ -6,10 +6,11 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 
+from localgen.backends.engine.drafts.speculation import NO_DRAFTS, Drafting
 from localgen.backends.engine.runner import Chunk, PoolUsage
 from localgen.backends.engine.scheduler import Output, Scheduler
 from localgen.backends.engine.sequence import Sequence, State
-from localgen.backends.types import EngineStats, Finished, SequenceStats, Timings
+from localgen.backends.types import EngineStats, Finished, SequenceStats, SpeculationStats, Timings
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
@@ -119,7 +120,12 @@ class Stats:
         self._last_token_s.pop(request_id, None)
 
     def snapshot(
-        self, now_s: float, scheduler: Scheduler, usage: PoolUsage, token_budget: int
+        self,
+        now_s: float,
+        scheduler: Scheduler,
+        usage: PoolUsage,
+        token_budget: int,
+        speculation: SpeculationStats,
     ) -> EngineStats:
         """Everything as it is now."""
         ttft_ms, itl_ms = self._ttft_ms.values(now_s), self._itl_ms.values(now_s)
@@ -150,6 +156,7 @@ class Stats:
             prefix_cache_hits_total=counters.prefix_hits,
             num_preemptions_total=counters.preemptions,
             requests_total=dict(self._requests),
+            speculation=speculation,
             sequences=tuple(_sequence(seq, now_s) for seq in [*running, *scheduler.queue]),
         )
 
@@ -166,10 +173,12 @@ def _sequence(seq: Sequence, now_s: float) -> SequenceStats:
         generated_tokens=seq.num_generated,
         ctx=seq.ctx,
         age_s=now_s - seq.arrived_s,
+        draft_tokens=seq.num_drafted,
+        accepted_tokens=seq.num_accepted,
     )
 
 
-def timings(seq: Sequence) -> Timings:
+def timings(seq: Sequence, drafting: Drafting = NO_DRAFTS) -> Timings:
     """Where the time of an ended sequence went."""
     admitted_s = seq.admitted_s if seq.admitted_s is not None else seq.arrived_s
     first_s = seq.first_token_s if seq.first_token_s is not None else admitted_s
@@ -188,10 +197,22 @@ def timings(seq: Sequence) -> Timings:
         ttft_ms=(first_s - seq.arrived_s) * 1e3 if seq.first_token_s is not None else 0.0,
         queue_ms=max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms),
         template_ms=seq.template_ms,
+        draft_n=seq.num_drafted,
+        draft_n_accepted=seq.num_accepted,
+        draft_steps=drafting.steps,
+        draft_speedup=drafting.speedup,
+        draft_reason=drafting.reason,
     )
 
 
-def finished(seq: Sequence, reason: str, *, stop: str | None, completion_tokens: int) -> Finished:
+def finished(
+    seq: Sequence,
+    reason: str,
+    *,
+    stop: str | None,
+    completion_tokens: int,
+    drafting: Drafting = NO_DRAFTS,
+) -> Finished:
     """The good end of a sequence, with what its user should know."""
     notes = [*seq.notes]
     if seq.num_preemptions:
@@ -201,7 +222,7 @@ def finished(seq: Sequence, reason: str, *, stop: str | None, completion_tokens:
     return Finished(
         request_id=seq.id,
         reason=reason,
-        timings=timings(seq),
+        timings=timings(seq, drafting),
         prompt_tokens=seq.num_prompt,
         completion_tokens=completion_tokens,
         ctx=seq.ctx,

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 import llama_cpp.llama_cpp as C
 import psutil
 
+from localgen.backends.engine.drafts.drafters import NGRAM, check
+from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.native import (
     CACHE_TYPES,
@@ -43,6 +45,8 @@ class Settings:
     ctx: int | None = None
     kv_tokens: int | None = None
     chat_template: str | None = None
+    draft: str = NGRAM
+    draft_max: int = MOST_DRAFTS
 
     def with_sizes(self, ctx: int, kv_tokens: int) -> LoadOptions:
         """The options in force, as a client sees them."""
@@ -72,6 +76,7 @@ def settle(asked: LoadOptions) -> Settings:
     }
     settings = Settings(**(chosen | given))
     _check(settings, gpu)
+    check(settings.draft, settings.draft_max)
     return settings
 
 

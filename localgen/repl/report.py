@@ -56,7 +56,7 @@ def answer_line(answer: Answer) -> str:
     speed = f" at {about}{_number(timings.predicted_per_second)}/s" if _rate(timings) else ""
     parts = (
         f"TTFT {duration(timings.ttft_ms)}" + (f" ({', '.join(ttft)})" if ttft else ""),
-        about + count(answer.completion_tokens, "token") + speed,
+        about + count(answer.completion_tokens, "token") + speed + _drafts(timings),
         *(f"context {place}" for place in _context(answer)),
     )
     return " · ".join(parts)
@@ -98,6 +98,7 @@ def verbose_lines(answer: Answer, load_ms: float) -> list[str]:
         + ", ".join((duration(timings.predicted_ms), *_rate(timings))),
         f"TTFT:       {duration(timings.ttft_ms)}, queue {duration(timings.queue_ms)}, "
         f"template {duration(timings.template_ms)}",
+        f"drafts:     {_drafts_at_length(timings)}",
         *(f"context:    {place}" for place in _context(answer)),
     ]
 
@@ -139,6 +140,27 @@ def _context(answer: Answer) -> list[str]:
         return []
     limit = f"/{answer.ctx:,}" if answer.ctx is not None else ""
     return [f"{answer.total_tokens:,}{limit}"]
+
+
+def _drafts(timings: Timings) -> str:
+    """What drafts did, if there were any."""
+    if not timings.draft_n:
+        return ""
+    return f" ({timings.draft_speedup:.1f}× by drafts, {_right(timings)} right)"
+
+
+def _drafts_at_length(timings: Timings) -> str:
+    if not timings.draft_n:
+        return f"none: {timings.draft_reason}" if timings.draft_reason else "none"
+    per_step = (timings.predicted_n - 1) / max(1, timings.draft_steps)
+    return (
+        f"{count(timings.draft_n, 'token')}, {_right(timings)} right, "
+        f"{per_step:.1f} tokens a step, {timings.draft_speedup:.2f}× plain decoding"
+    )
+
+
+def _right(timings: Timings) -> str:
+    return f"{100 * timings.draft_n_accepted / timings.draft_n:.0f} %"
 
 
 def _number(rate: float) -> str:

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from localgen.backends.engine.stats import STEP_TOKENS_BOUNDS
-from localgen.backends.types import EngineStats, Finished
+from localgen.backends.types import EngineStats, Finished, SpeculationStats
 from localgen.server.journal import EMBEDDED, Entry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -140,6 +140,20 @@ class _Engines(Collector):
             preempted.add_metric([model], stats.num_preemptions_total)
             steps.add_metric([model], _buckets(stats), stats.step_tokens_total)
         yield from (preempted, steps)
+        yield from _drafts(found)
+
+
+def _drafts(found: Iterable[tuple[str, EngineStats]]) -> Iterator[Metric]:
+    totals: dict[str, tuple[str, Callable[[SpeculationStats], int]]] = {
+        "num_drafts": ("Steps that verified drafts.", lambda s: s.drafting_steps_total),
+        "num_draft_tokens": ("Tokens proposed.", lambda s: s.draft_tokens_total),
+        "num_accepted_tokens": ("Proposed tokens kept.", lambda s: s.accepted_tokens_total),
+    }
+    for name, (says, value) in totals.items():
+        counter = CounterMetricFamily(f"localgen:spec_decode_{name}", says, labels=[_LABEL])
+        for model, stats in found:
+            counter.add_metric([model], value(stats.speculation))
+        yield counter
 
 
 def _buckets(stats: EngineStats) -> list[tuple[str, float]]:

@@ -1,0 +1,1 @@
+"""Speculation: tokens that are proposed, verified in one step, and kept where they are right."""

@@ -1,0 +1,43 @@
+"""Who proposes tokens, and how sure one may be of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from localgen.backends.engine.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """Proposes how sequences go on, one way for each (point drafts). Called between steps, by the
+    engine's thread.
+
+    name: as users know it.
+    """
+
+    name: str
+
+    def chances(self, seq: Sequence, most: int) -> Seq[float]:
+        """How often each of the next drafts would be right, those before it being right; at most
+        `most` of them. Empty: there is nothing to propose."""
+        ...
+
+    def cost_ms(self, lengths: Seq[int]) -> float:
+        """About what it takes to propose so many tokens for so many sequences at once."""
+        ...
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+        """That many drafts for each sequence, or fewer."""
+        ...
+
+    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+        """The sequence has gone on with these, whether they were drafts in a step or not."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended or lost its place."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...

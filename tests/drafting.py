@@ -1,0 +1,104 @@
+"""Speculation without a model: drafts that are right by chance, steps that take what is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from localgen.backends.engine.drafts.acceptance import Acceptance, Common
+from localgen.backends.engine.drafts.speculation import Speculation
+from localgen.backends.engine.runner import Chunk
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.types import SamplingParams
+
+RIGHT, WRONG = 1, 2
+
+
+def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:
+    """A sequence whose answer has begun."""
+    seq = Sequence(
+        id=name, tokens=[3, 3], num_prompt=1, params=SamplingParams(), ctx=limit, limit=limit
+    )
+    seq.num_computed = 1
+    return seq
+
+
+class Guesser:
+    """A drafter whose every draft is right with probability `alpha`, if those before it were."""
+
+    name = "guesser"
+
+    def __init__(self, alpha: float, *, ms: float = 0.0, prior: float = 0.5, seed: int = 0) -> None:
+        self.alpha, self.ms = alpha, ms
+        self._chance = random.Random(seed)
+        self._common = Common((prior,))
+        self._known: dict[Sequence, Acceptance] = {}
+        self.proposed: dict[Sequence, list[int]] = {}
+        self.closed = False
+
+    def chances(self, seq: Sequence, most: int) -> list[float]:
+        known = self._known.setdefault(seq, Acceptance(self._common))
+        return [known.chance(0)] * most
+
+    def cost_ms(self, lengths: Seq[int]) -> float:
+        return self.ms * max(lengths, default=0)
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+        found = []
+        for seq, count in wanted:
+            drafts = [RIGHT if self._chance.random() < self.alpha else WRONG for _ in range(count)]
+            self.proposed[seq] = drafts
+            found.append(drafts)
+        return found
+
+    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+        drafts = self.proposed.pop(seq, [])
+        for draft, token in zip(drafts, came, strict=False):
+            self._known[seq].add(0, draft == token)
+
+    def forget(self, seq: Sequence) -> None:
+        self._known.pop(seq, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Steps:
+    """Steps of sequences that only decode. step_ms: what one takes by its tokens.
+
+    The model says RIGHT for ever. tokens, ms: of all steps so far, proposing included. A prompt
+    has been computed before.
+    """
+
+    def __init__(self, speculation: Speculation, step_ms: Callable[[int], float]) -> None:
+        self.speculation, self.step_ms = speculation, step_ms
+        self.tokens, self.ms, self.steps = 0, 0.0, 0
+        self.lengths: list[int] = []
+        prompt = Chunk(seq=decoding(), start=0, tokens=[3] * 200, samples=False)
+        speculation.observe([prompt], step_ms(200))
+
+    def run(self, seqs: list[Sequence], count: int, *, draft_ms: float = 0.0) -> None:
+        for _ in range(count):
+            drafts = self.speculation.propose(seqs, outputs=512)
+            chunks = []
+            for seq in seqs:
+                proposed = drafts.get(seq, [])
+                right = next((i for i, t in enumerate(proposed) if t != RIGHT), len(proposed))
+                tokens = [seq.tokens[-1], *proposed]
+                chunks.append(
+                    Chunk(
+                        seq=seq,
+                        start=len(seq.tokens) - 1,
+                        tokens=tokens,
+                        num_drafts=len(proposed),
+                        samples=True,
+                    )
+                )
+                seq.tokens += [RIGHT] * (right + 1)
+                self.tokens += right + 1
+            ms = self.step_ms(sum(map(len, chunks)))
+            self.ms += ms + draft_ms * max(map(len, drafts.values()), default=0)
+            self.steps += 1
+            self.lengths.append(sum(map(len, drafts.values())))
+            self.speculation.observe(chunks, ms)

@@ -1,0 +1,132 @@
+"""The loop with drafts: the same answers in fewer steps, whatever is proposed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+import fake_runner
+import pytest
+from fake_runner import VOCAB, FakeRunner
+from test_engine import Log, expected_text, make, request, run_until_ended
+
+from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.sequence import Sequence
+from localgen.backends.types import Failed, Finished
+
+next_token = fake_runner.next_token
+
+
+def repeating(tokens: list[int]) -> int:
+    """A model that mostly says what it said seven tokens ago."""
+    fresh = next_token(tokens)
+    return tokens[-7] if len(tokens) > 7 and fresh % 11 else fresh
+
+
+class Oracle:
+    """Proposes what the model will say, wrong now and then."""
+
+    name = "oracle"
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self.known: set[str] = set()
+        self.closed = False
+
+    def chances(self, seq: Sequence, most: int) -> list[float]:
+        self.known.add(seq.id)
+        return [0.9] * most
+
+    def cost_ms(self, lengths: Seq[int]) -> float:
+        return 0.0
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._ahead(seq, count) for seq, count in wanted]
+
+    def _ahead(self, seq: Sequence, count: int) -> list[int]:
+        tokens = list(seq.tokens)
+        for _ in range(count):
+            right = self._chance.random() < 0.8
+            tokens.append(next_token(tokens) if right else self._chance.randrange(VOCAB))
+        return tokens[len(seq.tokens) :]
+
+    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+        assert list(came) == seq.tokens[len(seq.tokens) - len(came) :]
+
+    def forget(self, seq: Sequence) -> None:
+        self.known.discard(seq.id)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_same_text_in_fewer_steps() -> None:
+    steps = {}
+    for drafters in ([], [Oracle(1)]):
+        log, runner = Log(), FakeRunner(kv_tokens=1024, batch=64)
+        engine = make(runner, log, drafters=drafters)
+        engine.submit(request("a", "a prompt", max_tokens=300, ignore_eos=True))
+        run_until_ended(engine, log, 1)
+        steps[len(drafters)] = len(runner.steps)
+        assert len(log.text["a"]) == 300
+        texts = log.text["a"]
+        runner.check()
+    plain = Log()
+    engine = make(FakeRunner(kv_tokens=1024, batch=64), plain)
+    engine.submit(request("a", "a prompt", max_tokens=300, ignore_eos=True))
+    run_until_ended(engine, plain, 1)
+    assert plain.text["a"] == texts
+    assert steps[1] < 0.5 * steps[0]
+    (end,) = log.ends["a"]
+    assert isinstance(end, Finished)
+    assert 0 < end.timings.draft_n_accepted < end.timings.draft_n
+    assert log.stats.speculation.draft_tokens_total == end.timings.draft_n
+    assert log.stats.generation_tokens_total == 300
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_leave_the_pool_whole(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_runner, "next_token", repeating)
+    chance = random.Random(seed)
+    log, runner = Log(), FakeRunner(kv_tokens=200, max_seqs=5, batch=40)
+    oracle = Oracle(seed)
+    engine = make(runner, log, drafters=[NgramDrafter(), oracle])
+    prompts = {str(i): "ab" * chance.randrange(1, 20) + str(i) for i in range(30)}
+    for name, prompt in prompts.items():
+        engine.submit(request(name, prompt, max_tokens=chance.randrange(1, 40)))
+        for _ in range(chance.randrange(4)):
+            engine.step(wait=False)
+        if chance.random() < 0.2:
+            engine.cancel(name)
+    run_until_ended(engine, log, len(prompts))
+    assert all(len(ends) == 1 for ends in log.ends.values())
+    for name, prompt in prompts.items():
+        (end,) = log.ends[name]
+        assert isinstance(end, Finished), end
+        whole = expected_text(prompt, len(prompt) + 40)
+        assert whole.startswith(log.text[name])
+        if end.reason != "cancelled":
+            assert len(log.text[name]) in (end.completion_tokens, end.completion_tokens - 1)
+    assert log.stats.speculation.draft_tokens_total > 100
+    runner.check()
+    assert not oracle.known
+
+
+def test_drafters_are_closed_with_the_engine() -> None:
+    oracle, log = Oracle(0), Log()
+    engine = make(FakeRunner(), log, drafters=[oracle])
+    engine.stop()
+    engine.run()
+    assert oracle.closed
+
+
+def test_no_drafts_where_the_cache_cannot_be_cut_back() -> None:
+    log, runner = Log(), FakeRunner(kv_tokens=1024, rewinds=False)
+    engine = make(runner, log, drafters=[Oracle(0)])
+    engine.submit(request("a", "a prompt", max_tokens=100, ignore_eos=True))
+    run_until_ended(engine, log, 1)
+    assert not isinstance(log.ends["a"][0], Failed)
+    assert log.stats.speculation.reason == (
+        "what is computed cannot be taken back: the model's kind, or --no-prefix-cache"
+    )
+    assert log.stats.speculation.draft_tokens_total == 0

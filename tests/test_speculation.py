@@ -1,0 +1,198 @@
+"""How much is drafted: as much as pays by what was measured, and nothing where nothing does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from drafting import Guesser, Steps, decoding
+
+from localgen.backends.engine.drafts.acceptance import Acceptance, Common
+from localgen.backends.engine.drafts.choice import Offer, Pick, choose
+from localgen.backends.engine.drafts.costs import StepCosts
+from localgen.backends.engine.drafts.speculation import MOST_DRAFTS, Speculation
+
+
+def expected_tokens(alpha: float, k: int) -> float:
+    """Tokens of a step with k drafts of which each is right with probability alpha, if those
+    before it are (Leviathan et al. 2023)."""
+    return float(k + 1) if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+
+
+def flat(tokens: int) -> float:
+    """A GPU that waits for memory: many tokens cost as one."""
+    return 4.0 + 0.02 * tokens
+
+
+def steep(tokens: int) -> float:
+    """Two cores: a few tokens cost dearly, many less each."""
+    return 22.0 if tokens == 1 else 40.0 + 10.0 * tokens if tokens < 24 else 100.0 + 7.5 * tokens
+
+
+def full(tokens: int) -> float:
+    """No spare arithmetic at all."""
+    return 10.0 * tokens
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("k", range(1, 9))
+def test_an_offer_is_the_closed_form(alpha: float, k: int) -> None:
+    offer = Offer.of(0, [alpha] * k)
+    assert offer.tokens[-1] == pytest.approx(expected_tokens(alpha, k))
+
+
+def test_the_closed_form_at_a_known_place() -> None:
+    assert Offer.of(0, [0.8] * 4).tokens[-1] == pytest.approx(3.36, abs=0.005)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_tokens_of_a_step_are_what_the_closed_form_says(alpha: float, k: int) -> None:
+    guesser, seq = Guesser(alpha), decoding()
+    steps = Steps(Speculation([guesser], most=k), lambda tokens: 1.0)
+    steps.run([seq], 100)
+    steps.lengths.clear()
+    steps.tokens = 0
+    steps.run([seq], 6_000)
+    plain = steps.lengths.count(0)
+    assert set(steps.lengths) <= {0, k}, "it costs nothing, so all that may be"
+    measured = (steps.tokens - plain) / (len(steps.lengths) - plain)
+    assert measured == pytest.approx(expected_tokens(alpha, k), rel=0.02)
+
+
+@pytest.mark.parametrize("step_ms", [flat, steep])
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9, 0.97, 1.0])
+def test_nearly_the_best_that_any_length_could_give(
+    step_ms: Callable[[int], float], alpha: float
+) -> None:
+    best = max(
+        expected_tokens(alpha, k) / step_ms(1 + k) * step_ms(1) for k in range(MOST_DRAFTS + 1)
+    )
+    steps = Steps(Speculation([Guesser(alpha)]), step_ms)
+    steps.run([decoding()], 2_000)
+    assert steps.tokens * step_ms(1) / steps.ms >= 0.9 * best
+
+
+@pytest.mark.parametrize("step_ms", [flat, steep, full])
+@pytest.mark.parametrize("alpha", [0.0, 0.05])
+def test_never_slower_where_drafts_are_wrong(step_ms: Callable[[int], float], alpha: float) -> None:
+    steps = Steps(Speculation([Guesser(alpha)]), step_ms)
+    steps.run([decoding()], 500)
+    assert steps.tokens * step_ms(1) / steps.ms >= 0.98
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9])
+def test_off_where_there_is_no_spare_arithmetic(alpha: float) -> None:
+    speculation = Speculation([Guesser(alpha)])
+    steps = Steps(speculation, full)
+    seqs = [decoding(str(i)) for i in range(16)]
+    steps.run(seqs, 400)
+    assert steps.tokens / 16 * full(16) / steps.ms >= 0.98
+    assert speculation.stats.share < 0.2
+    assert "cost more" in speculation.stats.reason
+
+
+def test_proposing_is_paid_for() -> None:
+    cheap, dear = Guesser(0.7, ms=0.3), Guesser(0.7, ms=4.0)
+    for guesser in (cheap, dear):
+        steps = Steps(Speculation([guesser], clock=lambda: 0.0), flat)
+        steps.run([decoding()], 1_000, draft_ms=guesser.ms)
+        best = max(
+            expected_tokens(0.7, k) * flat(1) / (flat(1 + k) + guesser.ms * k) for k in range(65)
+        )
+        assert steps.tokens * flat(1) / steps.ms >= 0.9 * best
+
+
+def test_it_comes_back_when_steps_get_cheap() -> None:
+    slow = True
+    speculation = Speculation([Guesser(0.9)])
+    steps = Steps(speculation, lambda tokens: full(tokens) if slow else flat(tokens))
+    seq = decoding()
+    steps.run([seq], 300)
+    assert speculation.stats.share < 0.1
+    slow = False
+    steps.run([seq], 2_000)
+    assert speculation.stats.share > 0.9
+    assert speculation.stats.speedup > 2
+
+
+def test_what_one_gains_the_others_do_not_pay() -> None:
+    # 65 tokens for one would make everybody else's take sixteen times as long
+    offers = [[Offer.of(0, [0.99] * 64)], *([[]] * 7)]
+    picks = choose(offers, steep, lambda picks: 0.0, most=512)
+    assert picks[0].drafts <= 2
+    assert picks[1:] == [Pick()] * 7
+    alone = choose(offers[:1], steep, lambda picks: 0.0, most=512)
+    assert alone[0].drafts >= 48
+    # where a step takes no longer, all may
+    assert choose(offers, flat, lambda picks: 0.0, most=512)[0].drafts >= 16
+
+
+def test_no_more_drafts_than_a_step_may_sample() -> None:
+    offers = [[Offer.of(0, [0.99] * 64)] for _ in range(8)]
+    picks = choose(offers, lambda tokens: 1.0, lambda picks: 0.0, most=100)
+    assert 0 < sum(pick.drafts for pick in picks) <= 100
+
+
+def test_no_drafts_beyond_the_end() -> None:
+    seq = decoding(limit=10)
+    guesser = Guesser(1.0, prior=1.0)
+    speculation = Speculation([guesser])
+    Steps(speculation, lambda tokens: 1.0).run([decoding()], 8)
+    seq.tokens = [3] * 7
+    drafts = speculation.propose([seq], outputs=64)
+    assert len(drafts[seq]) == 2, "the step itself gives the tenth token"
+
+
+def test_what_became_of_it() -> None:
+    speculation = Speculation([Guesser(0.8)], most=4)
+    steps = Steps(speculation, flat)
+    steps.run([decoding()], 1_000)
+    stats = speculation.stats
+    assert stats.drafters == ("guesser",)
+    assert stats.accepted_tokens_total / stats.draft_tokens_total == pytest.approx(0.59, abs=0.05)
+    assert stats.tokens_per_step == pytest.approx(3.36, abs=0.4)
+    assert stats.speedup == pytest.approx(3.36 * flat(1) / flat(5), abs=0.5)
+    assert not stats.reason
+    assert Speculation([]).stats.reason == "no drafter"
+
+
+def test_costs_lie_between_what_was_measured() -> None:
+    costs = StepCosts()
+    assert costs.ms(1) is None
+    costs.observe_prompt(100, 700.0)
+    costs.observe(1, 20.0)
+    assert costs.ms(11) == pytest.approx(88.0), "as a prompt's tokens, until it was tried"
+    costs.observe(11, 200.0)
+    assert costs.ms(6) == pytest.approx(110.0)
+    assert costs.ms(21) == pytest.approx(268.0)
+    assert costs.curve() == [(1.0, 20.0), (11.0, 200.0)]
+
+
+def test_costs_follow_a_machine_that_gets_slower() -> None:
+    costs = StepCosts()
+    for ms in [10.0] * 50 + [20.0] * 50:
+        costs.observe(1, ms)
+    assert costs.ms(1) == pytest.approx(20.0, rel=0.01)
+
+
+def test_a_size_that_is_not_tried_for_long_is_unknown_again() -> None:
+    costs = StepCosts()
+    costs.observe(1, 10.0)
+    costs.observe(8, 1000.0)
+    for _ in range(600):
+        costs.observe(1, 10.0)
+    assert [tokens for tokens, _ in costs.curve()] == [1.0]
+
+
+def test_what_others_saw_counts_until_one_knows_better() -> None:
+    common, chance = Common((0.5,)), random.Random(1)
+    for _ in range(200):
+        Acceptance(common).add(0, chance.random() < 0.9)
+    fresh = Acceptance(common)
+    assert fresh.chance(0) == pytest.approx(0.9, abs=0.07)
+    for _ in range(60):
+        fresh.add(0, is_right=False)
+    assert fresh.chance(0) < 0.25
+    assert Acceptance(common).chance(0) > 0.5
