@@ -44,6 +44,9 @@ class Guesser:
     def cost_ms(self, lengths: Seq[int]) -> float:
         return self.ms * max(lengths, default=0)
 
+    def catch_up(self, most_ms: float) -> None:
+        """It is always ready."""
+
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
         found = []
         for seq, count in wanted:

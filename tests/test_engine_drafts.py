@@ -40,6 +40,9 @@ class Oracle:
     def cost_ms(self, lengths: Seq[int]) -> float:
         return 0.0
 
+    def catch_up(self, most_ms: float) -> None:
+        """It is always ready."""
+
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
         return [self._ahead(seq, count) for seq, count in wanted]
 

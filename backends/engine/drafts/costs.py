@@ -49,6 +49,11 @@ class StepCosts:
         """Enter a step of prompt tokens alone: what many tokens take at least."""
         self._prompts.add(tokens, ms, self._steps)
 
+    @property
+    def token_ms(self) -> float | None:
+        """What a token of a prompt takes; None: none was seen."""
+        return self._prompts.ms / self._prompts.tokens if self._prompts.seen else None
+
     def curve(self) -> list[tuple[float, float]]:
         """Sizes of steps that were measured, and what they take: (tokens, ms), ascending."""
         return self._known

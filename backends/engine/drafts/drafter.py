@@ -26,6 +26,10 @@ class Drafter(Protocol):
         """About what it takes to propose so many tokens for so many sequences at once."""
         ...
 
+    def catch_up(self, most_ms: float) -> None:
+        """Prepare for sequences that cannot be drafted for yet; that long at most, or so."""
+        ...
+
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
         """That many drafts for each sequence, or fewer."""
         ...

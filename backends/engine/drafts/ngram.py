@@ -47,6 +47,9 @@ class NgramDrafter:
         """As Drafter.cost_ms: too little to count."""
         return 0.0
 
+    def catch_up(self, most_ms: float) -> None:
+        """As Drafter.catch_up: it is ready at once."""
+
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
         """As Drafter.propose."""
         return [self._text(seq).drafts(count) for seq, count in wanted]

@@ -21,6 +21,8 @@ MOST_DRAFTS = 64
 _LEAST_OFFER = 1.05
 # steps grow no faster than this into sizes that were never tried
 _LEAP = 2
+# so much of a step's time goes to reading what is new to a draft model
+_CATCH_UP_SHARE = 0.25
 # a plain step now and then shows what plain steps take by now
 _PLAIN_EVERY = 128
 _FADE = 0.98
@@ -123,6 +125,8 @@ class Speculation:
             if wanted:
                 found = drafter.propose(wanted)
                 drafts |= {seq: new for (seq, _), new in zip(wanted, found, strict=True) if new}
+        for drafter in self._drafters:
+            drafter.catch_up(_CATCH_UP_SHARE * self._step_ms(len(seqs)))
         if drafts:
             self._propose_ms = (self._clock() - started_s) * 1e3
         return drafts

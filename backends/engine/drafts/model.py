@@ -1,0 +1,228 @@
+"""Drafts by a smaller model on a runner of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from localgen.backends.engine.drafts.acceptance import Acceptance, Common
+from localgen.backends.engine.drafts.costs import StepCosts
+from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepFailed
+from localgen.backends.engine.sequence import Sequence, State, common_prefix
+from localgen.backends.types import BASE_SAMPLING, SamplingParams
+
+# a sequence is drafted for once no more than this of it is new to the draft model
+_NEARLY = 64
+# before anything is known
+_PRIOR = 0.6
+_GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Twin:
+    """A sequence as the draft model has it. proposed: since the target's last step."""
+
+    seq: Sequence
+    acceptance: Acceptance
+    proposed: list[int] = field(default_factory=list)
+
+    @property
+    def behind(self) -> int:
+        return self.seq.num_owed
+
+    def follow(self, tokens: list[int], runner: ModelRunner) -> None:
+        """Become this text; what the cache holds of another one is cut off."""
+        own = self.seq
+        if own.tokens == tokens:
+            return
+        # one token is left to compute: its logits start the drafts
+        kept = min(common_prefix(own.tokens, tokens), own.num_computed, len(tokens) - 1)
+        own.tokens[:] = tokens
+        if kept < own.num_computed:
+            own.num_computed = kept
+            runner.rewind(own, kept)
+
+
+class ModelDrafter:
+    """Greedy drafts of a model with the target's vocabulary, for many sequences in each step.
+
+    A sequence for which the draft model has no room is not drafted for. Should the draft model
+    fail, it drafts no more; the target goes on.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, name: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self._runner, self._clock = runner, clock
+        self._twins: dict[Sequence, _Twin] = {}
+        self._common = Common((_PRIOR,))
+        self._costs = StepCosts()
+        self._failed = False
+
+    def chances(self, seq: Sequence, most: int) -> list[float]:
+        """As Drafter.chances."""
+        twin = self._twin(seq)
+        if twin is None or twin.behind > _NEARLY:
+            return []
+        room = self._runner.limits.max_len - len(seq.tokens)
+        return [twin.acceptance.chance(0)] * max(0, min(most, room))
+
+    def cost_ms(self, lengths: Seq[int]) -> float:
+        """As Drafter.cost_ms: a step of the draft model for each draft of the longest."""
+        return sum(
+            self._costs.ms(sum(length > done for length in lengths)) or 0.0
+            for done in range(max(lengths, default=0))
+        )
+
+    def catch_up(self, most_ms: float) -> None:
+        """Read on in the texts that are new to the draft model, for about that long."""
+        behind = [twin for twin in self._twins.values() if twin.behind > _NEARLY]
+        if not behind or self._failed:
+            return
+        token_ms = self._costs.token_ms or 0.0
+        most = self._runner.limits.max_batch_tokens
+        tokens = min(most, max(16, int(most_ms / token_ms))) if token_ms else min(most, 32)
+        twin = min(behind, key=lambda twin: twin.behind)
+        self._compute([(twin, min(tokens, twin.behind - 1))], samples=False)
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+        """As Drafter.propose."""
+        left = {self._twins[seq]: count for seq, count in wanted if seq in self._twins}
+        for twin in left:
+            twin.proposed = []
+        while left and not self._failed:
+            for group in self._groups(left):
+                for twin, token in self._compute(group, samples=True):
+                    twin.proposed.append(token)
+                    twin.seq.tokens.append(token)
+                    left[twin] -= 1
+                    if token in twin.seq.stop_ids:
+                        left[twin] = 0
+            left = {t: n for t, n in left.items() if n and t.seq.state is State.RUNNING}
+        found = (self._twins.get(seq) for seq, _ in wanted)
+        return [[] if twin is None else list(twin.proposed) for twin in found]
+
+    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+        """As Drafter.learn."""
+        twin = self._twins.get(seq)
+        if twin is None:
+            return
+        if not twin.proposed:
+            twin.acceptance.rest(len(came))
+        for draft, token in zip(twin.proposed, came, strict=False):
+            twin.acceptance.add(0, draft == token)
+            if draft != token:
+                break
+        twin.proposed = []
+
+    def forget(self, seq: Sequence) -> None:
+        """As Drafter.forget; what the draft model has read may serve as a prefix."""
+        twin = self._twins.pop(seq, None)
+        if twin is not None and twin.seq.state is State.RUNNING and not self._failed:
+            self._release(twin, keep=True)
+
+    def close(self) -> None:
+        """As Drafter.close."""
+        for seq in list(self._twins):
+            self.forget(seq)
+        self._runner.close()
+
+    def _twin(self, seq: Sequence) -> _Twin | None:
+        """The sequence in the draft model, as it is now; None: there is no room for it."""
+        twin = self._twins.get(seq)
+        if self._failed or len(seq.tokens) >= self._runner.limits.max_len:
+            return None
+        if twin is not None:
+            if twin.seq.state is not State.RUNNING:
+                return None
+            twin.follow(seq.tokens, self._runner)
+            return twin
+        if sum(t.seq.state is State.RUNNING for t in self._twins.values()) >= (
+            self._runner.limits.max_seqs
+        ):
+            return None
+        most = self._runner.limits.max_len
+        own = Sequence(
+            id=f"draft of {seq.id}",
+            tokens=list(seq.tokens),
+            num_prompt=len(seq.tokens),
+            params=_GREEDY,
+            ctx=most,
+            limit=most,
+            stop_ids=seq.stop_ids,
+        )
+        try:
+            own.num_computed = self._runner.admit(own, spare=0)
+        except NoRoom:
+            return None
+        own.state = State.RUNNING
+        twin = self._twins[seq] = _Twin(own, Acceptance(self._common))
+        return twin
+
+    def _groups(self, left: dict[_Twin, int]) -> list[list[tuple[_Twin, int]]]:
+        """All that is owed, in steps that the runner can take."""
+        limits = self._runner.limits
+        groups: list[list[tuple[_Twin, int]]] = [[]]
+        for twin in left:
+            planned = sum(count for _, count in groups[-1])
+            full = len(groups[-1]) >= limits.max_outputs
+            if full or planned + twin.behind > limits.max_batch_tokens:
+                groups.append([])
+            groups[-1].append((twin, min(twin.behind, limits.max_batch_tokens)))
+        return [group for group in groups if group]
+
+    def _compute(self, group: list[tuple[_Twin, int]], *, samples: bool) -> list[tuple[_Twin, int]]:
+        """A step of the draft model; what it says for each sequence, if it is to."""
+        if self._failed:
+            return []
+        group = [(twin, count) for twin, count in group if self._grown(twin, count)]
+        chunks = [
+            Chunk(
+                seq=twin.seq,
+                start=twin.seq.num_computed,
+                tokens=twin.seq.tokens[twin.seq.num_computed : twin.seq.num_computed + count],
+                samples=samples and count == twin.behind,
+            )
+            for twin, count in group
+        ]
+        if not chunks:
+            return []
+        started_s = self._clock()
+        try:
+            result = self._runner.collect(self._runner.launch(chunks))
+        except NoRoom:
+            for twin, _ in group:
+                self._release(twin, keep=False)
+            return []
+        except StepFailed as error:
+            _log.error("%s drafts no more: %s", self.name, error)
+            self._failed = True
+            return []
+        ms = (self._clock() - started_s) * 1e3
+        tokens = sum(map(len, chunks))
+        if tokens == len(chunks):
+            self._costs.observe(tokens, ms)
+        else:
+            self._costs.observe_prompt(tokens, ms)
+        said = []
+        for (twin, count), sampled in zip(group, result, strict=True):
+            twin.seq.num_computed += count
+            said += [(twin, token) for token in sampled.tokens]
+        return said
+
+    def _grown(self, twin: _Twin, count: int) -> bool:
+        """Room for what is to be computed; without it the sequence leaves the draft model."""
+        if self._runner.grow(twin.seq, count):
+            return True
+        self._release(twin, keep=False)
+        return False
+
+    def _release(self, twin: _Twin, *, keep: bool) -> None:
+        self._runner.release(twin.seq, keep=keep)
+        twin.seq.state = State.ENDED
+        twin.proposed = twin.proposed if keep else []

@@ -1,0 +1,130 @@
+"""A draft model beside the target: its cache follows the target's, its pool is whole at the end."""
+
+from __future__ import annotations
+
+import random
+
+import fake_runner
+import pytest
+from drafting import decoding
+from fake_runner import FakeRunner
+from test_engine import Log, expected_text, make, request, run_until_ended
+
+from localgen.backends.engine.drafts.model import ModelDrafter
+from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.runner import Chunk, Sampled, StepFailed
+from localgen.backends.types import Finished
+
+
+class Forgetful(FakeRunner):
+    """A draft model that is wrong for some texts. wrong: of so many tokens in all."""
+
+    def __init__(self, wrong: int = 5, **sizes: int) -> None:
+        super().__init__(**sizes)  # type: ignore[arg-type]
+        self._wrong = wrong
+
+    def _compute(self, chunk: Chunk) -> Sampled:
+        said = super()._compute(chunk)
+        if said.tokens and len(self.cache[chunk.seq]) % self._wrong == 0:
+            return Sampled((said.tokens[0] // 2,))
+        return said
+
+
+class Failing(FakeRunner):
+    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+        if len(self.steps) > 5:
+            raise StepFailed("out of order")
+        return super().collect(ticket)
+
+
+def test_drafts_are_what_the_draft_model_says() -> None:
+    runner = FakeRunner(kv_tokens=512, batch=64)
+    drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=512)
+    seq.tokens = [5, 6, 7]
+    assert len(drafter.chances(seq, 4)) == 4
+    (drafts,) = drafter.propose([(seq, 4)])
+    assert drafts == fake_runner.generate([5, 6, 7], 7, ends=False)
+    # two are right, the third is not
+    seq.tokens += [*drafts[:2], 1]
+    drafter.learn(seq, seq.tokens[3:])
+    drafter.chances(seq, 4)
+    (after,) = drafter.propose([(seq, 3)])
+    assert after == fake_runner.generate(seq.tokens, len(seq.tokens) + 3, ends=False)
+    assert runner.computed == (3 + 3) + (1 + 2), "what is in the cache is not computed again"
+    drafter.forget(seq)
+    runner.check()
+
+
+def test_a_long_prompt_is_read_bit_by_bit() -> None:
+    runner = FakeRunner(kv_tokens=1024, batch=100)
+    drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
+    seq.tokens = [1 + i % 90 for i in range(600)]
+    for _ in range(100):
+        if drafter.chances(seq, 4):
+            break
+        before = runner.computed
+        drafter.catch_up(0.0)
+        assert 0 < runner.computed - before <= 32
+    (drafts,) = drafter.propose([(seq, 2)])
+    assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
+
+
+def test_no_draft_beyond_an_end() -> None:
+    drafter, seq = ModelDrafter(FakeRunner(kv_tokens=512), "draft"), decoding(limit=512)
+    end = fake_runner.generate([3, 3], 8, ends=False)[2]
+    seq.stop_ids = frozenset({end})
+    drafter.chances(seq, 8)
+    (drafts,) = drafter.propose([(seq, 6)])
+    assert drafts[-1] == end
+    assert len(drafts) <= 3
+
+
+@pytest.mark.parametrize("draft_tokens", [40, 120, 400])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_schedules_leave_both_pools_whole(seed: int, draft_tokens: int) -> None:
+    chance = random.Random(seed)
+    log, runner = Log(), FakeRunner(kv_tokens=200, max_seqs=5, batch=40)
+    small = Forgetful(kv_tokens=draft_tokens, max_seqs=3, batch=16)
+    engine = make(runner, log, drafters=[NgramDrafter(), ModelDrafter(small, "draft")])
+    prompts = {str(i): "ab" * chance.randrange(1, 20) + str(i) for i in range(100)}
+    for name, prompt in prompts.items():
+        engine.submit(request(name, prompt, max_tokens=chance.randrange(1, 40)))
+        for _ in range(chance.randrange(4)):
+            engine.step(wait=False)
+        if chance.random() < 0.2:
+            engine.cancel(name)
+    run_until_ended(engine, log, len(prompts))
+    for name, prompt in prompts.items():
+        (end,) = log.ends[name]
+        assert isinstance(end, Finished), end
+        assert expected_text(prompt, len(prompt) + 40).startswith(log.text[name])
+    assert log.stats.speculation.accepted_tokens_total > 0
+    runner.check()
+    small.check()
+
+
+def test_a_draft_model_that_fails_takes_nobody_down() -> None:
+    log, runner = Log(), FakeRunner(kv_tokens=512, batch=64)
+    broken = Failing(kv_tokens=512, batch=64)
+    engine = make(runner, log, drafters=[ModelDrafter(broken, "draft")])
+    for i in range(5):
+        engine.submit(request(f"{i}", f"prompt {i}", max_tokens=60))
+    run_until_ended(engine, log, 5)
+    for i in range(5):
+        assert log.text[f"{i}"] == expected_text(f"prompt {i}", 68)
+
+
+def test_what_it_costs() -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.002  # each look at the clock
+        return now[0]
+
+    drafter = ModelDrafter(FakeRunner(kv_tokens=512, batch=64), "draft", clock=clock)
+    assert drafter.cost_ms([4]) == 0.0, "not known yet"
+    seqs = [decoding(str(i), limit=512) for i in range(2)]
+    for seq in seqs:
+        drafter.chances(seq, 4)
+    drafter.propose([(seq, 4) for seq in seqs])
+    assert drafter.cost_ms([4, 2]) == pytest.approx(8.0), "a step for each draft of the longest"
