@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.loading import LoadedModel
@@ -88,7 +89,7 @@ def noisy(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -
 class LoadedBench:
     """A loaded model and the means to ask it."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, drafters: Sequence[Drafter] = ()) -> None:
         self.model = model
         self.replies: dict[str, Reply] = {}
         self.stats = EngineStats()
@@ -104,6 +105,7 @@ class LoadedBench:
             itl_target_ms=1e9,
             max_queue=1000,
             publish=self._take,
+            drafters=drafters,
         )
         self._count = 0
 
@@ -164,8 +166,13 @@ class LoadedBench:
 class Bench(LoadedBench):
     """A GGUF model in llama.cpp."""
 
-    def __init__(self, options: LoadOptions, path: Path = TINY_GGUF) -> None:
-        super().__init__(load(Load("tiny", str(path), options), lambda _share: None))
+    def __init__(
+        self,
+        options: LoadOptions,
+        path: Path = TINY_GGUF,
+        drafters: Sequence[Drafter] = (),
+    ) -> None:
+        super().__init__(load(Load("tiny", str(path), options), lambda _share: None), drafters)
         assert isinstance(self.model.runner, LlamaRunner)
         self.runner = self.model.runner
 

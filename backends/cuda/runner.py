@@ -215,8 +215,11 @@ class CudaRunner:
         )
         taken = tuple(tokens[: right + 1])
         if chunk.seq.matcher is not None:
-            for token in taken:
+            for count, token in enumerate(taken, 1):
                 chunk.seq.matcher.accept(token)
+                if chunk.seq.matcher.is_done:
+                    taken = taken[:count]
+                    break
         if said is None:
             return Sampled(taken)
         found = (said.of(row + i, token, self._text) for i, token in enumerate(taken))

@@ -40,7 +40,7 @@ class Answer:
 
     def take(self, output: Output) -> Delta | None:
         """New text of an output; None while it is held back."""
-        text = []
+        text, before = [], self.num_tokens
         for token in output.tokens:
             if self.stopped is not None:
                 break
@@ -52,7 +52,7 @@ class Answer:
                 # what comes before min_tokens is no part of a stop string
                 early = self.num_tokens <= self.seq.params.min_tokens
                 text.append(new if early else self._matcher.feed(new))
-        self._logprobs += output.logprobs
+        self._logprobs += output.logprobs[: self.num_tokens - before]
         if output.reason and self.stopped is None:
             text.append(self._held_back())
         return self._delta("".join(text))

@@ -269,6 +269,9 @@ class Scheduler:
             self._advance(chunk, len(sampled.tokens))
             if sampled.tokens:
                 outputs.append(self._take(seq, sampled.tokens, sampled.logprobs, now_s))
+            if chunk.num_drafts:
+                seq.num_drafted += chunk.num_drafts
+                seq.num_accepted += len(outputs[-1].tokens) - 1
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
@@ -289,8 +292,6 @@ class Scheduler:
         """Count what is now in the cache; drafts behind the first mismatch are not."""
         seq = chunk.seq
         rejected = chunk.num_drafts + 1 - num_sampled if chunk.samples else 0
-        seq.num_drafted += chunk.num_drafts
-        seq.num_accepted += chunk.num_drafts - rejected
         seq.num_computed = chunk.start + len(chunk) - rejected
         if rejected:
             self._runner.rewind(seq, seq.num_computed)

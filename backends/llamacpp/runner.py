@@ -188,7 +188,8 @@ class LlamaRunner:
                 matcher.accept(token)
             if chooser.num_logprobs is not None:
                 positions.append(sampler.logprobs(own, token, chooser.num_logprobs, self._text))
-            if offset == chunk.num_drafts or drafts[offset] != token:
+            complete = matcher is not None and matcher.is_done
+            if complete or offset == chunk.num_drafts or drafts[offset] != token:
                 break
         return Sampled(tuple(tokens), tuple(positions))
 

@@ -1,0 +1,142 @@
+"""Drafts on llama.cpp: the same answers, whoever proposes and however an answer is chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import pytest
+from models import TINY_GGUF, Bench, Reply, noisy, questions
+
+from localgen.backends.engine.drafts import speculation
+from localgen.backends.engine.drafts.choice import Offer, Pick
+from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.drafts.model import ModelDrafter
+from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.llamacpp.load import load
+from localgen.backends.models import Load, LoadOptions
+from localgen.backends.types import Message, SamplingParams
+
+# as in test_llamacpp_runner
+NOISE, MAX_NOISY = 0.02, 2
+DRAFTS = 5
+CHATS = questions(24)
+GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=2)
+COPY = [
+    (
+        Message(
+            "user",
+            "Repeat this: the red fox runs, the red fox sleeps, the red fox runs, the red fox",
+        ),
+    )
+]
+SETTINGS = {
+    "greedy": GREEDY,
+    "sampled": replace(GREEDY, temperature=0.8, seed=7, ignore_eos=True),
+    "top p": replace(GREEDY, temperature=1.0, top_p=0.7, seed=3),
+    "min p": replace(GREEDY, temperature=1.2, min_p=0.1, seed=4),
+    "penalties": replace(GREEDY, repeat_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+    "mirostat": replace(GREEDY, temperature=0.8, mirostat=2, seed=5),
+    "stop": replace(GREEDY, stop=(" the", "ing")),
+    "schema": replace(
+        GREEDY,
+        json_schema=json.dumps(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+                "required": ["name", "age"],
+            }
+        ),
+    ),
+    "least": replace(GREEDY, min_tokens=30),
+}
+
+
+def as_many_as_may_be(
+    offers: Seq[Seq[Offer]],
+    step_ms: Callable[[int], float],
+    draft_ms: Callable[[list[Pick]], float],
+    *,
+    most: int,
+) -> list[Pick]:
+    """Drafts whether they pay or not: the last drafter that has any."""
+    picks = []
+    for offered in offers:
+        drafts = min(DRAFTS, most, len(offered[-1].tokens) - 1) if offered else 0
+        most -= drafts
+        picks.append(Pick(offered[-1].drafter, drafts) if drafts else Pick())
+    return picks
+
+
+def draft_model() -> Drafter:
+    """The built-in model, which agrees with itself when it is greedy."""
+    options = LoadOptions(kv_tokens=8192, ctx=2048, threads=2)
+    return ModelDrafter(
+        load(Load("draft", str(TINY_GGUF), options), lambda _share: None).runner, ""
+    )
+
+
+@pytest.fixture(params=["n-gram", "draft model", "both"])
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
+    monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
+    monkeypatch.setattr(speculation, "_LEAP", 100)
+    made: dict[str, Seq[Callable[[], Drafter]]] = {
+        "n-gram": (NgramDrafter,),
+        "draft model": (draft_model,),
+        "both": (draft_model, NgramDrafter),
+    }
+    drafters = [make() for make in made[request.param]]
+    bench = Bench(LoadOptions(kv_tokens=16384), drafters=drafters)
+    yield bench
+    assert not bench.engine._scheduler.has_work
+    bench.close()
+    for drafter in drafters:
+        if isinstance(drafter, ModelDrafter):
+            usage = drafter._runner.usage()
+            assert usage.used == 0, "the draft model's pool is whole"
+        drafter.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[Reply]]:
+    """Every answer without drafts."""
+    bench = Bench(LoadOptions(kv_tokens=16384))
+    replies = {name: bench.ask([*CHATS, *COPY], params) for name, params in SETTINGS.items()}
+    bench.close()
+    return replies
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_answers(bench: Bench, plain: dict[str, list[Reply]], name: str) -> None:
+    replies = bench.ask([*CHATS, *COPY], SETTINGS[name])
+    if SETTINGS[name].temperature == 0:
+        assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
+    else:  # rounding moves a draw that falls on the border between two tokens
+        same = sum(a.tokens == b.tokens for a, b in zip(replies, plain[name], strict=True))
+        assert same >= len(replies) - MAX_NOISY
+    told = bench.stats.speculation
+    assert told.draft_tokens_total > 0
+    timings = [reply.finished.timings for reply in replies]
+    ours = sum(t.draft_n for t in timings), sum(t.draft_n_accepted for t in timings)
+    all_of_them = told.draft_tokens_total, told.accepted_tokens_total
+    if name == "stop":  # a step may be on its way when a stop string is found
+        assert all(0 < one <= total for one, total in zip(ours, all_of_them, strict=True))
+    else:
+        assert ours == all_of_them
+
+
+def test_a_greedy_draft_model_that_is_the_target_is_always_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
+    bench = Bench(LoadOptions(kv_tokens=8192), drafters=[draft_model()])
+    bench.ask(CHATS[:8], GREEDY)
+    told = bench.stats.speculation
+    assert told.accepted_tokens_total > 0.9 * told.draft_tokens_total - 8 * DRAFTS
+    assert told.tokens_per_step > 2
+    bench.engine.stop()
+    bench.engine.run()
+    bench.close()
