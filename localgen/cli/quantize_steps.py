@@ -14,7 +14,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.available import available_bytes
 from localgen.backends.types import LoadOptions
 from localgen.cli import quantize_gguf, quantize_report, quantize_run, tables
-from localgen.cli.quantize_report import Steps
+from localgen.cli.quantize_report import Steps, tell
 from localgen.quant.card import add_table
 from localgen.quant.gguf_types import TYPES, type_name
 from localgen.quant.job import Job
