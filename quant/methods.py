@@ -83,14 +83,3 @@ def check_finite(index: int, tensors: Tensors) -> None:
 def _without(tensors: Tensors, linears: list[str]) -> Tensors:
     weights = {f"{name}.weight" for name in linears}
     return {name: tensor for name, tensor in tensors.items() if name not in weights}
-
-
-def fold_layer(
-    spec: ModelSpec,
-    index: int,
-    tensors: Tensors,
-    inputs: Inputs,
-    forward: LayerForward,
-    recipe: Recipe,
-) -> QuantizedLayer:
-    return QuantizedLayer(tensors, {}, {})
