@@ -40,7 +40,7 @@ def min_max(weights: Tensor, bits: int) -> Tensor:
     step = ((high - low) / (2**bits - 1)).half().double()
     zero = (-low / step).round()
     digits = torch.clamp((weights / step).round() + zero, 0, 2**bits - 1)
-    return (digits - zero) * step
+    return torch.mul(digits - zero, step)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
