@@ -9,12 +9,15 @@ import psutil
 
 from localgen.quant.names import linear_shapes
 from localgen.quant.packing import layout_of
+from localgen.quant.passes import statistics_bytes
 from localgen.quant.preflight import Ready
 from localgen.quant.recipe import Recipe
+from localgen.quant.scaling import junctions
 
 # of what may be taken, activations are kept in memory in at most this share
 _STATES_SHARE = 1 / 8
 _BATCH_TOKENS = 2048
+_COPIES = 4
 
 
 # what a job does with a layer: as of Job
@@ -96,13 +99,23 @@ def packed_bytes(recipe: Recipe, outs: int, ins: int) -> int:
 
 def working_bytes(ready: Ready, batch: int) -> int:
     """Most that one layer takes at once, beside what the process has anyway."""
-    spec = ready.source.spec
+    spec, recipe = ready.source.spec, ready.recipe
     shapes = linear_shapes(spec)
-    layer = 4 * sum(outs * ins for outs, ins in shapes.values())
-    largest = 4 * max(outs * ins for outs, ins in shapes.values())
-    tokens = batch * ready.length
+    sizes = {name: outs * ins for name, (outs, ins) in shapes.items()}
+    # the layer in float32, and its digits
+    layer = 5 * sum(sizes.values())
+    # of what is rounded at a time; awq looks at all linears that read the same at once
+    at_once = max(sizes.values())
+    if recipe.method == "awq":
+        at_once = max(sum(sizes[name] for name in one.linears) for one in junctions(spec))
+    rounding = layer + 4 * _COPIES * at_once + statistics_bytes(spec, recipe)
+    return max(rounding, layer + _forward_bytes(ready, batch)) if recipe.calibrated else rounding
+
+
+def _forward_bytes(ready: Ready, batch: int) -> int:
+    """Of some windows on their way through a layer."""
+    spec, length = ready.source.spec, ready.length
     width = spec.intermediate if spec.moe is None else spec.moe.intermediate
-    # gate and up apart, together and multiplied
-    forward = 4 * tokens * (5 * width + 4 * spec.hidden)
-    forward += 4 * batch * spec.heads * ready.length**2
-    return 2 * layer + 2 * largest + (forward if ready.recipe.calibrated else 0)
+    # gate and up apart, together, acted on and multiplied
+    linears = 4 * batch * length * 6 * (width + spec.hidden)
+    return linears + 8 * batch * spec.heads * length**2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from localgen.quant.methods import Importance
+from localgen.quant.moments import Importance
 from localgen.quant.source import headers, stored_tensor
 from localgen.quant.tensor_file import entry_of, write
 

@@ -18,9 +18,11 @@ from localgen.quant.activations import Activations
 from localgen.quant.card import card_text, write_card
 from localgen.quant.config_files import copy_files, write_config
 from localgen.quant.estimate import Estimate, Mode, estimate
+from localgen.quant.folding import fold_layer
 from localgen.quant.forward import LayerForward, embed
 from localgen.quant.importance import read_importance, write_importance
-from localgen.quant.methods import Inputs, QuantizedLayer, fold_layer, quantize_layer
+from localgen.quant.methods import QuantizedLayer, quantize_layer
+from localgen.quant.moments import Inputs
 from localgen.quant.names import Tensors, names_of
 from localgen.quant.observing import observed
 from localgen.quant.packing import layout_of, pack, quantization_config
@@ -172,7 +174,8 @@ class Job:
             case "round":
                 return quantize_layer(spec, index, tensors, inputs, forward, ready.recipe)
             case "fold":
-                return fold_layer(spec, index, tensors, inputs, forward, ready.recipe)
+                folded = fold_layer(spec, index, tensors, inputs, forward, ready.recipe)
+                return QuantizedLayer(folded.tensors, {}, folded.importance)
             case "observe":
                 return QuantizedLayer(tensors, {}, observed(index, tensors, inputs, forward))
 

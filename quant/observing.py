@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from localgen.quant.forward import LayerForward
-from localgen.quant.methods import Importance, Inputs
+from localgen.quant.moments import Importance, Inputs
 from localgen.quant.names import Tensors, linear_shapes
 
 

@@ -33,8 +33,8 @@ class Recipe:
     """How weights are rounded. group_size: inputs that share a scale and a zero; None: a whole row.
 
     Only rtn, awq and gptq have groups; smoothquant and fp8 have one scale a row.
-    clip: whether awq also searches how far each group's range may shrink. desc_act: whether gptq
-    goes through inputs by their weight in the Hessian. damping: share of the Hessian's mean
+    clip: whether awq and gptq also search how far each group's range may shrink. desc_act: whether
+    gptq goes through inputs by their weight in the Hessian. damping: share of the Hessian's mean
     diagonal that gptq adds to it. alpha: how much of the activations' range smoothquant moves
     into the weights.
     """

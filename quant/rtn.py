@@ -1,76 +1,20 @@
-"""Rounding to the nearest of a group's values, and the grids that groups are rounded to."""
+"""Rounding to the nearest: no calibration, the floor that every other method must beat."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
+from localgen.quant.grid import Grid, grouped, weight_of
 from localgen.quant.quantized import GroupedWeight
-
-# the least that float16 has: scales are stored in it
-_LEAST_SCALE = 2.0**-24
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Grid:
-    """The values a group can take: (digit - zero) * scale for digits below 2 ** bits.
-
-    scales: of float16's values, in the weights' dtype. zeros: whole numbers from 1 to
-    2 ** bits - 1. Both of one shape, which broadcasts against the weights.
-    """
-
-    scales: Tensor
-    zeros: Tensor
-    bits: int
-
-    def digits(self, weights: Tensor) -> Tensor:
-        """Those of the nearest values; whole numbers of the weights' dtype."""
-        # in place: these are the largest tensors of a search
-        found = torch.round(weights / self.scales)
-        return found.add_(self.zeros).clamp_(0, 2**self.bits - 1)
-
-    def nearest(self, weights: Tensor) -> Tensor:
-        """The values that weights are rounded to."""
-        return self.digits(weights).sub_(self.zeros).mul_(self.scales)
-
-
-def range_grid(low: Tensor, high: Tensor, bits: int) -> Grid:
-    """The finest grid from low (at most 0) to high (at least 0), which has 0 itself.
-
-    GPTQ's first file layout stores zero - 1, so a zero of 0 cannot be told from 2 ** bits in it:
-    the least zero is 1, even where no weight is negative.
-    """
-    top = 2**bits - 1
-    scales = torch.maximum((high - low) / top, high / (top - 1))
-    scales = torch.where(scales > 0, scales, 1.0).clamp_min(_LEAST_SCALE)
-    scales = scales.clamp_max(torch.finfo(torch.float16).max).half().to(low.dtype)
-    return Grid(scales, torch.round(-low / scales).clamp_(1, top), bits)
-
-
-def span(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest of the last dimension, 0 among them; that dimension stays, as 1."""
-    low, high = weights.aminmax(dim=-1, keepdim=True)
-    return low.clamp_max(0), high.clamp_min(0)
-
-
-def grouped(weight: Tensor, group_size: int | None) -> Tensor:
-    """[out, in] as [out, groups, group_size]. None: one group."""
-    return weight.reshape(len(weight), -1, group_size or weight.shape[1])
-
-
-def round_to(grid: Grid, weights: Tensor) -> GroupedWeight:
-    """weights: [out, groups, group_size]; the grid's [out, groups, 1]."""
-    return GroupedWeight(
-        digits=grid.digits(weights).to(torch.uint8).flatten(1),
-        scales=grid.scales.squeeze(-1).float(),
-        zeros=grid.zeros.squeeze(-1).to(torch.uint8),
-        bits=grid.bits,
-    )
+from localgen.quant.ranges import whole_grid
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int | None) -> GroupedWeight:
-    """A linear's weight [out, in] on grids from the least to the greatest of each group."""
+    """A linear's weight [out, in] on grids over the whole range of each group."""
     weights = grouped(weight, group_size)
-    return round_to(range_grid(*span(weights), bits), weights)
+    return round_to(whole_grid(weights, bits), weights)
+
+
+def round_to(grid: Grid, weights: Tensor) -> GroupedWeight:
+    """weights: [out, groups, size]; the grid's [out, groups, 1]."""
+    return weight_of(grid, grid.digits(weights).flatten(1))

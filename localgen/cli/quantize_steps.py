@@ -14,7 +14,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.available import available_bytes
 from localgen.backends.models import LoadOptions
 from localgen.cli import quantize_gguf, quantize_report, quantize_run, tables
-from localgen.cli.quantize_report import Steps
+from localgen.cli.quantize_report import Steps, tell
 from localgen.quant.card import add_table
 from localgen.quant.gguf_types import TYPES, type_name
 from localgen.quant.job import Job
@@ -79,7 +79,11 @@ def make(asked: Asked, *, as_json: bool) -> None:
     models = [(name, folder), (out.name, out)]
     found = [size_row(*one) for one in models]
     if asked.held_out is not None:
-        found = _measured(models, asked.held_out, device)
+        try:
+            found = _measured(models, asked.held_out, device)
+        except KeyboardInterrupt:
+            tell(f"{out} is whole, only not measured: localgen quantize --compare does that too")
+            raise
         if out.is_dir():
             add_table(out, quantize_report.markdown(found))
     _show(found, as_json, **taken)
@@ -131,6 +135,12 @@ def _show(found: Sequence[Row], as_json: bool, **more: float) -> None:
 def _device(asked: str | None) -> str:
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked.startswith("cuda") and not torch.cuda.is_available():
+        raise InvalidRequest(
+            "--device: there is no NVIDIA GPU that this build of torch can use: leave it out, or "
+            "--device cpu",
+            param="device",
+        )
     return str(device_of(LoadOptions(device=asked)))
 
 

@@ -1,0 +1,80 @@
+"""AWQ (Lin et al. 2023): channels that matter are scaled up, then ranges clipped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localgen.quant.grid import Grid, grouped
+from localgen.quant.moments import Moments
+from localgen.quant.quantized import GroupedWeight
+from localgen.quant.ranges import clipped_grid, whole_grid
+from localgen.quant.recipe import Recipe
+from localgen.quant.rtn import round_to
+from localgen.quant.scaling import Junction
+
+# powers of the activations' magnitudes that are tried: 0, 1 / 20, …, 1
+_POWERS = 20
+_LEAST = 1e-8
+# rows whose error is worked out at a time
+_ROWS = 1024
+
+
+def best_scales(
+    junction: Junction, weights: list[Tensor], moments: Moments, recipe: Recipe
+) -> Tensor:
+    """The scales s of one input's channels whose rounded readers err least: float32 [in].
+
+    weights: [out, in] of all readers. moments: of the input, with its Hessian. The error is that
+    of the readers' outputs over the calibration text, Σ ‖(Q(W s) / s - W) x‖², which the Hessian
+    tells without the text. Tried are powers of the mean magnitudes (equation 5 of the paper).
+    """
+    magnitudes = junction.shared(moments.magnitudes / max(moments.count, 1)).clamp_min(_LEAST)
+    best, least = torch.ones_like(magnitudes), torch.inf
+    for step in range(_POWERS + 1):
+        scales = magnitudes ** (step / _POWERS)
+        # how large they are as a whole is free: their middle goes to 1
+        scales = scales / (scales.amax() * scales.amin()).sqrt()
+        seen = moments.hessian / torch.outer(scales, scales)
+        error = sum(_output_error(weight * scales, seen, recipe) for weight in weights)
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def round_clipped(weight: Tensor, products: Tensor | None, recipe: Recipe) -> GroupedWeight:
+    """The second half: a scaled weight [out, in] on grids that err least on the outputs.
+
+    products: as clipped_grid takes them; None: no token had this input.
+    """
+    weights = grouped(weight, recipe.group_size)
+    grid = (
+        clipped_grid(weights, recipe.bits, products)
+        if recipe.clip
+        else whole_grid(weights, recipe.bits)
+    )
+    return round_to(grid, weights)
+
+
+def _output_error(weight: Tensor, hessian: Tensor, recipe: Recipe) -> float:
+    """Σ ‖(Q(W) - W) x‖², rounded as it will be in the end, but for the finer steps of clipping."""
+    blocks = _diagonal_blocks(hessian, recipe.group_size or len(hessian))
+    total = 0.0
+    for rows in torch.split(weight, _ROWS):
+        weights = grouped(rows, recipe.group_size)
+        difference = _rough_grid(weights, blocks, recipe).nearest(weights).sub_(weights).flatten(1)
+        total += float(((difference @ hessian) * difference).sum(dtype=torch.float64))
+    return total
+
+
+def _rough_grid(weights: Tensor, products: Tensor, recipe: Recipe) -> Grid:
+    if recipe.clip:
+        return clipped_grid(weights, recipe.bits, products, coarse=True)
+    return whole_grid(weights, recipe.bits)
+
+
+def _diagonal_blocks(whole: Tensor, size: int) -> Tensor:
+    """[in, in] to [in / size, size, size]."""
+    count = len(whole) // size
+    parts = whole.view(count, size, count, size)
+    return parts.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()

@@ -1,0 +1,91 @@
+"""What methods want to know of a linear's inputs, summed up batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localgen.backends.errors import LoadFailed
+from localgen.quant.forward import LayerForward
+from localgen.quant.names import Tensors
+
+# a layer's input, float32 [sequences, length, hidden] at a time; each call begins again
+Inputs = Callable[[], Iterable[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Importance:
+    """squares: float32 [in], sums of a linear's squared inputs over `count` tokens."""
+
+    squares: Tensor
+    count: int
+
+
+class Moments:
+    """Sums over the tokens a linear has seen, in float32.
+
+    count: of tokens. squares, magnitudes: [in], sums of x² and of |x|. peaks: [in], greatest
+    |x|. products: [in / block, block, block], sums of x xᵀ within each block of inputs; none
+    for block=None. One block of all inputs is the Hessian of a linear's squared error, halved.
+    """
+
+    def __init__(self, ins: int, block: int | None, device: torch.device | str = "cpu") -> None:
+        self.count = 0
+        self.squares = torch.zeros(ins, device=device)
+        self.magnitudes = torch.zeros(ins, device=device)
+        self.peaks = torch.zeros(ins, device=device)
+        size = block or 0
+        self.products = torch.zeros(ins // size if size else 0, size, size, device=device)
+
+    def add(self, x: Tensor) -> None:
+        """x: float32 [tokens, in]."""
+        if not len(x):
+            return
+        magnitudes = x.abs()
+        self.count += len(x)
+        self.squares += x.square().sum(0)
+        self.magnitudes += magnitudes.sum(0)
+        self.peaks = torch.maximum(self.peaks, magnitudes.amax(0))
+        if len(self.products):
+            parts = x.reshape(len(x), len(self.products), -1).transpose(0, 1)
+            self.products.baddbmm_(parts.transpose(1, 2), parts)
+
+    @property
+    def hessian(self) -> Tensor:
+        """[in, in], where products is a single block."""
+        return self.products.squeeze(0)
+
+    def blocks(self, size: int) -> Tensor:
+        """[in / size, size, size]: products in blocks of `size`, which divides theirs."""
+        count, wide = len(self.products), self.products.shape[1]
+        parts = self.products.view(count, wide // size, size, wide // size, size)
+        return parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)
+
+
+def observe(
+    forward: LayerForward,
+    index: int,
+    tensors: Tensors,
+    inputs: Inputs,
+    wanted: Mapping[str, Moments],
+) -> None:
+    """Run all inputs through layer `index` and add up what the linears in `wanted` see.
+
+    LoadFailed: activations that are NaN or infinite.
+    """
+
+    def tap(name: str, x: Tensor) -> None:
+        if name in wanted:
+            wanted[name].add(x)
+
+    for hidden in inputs():
+        forward.run(index, tensors, hidden, tap)
+    for name, moments in wanted.items():
+        if not moments.squares.isfinite().all():
+            raise LoadFailed(
+                f"model.layers.{index}.{name} sees NaN or infinite values in the calibration "
+                "text: the checkpoint is damaged, or its config.json is another model's"
+            )

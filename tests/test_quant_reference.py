@@ -1,0 +1,170 @@
+"""GPTQ, AWQ and SmoothQuant give the integers of a float64 reference of their papers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import quant_reference as reference
+import torch
+from torch import Tensor
+
+from localgen.quant.awq import best_scales, round_clipped
+from localgen.quant.gptq import factor, gptq_grid, round_in_order
+from localgen.quant.moments import Moments
+from localgen.quant.ranges import clipped_grid
+from localgen.quant.recipe import Recipe
+from localgen.quant.scaling import Junction
+from localgen.quant.smooth import round_to_int8, smoothing_scales
+
+OUTS, INS, SIZE, TOKENS = 6, 64, 16, 200
+
+
+def problem(seed: int) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] and inputs [tokens, in]: correlated, some channels far larger."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(INS, INS, generator=generator) / INS**0.5
+    sizes = torch.exp(torch.randn(INS, generator=generator))
+    x = (torch.randn(TOKENS, INS, generator=generator) @ (mix + torch.eye(INS))) * sizes
+    return torch.randn(OUTS, INS, generator=generator), x
+
+
+def moments_of(x: Tensor, block: int) -> Moments:
+    moments = Moments(INS, block)
+    # batch by batch, as it happens
+    for part in torch.split(x, 64):
+        moments.add(part)
+    return moments
+
+
+def junction(*linears: str) -> Junction:
+    return Junction(source="norm", norm=True, readers=(linears,), seen_at=linears[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("clip", [True, False])
+def test_gptq(seed: int, bits: int, clip: bool) -> None:
+    weight, x = problem(seed)
+    weight, hessian = weight.double(), x.double().t() @ x.double()
+    recipe = Recipe(method="gptq", bits=bits, group_size=SIZE, clip=clip)
+    grid = gptq_grid(weight, recipe)
+    shared = factor(hessian, damping=0.01, desc_act=True, name="test")
+    found = round_in_order(weight, grid, shared)
+    parts = (grid.scales[..., 0].numpy(), grid.zeros[..., 0].numpy())
+    wanted = reference.gptq(weight.numpy(), hessian.numpy(), parts, bits=bits, damping=0.01)
+    assert np.array_equal(found.digits.numpy(), wanted)
+
+
+@pytest.mark.parametrize("ins", [96, 320])
+def test_gptq_across_blocks_and_in_float32(ins: int) -> None:
+    """Sums in float32 end some near ties the other way, which must cost nothing to speak of."""
+    generator = torch.Generator().manual_seed(ins)
+    weight = torch.randn(8, ins, generator=generator)
+    x = torch.randn(600, ins, generator=generator) @ torch.randn(ins, ins, generator=generator)
+    hessian = x.t() @ x
+    grid = gptq_grid(weight, Recipe(method="gptq", bits=4, group_size=32))
+    shared = factor(hessian, damping=0.01, desc_act=True, name="test")
+    found = round_in_order(weight, grid, shared)
+    parts = (grid.scales[..., 0].double().numpy(), grid.zeros[..., 0].double().numpy())
+    wanted = reference.gptq(
+        weight.double().numpy(), hessian.double().numpy(), parts, bits=4, damping=0.01
+    )
+    assert (found.digits.numpy() == wanted).mean() > 0.97
+    steps, zeros = (np.repeat(part, 32, 1) for part in parts)
+
+    def loss(values: Tensor) -> float:
+        return float((x.double() @ (values.double() - weight).t()).square().sum())
+
+    ours, theirs = loss(found.dequantized()), loss(torch.from_numpy((wanted - zeros) * steps))
+    assert ours < 1.02 * theirs
+    assert ours < 0.6 * loss(grid.nearest(weight.view(8, -1, 32)).flatten(1))
+
+
+def test_gptq_without_act_order_goes_from_left_to_right() -> None:
+    _, x = problem(0)
+    order = factor(x.t() @ x, damping=0.01, desc_act=False, name="test").order
+    assert torch.equal(order, torch.arange(INS))
+
+
+def test_gptq_rounds_dead_columns_to_nearest() -> None:
+    """Neither to 0 nor by errors of others; with no inputs at all it is rounding to nearest."""
+    weight, x = problem(1)
+    x[:, 5:9] = 0
+    recipe = Recipe(method="gptq", bits=4, group_size=SIZE)
+    grid = gptq_grid(weight, recipe)
+    nearest = grid.nearest(weight.view(OUTS, -1, SIZE)).flatten(1)
+    for inputs, same in ((x, slice(5, 9)), (torch.zeros_like(x), slice(None))):
+        shared = factor(inputs.t() @ inputs, damping=0.01, desc_act=True, name="test")
+        found = round_in_order(weight, grid, shared).dequantized()
+        assert torch.allclose(found[:, same], nearest[:, same])
+
+
+def test_gptq_damps_more_where_the_hessian_cannot_be_factored() -> None:
+    weight, x = problem(2)
+    hessian = x[:3].t() @ x[:3] * 1e6  # of rank 3
+    shared = factor(hessian, damping=1e-9, desc_act=True, name="test")
+    grid = gptq_grid(weight, Recipe(method="gptq", group_size=SIZE))
+    assert bool(round_in_order(weight, grid, shared).dequantized().isfinite().all())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("clip", [True, False])
+def test_awq(seed: int, bits: int, clip: bool) -> None:
+    (one, x), (other, _) = problem(seed), problem(seed + 100)
+    recipe = Recipe(method="awq", bits=bits, group_size=SIZE, clip=clip)
+    moments = moments_of(x, INS)
+    scales = best_scales(junction("q", "k"), [one, other], moments, recipe)
+    doubles = [one.double().numpy(), other.double().numpy()]
+    inputs = x.double().numpy()
+    wanted = reference.awq_scales(doubles, inputs, bits=bits, size=SIZE, clip=clip)
+    np.testing.assert_allclose(scales.numpy(), wanted, rtol=1e-4)
+    scaled = moments_of(x / scales, SIZE)
+    for weight, double in zip((one, other), doubles, strict=True):
+        found = round_clipped(weight * scales, scaled.products, recipe)
+        rows = [
+            reference.awq_row(row * wanted, inputs / wanted, bits, SIZE, clip)[0] for row in double
+        ]
+        assert np.array_equal(found.digits.numpy(), np.stack(rows))
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_clipping_by_the_weights_alone(bits: int) -> None:
+    weight, _ = problem(7)
+    grid = clipped_grid(weight.double().view(OUTS, -1, SIZE), bits)
+    for row in range(OUTS):
+        for group in range(INS // SIZE):
+            w = weight[row, group * SIZE : (group + 1) * SIZE].double().numpy()
+            wanted = reference.digits_and_grid(w, reference.clipped(w, None, bits), bits)
+            assert float(grid.scales[row, group]) == wanted[1]
+            assert float(grid.zeros[row, group]) == wanted[2]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.8])
+def test_smoothquant(alpha: float) -> None:
+    (one, x), (other, _) = problem(3), problem(4)
+    x[:, 11] = 0
+    found = smoothing_scales(moments_of(x, SIZE).peaks, [one, other], alpha)
+    peaks = x.double().abs().amax(0)
+    columns = torch.cat([one, other]).double().abs().amax(0)
+    wanted = peaks**alpha / columns ** (1 - alpha)
+    wanted[11] = 1.0
+    assert torch.allclose(found.double(), wanted, rtol=1e-5)
+    rounded = round_to_int8(one * found)
+    steps = (one * found).double().abs().amax(1, keepdim=True) / 127
+    assert torch.equal(rounded.values.double(), torch.round(one.double() * found / steps))
+    assert rounded.smoothed
+
+
+def test_moments_do_not_depend_on_batches() -> None:
+    _, x = problem(5)
+    once = Moments(INS, SIZE)
+    once.add(x)
+    parts = moments_of(x, SIZE)
+    whole = moments_of(x, INS)
+    assert once.count == parts.count == TOKENS
+    for name in ("squares", "magnitudes", "peaks", "products"):
+        assert torch.allclose(getattr(once, name), getattr(parts, name), rtol=1e-4, atol=1e-3)
+    assert torch.allclose(whole.hessian, x.t() @ x, rtol=1e-4, atol=1e-2)
+    assert torch.allclose(whole.blocks(SIZE), once.products, rtol=1e-4, atol=1e-2)
+    assert torch.allclose(once.blocks(8)[1], x[:, 8:16].t() @ x[:, 8:16], rtol=1e-4, atol=1e-2)
