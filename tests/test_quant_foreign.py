@@ -26,7 +26,7 @@ from localgen.quant.source import Source
 
 @pytest.mark.parametrize("method", ["fp8", "smoothquant"])
 def test_logits_are_those_of_transformers(method: Method, tmp_path: Path) -> None:
-    """Inputs rounded for each token by both."""
+    """Inputs are rounded for each token by both."""
     out = tmp_path / "out"
     ready = prepare(TINY, Recipe(method=method, bits=8), Calibration(samples=8, seq_len=64), "cpu")
     Job("tiny", ready, out, memory_bytes=1 << 30).run(resume=False, on_progress=lambda _: None)
@@ -39,6 +39,8 @@ def test_logits_are_those_of_transformers(method: Method, tmp_path: Path) -> Non
         theirs = model(ids).logits
     for index in range(len(ids)):
         ours = evaluate.window_logits(read, index)
-        # an input that lies between two values may be rounded either way
-        torch.testing.assert_close(ours, theirs[index], atol=0.05, rtol=0.01)
-        assert (ours.argmax(-1) == theirs[index].argmax(-1)).float().mean() > 0.98
+        if method == "fp8":
+            torch.testing.assert_close(ours, theirs[index], atol=1e-3, rtol=1e-3)
+        # its int8 inputs have half a step of room on one side, where runtimes have none
+        p, q = theirs[index].log_softmax(-1), ours.log_softmax(-1)
+        assert float((p.exp() * (p - q)).sum(-1).mean()) < 1e-3
