@@ -33,6 +33,10 @@ def test_logits_are_those_of_transformers(method: Method, tmp_path: Path) -> Non
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(out, dtype=torch.float32)
     source = Source(out)
+    for name, tensor in source.layer(3).items():
+        module = model.get_submodule(f"model.layers.3.{name.removesuffix('.weight')}")
+        scales = getattr(module, "weight_scale", torch.ones(()))
+        torch.testing.assert_close(module.weight.float() * scales, tensor, atol=0.0, rtol=1e-6)
     ids = held_out_windows(None, HfTokenizer.of_folder(out, source.spec.vocab), 64, 2).ids
     read = evaluate.read(source, ids)
     with torch.no_grad():
@@ -41,6 +45,6 @@ def test_logits_are_those_of_transformers(method: Method, tmp_path: Path) -> Non
         ours = evaluate.window_logits(read, index)
         if method == "fp8":
             torch.testing.assert_close(ours, theirs[index], atol=1e-3, rtol=1e-3)
-        # its int8 inputs have half a step of room on one side, where runtimes have none
+        # its steps for int8 inputs are 255 / 2 to the greatest, those of runtimes and ours 127
         p, q = theirs[index].log_softmax(-1), ours.log_softmax(-1)
-        assert float((p.exp() * (p - q)).sum(-1).mean()) < 1e-3
+        assert float((p.exp() * (p - q)).sum(-1).mean()) < 5e-3
