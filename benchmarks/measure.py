@@ -115,6 +115,11 @@ class Report:
         name = f"{series.test}: {series.side}"
         self._check(name, series.values, target, False, series.unit)
 
+    def least(self, series: Series, target: float) -> None:
+        """Check that the median is at least the target."""
+        name = f"{series.test}: {series.side}"
+        self._check(name, series.values, target, True, series.unit)
+
     def _check(
         self, name: str, values: Sequence[float], target: float, at_least: bool, unit: str = ""
     ) -> None:

@@ -1,0 +1,219 @@
+"""What each way of quantizing the built-in model costs it, in perplexity and KL divergence.
+
+python -m benchmarks.quality [--only gptq-3,rtn-3] [--swap]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.measure import ModelLine, Report, table
+from localgen.backends.cuda.spec import read_config
+from localgen.quant.checkpoint import Checkpoint
+from localgen.quant.forward import LayerForward, embed, logits
+from localgen.quant.methods import quantize_layer
+from localgen.quant.names import Tensors
+from localgen.quant.recipe import Recipe
+
+HERE = Path(__file__).parent
+MODEL = HERE.parent / "localgen" / "models" / "tiny"
+WINDOW = 512
+# windows at a time
+BATCH = 4
+RECIPES = {
+    "rtn-4": Recipe(method="rtn", bits=4),
+    "awq-4, no clipping": Recipe(method="awq", bits=4, clip=False),
+    "awq-4": Recipe(method="awq", bits=4),
+    "gptq-4": Recipe(method="gptq", bits=4),
+    "rtn-3": Recipe(method="rtn", bits=3),
+    "awq-3, no clipping": Recipe(method="awq", bits=3, clip=False),
+    "awq-3": Recipe(method="awq", bits=3),
+    "gptq-3": Recipe(method="gptq", bits=3),
+    "rtn-8": Recipe(method="rtn", bits=8),
+    "awq-8": Recipe(method="awq", bits=8),
+    "gptq-8": Recipe(method="gptq", bits=8),
+    "smoothquant, weights only": Recipe(method="smoothquant", bits=8),
+    "fp8": Recipe(method="fp8", bits=8),
+}
+# most perplexity: what a plain prototype of each method reached on this text
+PERPLEXITY = {
+    "rtn-4": 15.72,
+    "awq-4, no clipping": 15.63,
+    "awq-4": 15.57,
+    "gptq-4": 15.40,
+    "rtn-3": 17.45,
+    "awq-3, no clipping": 17.54,
+    "awq-3": 15.88,
+    "gptq-3": 15.81,
+}
+# least of the perplexity that rounding to nearest adds, which is won back
+WON_BACK = {"awq-4": 0.45, "gptq-4": 0.85, "awq-3": 0.75, "gptq-3": 0.75}
+# most perplexity ÷ the original's
+EIGHT_BITS = 1.005
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """perplexity, and divergence: mean KL from the original's next tokens, in nats."""
+
+    perplexity: float
+    divergence: float
+
+
+class Subject:
+    """The built-in model, text to calibrate it with, and other text to try it on."""
+
+    def __init__(self, *, swap: bool) -> None:
+        lines = (HERE / "data" / "heldout.txt").read_text(encoding="utf-8").splitlines(True)
+        halves = "".join(lines[: len(lines) // 2]), "".join(lines[len(lines) // 2 :])
+        calibration, trial = reversed(halves) if swap else halves
+        self.spec = read_config(MODEL)
+        self._checkpoint = Checkpoint(MODEL)
+        self._embedding = self._read("model.embed_tokens.weight")
+        self._forward = LayerForward(self.spec, WINDOW)
+        self._calibration = windows(calibration)[:, :WINDOW]
+        self._trial = windows(trial)
+
+    def loss(self, recipe: Recipe | None) -> Loss:
+        """What is left after quantization by a recipe; None: of the original."""
+        layers = [self._layer(index) for index in range(self.spec.layers)]
+        if recipe is not None:
+            layers = self._quantized(layers, recipe)
+        nats = divergence = 0.0
+        for batch, original in zip(torch.split(self._trial, BATCH), self._original, strict=True):
+            found = self._log_shares(layers, batch)
+            nats -= float(found.gather(-1, batch[:, 1:, None]).double().sum())
+            apart = functional.kl_div(found, original, reduction="sum", log_target=True)
+            divergence += float(apart)
+        tokens = self._trial[:, 1:].numel()
+        return Loss(math.exp(nats / tokens), divergence / tokens)
+
+    @cached_property
+    def _original(self) -> list[Tensor]:
+        layers = [self._layer(index) for index in range(self.spec.layers)]
+        return [self._log_shares(layers, batch) for batch in torch.split(self._trial, BATCH)]
+
+    def _quantized(self, layers: list[Tensors], recipe: Recipe) -> list[Tensors]:
+        """Each calibrated with what comes out of the quantized ones before."""
+        found = []
+        hidden = embed(self.spec, self._embedding, self._calibration)
+        for index, layer in enumerate(layers):
+            given = torch.split(hidden, BATCH)
+            found.append(
+                quantize_layer(
+                    self.spec, index, layer, partial(iter, given), self._forward, recipe
+                ).dequantized()
+            )
+            hidden = torch.cat([self._forward.run(index, found[-1], part) for part in given])
+        return found
+
+    def _log_shares(self, layers: list[Tensors], ids: Tensor) -> Tensor:
+        """log p of every next token: float32 [windows, WINDOW, vocab]."""
+        hidden = embed(self.spec, self._embedding, ids[:, :-1])
+        for index, layer in enumerate(layers):
+            hidden = self._forward.run(index, layer, hidden)
+        norm = self._read("model.norm.weight")
+        return logits(self.spec, norm, self._embedding, hidden).log_softmax(-1)
+
+    def _layer(self, index: int) -> Tensors:
+        prefix = f"model.layers.{index}."
+        names = [name for name in self._checkpoint.names() if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._read(name) for name in names}
+
+    def _read(self, name: str) -> Tensor:
+        return torch.from_numpy(np.array(self._checkpoint.read(name)))
+
+
+def windows(text: str) -> Tensor:
+    """Its tokens, WINDOW at a time and the one that follows; what is left over is not used."""
+    ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids
+    starts = range(0, len(ids) - WINDOW, WINDOW)
+    return torch.tensor([ids[start : start + WINDOW + 1] for start in starts])
+
+
+def chosen(only: str | None) -> Iterator[str]:
+    """The names of recipes that a comma-separated list begins; None: all."""
+    for name in RECIPES:
+        if only is None or name.startswith(tuple(only.split(","))):
+            yield name
+
+
+def enter(report: Report, losses: dict[str, Loss]) -> None:
+    """All figures, and the checks of those that have a target."""
+    found = {name: report.add("perplexity", name, "", [x.perplexity]) for name, x in losses.items()}
+    for name, loss in losses.items():
+        report.add("KL divergence", name, "mnats", [1e3 * loss.divergence])
+    for name, most in PERPLEXITY.items():
+        if name in found:
+            report.most(found[name], most)
+    original = losses["original"].perplexity
+    for name, least in WON_BACK.items():
+        floor = f"rtn-{name[-1]}"
+        if name in losses and floor in losses:
+            gap = losses[floor].perplexity - original
+            won = (losses[floor].perplexity - losses[name].perplexity) / gap
+            report.least(report.add("won back of rtn's loss", name, "", [won]), least)
+    for name, series in found.items():
+        if name != "original" and RECIPES[name].bits == 8:
+            report.ratio(series, found["original"], EIGHT_BITS, at_least=False)
+
+
+def text(report: Report, losses: dict[str, Loss]) -> str:
+    """The losses in a table of their own, then the targets."""
+    original = losses["original"].perplexity
+    rows = [
+        (name, f"{x.perplexity:.3f}", f"{x.perplexity / original - 1:+.2%}", f"{x.divergence:.4f}")
+        for name, x in losses.items()
+    ]
+    checks = [
+        (name, wanted, f"{check.value:.4g}", met)
+        for check in report.checks
+        for name, wanted, _, _, met in [check.row()]
+    ]
+    return "\n".join(
+        [
+            table(("weights", "perplexity", "change", "KL divergence"), rows),
+            table(("target", "wanted", "measured", "met"), checks),
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it; 1 if a check is not met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser.add_argument("--only", help="recipes whose names begin so, separated by commas")
+    parser.add_argument("--swap", action="store_true", help="calibrate with the other half")
+    parser.add_argument("--output", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    subject = Subject(swap=options.swap)
+    losses = {"original": subject.loss(None)}
+    for name in chosen(options.only):
+        losses[name] = subject.loss(RECIPES[name])
+        print(f"{name}: {losses[name].perplexity:.3f}", file=sys.stderr)
+    size = (MODEL / "model.safetensors").stat().st_size
+    line = ModelLine("localgen tiny", size, subject.spec.num_params)
+    report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
+    enter(report, losses)
+    report.commands.append(" ".join(["python -m benchmarks.quality", *(arguments or sys.argv[1:])]))
+    print(text(report, losses))
+    target = options.output or HERE / "results" / f"quality-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    report.write(target)
+    print(f"written to {target}", file=sys.stderr)
+    return 0 if all(check.met for check in report.checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
