@@ -206,9 +206,8 @@ def _rounding(source: Source) -> Tap | None:
         if linear == router:
             return
         if quant.method == "int8":
-            # as compressed-tensors does: half of 255 steps
-            scales = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127.5
-            x.copy_((x / scales).round().clamp(-128, 127) * scales)
+            scales = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+            x.copy_((x / scales).round() * scales)
         else:
             small, scales = small_rows(x)
             x.copy_(small.float() * scales)
