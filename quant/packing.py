@@ -98,7 +98,9 @@ def quantization_config(recipe: Recipe, kept: list[str]) -> dict[str, Any]:
             "quant_method": "gptq",
             "bits": recipe.bits,
             "group_size": size,
-            "desc_act": recipe.method == "gptq" and recipe.desc_act,
+            # groups lie in the inputs' order even where gptq went through them in another
+            "desc_act": False,
+            "static_groups": True,
             "sym": False,
             "damp_percent": recipe.damping,
             "checkpoint_format": "gptq",

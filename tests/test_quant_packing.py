@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.int4 import from_awq, from_gptq, group_order
+from localgen.quant.gptq import factor, gptq_grid, round_in_order
 from localgen.quant.packing import Layout, layout_of, pack, quantization_config, unpack
 from localgen.quant.quantized import GroupedWeight, RowWeight
 from localgen.quant.recipe import Recipe
@@ -135,7 +136,13 @@ def test_the_layout_of_a_recipe(recipe: Recipe, layout: Layout) -> None:
     assert quantization_config(recipe, [])["quant_method"] == layout
 
 
-def test_only_gptq_in_order_of_activation_says_so() -> None:
-    assert quantization_config(Recipe(method="gptq"), [])["desc_act"] is True
-    assert quantization_config(Recipe(method="gptq", desc_act=False), [])["desc_act"] is False
-    assert quantization_config(Recipe(method="awq", bits=3), [])["desc_act"] is False
+def test_no_reader_needs_to_permute() -> None:
+    """What gptq leaves has its groups in the inputs' order, whichever order it went in."""
+    made = torch.Generator().manual_seed(1)
+    weight = torch.randn(OUTS, INS, generator=made)
+    x = torch.randn(512, INS, generator=made) * torch.rand(INS, generator=made)
+    recipe = Recipe(method="gptq", group_size=GROUP)
+    shared = factor(x.T @ x, damping=0.01, desc_act=True, name="x")
+    rounded = round_in_order(weight, gptq_grid(weight, recipe), shared)
+    assert torch.equal(pack(rounded, "gptq")["g_idx"], (torch.arange(INS) // GROUP).int())
+    assert quantization_config(recipe, [])["desc_act"] is False

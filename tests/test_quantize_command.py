@@ -236,3 +236,14 @@ def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     err = capsys.readouterr().err
     assert "calibrating: 6 layers of 6 layers" in err
     assert [path.name for path in tmp_path.iterdir() if "tiny" in path.name] == ["tiny-IQ2_XS.gguf"]
+
+
+def test_the_benchmark_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import quantize
+
+    monkeypatch.setattr(sys, "argv", ["quantize", "--quick", "--methods", "gptq"])
+    quantize.main()
+    *_, row = capfd.readouterr().out.splitlines()
+    assert row.startswith("| gptq | 2 | ")
