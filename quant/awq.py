@@ -16,7 +16,7 @@ from localgen.quant.scaling import Junction
 # powers of the activations' magnitudes that are tried: 0, 1 / 20, …, 1
 _POWERS = 20
 _LEAST = 1e-8
-# rows whose error is worked out at a time
+# outputs whose error decides, of all readers together: every n-th of more than that
 _ROWS = 1024
 
 
@@ -27,8 +27,11 @@ def best_scales(
 
     weights: [out, in] of all readers. moments: of the input, with its Hessian. The error is that
     of the readers' outputs over the calibration text, Σ ‖(Q(W s) / s - W) x‖², which the Hessian
-    tells without the text. Tried are powers of the mean magnitudes (equation 5 of the paper).
+    tells without the text; of many outputs a share has to do. Tried are powers of the mean
+    magnitudes (equation 5 of the paper).
     """
+    every = max(1, sum(map(len, weights)) // _ROWS)
+    sample = torch.cat([weight[::every] for weight in weights])
     magnitudes = junction.shared(moments.magnitudes / max(moments.count, 1)).clamp_min(_LEAST)
     best, least = torch.ones_like(magnitudes), torch.inf
     for step in range(_POWERS + 1):
@@ -36,7 +39,7 @@ def best_scales(
         # how large they are as a whole is free: their middle goes to 1
         scales = scales / (scales.amax() * scales.amin()).sqrt()
         seen = moments.hessian / torch.outer(scales, scales)
-        error = sum(_output_error(weight * scales, seen, recipe) for weight in weights)
+        error = _output_error(sample * scales, seen, recipe)
         if error < least:
             best, least = scales, error
     return best
@@ -58,13 +61,10 @@ def round_clipped(weight: Tensor, products: Tensor | None, recipe: Recipe) -> Gr
 
 def _output_error(weight: Tensor, hessian: Tensor, recipe: Recipe) -> float:
     """Σ ‖(Q(W) - W) x‖², rounded as it will be in the end, but for the finer steps of clipping."""
-    blocks = _diagonal_blocks(hessian, recipe.group_size or len(hessian))
-    total = 0.0
-    for rows in torch.split(weight, _ROWS):
-        weights = grouped(rows, recipe.group_size)
-        difference = _rough_grid(weights, blocks, recipe).nearest(weights).sub_(weights).flatten(1)
-        total += float(((difference @ hessian) * difference).sum(dtype=torch.float64))
-    return total
+    weights = grouped(weight, recipe.group_size)
+    grid = _rough_grid(weights, _diagonal_blocks(hessian, weights.shape[-1]), recipe)
+    difference = grid.nearest(weights).sub_(weights).flatten(1)
+    return float(((difference @ hessian) * difference).sum(dtype=torch.float64))
 
 
 def _rough_grid(weights: Tensor, products: Tensor, recipe: Recipe) -> Grid:

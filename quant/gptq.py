@@ -77,12 +77,13 @@ def round_in_order(weight: Tensor, grid: Grid, factor: Factor) -> GroupedWeight:
         for at in range(start, end):
             here = Grid(scales[groups[at]], zeros[groups[at]], grid.bits)
             found = here.digits(columns[at])
-            digits[factor.order[at]] = found.to(torch.uint8)
+            digits[at] = found
             error = (columns[at] - (found - here.zeros) * here.scales) / upper[at, at]
             columns[at + 1 : end].addr_(upper[at, at + 1 : end], error, alpha=-1)
             errors[at - start] = error
         columns[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
-    return weight_of(grid, digits.t().contiguous())
+    in_file_order = digits[torch.argsort(factor.order)]
+    return weight_of(grid, in_file_order.t().contiguous())
 
 
 def gptq_grid(weight: Tensor, recipe: Recipe) -> Grid:
