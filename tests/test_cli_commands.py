@@ -146,7 +146,7 @@ def test_run_verbose_goes_to_stderr(
     out, err = capsys.readouterr()
     assert out == "re: x\n"
     assert [line.split(":")[0] for line in err.splitlines()] == [
-        "load", "prompt", "generated", "TTFT", "context",
+        "load", "prompt", "generated", "TTFT", "drafts", "context",
     ]  # fmt: skip
 
 
