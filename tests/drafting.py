@@ -6,13 +6,41 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import pytest
+
+from localgen.backends.engine.drafts import speculation
 from localgen.backends.engine.drafts.acceptance import Acceptance, Common
+from localgen.backends.engine.drafts.choice import Offer, Pick
 from localgen.backends.engine.drafts.speculation import Speculation
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 RIGHT, WRONG = 1, 2
+DRAFTS = 5
+
+
+def as_many_as_may_be(
+    offers: Seq[Seq[Offer]],
+    step_ms: Callable[[int], float],
+    draft_ms: Callable[[list[Pick]], float],
+    *,
+    most: int,
+) -> list[Pick]:
+    """Drafts whether they pay or not: the last drafter that has any."""
+    picks = []
+    for offered in offers:
+        drafts = min(DRAFTS, most, len(offered[-1].tokens) - 1) if offered else 0
+        most -= drafts
+        picks.append(Pick(offered[-1].drafter, drafts) if drafts else Pick())
+    return picks
+
+
+def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever steps are measured to take: what a test sees must not depend on the machine."""
+    monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
+    monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
+    monkeypatch.setattr(speculation, "_LEAP", 100)
 
 
 def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 import fake_runner
 import pytest
+from drafting import always_draft
 from fake_runner import VOCAB, FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
@@ -63,7 +64,8 @@ class Oracle:
         self.closed = True
 
 
-def test_the_same_text_in_fewer_steps() -> None:
+def test_the_same_text_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
     steps = {}
     for drafters in ([], [Oracle(1)]):
         log, runner = Log(), FakeRunner(kv_tokens=1024, batch=64)
@@ -90,6 +92,7 @@ def test_the_same_text_in_fewer_steps() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_schedules_leave_the_pool_whole(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_runner, "next_token", repeating)
+    always_draft(monkeypatch)
     chance = random.Random(seed)
     log, runner = Log(), FakeRunner(kv_tokens=200, max_seqs=5, batch=40)
     oracle = Oracle(seed)

@@ -8,10 +8,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
+from drafting import DRAFTS, always_draft
 from models import TINY_GGUF, Bench, Reply, noisy, questions
 
-from localgen.backends.engine.drafts import speculation
-from localgen.backends.engine.drafts.choice import Offer, Pick
 from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
@@ -21,7 +20,6 @@ from localgen.backends.types import Message, SamplingParams
 
 # as in test_llamacpp_runner
 NOISE, MAX_NOISY = 0.02, 2
-DRAFTS = 5
 CHATS = questions(24)
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=2)
 COPY = [
@@ -54,22 +52,6 @@ SETTINGS = {
 }
 
 
-def as_many_as_may_be(
-    offers: Seq[Seq[Offer]],
-    step_ms: Callable[[int], float],
-    draft_ms: Callable[[list[Pick]], float],
-    *,
-    most: int,
-) -> list[Pick]:
-    """Drafts whether they pay or not: the last drafter that has any."""
-    picks = []
-    for offered in offers:
-        drafts = min(DRAFTS, most, len(offered[-1].tokens) - 1) if offered else 0
-        most -= drafts
-        picks.append(Pick(offered[-1].drafter, drafts) if drafts else Pick())
-    return picks
-
-
 def draft_model() -> Drafter:
     """The built-in model, which agrees with itself when it is greedy."""
     options = LoadOptions(kv_tokens=8192, ctx=2048, threads=2)
@@ -80,9 +62,7 @@ def draft_model() -> Drafter:
 
 @pytest.fixture(params=["n-gram", "draft model", "both"])
 def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
-    monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
-    monkeypatch.setattr(speculation, "_LEAP", 100)
+    always_draft(monkeypatch)
     made: dict[str, Seq[Callable[[], Drafter]]] = {
         "n-gram": (NgramDrafter,),
         "draft model": (draft_model,),
@@ -131,7 +111,7 @@ def test_the_same_answers(bench: Bench, plain: dict[str, list[Reply]], name: str
 def test_a_greedy_draft_model_that_is_the_target_is_always_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
+    always_draft(monkeypatch)
     bench = Bench(LoadOptions(kv_tokens=8192), drafters=[draft_model()])
     bench.ask(CHATS[:8], GREEDY)
     told = bench.stats.speculation

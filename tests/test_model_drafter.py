@@ -6,7 +6,7 @@ import random
 
 import fake_runner
 import pytest
-from drafting import decoding
+from drafting import always_draft, decoding
 from fake_runner import FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
@@ -81,7 +81,10 @@ def test_no_draft_beyond_an_end() -> None:
 
 @pytest.mark.parametrize("draft_tokens", [40, 120, 400])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_schedules_leave_both_pools_whole(seed: int, draft_tokens: int) -> None:
+def test_random_schedules_leave_both_pools_whole(
+    seed: int, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
     chance = random.Random(seed)
     log, runner = Log(), FakeRunner(kv_tokens=200, max_seqs=5, batch=40)
     small = Forgetful(kv_tokens=draft_tokens, max_seqs=3, batch=16)

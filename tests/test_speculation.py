@@ -14,6 +14,11 @@ from localgen.backends.engine.drafts.costs import StepCosts
 from localgen.backends.engine.drafts.speculation import MOST_DRAFTS, Speculation
 
 
+def still() -> float:
+    """A clock that proposing takes no time by, so that nothing depends on the machine."""
+    return 0.0
+
+
 def expected_tokens(alpha: float, k: int) -> float:
     """Tokens of a step with k drafts of which each is right with probability alpha, if those
     before it are (Leviathan et al. 2023)."""
@@ -50,7 +55,7 @@ def test_the_closed_form_at_a_known_place() -> None:
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_tokens_of_a_step_are_what_the_closed_form_says(alpha: float, k: int) -> None:
     guesser, seq = Guesser(alpha), decoding()
-    steps = Steps(Speculation([guesser], most=k), lambda tokens: 1.0)
+    steps = Steps(Speculation([guesser], most=k, clock=still), lambda tokens: 1.0)
     steps.run([seq], 100)
     steps.lengths.clear()
     steps.tokens = 0
@@ -69,7 +74,7 @@ def test_nearly_the_best_that_any_length_could_give(
     best = max(
         expected_tokens(alpha, k) / step_ms(1 + k) * step_ms(1) for k in range(MOST_DRAFTS + 1)
     )
-    steps = Steps(Speculation([Guesser(alpha)]), step_ms)
+    steps = Steps(Speculation([Guesser(alpha)], clock=still), step_ms)
     steps.run([decoding()], 2_000)
     assert steps.tokens * step_ms(1) / steps.ms >= 0.9 * best
 
@@ -77,14 +82,14 @@ def test_nearly_the_best_that_any_length_could_give(
 @pytest.mark.parametrize("step_ms", [flat, steep, full])
 @pytest.mark.parametrize("alpha", [0.0, 0.05])
 def test_never_slower_where_drafts_are_wrong(step_ms: Callable[[int], float], alpha: float) -> None:
-    steps = Steps(Speculation([Guesser(alpha)]), step_ms)
+    steps = Steps(Speculation([Guesser(alpha)], clock=still), step_ms)
     steps.run([decoding()], 500)
     assert steps.tokens * step_ms(1) / steps.ms >= 0.98
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9])
 def test_off_where_there_is_no_spare_arithmetic(alpha: float) -> None:
-    speculation = Speculation([Guesser(alpha)])
+    speculation = Speculation([Guesser(alpha)], clock=still)
     steps = Steps(speculation, full)
     seqs = [decoding(str(i)) for i in range(16)]
     steps.run(seqs, 400)
@@ -96,7 +101,7 @@ def test_off_where_there_is_no_spare_arithmetic(alpha: float) -> None:
 def test_proposing_is_paid_for() -> None:
     cheap, dear = Guesser(0.7, ms=0.3), Guesser(0.7, ms=4.0)
     for guesser in (cheap, dear):
-        steps = Steps(Speculation([guesser], clock=lambda: 0.0), flat)
+        steps = Steps(Speculation([guesser], clock=still), flat)
         steps.run([decoding()], 1_000, draft_ms=guesser.ms)
         best = max(
             expected_tokens(0.7, k) * flat(1) / (flat(1 + k) + guesser.ms * k) for k in range(65)
@@ -106,7 +111,7 @@ def test_proposing_is_paid_for() -> None:
 
 def test_it_comes_back_when_steps_get_cheap() -> None:
     slow = True
-    speculation = Speculation([Guesser(0.9)])
+    speculation = Speculation([Guesser(0.9)], clock=still)
     steps = Steps(speculation, lambda tokens: full(tokens) if slow else flat(tokens))
     seq = decoding()
     steps.run([seq], 300)
@@ -138,7 +143,7 @@ def test_no_more_drafts_than_a_step_may_sample() -> None:
 def test_no_drafts_beyond_the_end() -> None:
     seq = decoding(limit=10)
     guesser = Guesser(1.0, prior=1.0)
-    speculation = Speculation([guesser])
+    speculation = Speculation([guesser], clock=still)
     Steps(speculation, lambda tokens: 1.0).run([decoding()], 8)
     seq.tokens = [3] * 7
     drafts = speculation.propose([seq], outputs=64)
@@ -146,7 +151,7 @@ def test_no_drafts_beyond_the_end() -> None:
 
 
 def test_what_became_of_it() -> None:
-    speculation = Speculation([Guesser(0.8)], most=4)
+    speculation = Speculation([Guesser(0.8)], most=4, clock=still)
     steps = Steps(speculation, flat)
     steps.run([decoding()], 1_000)
     stats = speculation.stats
@@ -155,7 +160,7 @@ def test_what_became_of_it() -> None:
     assert stats.tokens_per_step == pytest.approx(3.36, abs=0.4)
     assert stats.speedup == pytest.approx(3.36 * flat(1) / flat(5), abs=0.5)
     assert not stats.reason
-    assert Speculation([]).stats.reason == "no drafter"
+    assert Speculation([], clock=still).stats.reason == "no drafter"
 
 
 def test_costs_lie_between_what_was_measured() -> None:
