@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from localgen.backends.engine.drafts.drafters import NGRAM, check
+from localgen.backends.engine.drafts.drafters import NGRAM
 from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.defaults import CUDA, CUDA_ON_CPU
@@ -84,7 +84,6 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
     defaults: dict[str, Any] = _ON_CPU if device.type == "cpu" else {}
     settings = Settings(**(defaults | chosen | given | fixed))
     _check(settings, dtype, device)
-    check(settings.draft, settings.draft_max)
     return settings
 
 

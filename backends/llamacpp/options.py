@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import llama_cpp.llama_cpp as C
 import psutil
 
-from localgen.backends.engine.drafts.drafters import NGRAM, check
+from localgen.backends.engine.drafts.drafters import NGRAM
 from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.native import (
@@ -76,7 +76,6 @@ def settle(asked: LoadOptions) -> Settings:
     }
     settings = Settings(**(chosen | given))
     _check(settings, gpu)
-    check(settings.draft, settings.draft_max)
     return settings
 
 
