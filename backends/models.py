@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from localgen.backends.types import SamplingParams
 
+# what LoadOptions.draft may be besides a model
+NGRAM, NONE, AUTO = "ngram", "none", "auto"
+DRAFT_WORDS = (NGRAM, NONE, AUTO)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from localgen.backends.engine import sampling
 from localgen.backends.engine.drafts.attempt import Attempt
-from localgen.backends.engine.drafts.drafters import NGRAM, check
+from localgen.backends.engine.drafts.drafters import check
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.llamacpp import sizing
@@ -25,7 +25,7 @@ from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.available import SPARED_BYTES, available_bytes
 from localgen.backends.memory.pool import Size
 from localgen.backends.memory.shape import ModelShape
-from localgen.backends.models import Load, LoadOptions, ModelInfo
+from localgen.backends.models import NGRAM, Load, LoadOptions, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 

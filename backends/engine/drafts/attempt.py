@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from localgen.backends.engine.drafts.drafters import NGRAM
 from localgen.backends.engine.loading import LoadedDraft
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.models import DraftModel, LoadOptions
+from localgen.backends.models import NGRAM, DraftModel, LoadOptions
 
 _Made = TypeVar("_Made")
 

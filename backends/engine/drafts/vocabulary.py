@@ -19,10 +19,9 @@ class Vocabulary(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def bos(self) -> str: ...
-
-    @property
     def eos(self) -> str: ...
+
+    def encode(self, text: str) -> list[int]: ...
 
     def spelling(self, token: int) -> bytes:
         """How the vocabulary writes a token, control tokens too; empty: it has none there. Only to
@@ -51,7 +50,10 @@ def _difference(
             return f"token {token:,} is {_shown(other)} there and {_shown(one)} in {target_name}"
     if len(ours) != len(theirs):
         return f"it has {len(theirs):,} tokens, {target_name} has {len(ours):,}"
-    for role, own, its in (("begins", target.bos, draft.bos), ("ends", target.eos, draft.eos)):
+    for role, own, its in (
+        ("begins", _beginning(target), _beginning(draft)),
+        ("ends", target.eos, draft.eos),
+    ):
         if own != its:
             return f"{its or 'nothing'} {role} its texts, {own or 'nothing'} {target_name}'s"
     return None
@@ -63,6 +65,11 @@ def _tokens(tokenizer: Vocabulary) -> list[bytes]:
     while found and _PADDING.fullmatch(found[-1]):
         found.pop()
     return found
+
+
+def _beginning(tokenizer: Vocabulary) -> str:
+    """What is put before every text, whatever the vocabulary calls the beginning."""
+    return b"".join(map(tokenizer.spelling, tokenizer.encode(""))).decode("utf-8", "replace")
 
 
 def _shown(token: bytes) -> str:
