@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draft_models import DRAFT_GGUF, other_end, other_token, short_context
@@ -40,7 +41,7 @@ def refusal(path: Path, **more: object) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"parallel": 4, "ctx": 512}])
 def test_the_same_answers_in_fewer_steps(
-    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch)
     plain = LoadedBench(load(Load("tiny", str(TINY_GGUF), LoadOptions(threads=2)), lambda _: None))
@@ -91,8 +92,8 @@ def test_it_is_as_large_as_the_target_and_counted_apart() -> None:
 
 def test_the_pools_are_sized_together() -> None:
     def room(path: Path | None) -> int:
-        options = LoadOptions(parallel=1, threads=1, ctx=2048, draft=path and str(path))
-        draft = path and DraftModel("small", str(path))
+        options = LoadOptions(parallel=1, threads=1, ctx=2048, draft=str(path or "ngram"))
+        draft = DraftModel("small", str(path)) if path else None
         request = Load("tiny", str(TINY_GGUF), options, 90_000_000, draft)
         return load(request, lambda share: None).info.kv_tokens
 
@@ -116,7 +117,8 @@ def test_what_cannot_draft_says_why(
     path = make(tmp_path / "no.gguf")
     assert said in refusal(path)
     model = loaded(path, optional=True)
-    assert model.draft is model.info.draft is None
+    assert model.draft is None
+    assert model.info.draft is None
     assert model.info.options.draft == "ngram"
     (note,) = (note for note in model.info.notes if "text alone" in note)
     assert said in note

@@ -245,7 +245,7 @@ class ModelManager:
             except (OutOfMemory, ModelBusy) as error:
                 if drafting.file is None or not drafting.optional:
                     raise
-                drafting = drafting.without(f"with {drafting.file.name}, {error.message}")
+                drafting = drafting.without(error.message)
                 placement, need = await self._room_for(file, options, drafting)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
