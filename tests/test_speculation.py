@@ -147,7 +147,7 @@ def test_no_drafts_beyond_the_end() -> None:
     Steps(speculation, lambda tokens: 1.0).run([decoding()], 8)
     seq.tokens = [3] * 7
     drafts = speculation.propose([seq], outputs=64)
-    assert len(drafts[seq]) == 2, "the step itself gives the tenth token"
+    assert len(drafts[seq].tokens) == 2, "the step itself gives the tenth token"
 
 
 def test_what_became_of_it() -> None:
