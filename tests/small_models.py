@@ -47,7 +47,8 @@ Rows = NDArray[np.float64]
 class Small(Protocol):
     """A model in a runner."""
 
-    runner: ModelRunner
+    @property
+    def runner(self) -> ModelRunner: ...
 
     def logits(self, tokens: list[int]) -> Rows:
         """After each of these, [tokens, VOCAB]."""

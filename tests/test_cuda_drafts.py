@@ -91,7 +91,7 @@ def test_the_same_answers_through_preemption(
     plain: dict[str, list[Reply]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch)
-    drafters = [draft_model(kv_tokens=400, ctx=160), NgramDrafter()]
+    drafters: list[Drafter] = [NgramDrafter(), draft_model(kv_tokens=400, ctx=160)]
     crowded = CudaBench(drafters=drafters, ctx=160, kv_tokens=400)
     for name in ("greedy", "sampled"):
         replies = crowded.ask(CHATS, OURS[name])

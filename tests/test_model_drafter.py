@@ -118,7 +118,7 @@ def test_padding_is_neither_drafted_nor_read() -> None:
     drafter, seq = ModelDrafter(runner, "draft", vocab=max(first, second)), decoding(limit=512)
     seq.tokens = text
     drafter.chances(seq, 4)
-    (drafts,) = drafter.propose([(seq, 4)])
+    (drafts,) = proposed(drafter, [(seq, 4)])
     assert drafts == ([first] if first < second else [])
     seq.tokens = [*text, max(first, second)]
     assert not drafter.chances(seq, 4)
