@@ -11,8 +11,8 @@ from benchmarks import random_gguf
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.loaded import watched_runner
 from benchmarks.gpu_parts.shapes import llama
-from localgen.backends.cuda.weights import random_weights
 from benchmarks.measure import ModelLine
+from localgen.backends.cuda.weights import random_weights
 from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.llamacpp.load import load
 from localgen.backends.models import DraftModel, Load, LoadOptions

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.drafts.drafter import Drafter, Proposal
 from localgen.backends.engine.runner import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
 from localgen.backends.engine.sequence import Sequence
 
@@ -36,12 +36,12 @@ class Counted:
     def catch_up(self, most_ms: float) -> None:
         self._drafter.catch_up(most_ms)
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
-        proposed = self._drafter.propose(wanted)
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
+        proposals = self._drafter.propose(wanted)
         self._proposed = {
-            seq: list(drafts) for (seq, _), drafts in zip(wanted, proposed, strict=True)
+            seq: found.tokens for (seq, _), found in zip(wanted, proposals, strict=True)
         }
-        return proposed
+        return proposals
 
     def learn(self, seq: Sequence, came: Seq[int]) -> None:
         for draft, token in zip(self._proposed.pop(seq, []), came, strict=False):

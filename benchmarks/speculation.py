@@ -118,9 +118,7 @@ class Bench:
         return counted
 
     def _session(self, drafters: Sequence[Drafter]) -> Session:
-        return Session(
-            self.pair.target, self.pair.vocab, itl_target_ms=2000.0, drafters=drafters
-        )
+        return Session(self.pair.target, self.pair.vocab, itl_target_ms=2000.0, drafters=drafters)
 
     def reached(self, case: Case, counted: Counted) -> None:
         """Check the speed-up against the best that any number of drafts could give."""

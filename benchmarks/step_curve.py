@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 from localgen.backends.engine.runner import Chunk, ModelRunner
@@ -19,7 +18,9 @@ _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
 Curve = dict[int, float]
 
 
-def measure(runner: ModelRunner, vocab: int, *, context: int, rounds: int) -> dict[int, list[float]]:
+def measure(
+    runner: ModelRunner, vocab: int, *, context: int, rounds: int
+) -> dict[int, list[float]]:
     """Milliseconds of steps of one sequence behind so many tokens, each token sampled as it is when
     drafts are verified: a value for each round."""
     chance = random.Random(0)
@@ -108,8 +109,3 @@ def best(curve: Curve, alpha: float, draft_ms: float) -> tuple[int, float]:
 def _gain(curve: Curve, alpha: float, drafts: int, draft_ms: float, plain_ms: float) -> float:
     took_ms = step_ms(curve, 1 + drafts) + drafts * draft_ms
     return tokens_per_step(alpha, drafts) * plain_ms / took_ms
-
-
-def sizes(values: Seq[int]) -> str:
-    """As a heading has them."""
-    return ", ".join(map(str, values))
