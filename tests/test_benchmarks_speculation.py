@@ -63,7 +63,8 @@ def test_it_runs(
     assert speculation.main(asked) == 0
     whole = json.loads(found.read_text())
     assert len(whole["checks"]) == 8
-    same = [s["median"] for s in whole["series"] if s["side"] == "same text"]
+    same = {s["test"]: s["median"] for s in whole["series"] if s["side"] == "same text"}
     assert len(same) == 8
-    assert min(same) >= 0.9
+    # a flat distribution is drawn from otherwise as soon as anything is rounded otherwise
+    assert min(share for test, share in same.items() if "not repeat" not in test) >= 0.9
     assert "reached of it" in capsys.readouterr().out
