@@ -1,4 +1,5 @@
-"""Makes docs/chat.svg from a real chat: `python docs/screenshot.py`. Needs tmux."""
+"""Makes docs/chat.svg, tui.svg and top.svg from the real programs: `python docs/screenshot.py
+[NAME…]`. Needs tmux."""
 
 from __future__ import annotations
 
@@ -7,18 +8,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS, ROWS = 100, 24
+LOCALGEN = f"{sys.executable} -m localgen.cli.main"
 QUESTIONS = (
     "What is a KV cache?",
     "What is 17 + 25?",
     "Tell me a story.",
 )
-ANSWER_S = 20.0
+LONG = "Tell me a very long story about a fox, a bear and the sea."
+WAIT_S = 30.0
 
 
 def tmux(*arguments: str) -> str:
@@ -27,48 +31,108 @@ def tmux(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def wait_for_prompt(prompts: int) -> None:
-    """Wait until that many lines begin with the prompt: the answer before the last has ended."""
-    deadline_s = time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline_s:
-        lines = tmux("capture-pane", "-p", "-t", "chat").splitlines()
-        if sum(line.startswith(">>>") for line in lines) >= prompts:
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"no answer within {ANSWER_S:.0f} s")
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """A terminal of its own in which a command runs."""
+
+    name: str
+    columns: int
+    rows: int
+
+    @property
+    def session(self) -> str:
+        """Its name in tmux, to which `top` would be a place on the screen."""
+        return f"screen-{self.name}"
+
+    def run(self, folder: str, *arguments: str) -> None:
+        """Start localgen in it. folder: for its server and its state."""
+        places = [f"{name}={folder}" for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME")]
+        environment = [word for place in places for word in ("-e", place)]
+        tmux(
+            *("new-session", "-d", "-s", self.session),
+            *("-x", str(self.columns), "-y", str(self.rows)),
+            *(*environment, "-e", "COLORTERM=truecolor"),
+            " ".join([LOCALGEN, *arguments]),
+        )
+
+    def type(self, *keys: str) -> None:
+        tmux("send-keys", "-t", self.session, *keys)
+
+    def shows(self, of: Callable[[str], bool]) -> None:
+        """Wait until the screen is so. TimeoutError."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not of(tmux("capture-pane", "-p", "-t", self.session)):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{self.name} does not show what it should")
+            time.sleep(0.1)
+
+    def draw(self) -> None:
+        """Write what it shows now, colours and all."""
+        screen = tmux("capture-pane", "-p", "-e", "-t", self.session).rstrip()
+        with open("/dev/null", "w") as nowhere:
+            console = Console(record=True, width=self.columns, file=nowhere, force_terminal=True)
+            console.print(Text.from_ansi(screen))
+        target = Path(__file__).with_name(f"{self.name}.svg")
+        console.save_svg(str(target), title=f"localgen {self.name}")
+        print(f"wrote {target}")
 
 
-def record(runtime_dir: str) -> str:
-    """The screen after a chat, with its colours as ANSI escapes."""
-    localgen = Path(sys.executable).with_name("localgen")
-    tmux(
-        *("new-session", "-d", "-s", "chat", "-x", str(COLUMNS), "-y", str(ROWS)),
-        *("-e", f"XDG_RUNTIME_DIR={runtime_dir}", "-e", "COLORTERM=truecolor"),
-        f"{localgen} chat",
-    )
+def chat(folder: str) -> None:
+    """Three questions, one after the other."""
+    screen = Screen("chat", 100, 24)
+
+    def asks(count: int) -> Callable[[str], bool]:
+        return lambda text: sum(line.startswith(">>>") for line in text.splitlines()) >= count
+
+    screen.run(folder, "chat")
     for count, question in enumerate(QUESTIONS, start=1):
-        wait_for_prompt(count)
-        tmux("send-keys", "-t", "chat", question, "Enter")
-    wait_for_prompt(len(QUESTIONS) + 1)
-    screen = tmux("capture-pane", "-p", "-e", "-t", "chat")
-    tmux("send-keys", "-t", "chat", "C-d")
-    return screen.rstrip()
+        screen.shows(asks(count))
+        screen.type(question, "Enter")
+    screen.shows(asks(len(QUESTIONS) + 1))
+    screen.draw()
+
+
+def tui(folder: str) -> None:
+    """Two sessions, the second while it answers."""
+    screen = Screen("tui", 140, 38)
+    screen.run(folder, "tui")
+    screen.shows(lambda text: "Type below" in text)
+    for question in QUESTIONS[:2]:
+        screen.type(question, "Enter")
+        time.sleep(4)
+    screen.type("C-n")
+    time.sleep(1)
+    screen.type(LONG, "Enter")
+    time.sleep(1.5)
+    screen.draw()
+
+
+def top(folder: str) -> None:
+    """Requests one upon the other."""
+    screen = Screen("top", 120, 36)
+    subprocess.run([*LOCALGEN.split(), "plan", "tiny"], check=True, stdout=subprocess.DEVNULL)
+    screen.run(folder, "top")
+    for batch in range(5):
+        for number in range(3):
+            tokens = 300 + 200 * number if batch < 4 else 1800
+            asking = Screen(f"{batch}-{number}", 80, 24)
+            asking.run(folder, "run", "tiny", f"'{LONG}'", "--ignore-eos", "-n", str(tokens))
+        time.sleep(4)
+    screen.draw()
+
+
+SCENES = {"chat": chat, "tui": tui, "top": top}
 
 
 def main() -> None:
-    """Chat, then draw."""
-    runtime_dir = tempfile.mkdtemp()
-    try:
-        screen = record(runtime_dir)
-    finally:
-        subprocess.run(["tmux", "-L", "localgen-screenshot", "kill-server"], check=False)
-        shutil.rmtree(runtime_dir, ignore_errors=True)
-    with open("/dev/null", "w") as nowhere:
-        console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
-        console.print(Text.from_ansi(screen))
-    target = Path(__file__).with_name("chat.svg")
-    console.save_svg(str(target), title="localgen chat")
-    print(f"wrote {target}")
+    """Act, then draw."""
+    for name in sys.argv[1:] or SCENES:
+        folder = tempfile.mkdtemp()
+        try:
+            SCENES[name](folder)
+        finally:
+            subprocess.run(["tmux", "-L", "localgen-screenshot", "kill-server"], check=False)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
