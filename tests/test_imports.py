@@ -23,6 +23,15 @@ FLOORS = {
 }
 # on these floors the parts stand side by side and do not know each other
 SEPARATE_FLOORS = {4, 1}
+# a screen knows the client, what chats are, settings and the shared values
+KNOWN_TO_THE_TUI = (
+    "localgen.client",
+    "localgen.chats",
+    "localgen.config",
+    "localgen.backends.types",
+    "localgen.backends.models",
+    "localgen.backends.errors",
+)
 # the process border speaks msgpack and starts whichever runner the model needs
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
 FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
@@ -79,7 +88,7 @@ def may_import(importer: str, imported: str) -> bool:
     if here == there:
         return True
     if here == "localgen.tui":
-        return imported.startswith("localgen.client")
+        return imported.startswith(KNOWN_TO_THE_TUI)
     if FLOORS[here] == FLOORS[there]:
         return FLOORS[here] not in SEPARATE_FLOORS
     return FLOORS[there] < FLOORS[here] or importer in PROCESS_BORDER
@@ -106,6 +115,9 @@ def test_every_folder_is_seen() -> None:
         ("localgen.repl.loop", "localgen.tui.app", False),
         ("localgen.tui.app", "localgen.server.app", False),
         ("localgen.tui.app", "localgen.client.http", True),
+        ("localgen.tui.app", "localgen.chats.inert", True),
+        ("localgen.tui.app", "localgen.hub.pull", False),
+        ("localgen.tui.app", "localgen.backends.engine.engine", False),
     ],
 )
 def test_the_rule(importer: str, imported: str, allowed: bool) -> None:

@@ -95,6 +95,6 @@ def _is_terminal() -> bool:
 
 
 def _tell(line: str) -> None:
-    from localgen.repl.inert import one_line
+    from localgen.chats.inert import one_line
 
     print(one_line(line), file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Chats apart from any screen: what was said, settings, commands, and where chats are kept."""
