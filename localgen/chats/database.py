@@ -132,7 +132,8 @@ class Database:
         return StoreFailed(f"cannot use {self._path}: {error}")
 
     def _damaged(self, what: str) -> StoreFailed:
+        found = " ".join(what.split())
         return StoreFailed(
-            f"{self._path} is damaged ({" ".join(what.split())}): it was left as it is; "
+            f"{self._path} is damaged ({found}): it was left as it is; "
             "move it away to begin a new one"
         )
