@@ -215,7 +215,8 @@ class Timings:
     """Where the time of one request went, in llama-server's terms plus ttft, queue and template.
 
     cache_n: prompt tokens taken from the cache; prompt_n: prompt tokens computed.
-    prompt_ms: from admission to the first token. predicted_ms: from the first token to the last.
+    prompt_ms: from admission to the first token; cached_ms of it went into taking the cached part,
+    first_step_ms into the last step. predicted_ms: from the first token to the last.
     draft_n: tokens that were proposed and computed; draft_n_accepted: how many of them were right.
     draft_steps: steps that the answer took after its first token. draft_speedup: against plain
     steps, by what those took meanwhile; 0: not known. draft_reason: why nothing was drafted.
@@ -231,6 +232,8 @@ class Timings:
     ttft_ms: float = 0.0
     queue_ms: float = 0.0
     template_ms: float = 0.0
+    cached_ms: float = 0.0
+    first_step_ms: float = 0.0
     draft_n: int = 0
     draft_n_accepted: int = 0
     draft_steps: int = 0
@@ -282,8 +285,27 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Milliseconds of a request's life, in order; what has not begun is 0.
+
+    cached: taking the known beginning of its prompt from the cache; prefill: the steps of the rest
+    but the last one; first_step: that one, which gives the first token; decode: since then.
+    """
+
+    template_ms: float = 0.0
+    queue_ms: float = 0.0
+    cached_ms: float = 0.0
+    prefill_ms: float = 0.0
+    first_step_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStats:
-    """One request as the engine sees it now. state: queued, prefill or decode."""
+    """One request as the engine sees it now. state: queued, prefill or decode.
+
+    ttft_ms: None before its first token.
+    """
 
     request_id: str
     client: str
@@ -296,6 +318,8 @@ class SequenceStats:
     age_s: float
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    ttft_ms: float | None = None
+    phases: Phases = Phases()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +348,9 @@ class EngineStats:
     kv_*: tokens of the pool; kv_used by running requests, kv_cached kept as prefixes.
     step_sequences[n]: how many steps computed n sequences at once (index 0 unused).
     step_tokens: how many steps by their tokens, in the classes of engine.stats.STEP_TOKENS_BOUNDS.
-    *_per_s, ttft_* and itl_* are over the last minute at most.
+    *_per_s, ttft_* and itl_* are over the last minute at most; *_last_ms: the newest, 0 before
+    there is one. context_tokens_total: over all steps, tokens in the cache that each one's
+    sequences look at.
     """
 
     running: int = 0
@@ -337,12 +363,15 @@ class EngineStats:
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    ttft_last_ms: float = 0.0
     ttft_p50_ms: float = 0.0
     ttft_p99_ms: float = 0.0
+    itl_last_ms: float = 0.0
     itl_p50_ms: float = 0.0
     itl_p99_ms: float = 0.0
     steps_total: int = 0
     step_tokens_total: int = 0
+    context_tokens_total: int = 0
     step_sequences: tuple[int, ...] = ()
     step_tokens: tuple[int, ...] = ()
     prompt_tokens_total: int = 0

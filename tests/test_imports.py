@@ -31,6 +31,7 @@ KNOWN_TO_THE_TUI = (
     "localgen.backends.types",
     "localgen.backends.models",
     "localgen.backends.errors",
+    "localgen.backends.readings",
 )
 # the process border speaks msgpack and starts whichever runner the model needs
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}

@@ -1,0 +1,132 @@
+"""Follows a server in a thread of its own, and says so when it is lost and when it is back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from textual.message import Message
+
+from localgen.backends.errors import LocalgenError
+from localgen.client.snapshot import Snapshot
+from localgen.tui.gauges.history import Record
+from localgen.tui.gauges.readings import Reading
+
+# the most often that gauges get to repaint
+PERIOD_S = 0.25
+# servers that stream do so with this period themselves: nothing of theirs shall be left out
+_SLACK = 0.8
+FIRST_RETRY_S, LAST_RETRY_S = 0.5, 5.0
+
+
+class Watch(Protocol):
+    """A way to look at one server. Methods raise LocalgenError; nothing they do loads a model."""
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        """The server again and again; ends when it leaves."""
+
+    def close(self) -> None:
+        """Let the connections go; what waits for an answer stops waiting."""
+
+
+@dataclass
+class Seen(Message):
+    """A new reading."""
+
+    reading: Reading
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+@dataclass
+class Lost(Message):
+    """Nobody answers. retry_s: seconds until the next try; tries: so far, from 1."""
+
+    why: str
+    retry_s: float
+    tries: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+class Feed:
+    """Posts Seen at most four times a second, and Lost for each try that failed.
+
+    watch: makes the way to look, in the thread, as that imports what takes long. post: may be
+    called from any thread, as `post_message` may.
+    """
+
+    def __init__(
+        self,
+        watch: Callable[[], Watch],
+        post: Callable[[Message], object],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        first_retry_s: float = FIRST_RETRY_S,
+    ) -> None:
+        self._make = watch
+        self._post = post
+        self._clock = clock
+        self._first_retry_s = first_retry_s
+        self._stop = threading.Event()
+        self._now = threading.Event()
+        self._watch: Watch | None = None
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; nothing is posted any more. Does not wait for a server that does not answer."""
+        self._stop.set()
+        self._now.set()
+        if self._watch is not None:
+            self._watch.close()
+
+    def retry(self) -> None:
+        """Try at once, if it waits."""
+        self._now.set()
+
+    def _run(self) -> None:
+        tries = 0
+        while not self._stop.is_set():
+            why = "the server has left"
+            try:
+                if self._watch is None:
+                    self._watch = self._make()
+                for seen in self._readings(self._watch):
+                    tries = 0
+                    self._say(Seen(seen))
+            except LocalgenError as error:
+                why = error.message
+            except Exception as error:  # a reading that we cannot make shall not end the program
+                why = f"a defect of localgen ({type(error).__name__}: {error})"
+            tries += 1
+            self._wait(why, tries)
+
+    def _readings(self, watch: Watch) -> Iterator[Reading]:
+        record, last_s = Record(), None
+        for snapshot in watch.snapshots():
+            now_s = self._clock()
+            if last_s is None or now_s - last_s >= PERIOD_S * _SLACK:
+                last_s = now_s
+                yield record.read(now_s, snapshot)
+            if self._stop.is_set():
+                return
+
+    def _wait(self, why: str, tries: int) -> None:
+        retry_s = min(LAST_RETRY_S, self._first_retry_s * 2 ** min(tries - 1, 10))
+        self._say(Lost(why, retry_s, tries))
+        self._now.clear()
+        if not self._stop.is_set():
+            self._now.wait(retry_s)
+
+    def _say(self, message: Message) -> None:
+        if not self._stop.is_set():
+            self._post(message)

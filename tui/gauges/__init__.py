@@ -1,0 +1,1 @@
+"""Gauges of a server: each draws a part of a Reading."""

@@ -1,0 +1,38 @@
+"""How much of what memory can give is read: what limits decoding on most machines."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from localgen.tui import figures
+from localgen.tui.gauges.drawing import bar, spread
+from localgen.tui.gauges.gauge import Gauge, history
+from localgen.tui.gauges.readings import BandwidthUse
+
+
+class BandwidthGauge(Gauge[BandwidthUse]):
+    """The share, the bytes, and a minute of the share."""
+
+    def __init__(self) -> None:
+        super().__init__("Memory bandwidth", id="bandwidth")
+
+    def lines(self, reading: BandwidthUse, width: int, height: int) -> list[Content]:
+        """What is not known is said in words."""
+        share = Content.assemble(
+            (f"{figures.percent(reading.share):>4}", "bold $success"),
+            (" of the limit", "$text-muted"),
+        )
+        limit = "limit unknown" if reading.limit_per_s is None else _rate(reading.limit_per_s)
+        read = Content.assemble((_rate(reading.read_per_s), "bold"), (" of ", "$text-muted"), limit)
+        lines = [
+            spread(share, read, width),
+            Content.styled(bar(reading.share, width), "$success"),
+        ]
+        told = " ".join(part for part in (reading.medium, reading.why) if part)
+        if told:
+            lines.append(Content.styled(told, "$text-muted"))
+        return [*lines, *history(reading.shares, width, height - len(lines), "$success")]
+
+
+def _rate(per_s: float | None) -> str:
+    return figures.UNKNOWN if per_s is None else f"{figures.size(per_s)}/s"

@@ -1,0 +1,48 @@
+"""What saves work: drafts that were right, prompts that were known; and what undoes it."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from localgen.tui import figures
+from localgen.tui.gauges.gauge import Gauge
+from localgen.tui.gauges.readings import Drafts as DraftsReading
+
+
+class DraftsGauge(Gauge[DraftsReading]):
+    """Speculation, prefix cache and preemptions."""
+
+    def __init__(self) -> None:
+        super().__init__("Drafts and prefixes", id="drafts")
+
+    def lines(self, reading: DraftsReading, width: int, height: int) -> list[Content]:
+        """Where nothing is drafted it says why, as far as the server does."""
+        stats = reading.stats
+        who = ", ".join(stats.drafters) if stats else ""
+        lines = [_line("drafts", who or ("none" if stats else figures.UNKNOWN))]
+        if stats and (stats.share or not stats.reason):
+            lines.append(
+                Content.assemble(
+                    ("accepted ", "$text-muted"),
+                    (figures.percent(reading.acceptance), "bold"),
+                    ("  tokens a step ", "$text-muted"),
+                    (figures.number(stats.tokens_per_step or None), "bold"),
+                    ("  speed ×", "$text-muted"),
+                    (figures.number(stats.speedup or None), "bold"),
+                )
+            )
+        elif stats:
+            lines.append(Content.styled(f"not now: {stats.reason}", "$text-muted"))
+        lines.append(
+            Content.assemble(
+                ("prefix hits ", "$text-muted"),
+                (figures.percent(reading.prefix_hits), "bold"),
+                ("  preempted ", "$text-muted"),
+                (figures.count(reading.preemptions), "bold"),
+            )
+        )
+        return lines
+
+
+def _line(name: str, value: str) -> Content:
+    return Content.assemble((f"{name} ", "$text-muted"), (value, "bold"))

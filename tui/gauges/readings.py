@@ -1,0 +1,123 @@
+"""What the gauges draw. All frozen: a gauge whose reading is the same again need not repaint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from localgen.backends.readings import MachineUse
+from localgen.backends.types import SpeculationStats
+from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot
+
+# one value for each sample of the last minutes, oldest first; None: not known
+History = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Tokens a second over the last two seconds; batch: sequences that a step computes."""
+
+    decode_per_s: float | None = None
+    prefill_per_s: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    batch: float | None = None
+    decode: History = ()
+    prefill: History = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """Of the model that is busiest."""
+
+    ttft: Latency = field(default_factory=Latency)
+    itl: Latency = field(default_factory=Latency)
+    ttft_ms: History = ()
+    itl_ms: History = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthUse:
+    """share: of what the memory can give; None: see why. read_per_s: bytes."""
+
+    share: float | None = None
+    read_per_s: float | None = None
+    limit_per_s: float | None = None
+    medium: str = ""
+    why: str = ""
+    shares: History = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """Bytes of one model. kv_*: of its cache, used by requests, kept as prefixes, free."""
+
+    name: str
+    state: str
+    progress: float
+    weights_bytes: int | None
+    kv_bytes: int | None
+    kv_used: float | None
+    kv_cached: float | None
+    kv_free: float | None
+    kv_tokens: int | None
+    rss_bytes: int | None
+    gpu_bytes: int | None
+    until_s: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """models: None before the server has said anything. server_bytes: of its own process."""
+
+    models: tuple[ModelMemory, ...] | None = None
+    machine: MachineUse | None = None
+    server_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """Speculation of the busiest model; acceptance: of the drafts of the last seconds.
+
+    prefix_hits: share of prompt tokens that the cache had, in the last seconds.
+    """
+
+    stats: SpeculationStats | None = None
+    acceptance: float | None = None
+    prefix_hits: float | None = None
+    preemptions: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Everything at one moment."""
+
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot(kind=""))
+    rates: Rates = Rates()
+    latencies: Latencies = Latencies()
+    bandwidth: BandwidthUse = BandwidthUse()
+    memory: Memory = Memory()
+    drafts: Drafts = Drafts()
+
+
+def memory_of(model: ModelSnapshot) -> ModelMemory:
+    """The cache in bytes where its size is known, by the share that each kind of tokens takes."""
+    per_token = model.kv_bytes / model.kv_tokens if model.kv_bytes and model.kv_tokens else None
+
+    def in_bytes(tokens: int | None) -> float | None:
+        return None if tokens is None or per_token is None else tokens * per_token
+
+    return ModelMemory(
+        name=model.name,
+        state=model.state,
+        # as drawn: what changes less is no reason to repaint
+        progress=round(model.progress, 2),
+        weights_bytes=model.weights_bytes,
+        kv_bytes=model.kv_bytes,
+        kv_used=in_bytes(model.kv_used) if model.kv_tokens else model.kv_share,
+        kv_cached=in_bytes(model.kv_cached),
+        kv_free=in_bytes(model.kv_free),
+        kv_tokens=model.kv_tokens,
+        rss_bytes=model.rss_bytes,
+        gpu_bytes=model.gpu_bytes,
+        until_s=None if model.until_s is None else round(model.until_s),
+    )

@@ -1,0 +1,53 @@
+"""Tokens a second, with what has to share them."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from localgen.tui import figures
+from localgen.tui.gauges.drawing import spread
+from localgen.tui.gauges.gauge import Gauge, history
+from localgen.tui.gauges.readings import History, Rates
+
+
+class SpeedGauge(Gauge[Rates]):
+    """Decode and prefill with a minute of each, requests and the batch."""
+
+    def __init__(self) -> None:
+        super().__init__("Speed", id="speed")
+
+    def lines(self, reading: Rates, width: int, height: int) -> list[Content]:
+        """The plots share what the three lines of figures leave."""
+        rows = max(0, height - 3)
+        decode = _line("decode", reading.decode_per_s, "$success", _highest(reading.decode), width)
+        prefill = _line("prefill", reading.prefill_per_s, "$secondary", "", width)
+        counts = Content.assemble(
+            ("running ", "$text-muted"),
+            (figures.count(reading.running), "bold"),
+            ("  waiting ", "$text-muted"),
+            (figures.count(reading.waiting), "bold $warning" if reading.waiting else "bold"),
+        )
+        batch = Content.assemble(
+            (figures.number(reading.batch), "bold"), (" a step", "$text-muted")
+        )
+        return [
+            decode,
+            *history(reading.decode, width, (rows + 1) // 2, "$success"),
+            prefill,
+            *history(reading.prefill, width, rows // 2, "$secondary"),
+            spread(counts, batch, width),
+        ]
+
+
+def _line(name: str, per_s: float | None, style: str, right: str, width: int) -> Content:
+    left = Content.assemble(
+        (f"{name:<8}", "$text-muted"),
+        (f"{figures.rate(per_s):>7}", f"bold {style}"),
+        (" tok/s", "$text-muted"),
+    )
+    return spread(left, Content.styled(right, "$text-muted"), width)
+
+
+def _highest(values: History) -> str:
+    highest = max((value for value in values if value), default=None)
+    return f"↑ {figures.rate(highest)}" if highest else ""

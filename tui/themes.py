@@ -1,0 +1,107 @@
+"""The four themes of both programs, and which one the user likes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from textual.theme import Theme
+
+DARK, LIGHT, HIGH_CONTRAST, MONOCHROME = "dark", "light", "high-contrast", "monochrome"
+
+THEMES = (
+    Theme(
+        name=DARK,
+        primary="#7aa2f7",
+        secondary="#7dcfff",
+        accent="#e0af68",
+        foreground="#c8d0e0",
+        background="#12141c",
+        surface="#181b25",
+        panel="#222634",
+        success="#9ece6a",
+        warning="#e0af68",
+        error="#f7768e",
+        dark=True,
+        variables={"border": "#3b4261", "border-blurred": "#2b3046"},
+    ),
+    Theme(
+        name=LIGHT,
+        primary="#2a5db0",
+        secondary="#0b7285",
+        accent="#9a5b00",
+        foreground="#1f2430",
+        background="#fafafa",
+        surface="#f1f2f5",
+        panel="#e4e6eb",
+        success="#2f7d32",
+        warning="#9a5b00",
+        error="#b3261e",
+        dark=False,
+        variables={"border": "#b8bec9", "border-blurred": "#d3d7de"},
+    ),
+    Theme(
+        name=HIGH_CONTRAST,
+        primary="#00ffff",
+        secondary="#ffffff",
+        accent="#ffff00",
+        foreground="#ffffff",
+        background="#000000",
+        surface="#000000",
+        panel="#1a1a1a",
+        success="#00ff00",
+        warning="#ffff00",
+        error="#ff6060",
+        dark=True,
+        variables={"border": "#ffffff", "border-blurred": "#c0c0c0", "text-muted": "#ffffff"},
+    ),
+    Theme(
+        name=MONOCHROME,
+        primary="#d0d0d0",
+        secondary="#d0d0d0",
+        accent="#ffffff",
+        foreground="#d0d0d0",
+        background="#000000",
+        surface="#0c0c0c",
+        panel="#202020",
+        success="#d0d0d0",
+        warning="#ffffff",
+        error="#ffffff",
+        dark=True,
+        variables={"border": "#606060", "border-blurred": "#404040"},
+    ),
+)
+NAMES = tuple(theme.name for theme in THEMES)
+
+
+class ThemeChoice:
+    """Kept in a file of the state folder. NO_COLOR decides while it is set."""
+
+    def __init__(self, path: Path | None, environ: Mapping[str, str] = os.environ) -> None:
+        self._path = path
+        self._no_color = bool(environ.get("NO_COLOR"))
+
+    def read(self) -> str:
+        """The theme to begin with; dark where nothing readable is kept."""
+        if self._no_color:
+            return MONOCHROME
+        if self._path is None:
+            return DARK
+        try:
+            name = json.loads(self._path.read_text(encoding="utf-8"))["theme"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return DARK
+        return name if name in NAMES else DARK
+
+    def keep(self, name: str) -> None:
+        """Remember it, where that is possible: a full disk is no reason to stop."""
+        if self._path is None or self._no_color:
+            return
+        partial = self._path.with_suffix(f".{os.getpid()}.partial")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"theme": name}), encoding="utf-8")
+            partial.replace(self._path)

@@ -1,0 +1,1 @@
+"""`localgen top`."""
