@@ -55,10 +55,12 @@ def fetch(model: str) -> None:
 
 def or_fetch(model: str | None, run: Callable[[], None]) -> None:
     """Run what needs a model. On a terminal, offer to pull one that is not here, and run again."""
+    from localgen.client.pulling import can_pull
+
     try:
         run()
     except ModelNotFound as error:
-        if model is None or not _is_terminal() or not _can_be_pulled(model):
+        if model is None or not _is_terminal() or not can_pull(model):
             raise
         _tell(error.message)
         if not typer.confirm("Pull it now?", default=True, err=True):
@@ -79,15 +81,6 @@ def _download(model: str, plan: Plan) -> None:
         _tell(f"stopped at {transfer.position}: localgen pull {model} goes on from there")
         raise
     _tell(f"{plan.name} is here")
-
-
-def _can_be_pulled(model: str) -> bool:
-    from localgen.hub.aliases import aliases
-    from localgen.hub.names import is_here, is_path
-    from localgen.hub.reference import reference
-
-    meant = aliases().get(model, model)
-    return not is_path(meant) and reference(meant) is not None and not is_here(model)
 
 
 def _is_terminal() -> bool:
