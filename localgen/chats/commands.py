@@ -58,6 +58,13 @@ def run(session: Session, line: str, on_progress: Progress) -> Outcome:
     return find(word).run(session, argument.strip(), on_progress)
 
 
+def needs_model(line: str) -> bool:
+    """Whether a command asks about the model itself, which then has to be loaded."""
+    return line.split() in (["/show"], ["/show", "info"], ["/show", "template"]) or line.startswith(
+        "/set ctx"
+    )
+
+
 def find(word: str) -> Command:
     """The command of a word with its slash. InvalidRequest offers the closest."""
     name = ALIASES.get(word, word)
