@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from localgen.backends.readings import GpuUse
+
 _Result = TypeVar("_Result")
 
 
@@ -31,6 +33,16 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
     def look(nvml: Any) -> tuple[Gpu, ...]:
         handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
         return tuple(_gpu(nvml, index, handle) for index, (_, handle) in enumerate(handles))
+
+    return _ask(look) or ()
+
+
+def gpu_uses() -> tuple[GpuUse, ...]:
+    """What those GPUs are doing now; none without a driver or nvidia-ml-py."""
+
+    def look(nvml: Any) -> tuple[GpuUse, ...]:
+        handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
+        return tuple(_use(nvml, index, handle) for index, (_, handle) in enumerate(handles))
 
     return _ask(look) or ()
 
@@ -76,6 +88,31 @@ def _gpu(nvml: Any, index: int, handle: object) -> Gpu:
     capability = int(major), int(minor)
     rate = _bytes_per_s(nvml, handle)
     return Gpu(index, str(name), int(memory.total), int(memory.free), capability, rate)
+
+
+def _use(nvml: Any, index: int, handle: object) -> GpuUse:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+
+    def told(ask: Callable[[], float], unit: float = 1.0) -> float | None:
+        try:
+            return ask() / unit
+        except nvml.NVMLError:  # not every GPU says everything, a part of one says little
+            return None
+
+    return GpuUse(
+        index=index,
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        used_bytes=int(memory.used),
+        busy=told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 100),
+        power_w=told(lambda: nvml.nvmlDeviceGetPowerUsage(handle), 1e3),
+        power_limit_w=told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle), 1e3),
+        temperature_c=told(
+            lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+        ),
+        clock_mhz=told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        memory_clock_mhz=told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+    )
 
 
 def _bytes_per_s(nvml: Any, handle: object) -> float:

@@ -121,10 +121,17 @@ class FakeEngine:
             case wire.Submit(request):
                 self.submit(request)
             case wire.Cancel(request_id):
-                if self.running.pop(request_id, None) or self.texts.pop(request_id, None):
-                    self.cancelled += 1
+                self.cancel(request_id)
             case wire.Embed(texts):
                 self.embed(texts)
+
+    def cancel(self, request_id: str) -> None:
+        running = self.running.pop(request_id, None)
+        if running is not None:
+            end = dataclasses.replace(self.finished(*running), reason="cancelled")
+            self.send(StepEvents(finished=(end,)))
+        if running is not None or self.texts.pop(request_id, None) is not None:
+            self.cancelled += 1
 
     def submit(self, request: Request) -> None:
         text = request.messages[-1].content if request.messages else request.prompt or ""

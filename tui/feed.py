@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from textual.message import Message
@@ -32,26 +31,20 @@ class Watch(Protocol):
         """Let the connections go; what waits for an answer stops waiting."""
 
 
-@dataclass
 class Seen(Message):
     """A new reading."""
 
-    reading: Reading
-
-    def __post_init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
         super().__init__()
+        self.reading = reading
 
 
-@dataclass
 class Lost(Message):
     """Nobody answers. retry_s: seconds until the next try; tries: so far, from 1."""
 
-    why: str
-    retry_s: float
-    tries: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, why: str, retry_s: float, tries: int) -> None:
         super().__init__()
+        self.why, self.retry_s, self.tries = why, retry_s, tries
 
 
 class Feed:

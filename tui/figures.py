@@ -66,6 +66,13 @@ def size(num_bytes: float | None) -> str:
     return f"{number(num_bytes)} {_UNITS[unit]}"
 
 
+def part_of(part: float | None, whole: float | None) -> str:
+    """Bytes of all there are, the unit once where it is the same: `9.00 of 16.0 GB`."""
+    used, total = size(part), size(whole)
+    unit = total.rpartition(" ")[2]
+    return f"{used.removesuffix(f' {unit}')} of {total}"
+
+
 def percent(share: float | None) -> str:
     """Of a share, 0 to 1: `4.2%`, `42%`; more than all is shown as such."""
     if share is None:

@@ -64,7 +64,7 @@ class KeyHelp(ModalScreen[None]):
             for key, says in self._keys
         ]
         if self._notes:
-            lines += [Content(""), Content.styled(self._notes, "$text-muted")]
+            lines += [Content(""), Content.styled(self._notes, "$muted")]
         with VerticalScroll() as box:
             box.border_title = "Keys"
             box.border_subtitle = "Esc closes"

@@ -26,7 +26,7 @@ THEMES = (
         warning="#e0af68",
         error="#f7768e",
         dark=True,
-        variables={"border": "#3b4261", "border-blurred": "#2b3046"},
+        variables={"border": "#3b4261", "border-blurred": "#2b3046", "muted": "#7d86a0"},
     ),
     Theme(
         name=LIGHT,
@@ -41,7 +41,7 @@ THEMES = (
         warning="#9a5b00",
         error="#b3261e",
         dark=False,
-        variables={"border": "#b8bec9", "border-blurred": "#d3d7de"},
+        variables={"border": "#b8bec9", "border-blurred": "#d3d7de", "muted": "#5c6475"},
     ),
     Theme(
         name=HIGH_CONTRAST,
@@ -56,7 +56,7 @@ THEMES = (
         warning="#ffff00",
         error="#ff6060",
         dark=True,
-        variables={"border": "#ffffff", "border-blurred": "#c0c0c0", "text-muted": "#ffffff"},
+        variables={"border": "#ffffff", "border-blurred": "#c0c0c0", "muted": "#ffffff"},
     ),
     Theme(
         name=MONOCHROME,
@@ -71,7 +71,7 @@ THEMES = (
         warning="#ffffff",
         error="#ffffff",
         dark=True,
-        variables={"border": "#606060", "border-blurred": "#404040"},
+        variables={"border": "#606060", "border-blurred": "#404040", "muted": "#989898"},
     ),
 )
 NAMES = tuple(theme.name for theme in THEMES)

@@ -221,6 +221,7 @@ class Scheduler:
         if len(self._running) >= self._limits.max_seqs:
             return False
         spare = min(SPARE_TOKENS_PER_SEQ * len(self._running), self._limits.kv_tokens // 8)
+        started_s = self._clock()
         try:
             cached = self._runner.admit(seq, spare=spare)
         except NoRoom:
@@ -229,7 +230,8 @@ class Scheduler:
         self._running[seq.id] = seq
         seq.state, seq.num_computed = State.RUNNING, cached
         if seq.admitted_s is None:
-            seq.admitted_s, seq.num_cached = self._clock(), cached
+            seq.admitted_s, seq.num_cached = started_s, cached
+            seq.cached_ms = (self._clock() - started_s) * 1e3
             self.counters.prefix_queries += seq.num_prompt
             self.counters.prefix_hits += cached
         return True
@@ -268,6 +270,8 @@ class Scheduler:
                 prompt_tokens += len(chunk)
             self._advance(chunk, len(sampled.tokens))
             if sampled.tokens:
+                if seq.first_token_s is None:
+                    seq.first_step_ms = step_ms
                 outputs.append(self._take(seq, sampled.tokens, sampled.logprobs, now_s))
             if chunk.num_drafts:
                 seq.num_drafted += chunk.num_drafts

@@ -32,7 +32,8 @@ class Sequence:
     matcher: the grammar that the answer is held to; the runner moves it on.
     reader: tells thoughts and calls from content; None: all is content. notes: what its user
     should know from the start.
-    Times as in backends/types.py.
+    Times as in backends/types.py. cached_ms: what taking num_cached tokens from the cache took;
+    first_step_ms: the step that gave the first token.
     """
 
     id: str
@@ -59,6 +60,8 @@ class Sequence:
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    cached_ms: float = 0.0
+    first_step_ms: float = 0.0
 
     @property
     def num_owed(self) -> int:

@@ -10,7 +10,14 @@ from localgen.backends.engine.drafts.speculation import NO_DRAFTS, Drafting
 from localgen.backends.engine.runner import Chunk, PoolUsage
 from localgen.backends.engine.scheduler import Output, Scheduler
 from localgen.backends.engine.sequence import Sequence, State
-from localgen.backends.types import EngineStats, Finished, SequenceStats, SpeculationStats, Timings
+from localgen.backends.types import (
+    EngineStats,
+    Finished,
+    Phases,
+    SequenceStats,
+    SpeculationStats,
+    Timings,
+)
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
@@ -28,9 +35,11 @@ class Window:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         self._sorted: list[float] = []
         self._sorted_at_s = -math.inf
+        self.last = 0.0
 
     def add(self, now_s: float, value: float) -> None:
         """Remember a sample."""
+        self.last = value
         self._samples.append((now_s, value))
 
     def values(self, now_s: float) -> list[float]:
@@ -77,6 +86,7 @@ class Stats:
     def __init__(self) -> None:
         self._steps = 0
         self._step_tokens = 0
+        self._context_tokens = 0
         self._step_ms = 0.0
         self._step_sequences: Counter[int] = Counter()
         self._step_buckets = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
@@ -92,6 +102,7 @@ class Stats:
         self._steps += 1
         tokens = sum(map(len, chunks))
         self._step_tokens += tokens
+        self._context_tokens += sum(chunk.start + len(chunk) for chunk in chunks)
         self._step_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
         self._step_ms = step_ms
         self._step_sequences[len(chunks)] += 1
@@ -142,12 +153,15 @@ class Stats:
             step_ms=self._step_ms,
             prefill_tokens_per_s=self._prefill.per_s,
             decode_tokens_per_s=self._decode.per_s,
+            ttft_last_ms=self._ttft_ms.last,
             ttft_p50_ms=percentile(ttft_ms, 0.5),
             ttft_p99_ms=percentile(ttft_ms, 0.99),
+            itl_last_ms=self._itl_ms.last,
             itl_p50_ms=percentile(itl_ms, 0.5),
             itl_p99_ms=percentile(itl_ms, 0.99),
             steps_total=self._steps,
             step_tokens_total=self._step_tokens,
+            context_tokens_total=self._context_tokens,
             step_tokens=tuple(self._step_buckets),
             step_sequences=tuple(self._step_sequences[n] for n in range(widest + 1)),
             prompt_tokens_total=counters.prompt_tokens,
@@ -175,6 +189,27 @@ def _sequence(seq: Sequence, now_s: float) -> SequenceStats:
         age_s=now_s - seq.arrived_s,
         draft_tokens=seq.num_drafted,
         accepted_tokens=seq.num_accepted,
+        ttft_ms=_ms(seq.arrived_s, seq.first_token_s),
+        phases=phases(seq, now_s),
+    )
+
+
+def _ms(since_s: float, until_s: float | None) -> float | None:
+    return None if until_s is None else (until_s - since_s) * 1e3
+
+
+def phases(seq: Sequence, now_s: float) -> Phases:
+    """Where the time of a live sequence has gone so far."""
+    admitted_s = now_s if seq.admitted_s is None else seq.admitted_s
+    first_s = now_s if seq.first_token_s is None else seq.first_token_s
+    prompt_ms = (first_s - admitted_s) * 1e3
+    return Phases(
+        template_ms=seq.template_ms,
+        queue_ms=max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms),
+        cached_ms=seq.cached_ms,
+        prefill_ms=max(0.0, prompt_ms - seq.cached_ms - seq.first_step_ms),
+        first_step_ms=seq.first_step_ms,
+        decode_ms=(now_s - first_s) * 1e3,
     )
 
 
@@ -197,6 +232,8 @@ def timings(seq: Sequence, drafting: Drafting = NO_DRAFTS) -> Timings:
         ttft_ms=(first_s - seq.arrived_s) * 1e3 if seq.first_token_s is not None else 0.0,
         queue_ms=max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms),
         template_ms=seq.template_ms,
+        cached_ms=seq.cached_ms,
+        first_step_ms=seq.first_step_ms,
         draft_n=seq.num_drafted,
         draft_n_accepted=seq.num_accepted,
         draft_steps=drafting.steps,

@@ -12,6 +12,7 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "run": "Answer one prompt, from the arguments or from standard input.",
     "ps": "List the models that are loaded.",
+    "top": "Watch what the server does: speed, latency, memory, requests.",
     "list": "List the models that can be named (also: ls).",
     "pull": "Fetch a model from the hub, or go on with one that was interrupted.",
     "show": "Show what a model is, and which quantizations fit.",

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -175,12 +176,18 @@ class Client:
 
     def stats_stream(self) -> Iterator[dict[str, Any]]:
         """stats() again and again, a few times a second, until closed or the server leaves."""
-        with self._talking(), self._http.stream("GET", "/v1/stats?stream=true") as reply:
+        path, silence = "/v1/stats?stream=true", httpx.Timeout(_HEALTH_S)
+        with self._talking(), self._http.stream("GET", path, timeout=silence) as reply:
             self._check(reply)
             for event in payloads(reply.iter_raw()):
                 if event == DONE:
                     return
                 yield checked(msgspec.json.decode(event))
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request of any client of this server; False: it has ended. Starts no server."""
+        path = f"/v1/requests/{quote(request_id, safe='')}/cancel"
+        return bool(self._post(path, {})["cancelled"])
 
     def unload(self, model: str) -> bool:
         """Unload a model, in use or not; False: it was not loaded."""

@@ -56,18 +56,34 @@ def gpu_bandwidth(gpu: Gpu, *, again: bool = False) -> Bandwidth | None:
     return Bandwidth(gpu.bytes_per_s, "as the driver says") if gpu.bytes_per_s else None
 
 
+def known_memory_bandwidth() -> Bandwidth | None:
+    """As memory_bandwidth() where it was measured before; None: it was not. Measures nothing."""
+    return _known(_machine())
+
+
+def known_gpu_bandwidth(gpu: Gpu) -> Bandwidth | None:
+    """The same of a GPU; without a measurement by the driver's figures."""
+    by_driver = Bandwidth(gpu.bytes_per_s, "as the driver says") if gpu.bytes_per_s else None
+    return _known(f"{_machine()}, {gpu.name}") or by_driver
+
+
+def _known(key: str) -> Bandwidth | None:
+    rate = _kept(cache_path()).get(key)
+    if not isinstance(rate, (int, float)) or rate <= 0:
+        return None
+    return Bandwidth(float(rate), "measured before")
+
+
 def _remembered(key: str, work: Callable[[], float], *, again: bool) -> Bandwidth:
-    path = cache_path()
-    known = _kept(path)
-    rate = known.get(key)
-    if not again and isinstance(rate, (int, float)) and rate > 0:
-        return Bandwidth(float(rate), "measured before")
+    found_before = _known(key)
+    if not again and found_before is not None:
+        return found_before
     if psutil.getloadavg()[0] > _cores() / 2:
         # others take their part of it: good enough for now, not to be kept
         return Bandwidth(work(), "measured now, while the machine is busy")
     found = work()
     if found:
-        _keep(path, known | {key: found})
+        _keep(cache_path(), _kept(cache_path()) | {key: found})
     return Bandwidth(found)
 
 

@@ -70,10 +70,11 @@ def create_app(
     manager.on_load = metrics.loaded
     _add_errors(app)
     _add_metrics(app, metrics)
-    journal = Journal((metrics, rates))
+    journal = Journal((metrics, rates, state.recent))
     _add_generation(app, manager, journal, access.timeout_s)
     _add_embeddings(app, manager, journal, access.timeout_s)
     _add_models(app, manager, state)
+    _add_requests(app, manager)
     _add_server(app, state, leave, leaving)
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
     return _arrival_noted(Guard(app, access, rates))
@@ -203,6 +204,12 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
     @app.post("/v1/models/unload", response_model=None)
     async def unload(body: UnloadRequest) -> Response:
         return _json({"unloaded": await manager.unload(body.model)})
+
+
+def _add_requests(app: FastAPI, manager: ModelManager) -> None:
+    @app.post("/v1/requests/{request_id}/cancel", response_model=None)
+    async def cancel(request_id: str) -> Response:
+        return _json({"cancelled": manager.cancel(request_id)})
 
 
 async def _load_events(

@@ -78,6 +78,8 @@ def _timings(each: Sequence[Timings], cache_n: int) -> Timings:
         ttft_ms=min(timings.ttft_ms for timings in each),
         queue_ms=min(timings.queue_ms for timings in each),
         template_ms=max(timings.template_ms for timings in each),
+        cached_ms=max(timings.cached_ms for timings in each),
+        first_step_ms=max(timings.first_step_ms for timings in each),
     )
 
 

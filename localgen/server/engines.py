@@ -167,6 +167,14 @@ class Engine(asyncio.Protocol):
         if self._streams.pop(request_id, None) is not None:
             self._send(wire.Cancel(request_id))
 
+    def end(self, request_id: str) -> bool:
+        """End a request for text as if its client had had enough: what there is of its answer
+        stays, and it finishes as cancelled. False: it has ended."""
+        if request_id not in self._streams:
+            return False
+        self._send(wire.Cancel(request_id))
+        return True
+
     def fail_all(self, code: str, message: str) -> None:
         """End every stream with this error, and the requests in the engine."""
         for request_id, stream in list(self._streams.items()):

@@ -178,6 +178,10 @@ class ModelManager:
         """From now on nothing is loaded and no request accepted: the server leaves."""
         self._closing = True
 
+    def cancel(self, request_id: str) -> bool:
+        """End a running or waiting request for text as cancelled; False: there is none."""
+        return any(resident.engine.end(request_id) for resident in self._residents)
+
     def fail_all(self, code: str, message: str) -> None:
         """End every running request with this error."""
         for resident in self._residents:

@@ -17,14 +17,18 @@ from localgen.config import Settings
 from localgen.gpus import gpu_bytes_of
 from localgen.hub.files import ModelFile
 from localgen.hub.names import available, resolve
+from localgen.server.machine import MachineWatch
 from localgen.server.manager import ModelManager
+from localgen.server.read_costs import ReadCosts
+from localgen.server.recent import Recent
 from localgen.server.resident import Resident, model_id
 
 
 class ServerState:
     """Views of the manager for /health, /v1/models and /v1/stats.
 
-    starting: whether the model that the server begins with is still to come.
+    starting: whether the model that the server begins with is still to come. recent: to be told
+    of requests that end.
     """
 
     def __init__(
@@ -38,6 +42,9 @@ class ServerState:
         self._manager = manager
         self._starting = starting
         self._started_s = time.monotonic()
+        self.recent = Recent()
+        self._machine = MachineWatch()
+        self._costs = ReadCosts()
 
     @property
     def status(self) -> str:
@@ -91,7 +98,9 @@ class ServerState:
                 "memory_limit": self._settings.memory_limit,
                 "memory_available": available_bytes(),
             },
+            "machine": self._machine.use,
             "models": [self._model(resident) for resident in self._manager.residents],
+            "ended": self.recent.requests(),
         }
 
     def _model(self, resident: Resident) -> dict[str, Any]:
@@ -114,7 +123,7 @@ class ServerState:
         if info is not None:
             # not the template: it is long, and snapshots are frequent
             summary["info"] = asdict(replace(info, chat_template=None))
-        return summary | {"stats": resident.engine.stats}
+        return summary | {"read": self._costs.of(resident), "stats": resident.engine.stats}
 
 
 def _on_gpu(resident: Resident) -> bool:

@@ -18,19 +18,20 @@ class BandwidthGauge(Gauge[BandwidthUse]):
 
     def lines(self, reading: BandwidthUse, width: int, height: int) -> list[Content]:
         """What is not known is said in words."""
-        share = Content.assemble(
-            (f"{figures.percent(reading.share):>4}", "bold $success"),
-            (" of the limit", "$text-muted"),
-        )
-        limit = "limit unknown" if reading.limit_per_s is None else _rate(reading.limit_per_s)
-        read = Content.assemble((_rate(reading.read_per_s), "bold"), (" of ", "$text-muted"), limit)
+        if reading.limit_per_s is None:
+            left = Content.assemble(("read ", "$muted"), (_rate(reading.read_per_s), "bold"))
+            right = Content.styled("limit unknown", "$muted")
+        else:
+            percent = f"{figures.percent(reading.share):>4}"
+            left = Content.assemble((percent, "bold $success"), (" of the limit", "$muted"))
+            right = Content(f"{figures.part_of(reading.read_per_s, reading.limit_per_s)}/s")
         lines = [
-            spread(share, read, width),
+            spread(left, right, width),
             Content.styled(bar(reading.share, width), "$success"),
         ]
-        told = " ".join(part for part in (reading.medium, reading.why) if part)
+        told = ": ".join(part for part in (reading.medium, reading.why) if part)
         if told:
-            lines.append(Content.styled(told, "$text-muted"))
+            lines.append(Content.styled(told, "$muted"))
         return [*lines, *history(reading.shares, width, height - len(lines), "$success")]
 
 

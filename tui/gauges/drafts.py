@@ -23,21 +23,21 @@ class DraftsGauge(Gauge[DraftsReading]):
         if stats and (stats.share or not stats.reason):
             lines.append(
                 Content.assemble(
-                    ("accepted ", "$text-muted"),
+                    ("accepted ", "$muted"),
                     (figures.percent(reading.acceptance), "bold"),
-                    ("  tokens a step ", "$text-muted"),
+                    ("  tokens a step ", "$muted"),
                     (figures.number(stats.tokens_per_step or None), "bold"),
-                    ("  speed ×", "$text-muted"),
+                    ("  speed ×", "$muted"),
                     (figures.number(stats.speedup or None), "bold"),
                 )
             )
         elif stats:
-            lines.append(Content.styled(f"not now: {stats.reason}", "$text-muted"))
+            lines.append(Content.styled(f"not now: {stats.reason}", "$muted"))
         lines.append(
             Content.assemble(
-                ("prefix hits ", "$text-muted"),
+                ("prefix hits ", "$muted"),
                 (figures.percent(reading.prefix_hits), "bold"),
-                ("  preempted ", "$text-muted"),
+                ("  preempted ", "$muted"),
                 (figures.count(reading.preemptions), "bold"),
             )
         )
@@ -45,4 +45,4 @@ class DraftsGauge(Gauge[DraftsReading]):
 
 
 def _line(name: str, value: str) -> Content:
-    return Content.assemble((f"{name} ", "$text-muted"), (value, "bold"))
+    return Content.assemble((f"{name} ", "$muted"), (value, "bold"))

@@ -24,7 +24,7 @@ class Gauge(Widget, Generic[_Reading]):
     DEFAULT_CSS = """
     Gauge {
         border: round $border; border-title-color: $primary; border-title-style: bold;
-        border-subtitle-color: $text-muted; padding: 0 1; height: auto; min-height: 3;
+        border-subtitle-color: $muted; padding: 0 1; height: auto; min-height: 3;
         text-wrap: nowrap; text-overflow: ellipsis;
     }
     """

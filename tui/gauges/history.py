@@ -189,11 +189,12 @@ class Record:
         if cost is None:
             return None
         steps, contexts = growth.per_s("steps"), growth.per_s("context_tokens")
-        if steps is None:
-            return None
-        read = steps * cost.weights_bytes + (contexts or 0.0) * cost.kv_token_bytes
+        read = (steps or 0.0) * cost.weights_bytes + (contexts or 0.0) * cost.kv_token_bytes
         return BandwidthUse(
-            read_per_s=read, limit_per_s=cost.bytes_per_s, medium=cost.medium, why=cost.how
+            read_per_s=None if steps is None else read,
+            limit_per_s=cost.bytes_per_s,
+            medium=cost.medium,
+            why=cost.how,
         )
 
     def _drafts(self, model: ModelSnapshot | None) -> Drafts:

@@ -9,7 +9,7 @@ from localgen.tui import figures
 from localgen.tui.gauges.gauge import Gauge, history
 from localgen.tui.gauges.readings import Latencies
 
-_NAME, _FIGURE = 5, 9
+_NAME, _MOST = 5, 10
 
 
 class LatencyGauge(Gauge[Latencies]):
@@ -21,20 +21,21 @@ class LatencyGauge(Gauge[Latencies]):
     def lines(self, reading: Latencies, width: int, height: int) -> list[Content]:
         """The plots share what the table leaves."""
         rows = max(0, height - 3)
-        heading = " " * _NAME + "".join(f"{name:>{_FIGURE}}" for name in ("last", "p50", "p99"))
+        each = min(_MOST, (width - _NAME) // 3)
+        heading = " " * _NAME + "".join(f"{name:>{each}}" for name in ("last", "p50", "p99"))
         return [
-            Content.styled(heading, "$text-muted"),
-            _row("TTFT", reading.ttft, "$accent"),
+            Content.styled(heading, "$muted"),
+            _row("TTFT", reading.ttft, each, "$accent"),
             *history(reading.ttft_ms, width, rows // 2, "$accent"),
-            _row("ITL", reading.itl, "$primary"),
+            _row("ITL", reading.itl, each, "$primary"),
             *history(reading.itl_ms, width, (rows + 1) // 2, "$primary"),
         ]
 
 
-def _row(name: str, latency: Latency, style: str) -> Content:
+def _row(name: str, latency: Latency, each: int, style: str) -> Content:
     return Content.assemble(
-        (f"{name:<{_NAME}}", "$text-muted"),
-        (f"{figures.duration(latency.last_ms):>{_FIGURE}}", f"bold {style}"),
-        f"{figures.duration(latency.p50_ms):>{_FIGURE}}",
-        f"{figures.duration(latency.p99_ms):>{_FIGURE}}",
+        (f"{name:<{_NAME}}", "$muted"),
+        (f"{figures.duration(latency.last_ms):>{each}}", f"bold {style}"),
+        f"{figures.duration(latency.p50_ms):>{each}}",
+        f"{figures.duration(latency.p99_ms):>{each}}",
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from textual.content import Content
 
 from localgen.backends.readings import GpuUse, MachineUse
+from localgen.chats.inert import one_line
 from localgen.tui import figures
-from localgen.tui.gauges.drawing import FILLS, bar, spread, stacked
+from localgen.tui.gauges.drawing import EMPTY, FILLS, bar, spread, stacked
 from localgen.tui.gauges.gauge import Gauge
 from localgen.tui.gauges.readings import Memory, ModelMemory
 
-_LEAST_BAR = 8
+_LEAST_BAR = 6
 
 
 class MemoryGauge(Gauge[Memory]):
@@ -26,12 +27,12 @@ class MemoryGauge(Gauge[Memory]):
         models = reading.models or ()
         if not models:
             says = "no model is loaded" if reading.models is not None else ""
-            return [Content.styled(says, "$text-muted"), *machine]
+            return [Content.styled(says, "$muted"), *machine]
         each = max(1, min(3, room // len(models)))
         lines = [line for model in models for line in _model(model, width)[:each]]
         if len(lines) > room:
             hidden = len(models) - max(0, room - 1)
-            lines = [*lines[: max(0, room - 1)], Content.styled(f"… {hidden} more", "$text-muted")]
+            lines = [*lines[: max(0, room - 1)], Content.styled(f"… {hidden} more", "$muted")]
         return [*lines, *machine]
 
 
@@ -42,8 +43,8 @@ def _model(model: ModelMemory, width: int) -> list[Content]:
         return [name, Content.styled(bar(model.progress, width), "$warning")]
     taken = model.gpu_bytes if model.gpu_bytes is not None else model.rss_bytes
     weights = Content.assemble(
-        ("weights ", "$text-muted"), figures.size(model.weights_bytes),
-        ("  process ", "$text-muted"), figures.size(taken),
+        ("weights ", "$muted"), figures.size(model.weights_bytes),
+        ("  process ", "$muted"), figures.size(taken),
     )  # fmt: skip
     return [spread(Content.styled(model.name, "bold"), weights, width), *_cache(model, width)]
 
@@ -51,27 +52,37 @@ def _model(model: ModelMemory, width: int) -> list[Content]:
 def _cache(model: ModelMemory, width: int) -> list[Content]:
     used, cached, free = model.kv_used, model.kv_cached, model.kv_free
     if used is None:
-        return [Content.styled("KV —", "$text-muted")]
+        return [Content.styled("KV —", "$muted")]
     if free is None or cached is None:  # a share is all that is told
         return [
             Content.assemble(
-                ("KV ", "$text-muted"), (bar(used, max(1, width - 9)), "$primary"),
+                ("KV ", "$muted"), (bar(used, max(1, width - 9)), "$primary"),
                 f" {figures.percent(used):>5}",
             )
         ]  # fmt: skip
     pieces = stacked((used, cached), used + cached + free, max(_LEAST_BAR, width - 3))
-    legend = Content.assemble(
-        (FILLS[0], "$primary"), f" used {figures.size(used)}  ",
-        (FILLS[1], "$secondary"), f" prefixes {figures.size(cached)}  ",
-        f"free {figures.size(free)}",
-    )  # fmt: skip
     return [
         Content.assemble(
-            ("KV ", "$text-muted"), (pieces[0], "$primary"), (pieces[1], "$secondary"),
-            (pieces[-1], "$text-muted"),
+            ("KV ", "$muted"), (pieces[0], "$primary"), (pieces[1], "$secondary"),
+            (pieces[-1], "$muted"),
         ),
-        legend,
+        _legend(used, cached, free, width),
     ]  # fmt: skip
+
+
+def _legend(used: float, cached: float, free: float, width: int) -> Content:
+    """Which characters mean what, in words where there is room for them."""
+    sizes = [figures.size(each) for each in (used, cached, free)]
+    for words in (("used ", "prefixes ", "free "), ("used ", "kept ", "")):
+        if sum(map(len, (*sizes, *words))) + 8 <= width:
+            break
+    else:
+        words = ("", "", "")
+    return Content.assemble(
+        (FILLS[0], "$primary"), f" {words[0]}{sizes[0]} ",
+        (FILLS[1], "$secondary"), f" {words[1]}{sizes[1]} ",
+        (EMPTY, "$muted"), f" {words[2]}{sizes[2]}",
+    )  # fmt: skip
 
 
 def _machine(reading: Memory, width: int) -> list[Content]:
@@ -87,29 +98,33 @@ def _machine(reading: Memory, width: int) -> list[Content]:
 def _ram(machine: MachineUse, width: int) -> Content:
     total, free = machine.ram_bytes, machine.ram_free_bytes
     used = total - free if total is not None and free is not None else None
-    cpu = Content.assemble(("  CPU ", "$text-muted"), f"{figures.percent(machine.cpu):>4}")
+    cpu = Content.assemble((" CPU ", "$muted"), f"{figures.percent(machine.cpu):>4}")
     if used is None or total is None:
-        return Content.assemble(("RAM ", "$text-muted"), f"{figures.size(free)} free", cpu)
-    text = Content.assemble(f" {figures.size(used)} of {figures.size(total)}", cpu)
+        return Content.assemble(("RAM ", "$muted"), f"{figures.size(free)} free", cpu)
+    text = Content(f" {figures.part_of(used, total)}")
+    if width - 4 - text.cell_length - cpu.cell_length >= _LEAST_BAR:
+        text = Content.assemble(text, cpu)
     return _filled("RAM ", used / total, text, width)
 
 
 def _gpu(gpu: GpuUse, width: int) -> list[Content]:
     share = gpu.used_bytes / gpu.total_bytes if gpu.total_bytes else None
-    text = Content(f" {figures.size(gpu.used_bytes)} of {figures.size(gpu.total_bytes)}")
+    text = Content(f" {figures.part_of(gpu.used_bytes, gpu.total_bytes)}")
     facts = [
         f"busy {figures.percent(gpu.busy)}",
         f"{figures.number(gpu.power_w)}/{figures.number(gpu.power_limit_w)} W",
         f"{figures.count(gpu.temperature_c)} °C",
         f"{figures.count(gpu.clock_mhz)} MHz",
     ]
-    named = Content.assemble((f"GPU {gpu.index} ", "$text-muted"), gpu.name)
+    while len("  ".join(facts)) > width:
+        facts.pop()
+    named = Content.styled(one_line(gpu.name), "$muted")
     return [
         _filled(f"GPU {gpu.index} ", share, text, width),
-        spread(named, Content("  ".join(facts)), width),
+        spread(Content("  ".join(facts)), named, width),
     ]
 
 
 def _filled(name: str, share: float | None, text: Content, width: int) -> Content:
     room = max(_LEAST_BAR, width - len(name) - text.cell_length)
-    return Content.assemble((name, "$text-muted"), (bar(share, room), "$accent"), text)
+    return Content.assemble((name, "$muted"), (bar(share, room), "$accent"), text)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from localgen.backends.readings import MachineUse
 from localgen.backends.types import SpeculationStats
+from localgen.chats.inert import one_line
 from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot
 
 # one value for each sample of the last minutes, oldest first; None: not known
@@ -107,7 +108,7 @@ def memory_of(model: ModelSnapshot) -> ModelMemory:
         return None if tokens is None or per_token is None else tokens * per_token
 
     return ModelMemory(
-        name=model.name,
+        name=one_line(model.name),
         state=model.state,
         # as drawn: what changes less is no reason to repaint
         progress=round(model.progress, 2),

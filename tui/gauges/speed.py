@@ -22,14 +22,12 @@ class SpeedGauge(Gauge[Rates]):
         decode = _line("decode", reading.decode_per_s, "$success", _highest(reading.decode), width)
         prefill = _line("prefill", reading.prefill_per_s, "$secondary", "", width)
         counts = Content.assemble(
-            ("running ", "$text-muted"),
+            ("running ", "$muted"),
             (figures.count(reading.running), "bold"),
-            ("  waiting ", "$text-muted"),
+            ("  waiting ", "$muted"),
             (figures.count(reading.waiting), "bold $warning" if reading.waiting else "bold"),
         )
-        batch = Content.assemble(
-            (figures.number(reading.batch), "bold"), (" a step", "$text-muted")
-        )
+        batch = Content.assemble((figures.number(reading.batch), "bold"), (" a step", "$muted"))
         return [
             decode,
             *history(reading.decode, width, (rows + 1) // 2, "$success"),
@@ -41,11 +39,11 @@ class SpeedGauge(Gauge[Rates]):
 
 def _line(name: str, per_s: float | None, style: str, right: str, width: int) -> Content:
     left = Content.assemble(
-        (f"{name:<8}", "$text-muted"),
+        (f"{name:<8}", "$muted"),
         (f"{figures.rate(per_s):>7}", f"bold {style}"),
-        (" tok/s", "$text-muted"),
+        (" tok/s", "$muted"),
     )
-    return spread(left, Content.styled(right, "$text-muted"), width)
+    return spread(left, Content.styled(right, "$muted"), width)
 
 
 def _highest(values: History) -> str:

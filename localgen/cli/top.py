@@ -1,0 +1,50 @@
+"""`localgen top`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from localgen.backends.errors import InvalidRequest
+from localgen.cli.elsewhere import KeyEnvOption, UrlOption
+
+if TYPE_CHECKING:
+    from localgen.client.remote.endpoint import Endpoint
+
+
+def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
+    """Watch what the server does: speed, latency, memory, requests. Starts and loads nothing."""
+    there = _endpoint(url, api_key_env)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InvalidRequest("top needs a terminal: localgen ps lists models without one")
+    from localgen.config import Settings
+    from localgen.tui.shell import Shell
+    from localgen.tui.themes import ThemeChoice
+    from localgen.tui.top.app import TopApp, TopWatch
+
+    settings = Settings.from_environment()
+
+    def watch() -> TopWatch:
+        from localgen.client.watch import OwnWatch, RemoteWatch
+
+        return OwnWatch(settings) if there is None else RemoteWatch(there)
+
+    way_out = "localgen chat or localgen serve starts one." if there is None else ""
+    where = "this machine" if there is None else there.where
+    TopApp(watch, where, way_out, ThemeChoice(Shell.theme_file(settings.state_dir))).run()
+
+
+def _endpoint(url: str | None, api_key_env: str | None) -> Endpoint | None:
+    """The server that is meant; None: ours. InvalidRequest: it is none. BadSetting: no key."""
+    if url is None:
+        if api_key_env is not None:
+            raise InvalidRequest("--api-key-env is for another server: give --url as well")
+        return None
+    from localgen.client.remote.endpoint import variable
+    from localgen.client.remote.endpoints import endpoint
+
+    found = endpoint(url)
+    found = replace(found, key_env=variable(api_key_env)) if api_key_env else found
+    found.key()  # said now, not on the screen
+    return found

@@ -1,0 +1,105 @@
+"""Where other servers' Prometheus figures are, under the names that they give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """kind: of server; prefix: of all its figures. Of several names for the same, the first that
+    is there counts: they have changed between versions.
+
+    model: the label with the model's name. rank: the label of those that all say the same, of whom
+    the first is heard. totals: by the fields of Totals.
+    """
+
+    kind: str
+    prefix: str
+    model: str = "model_name"
+    rank: str | None = None
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    kv_share: tuple[str, ...] = ()
+    kv_used: tuple[str, ...] = ()
+    kv_tokens: tuple[str, ...] = ()
+    ttft: tuple[str, ...] = ()
+    itl: tuple[str, ...] = ()
+    tokens_per_step: tuple[str, ...] = ()
+    totals: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def _like_vllm(prefix: str, kind: str) -> Names:
+    """localgen's own names are vLLM's with another prefix."""
+    return Names(
+        kind=kind,
+        prefix=prefix,
+        running=(f"{prefix}num_requests_running",),
+        waiting=(f"{prefix}num_requests_waiting",),
+        kv_share=(f"{prefix}kv_cache_usage_perc", f"{prefix}gpu_cache_usage_perc"),
+        ttft=(f"{prefix}time_to_first_token_seconds",),
+        itl=(
+            f"{prefix}inter_token_latency_seconds",
+            f"{prefix}time_per_output_token_seconds",
+        ),
+        totals={
+            "prompt_tokens": (f"{prefix}prompt_tokens_total",),
+            "generated_tokens": (f"{prefix}generation_tokens_total",),
+            "steps": (f"{prefix}iteration_tokens_total_count",),
+            "preemptions": (f"{prefix}num_preemptions_total",),
+            "prefix_queries": (
+                f"{prefix}prefix_cache_queries_total",
+                f"{prefix}gpu_prefix_cache_queries_total",
+            ),
+            "prefix_hits": (
+                f"{prefix}prefix_cache_hits_total",
+                f"{prefix}gpu_prefix_cache_hits_total",
+            ),
+            "draft_tokens": (f"{prefix}spec_decode_num_draft_tokens_total",),
+            "accepted_tokens": (f"{prefix}spec_decode_num_accepted_tokens_total",),
+        },
+    )
+
+
+VLLM = _like_vllm("vllm:", "vLLM")
+LOCALGEN = _like_vllm("localgen:", "localgen")
+SGLANG = Names(
+    kind="SGLang",
+    prefix="sglang:",
+    rank="tp_rank",
+    running=("sglang:num_running_reqs",),
+    waiting=("sglang:num_queue_reqs",),
+    kv_share=("sglang:token_usage",),
+    kv_used=("sglang:num_used_tokens",),
+    kv_tokens=("sglang:max_total_num_tokens",),
+    ttft=("sglang:time_to_first_token_seconds",),
+    itl=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+    tokens_per_step=("sglang:spec_accept_length",),
+    totals={
+        "prompt_tokens": ("sglang:prompt_tokens_total",),
+        "generated_tokens": ("sglang:generation_tokens_total",),
+        "preemptions": ("sglang:num_retracted_requests_total",),
+        "prefix_queries": ("sglang:prompt_tokens_total",),
+        "prefix_hits": ("sglang:cached_tokens_total",),
+    },
+)
+LLAMA_SERVER = Names(
+    kind="llama-server",
+    prefix="llamacpp:",
+    running=("llamacpp:requests_processing",),
+    waiting=("llamacpp:requests_deferred",),
+    kv_share=("llamacpp:kv_cache_usage_ratio",),
+    kv_used=("llamacpp:kv_cache_tokens",),
+    totals={
+        "prompt_tokens": ("llamacpp:prompt_tokens_total",),
+        "generated_tokens": ("llamacpp:tokens_predicted_total",),
+        "steps": ("llamacpp:n_decode_total",),
+        "draft_tokens": ("llamacpp:spec_decode_num_draft_tokens_total",),
+        "accepted_tokens": ("llamacpp:spec_decode_num_accepted_tokens_total",),
+    },
+)
+# of each step on average, where a server tells it so
+BUSY_PER_STEP = "llamacpp:n_busy_slots_per_decode"
+# a figure whose labels say how large vLLM's cache is
+VLLM_CACHE = "vllm:cache_config_info"
+ALL = (VLLM, SGLANG, LLAMA_SERVER, LOCALGEN)

@@ -1,0 +1,79 @@
+"""The first line: which server, how it is; and what is wrong where something is."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+from textual.widgets import Static
+
+import localgen
+from localgen.chats.inert import one_line
+from localgen.client.snapshot import Snapshot
+from localgen.tui import figures
+from localgen.tui.gauges.drawing import spread
+
+_STYLES = {
+    "LIVE": "bold $success",
+    "LOST": "bold $error",
+    "WAITING": "bold $warning",
+    "PAUSED": "bold $warning",
+}
+
+
+class Banner(Widget):
+    """where: the server as the user called it. status: LIVE, WAITING, LOST or PAUSED."""
+
+    ALLOW_SELECT = False
+    DEFAULT_CSS = """
+    Banner { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap;
+             text-overflow: ellipsis; }
+    """
+    text: reactive[tuple[str, ...]] = reactive(())
+    status: reactive[str] = reactive("WAITING")
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def show(self, snapshot: Snapshot) -> None:
+        """A word on the server."""
+        self.text = facts_of(snapshot)
+
+    def render(self) -> Content:
+        parts: list[tuple[str, str]] = [("localgen top", "bold $primary")]
+        parts += [(f"  {fact}", "") for fact in (self._where, *self.text)]
+        status = Content.styled(f"● {self.status}", _STYLES[self.status])
+        return spread(Content.assemble(*parts), status, self.content_size.width)
+
+
+def facts_of(snapshot: Snapshot) -> tuple[str, ...]:
+    """What is worth a place in the first line, the most important first."""
+    name = f"{snapshot.kind} {one_line(snapshot.version or '')}".strip()
+    if snapshot.kind == "localgen" and snapshot.version not in (None, localgen.__version__):
+        name += f" (this is {localgen.__version__})"
+    facts = [name] if name else []
+    if snapshot.status != "ok":
+        facts.append(one_line(snapshot.status))
+    if snapshot.uptime_s is not None:
+        facts.append(f"up {figures.clock(snapshot.uptime_s)}")
+    count = len(snapshot.models)
+    facts.append("1 model" if count == 1 else f"{count} models")
+    return (*facts, *map(one_line, snapshot.notes))
+
+
+class Notice(Static):
+    """What is wrong and what to do; there only while something is."""
+
+    DEFAULT_CSS = """
+    Notice { display: none; height: auto; padding: 0 1; color: $warning; background: $surface; }
+    Notice.-shown { display: block; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+
+    def say(self, text: str) -> None:
+        """This; nothing: all is well."""
+        self.update(Content(text))
+        self.set_class(bool(text), "-shown")

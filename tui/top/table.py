@@ -1,0 +1,146 @@
+"""The table of requests: sorted, followed by key, repainted where it has changed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import DataTable
+
+from localgen.tui.top.requests import COLUMNS, Column, RequestRow, sorted_rows
+
+_LEAST_MODEL = 12
+_MOST_MODEL = 40
+
+
+class RequestTable(DataTable[Text]):
+    """Rows of requests. The cursor stays on its request, wherever that moves."""
+
+    class Chosen(Message):
+        """Enter or a click on the row of the cursor."""
+
+        def __init__(self, row: RequestRow) -> None:
+            super().__init__()
+            self.row = row
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Timeline")]
+
+    def __init__(self) -> None:
+        super().__init__(cursor_type="row", zebra_stripes=False, id="requests")
+        self._rows: dict[str, RequestRow] = {}
+        self._shown: dict[str, tuple[str, ...]] = {}
+        self._shown_columns: tuple[Column, ...] = ()
+        self._sort, self._descending = COLUMNS[1], False
+
+    @property
+    def under_cursor(self) -> RequestRow | None:
+        """The request that the cursor is on."""
+        if not self.row_count or not self.is_valid_row_index(self.cursor_row):
+            return None
+        key = self.ordered_rows[self.cursor_row].key.value
+        return self._rows.get(key or "")
+
+    def show(self, rows: list[RequestRow]) -> None:
+        """These requests from now on."""
+        rows = sorted_rows(rows, self._sort, descending=self._descending)
+        self._rows = {row.id: row for row in rows}
+        shown = {row.id: tuple(c.text(row) for c in self._shown_columns) for row in rows}
+        if list(shown) != list(self._shown):
+            self._rebuild(shown)
+        else:
+            self._update(shown)
+        self._shown = shown
+
+    def sort_by(self, key: str) -> None:
+        """Sort by this column; by the other direction if it is sorted by it."""
+        column = next(each for each in COLUMNS if each.key == key)
+        if column is self._sort:
+            self._descending = not self._descending
+        else:
+            # of numbers the large ones are of interest
+            self._sort, self._descending = column, column.is_number
+        self._make_columns()
+
+    def sort_by_next(self) -> None:
+        """Sort by the column right of the one it is sorted by."""
+        shown = self._shown_columns or COLUMNS
+        at = shown.index(self._sort) if self._sort in shown else -1
+        self.sort_by(shown[(at + 1) % len(shown)].key)
+
+    def reverse(self) -> None:
+        """Sort the other way round."""
+        self.sort_by(self._sort.key)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._make_columns()
+
+    def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
+        event.stop()
+        self.sort_by(str(event.column_key.value))
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        event.stop()
+        row = self._rows.get(str(event.row_key.value))
+        if row is not None:
+            self.post_message(self.Chosen(row))
+
+    def _make_columns(self) -> None:
+        """The columns that there is room for."""
+        room, screen = self.content_size.width, self.app.size.width
+        columns = tuple(column for column in COLUMNS if column.least <= screen)
+        fixed = sum(column.width + 2 * self.cell_padding for column in columns)
+        model = min(_MOST_MODEL, max(_LEAST_MODEL, room - fixed - 1))
+        self.clear(columns=True)
+        for column in columns:
+            self.add_column(self._title(column), key=column.key, width=column.width or model)
+        self._shown_columns, self._shown = columns, {}
+        self.show(list(self._rows.values()))
+
+    def _title(self, column: Column) -> Text:
+        arrow = ("↓" if self._descending else "↑") if column is self._sort else ""
+        # the arrow must not be cut off
+        title = f"{column.title}{arrow}"
+        return Text(title, justify="right" if column.is_number else "left", no_wrap=True)
+
+    def _rebuild(self, shown: dict[str, tuple[str, ...]]) -> None:
+        under = self.under_cursor_key
+        scroll = self.scroll_y
+        self.clear()
+        for key, texts in shown.items():
+            self.add_row(*self._cells(key, texts), key=key)
+        if under in shown:
+            self.move_cursor(row=list(shown).index(under), scroll=False)
+        self.scroll_y = min(scroll, self.max_scroll_y)
+
+    @property
+    def under_cursor_key(self) -> str:
+        """The id of the row that the cursor is on; empty: none."""
+        if not self.row_count or not self.is_valid_row_index(self.cursor_row):
+            return ""
+        return self.ordered_rows[self.cursor_row].key.value or ""
+
+    def _update(self, shown: dict[str, tuple[str, ...]]) -> None:
+        for key, texts in shown.items():
+            if texts == self._shown[key]:
+                continue
+            cells = self._cells(key, texts)
+            pairs = zip(self._shown_columns, cells, self._shown[key], texts, strict=True)
+            for column, cell, before, now in pairs:
+                if before != now:
+                    self.update_cell(key, column.key, cell)
+
+    def _cells(self, key: str, texts: tuple[str, ...]) -> list[Text]:
+        style = "" if self._rows[key].is_live else "dim"
+        return [
+            Text(
+                text,
+                style,
+                justify="right" if column.is_number else "left",
+                no_wrap=True,
+                overflow="ellipsis",
+            )
+            for column, text in zip(self._shown_columns, texts, strict=True)
+        ]

@@ -1,0 +1,136 @@
+"""Where the time of one request went, or goes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from localgen.tui import figures
+from localgen.tui.gauges.readings import Reading
+from localgen.tui.top.requests import RequestRow, rows_of
+
+_NAME, _FIGURE, _TOLD, _LEAST_BAR = 15, 10, 28, 10
+# from so many columns on, figures stand beside the bars
+_WIDE = 84
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def phases_of(row: RequestRow) -> list[tuple[str, float, str]]:
+    """Name, milliseconds and figures of each phase, in order."""
+    phases = row.phases
+    total_ms = phases.prefill_ms + phases.first_step_ms
+    rate = row.new_tokens / total_ms * 1e3 if total_ms and row.generated_tokens else None
+    prefill = f"{figures.count(row.new_tokens)} tokens"
+    if rate:
+        prefill += f", {figures.rate(rate)} tok/s"
+    decode = f"{figures.count(row.generated_tokens)} tokens"
+    if row.tokens_per_s:
+        decode += f", {figures.rate(row.tokens_per_s)} tok/s"
+    return [
+        ("template", phases.template_ms, ""),
+        ("queue", phases.queue_ms, ""),
+        ("cached prefill", phases.cached_ms, f"{figures.count(row.cached_tokens)} tokens"),
+        ("new prefill", phases.prefill_ms, prefill),
+        ("first step", phases.first_step_ms, f"TTFT {figures.duration(row.ttft_ms)}"),
+        ("decode", phases.decode_ms, decode),
+    ]
+
+
+def timeline(row: RequestRow, width: int) -> list[Content]:
+    """A line for each phase: its bar begins where that of the one before ends."""
+    phases = phases_of(row)
+    whole_ms = sum(ms for _, ms, _ in phases)
+    beside = width >= _WIDE
+    room = max(_LEAST_BAR, width - _NAME - _FIGURE - 1 - (_TOLD if beside else 0))
+    lines, before_ms = [], 0.0
+    for name, ms, told in phases:
+        bar = _bar(before_ms, ms, whole_ms, room)
+        before_ms += ms
+        lines.append(
+            Content.assemble(
+                (f"{name:<{_NAME}}", "$muted"),
+                (f"{figures.duration(ms):>{_FIGURE}} ", "bold"),
+                (f"{told:<{_TOLD}}" if beside else "", "$muted"),
+                (bar, "$success" if name == "decode" else "$primary"),
+            )
+        )
+        if told and not beside:
+            lines.append(Content.styled(" " * (_NAME + _FIGURE + 1) + told, "$muted"))
+    return [*lines, Content(""), *_summary(row, whole_ms)]
+
+
+def _bar(before_ms: float, ms: float, whole_ms: float, width: int) -> str:
+    """To an eighth of a character at its end; what is not nothing is seen."""
+    if whole_ms <= 0 or ms <= 0:
+        return ""
+    start = min(width - 1, int(before_ms / whole_ms * width))
+    eighths = max(1, round((before_ms + ms) / whole_ms * width * 8) - start * 8)
+    full, rest = divmod(eighths, 8)
+    return " " * start + "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+def _summary(row: RequestRow, whole_ms: float) -> list[Content]:
+    used = row.prompt_tokens + row.generated_tokens
+    facts = [
+        ("total", figures.duration(whole_ms)),
+        ("state", row.state_text),
+        ("prompt", f"{figures.count(row.prompt_tokens)} ({row.cached_tokens:,} cached)"),
+        ("answer", figures.count(row.generated_tokens)),
+        ("context", f"{figures.count(used)} of {figures.count(row.ctx or None)}"),
+        ("drafts right", figures.percent(row.acceptance)),
+        ("client", row.client or figures.UNKNOWN),
+        ("id", row.id),
+    ]
+    return [Content.assemble((f"{name:<{_NAME}}", "$muted"), (value, "")) for name, value in facts]
+
+
+class TimelineScreen(ModalScreen[None]):
+    """The timeline of a request, followed while it lives."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,enter,q", "dismiss", "Close"),
+        Binding("c,delete", "app.cancel_request", "Cancel"),
+    ]
+    DEFAULT_CSS = """
+    TimelineScreen { align: center middle; background: $background 60%; }
+    TimelineScreen Vertical {
+        width: 90%; max-width: 110; height: auto; max-height: 95%; padding: 0 1;
+        border: round $primary; background: $surface; border-title-color: $primary;
+        border-subtitle-color: $muted; overflow-y: auto;
+    }
+    TimelineScreen Static { text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+    def __init__(self, row: RequestRow) -> None:
+        super().__init__()
+        self.row = row
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = Content(f"Request to {self.row.model}")
+            box.border_subtitle = "Esc closes"
+            yield Static()
+
+    def on_mount(self) -> None:
+        """Follow what the application reads."""
+        self.watch(self.app, "reading", self._read)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
+
+    def _read(self, reading: Reading) -> None:
+        rows = rows_of(reading.snapshot, with_ended=True) or []
+        found = next((row for row in rows if row.id == self.row.id), None)
+        if found is not None and found != self.row:
+            self.row = found
+            self._draw()
+
+    def _draw(self) -> None:
+        static = self.query_one(Static)
+        static.update(Content("\n").join(timeline(self.row, static.content_size.width)))
