@@ -9,6 +9,7 @@ from localgen.chats.conversation import Conversation, Turn
 from localgen.chats.inert import one_line
 from localgen.chats.sessions import Kept, Listed, SessionGone
 from localgen.tui.chat.open_session import House, OpenSession
+from localgen.tui.chat.variants import Variant, sessions
 
 _AROUND_CHARS = 40
 MOST_HITS = 200
@@ -74,9 +75,9 @@ class Desk:
         called = name or self._free_name(source.name)
         return self._create(replace(source.copy(), name=called, growing=None))
 
-    def add(self, kept: Kept) -> OpenSession:
-        """A session of these contents."""
-        return self._create(kept)
+    def compare(self, source: OpenSession, compared: list[Variant]) -> list[OpenSession]:
+        """A session for each, which goes on from what was said in one."""
+        return [self._create(kept) for kept in sessions(source.copy(), compared)]
 
     def rename(self, session: int, name: str) -> None:
         """InvalidRequest: a name without a letter."""

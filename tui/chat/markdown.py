@@ -14,7 +14,7 @@ _LINE_ENDS = str.maketrans({"\u2028": "\n", "\u2029": "\n"})
 
 
 def harmless(text: str) -> str:
-    """Text for the widget: nothing that a terminal obeys, and lines that parser and widget agree on.
+    """Nothing that a terminal obeys, and lines that the parser and the widget agree on.
 
     Character by character, so a stream may be cut anywhere.
     """

@@ -158,6 +158,11 @@ class OpenSession:
             self.busy = ""
             self.save()
 
+    def stop_loading(self) -> None:
+        """From another thread: end use_model()."""
+        loading, self.session.client = self.session.client, self._house.make_client()
+        loading.cut()
+
     def save(self) -> None:
         """Keep what is not kept yet; `unkept` says why that failed."""
         with self._lock:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from textual import events
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.keys import Keys
 from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
 # Alt+Enter as terminals send it; Textual would take it for Enter
-ANSI_SEQUENCES_KEYS["\x1b\r"] = (Keys.ControlJ,)
+cast(dict[str, object], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (Keys.ControlJ,)
 # what is pasted and longer than this is folded: the editor would redraw all of it at every key
 FOLDED_CHARS = 4_000
 _FOLD = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
@@ -25,11 +26,18 @@ class Prompt(TextArea):
     """Posts Sent at Enter. completions: what may follow a text that begins with a slash."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "Send", priority=True),
-        Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", key_display="^J"),
+        Binding("enter", "send", "Send", show=False),
+        Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
         Binding("tab", "complete", "Complete a command", show=False),
         Binding("up", "earlier", "Earlier prompt, on the first line", show=False),
         Binding("down", "later", "Later prompt, on the last line", show=False),
+        # an editor has other uses for these keys, a prompt has none
+        Binding("ctrl+f", "app.search", "Search"),
+        Binding("ctrl+y", "app.copy", "Copy the last answer", show=False),
+        Binding("pageup", "screen.scroll(-1)", "Scroll back", show=False),
+        Binding("pagedown", "screen.scroll(1)", "Scroll on", show=False),
+        Binding("f6", "screen.toggle_gauges", "Gauges: show or fold", show=False),
+        Binding("f7", "screen.toggle_sessions", "Sessions: show or fold", show=False),
     ]
     DEFAULT_CSS = """
     Prompt {
@@ -100,9 +108,11 @@ class Prompt(TextArea):
 
     def action_earlier(self) -> None:
         row, column = self.cursor_location
-        if row > 0 or not self._history or self.wrapped_document.location_to_offset(
-            (row, column)
-        ).y:
+        if (
+            row > 0
+            or not self._history
+            or self.wrapped_document.location_to_offset((row, column)).y
+        ):
             self.action_cursor_up()
             return
         if self._place == len(self._history):
@@ -117,11 +127,14 @@ class Prompt(TextArea):
         self._recall(self._place + 1)
 
     async def _on_key(self, event: events.Key) -> None:
-        if event.key == "shift+\r":  # how xterm and tmux spell Shift+Enter where they tell it
+        if event.key == "enter":
+            event.prevent_default().stop()
+            self.action_send()
+        elif event.key == "shift+\r":  # how xterm and tmux spell Shift+Enter where they tell it
             event.prevent_default().stop()
             self.action_newline()
-            return
-        await super()._on_key(event)
+        else:
+            await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
         text = event.text.replace("\r\n", "\n").replace("\r", "\n")
@@ -162,9 +175,7 @@ class Suggestions(OptionList):
             self.add_option(Option(_row(text, meaning, width), id=text))
 
 
-def _row(text: str, meaning: str, width: int) -> object:
-    from textual.content import Content
-
+def _row(text: str, meaning: str, width: int) -> Content:
     return Content.assemble((f"{text:<{width}}", "bold $foreground"), f"  {meaning}")
 
 

@@ -160,7 +160,9 @@ class Transcript(VerticalScroll):
             await self.query(".note").remove()
 
 
-_EMPTY = "Nothing has been said yet. Type below, Enter sends. /help lists the commands, F1 the keys."
+_EMPTY = (
+    "Nothing has been said yet. Type below, Enter sends. /help lists the commands, F1 the keys."
+)
 
 
 def _turns(opened: OpenSession) -> tuple[Turn, ...]:
