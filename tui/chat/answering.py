@@ -84,19 +84,36 @@ class Answering:
         limit = self._session.ctx
         return report.live_line(waited_s, self.ttft_s, self.tokens, used, limit, about)
 
+    def rate(self) -> float:
+        """Tokens a second; 0: not known yet."""
+        if self.answer is not None:
+            return self.answer.timings.predicted_per_second
+        if self.ttft_s is None or self.tokens < 2:
+            return 0.0
+        writing_s = self._clock() - self._started_s - self.ttft_s
+        return (self.tokens - 1) / writing_s if writing_s > 0 else 0.0
+
     def speed(self) -> str:
         """TTFT and tokens a second, as far as they are known: what tells answers apart."""
         if self.answer is not None:
-            timings = self.answer.timings
-            rate = timings.predicted_per_second
-            ttft = report.duration(timings.ttft_ms)
+            ttft_ms = self.answer.timings.ttft_ms
         elif self.ttft_s is not None:
-            writing_s = self._clock() - self._started_s - self.ttft_s
-            rate = (self.tokens - 1) / writing_s if self.tokens > 1 and writing_s > 0 else 0.0
-            ttft = report.duration(self.ttft_s * 1e3)
+            ttft_ms = self.ttft_s * 1e3
         else:
+            return self.progress()
+        rate = self.rate()
+        return f"TTFT {report.duration(ttft_ms)}" + (f" · {rate:,.1f} tok/s" if rate else "")
+
+    def progress(self) -> str:
+        """How far it is, in few words."""
+        if self.is_stopping:
+            return "stopping"
+        if self.load_share is not None:
+            return f"loading {self.load_share:.0%}"
+        if self.ttft_s is None:
             return f"waiting {self._clock() - self._started_s:.1f} s"
-        return f"TTFT {ttft}" + (f" · {rate:,.1f} tok/s" if rate else "")
+        rate = self.rate()
+        return f"{rate:,.1f} tok/s" if rate else "writing"
 
     def _served(self) -> str:
         if self.answer is not None:

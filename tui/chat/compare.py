@@ -140,12 +140,10 @@ class CompareScreen(Screen[None]):
     CompareScreen HorizontalScroll { height: 1fr; }
     """
 
-    def __init__(
-        self, opened: list[tuple[OpenSession, str]], on_error: Callable[[str], None]
-    ) -> None:
+    def __init__(self, opened: list[tuple[OpenSession, str]], tell: Callable[..., None]) -> None:
         super().__init__()
         self._opened = opened
-        self._on_error = on_error
+        self._tell = tell
 
     def compose(self) -> ComposeResult:
         with HorizontalScroll(can_focus=False):
@@ -171,7 +169,7 @@ class CompareScreen(Screen[None]):
     async def ask(self, text: str) -> None:
         """Ask all of them, unless one still answers."""
         if any(opened.answering is not None for opened, _ in self._opened):
-            self._on_error("an answer is being written: Ctrl+C stops all")
+            self._tell("an answer is being written: Ctrl+C stops all")
             return
         self.query_one(Prompt).sent(text)
         await self._each(lambda opened: opened.ask(text))
@@ -183,7 +181,7 @@ class CompareScreen(Screen[None]):
     def action_stop(self) -> None:
         stopped = [opened.stop() for opened, _ in self._opened]
         if not any(stopped):
-            self._on_error("nothing is being written; Esc goes back, Ctrl+Q leaves")
+            self._tell("nothing is being written; Esc goes back, Ctrl+Q leaves")
 
     def action_back(self) -> None:
         self.dismiss(None)
@@ -193,4 +191,4 @@ class CompareScreen(Screen[None]):
             try:
                 await asyncio.to_thread(work, opened)
             except LocalgenError as error:
-                self._on_error(inert(error.message))
+                self._tell(inert(error.message), fault=True)

@@ -222,9 +222,7 @@ class MainScreen(Screen[None]):
             opened = self._desk.open.get(listed.id)
             turns, state = listed.turns, ""
             if opened is not None and opened.answering is not None:
-                state = opened.answering.speed() if opened.is_answering else "done"
-                if opened.answering.load_share is not None:
-                    state = f"loading {opened.answering.load_share:.0%}"
+                state = opened.answering.progress()
             elif listed.is_growing:
                 state = "writing elsewhere"
             name = opened.name if opened is not None else listed.name
