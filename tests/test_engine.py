@@ -303,3 +303,45 @@ def test_figures_of_the_last_minute_are_looked_at_now_and_then() -> None:
     assert window.values(10.5)[0] == 1.0 - stats.FEW_SAMPLES
     assert window.values(11.0)[0] == -1000.0
     assert window.values(10.1 + stats.WINDOW_S) == [-1000.0]
+
+
+def test_the_phases_of_a_request_add_up_to_its_life() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    prompt = "x" * 3 * runner.limits.max_batch_tokens
+    engine.submit(request("a", prompt[: runner.limits.max_len // 2], max_tokens=30))
+    seen = {}
+    while not log.ends:
+        engine.step(wait=False)
+        engine._flush(idle=True)
+        for each in log.stats.sequences:
+            seen[each.state] = each
+            phases = each.phases
+            told = (
+                phases.template_ms
+                + phases.queue_ms
+                + phases.cached_ms
+                + phases.prefill_ms
+                + phases.first_step_ms
+                + phases.decode_ms
+            )
+            assert told == pytest.approx(each.age_s * 1e3, abs=2.0)
+            assert (each.ttft_ms is None) == (each.generated_tokens == 0)
+    decoding = seen["decode"]
+    assert decoding.phases.first_step_ms > 0
+    assert decoding.ttft_ms is not None
+    (end,) = log.ends["a"]
+    assert isinstance(end, Finished)
+    assert end.timings.first_step_ms == decoding.phases.first_step_ms
+    assert 0 < end.timings.first_step_ms <= end.timings.prompt_ms
+    assert log.stats.ttft_last_ms == pytest.approx(end.timings.ttft_ms, abs=2.0)
+    assert log.stats.itl_last_ms > 0
+
+
+def test_contexts_are_counted_with_each_step() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    engine.submit(request("a", "abcdefgh", max_tokens=3, ignore_eos=True))
+    run_until_ended(engine, log, 1)
+    # the prompt's step sees 8 tokens, those of the second and third token 9 and 10
+    assert log.stats.context_tokens_total == 8 + 9 + 10

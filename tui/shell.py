@@ -141,14 +141,16 @@ class Shell(App[None]):
             yield SystemCommand(f"Theme: {name}", "Colours of the screen", self._theme_of(name))
 
     def _known_keys(self, screen: Screen[object]) -> list[tuple[str, str]]:
-        """Keys and what they do, several for the same in one line."""
+        """Keys and what they do, several for the same in one line; those of the footer first."""
         keys: dict[str, list[str]] = {}
-        for active in screen.active_bindings.values():
-            if active.binding.description:
-                display = self._key_of(active)
-                shown = keys.setdefault(active.binding.description, [])
-                if display not in shown:
-                    shown.append(display)
+        known = sorted(screen.active_bindings.values(), key=lambda active: not active.binding.show)
+        for active in known:
+            is_palette = active.binding.action == "command_palette"
+            says = "Everything by its name" if is_palette else active.binding.description
+            if says:
+                shown = keys.setdefault(says, [])
+                if self._key_of(active) not in shown:
+                    shown.append(self._key_of(active))
         return [(" ".join(shown), says) for says, shown in keys.items()]
 
     def _key_of(self, active: ActiveBinding) -> str:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
     """Watch what the server does: speed, latency, memory, requests. Starts and loads nothing."""
     there = _endpoint(url, api_key_env)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    # Textual draws on stderr
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise InvalidRequest("top needs a terminal: localgen ps lists models without one")
     from localgen.config import Settings
     from localgen.tui.shell import Shell

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.models import ModelInfo
+from localgen.backends.models import MemoryUse
 from localgen.backends.readings import EndedRequest, MachineUse, ReadCost
 from localgen.backends.types import EngineStats, SequenceStats, SpeculationStats
 
@@ -105,6 +105,11 @@ class _Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Info:
+    memory: MemoryUse = field(default_factory=MemoryUse)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
     name: str
     id: str = ""
@@ -116,7 +121,7 @@ class _Model:
     until_s: float | None = None
     processor: str = ""
     ctx: int = 0
-    info: ModelInfo | None = None
+    info: _Info | None = None
     stats: EngineStats | None = None
     read: ReadCost | None = None
 

@@ -19,7 +19,7 @@ from localgen.planning.facts import shape_of
 from localgen.planning.weights import weights_of
 from localgen.server.resident import Resident
 
-UNMEASURED = "not measured yet: localgen plan does"
+UNMEASURED = "localgen plan measures it"
 # the speed may be measured while we run
 _LOOK_AGAIN = 40
 
@@ -69,7 +69,7 @@ def read_cost(file: ModelFile, info: ModelInfo, gpus: tuple[Gpu, ...]) -> ReadCo
     cost = ReadCost(
         weights_bytes=weights.read_bytes,
         kv_token_bytes=read_bytes(shape.caches, key, value, ctx) / ctx,
-        medium="main memory",
+        medium="RAM",
         bytes_per_s=None,
         how=UNMEASURED,
     )
@@ -78,9 +78,9 @@ def read_cost(file: ModelFile, info: ModelInfo, gpus: tuple[Gpu, ...]) -> ReadCo
 
 def _with_speed(cost: ReadCost, info: ModelInfo, gpus: tuple[Gpu, ...]) -> ReadCost:
     if "GPU" not in info.processor:
-        return _by(cost, "main memory", known_memory_bandwidth())
+        return _by(cost, "RAM", known_memory_bandwidth())
     if info.processor != "100% GPU":
-        return replace(cost, medium="GPU and main memory", how="layers lie in both: no one limit")
+        return replace(cost, medium="GPU and RAM", how="layers lie in both: no one limit")
     used = gpus or nvidia_gpus()[:1]
     if not used:
         return replace(cost, medium="GPU", how="its driver does not tell")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
+from localgen.chats.inert import one_line
 from localgen.tui import figures
 from localgen.tui.gauges.gauge import Gauge
 from localgen.tui.gauges.readings import Drafts as DraftsReading
@@ -23,16 +24,19 @@ class DraftsGauge(Gauge[DraftsReading]):
         if stats and (stats.share or not stats.reason):
             lines.append(
                 Content.assemble(
-                    ("accepted ", "$muted"),
+                    ("right ", "$muted"),
                     (figures.percent(reading.acceptance), "bold"),
-                    ("  tokens a step ", "$muted"),
+                    ("  a step ", "$muted"),
                     (figures.number(stats.tokens_per_step or None), "bold"),
                     ("  speed ×", "$muted"),
                     (figures.number(stats.speedup or None), "bold"),
                 )
             )
         elif stats:
-            lines.append(Content.styled(f"not now: {stats.reason}", "$muted"))
+            lines.append(Content.styled(f"not now: {one_line(stats.reason)}", "$muted"))
+        elif reading.acceptance is not None:
+            right = (figures.percent(reading.acceptance), "bold")
+            lines.append(Content.assemble(("right ", "$muted"), right))
         lines.append(
             Content.assemble(
                 ("prefix hits ", "$muted"),

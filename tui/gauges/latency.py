@@ -9,7 +9,7 @@ from localgen.tui import figures
 from localgen.tui.gauges.gauge import Gauge, history
 from localgen.tui.gauges.readings import Latencies
 
-_NAME, _MOST = 5, 10
+_NAME, _LEAST, _MOST = 5, 9, 10
 
 
 class LatencyGauge(Gauge[Latencies]):
@@ -21,21 +21,21 @@ class LatencyGauge(Gauge[Latencies]):
     def lines(self, reading: Latencies, width: int, height: int) -> list[Content]:
         """The plots share what the table leaves."""
         rows = max(0, height - 3)
-        each = min(_MOST, (width - _NAME) // 3)
-        heading = " " * _NAME + "".join(f"{name:>{each}}" for name in ("last", "p50", "p99"))
+        # where there is no room for all three, the last one is the one that can be missed
+        names = ("last", "p50", "p99") if width >= _NAME + 3 * _LEAST else ("p50", "p99")
+        each = min(_MOST, (width - _NAME) // len(names))
+        heading = " " * _NAME + "".join(f"{name:>{each}}" for name in names)
         return [
             Content.styled(heading, "$muted"),
-            _row("TTFT", reading.ttft, each, "$accent"),
+            _row("TTFT", reading.ttft, names, each, "$accent"),
             *history(reading.ttft_ms, width, rows // 2, "$accent"),
-            _row("ITL", reading.itl, each, "$primary"),
+            _row("ITL", reading.itl, names, each, "$primary"),
             *history(reading.itl_ms, width, (rows + 1) // 2, "$primary"),
         ]
 
 
-def _row(name: str, latency: Latency, each: int, style: str) -> Content:
-    return Content.assemble(
-        (f"{name:<{_NAME}}", "$muted"),
-        (f"{figures.duration(latency.last_ms):>{each}}", f"bold {style}"),
-        f"{figures.duration(latency.p50_ms):>{each}}",
-        f"{figures.duration(latency.p99_ms):>{each}}",
-    )
+def _row(name: str, latency: Latency, names: tuple[str, ...], each: int, style: str) -> Content:
+    told = {"last": latency.last_ms, "p50": latency.p50_ms, "p99": latency.p99_ms}
+    cells = [f"{figures.duration(told[column]):>{each}}" for column in names]
+    head = Content.assemble((f"{name:<{_NAME}}", "$muted"), (cells[0], f"bold {style}"))
+    return Content.assemble(head, *cells[1:])

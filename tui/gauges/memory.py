@@ -21,10 +21,11 @@ class MemoryGauge(Gauge[Memory]):
         super().__init__("Memory", id="memory")
 
     def lines(self, reading: Memory, width: int, height: int) -> list[Content]:
-        """The machine comes last and is kept; models give way where there is no room for all."""
-        machine = _machine(reading, width)
-        room = height - len(machine)
+        """Models, each in three lines or fewer; the machine below them."""
         models = reading.models or ()
+        # a line for each model at least, as far as that leaves one for the machine
+        machine = _machine(reading, width)[: max(1, height - max(1, len(models)))]
+        room = height - len(machine)
         if not models:
             says = "no model is loaded" if reading.models is not None else ""
             return [Content.styled(says, "$muted"), *machine]
@@ -126,5 +127,5 @@ def _gpu(gpu: GpuUse, width: int) -> list[Content]:
 
 
 def _filled(name: str, share: float | None, text: Content, width: int) -> Content:
-    room = max(_LEAST_BAR, width - len(name) - text.cell_length)
+    room = max(_LEAST_BAR // 2, width - len(name) - text.cell_length)
     return Content.assemble((name, "$muted"), (bar(share, room), "$accent"), text)

@@ -37,7 +37,9 @@ class TopApp(Shell):
         "A click on a heading sorts by it. █ used  ▓ kept prefixes  ░ free.\n"
         "— is what the server does not tell."
     )
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "quit", "Quit", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "quit", "Quit", show=False, priority=True)
+    ]
     reading: reactive[Reading] = reactive(Reading(), init=False)
 
     def __init__(

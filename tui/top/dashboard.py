@@ -27,7 +27,7 @@ _NO_REQUESTS = "no requests yet"
 class Dashboard(Screen[None]):
     """Composes; what it shows is handed on to who draws it."""
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (160, "-huge")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (23, "-mid"), (36, "-tall"), (52, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c,delete", "app.cancel_request", "Cancel"),
@@ -47,8 +47,9 @@ class Dashboard(Screen[None]):
     Dashboard.-wide #gauges { grid-size: 3; }
     Dashboard.-wide #memory { row-span: 2; }
     Dashboard.-wide #drafts { display: block; }
+    Dashboard.-high #gauges { grid-rows: 14 10; height: 24; }
     Dashboard.-wide.-tall #gauges { grid-rows: 11 6; height: 17; }
-    Dashboard.-wide.-high #gauges { grid-rows: 15 9; height: 24; }
+    Dashboard.-wide.-high #gauges { grid-rows: 16 8; height: 24; }
     Dashboard #list { height: 1fr; border: round $border; border-title-color: $primary;
                       border-title-style: bold; border-subtitle-color: $muted; }
     Dashboard #list:focus-within { border: round $primary; }

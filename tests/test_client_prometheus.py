@@ -1,0 +1,170 @@
+"""Other servers' pages of figures: what they name, what they leave out, what is none."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.client.prometheus import MetricsReader
+from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
+
+LLAMA = """\
+# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total 1532
+# TYPE llamacpp:tokens_predicted_total counter
+llamacpp:tokens_predicted_total 8123
+# TYPE llamacpp:n_decode_total counter
+llamacpp:n_decode_total 4000
+# TYPE llamacpp:n_busy_slots_per_decode gauge
+llamacpp:n_busy_slots_per_decode 2.5
+# TYPE llamacpp:requests_processing gauge
+llamacpp:requests_processing 3
+# TYPE llamacpp:requests_deferred gauge
+llamacpp:requests_deferred 1
+"""
+SGLANG = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="qwen",tp_rank="0"} 5.0
+sglang:num_running_reqs{model_name="qwen",tp_rank="1"} 5.0
+# TYPE sglang:num_queue_reqs gauge
+sglang:num_queue_reqs{model_name="qwen",tp_rank="0"} 2.0
+# TYPE sglang:token_usage gauge
+sglang:token_usage{model_name="qwen",tp_rank="0"} 0.28
+# TYPE sglang:num_used_tokens gauge
+sglang:num_used_tokens{model_name="qwen",tp_rank="0"} 28000
+# TYPE sglang:max_total_num_tokens gauge
+sglang:max_total_num_tokens{model_name="qwen",tp_rank="0"} 100000
+# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{model_name="qwen",is_streaming="true"} 800
+sglang:prompt_tokens_total{model_name="qwen",is_streaming="false"} 200
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total{model_name="qwen"} 7557
+# TYPE sglang:cached_tokens_total counter
+sglang:cached_tokens_total{model_name="qwen"} 400
+# TYPE sglang:spec_accept_length gauge
+sglang:spec_accept_length{model_name="qwen",tp_rank="0"} 2.4
+"""
+
+
+def only(found: Snapshot) -> ModelSnapshot:
+    assert len(found.models) == 1
+    return found.models[0]
+
+
+def vllm(ttft_s: tuple[float, ...] = (), engines: tuple[str, ...] = ("0",)) -> str:
+    """A page as vLLM's own library writes it."""
+    registry = CollectorRegistry()
+    labels = ("model_name", "engine")
+    running = Gauge("vllm:num_requests_running", "R", labels, registry=registry)
+    waiting = Gauge("vllm:num_requests_waiting", "W", labels, registry=registry)
+    share = Gauge("vllm:kv_cache_usage_perc", "K", labels, registry=registry)
+    generated = Counter("vllm:generation_tokens", "G", labels, registry=registry)
+    steps = Histogram("vllm:iteration_tokens_total", "I", labels, registry=registry)
+    ttft = Histogram(
+        "vllm:time_to_first_token_seconds",
+        "T",
+        labels,
+        buckets=(0.1, 0.2, 0.4),
+        registry=registry,
+    )
+    Gauge(
+        "vllm:cache_config_info", "C", ("num_gpu_blocks", "block_size"), registry=registry
+    ).labels("1000", "16").set(1)
+    Gauge("process_open_fds", "F", registry=registry).set(9)
+    for engine in engines:
+        of = ("llama", engine)
+        running.labels(*of).set(4)
+        waiting.labels(*of).set(1)
+        share.labels(*of).set(0.25)
+        generated.labels(*of).inc(500)
+        steps.labels(*of).observe(4)
+        for each in ttft_s:
+            ttft.labels(*of).observe(each)
+    return generate_latest(registry).decode()
+
+
+def test_llama_server() -> None:
+    found = MetricsReader().read(LLAMA, 0)
+    model = only(found)
+    assert (found.kind, model.name) == ("llama-server", "llama-server")
+    assert (model.running, model.waiting) == (3, 1)
+    assert model.totals == Totals(
+        prompt_tokens=1532, generated_tokens=8123, steps=4000, step_sequences=10_000
+    )
+    assert (model.ttft, model.itl) == (Latency(), Latency())
+    assert model.kv_share is None
+    assert model.kv_tokens is None
+    assert (model.sessions, found.ended, found.machine) == (None, None, None)
+
+
+def test_sglang_hears_one_rank_and_adds_up_the_rest() -> None:
+    found = MetricsReader().read(SGLANG, 0)
+    model = only(found)
+    assert (found.kind, model.name) == ("SGLang", "qwen")
+    assert (model.running, model.waiting) == (5, 2)
+    assert (model.kv_share, model.kv_used, model.kv_tokens) == (0.28, 28_000, 100_000)
+    assert model.totals == Totals(
+        prompt_tokens=1000, generated_tokens=7557, prefix_queries=1000, prefix_hits=400
+    )
+    assert model.speculation is not None
+    assert model.speculation.tokens_per_step == 2.4
+
+
+def test_vllm_with_two_engines() -> None:
+    model = only(MetricsReader().read(vllm(engines=("0", "1")), 0))
+    assert (model.name, model.running, model.waiting) == ("llama", 8, 2)
+    assert model.kv_share == 0.25, "a share is not added up"
+    assert (model.kv_tokens, model.kv_used) == (16_000, 4_000)
+    assert (model.totals.generated_tokens, model.totals.steps) == (1000, 2)
+
+
+def test_percentiles_are_of_the_last_minute() -> None:
+    reader = MetricsReader()
+    old = (0.3,) * 50
+    assert only(reader.read(vllm(old), 0)).ttft == Latency(), "nothing has come since"
+    assert only(reader.read(vllm((*old, 0.15, 0.15)), 10)).ttft == Latency(
+        last_ms=pytest.approx(150), p50_ms=pytest.approx(150), p99_ms=pytest.approx(199)
+    )
+    # the same page: nothing new, but still within the minute
+    again = only(reader.read(vllm((*old, 0.15, 0.15)), 40)).ttft
+    assert (again.last_ms, again.p50_ms) == (pytest.approx(150), pytest.approx(150))
+    later = only(reader.read(vllm((*old, 0.15, 0.15, 9.0)), 100)).ttft
+    assert later.p50_ms == pytest.approx(400), "above the last bound, that bound"
+    assert later.last_ms == pytest.approx(9000)
+
+
+def test_a_server_that_starts_anew_begins_a_new_minute() -> None:
+    reader = MetricsReader()
+    reader.read(vllm((0.3,) * 50), 0)
+    assert only(reader.read(vllm((0.15,)), 1)).ttft.p50_ms is None
+    assert only(reader.read(vllm((0.15, 0.15)), 2)).ttft.p50_ms == pytest.approx(150)
+
+
+def test_older_names_of_vllm() -> None:
+    text = '# TYPE vllm:gpu_cache_usage_perc gauge\nvllm:gpu_cache_usage_perc{model_name="m"} 0.5\n'
+    assert only(MetricsReader().read(text, 0)).kv_share == 0.5
+
+
+def test_our_own_metrics_are_understood_too() -> None:
+    text = (
+        "# TYPE localgen:num_requests_running gauge\n"
+        'localgen:num_requests_running{model_name="tiny"} 2\n'
+    )
+    found = MetricsReader().read(text, 0)
+    assert (found.kind, only(found).running) == ("localgen", 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "<html>no</html>", "vllm:x{a= 1\n", "process_open_fds 4\n", "\0\0\0", "a b c d e"],
+)
+def test_what_is_no_such_page(text: str) -> None:
+    with pytest.raises(ServerUnavailable, match=r"^/metrics there"):
+        MetricsReader().read(text, 0)
+
+
+def test_values_that_are_no_numbers_are_not_known() -> None:
+    text = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="m"} NaN\n'
+    assert MetricsReader().read(text, 0).models == ()

@@ -1,0 +1,172 @@
+"""Watching servers: our own on its socket, others at a URL, and what is none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from serving import MANY_WORDS, House, house, in_thread, wait_until
+from test_client_prometheus import LLAMA
+
+from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable
+from localgen.client.remote.endpoint import Endpoint
+from localgen.client.remote.failures import EndpointUnavailable
+from localgen.client.snapshot import snapshot_of
+from localgen.client.watch import OwnWatch, RemoteWatch
+from localgen.config import BadSetting
+from localgen.hub.errors import AccessDenied
+
+
+@contextmanager
+def pages(**paths: tuple[int, str, str]) -> Iterator[str]:
+    """A server with these pages: status, type, text by the path with / as _. Its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.strip("/").replace("/", "_")
+            status, kind, text = paths.get(name, (404, "text/plain", "no"))
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house() as built:
+        built.start()
+        yield built
+
+
+def test_our_own_server(served: House) -> None:
+    model = served.model(token_s=0.02)
+    answer = in_thread(lambda: served.chat(model, MANY_WORDS))
+    wait_until(lambda: "echo" in served.loaded())
+    watch = OwnWatch(served.settings)
+    seen = watch.snapshots()
+    found = next(each for each in seen if each.models and each.models[0].running)
+    assert found.kind == "localgen"
+    assert found.models[0].name == "echo"
+    assert found.models[0].state == "loaded"
+    # it is asked for in a thread: not in the first one
+    machine = next(each.machine for each in seen if each.machine is not None)
+    assert machine.ram_bytes is not None
+    assert machine.ram_free_bytes is not None
+    assert 0 < machine.ram_free_bytes < machine.ram_bytes
+    watch.close()
+    served.http.post("/v1/models/unload", json={"model": model})
+    answer.join(10)
+
+
+def test_watching_starts_no_server_and_says_so() -> None:
+    with house() as built:
+        watch = OwnWatch(built.settings)
+        with pytest.raises(ServerUnavailable, match="no server answers"):
+            next(watch.snapshots())
+        with pytest.raises(ServerUnavailable, match="no server answers"):
+            watch.cancel("x")
+        assert not built.healthy()
+
+
+def test_watching_loads_nothing(served: House) -> None:
+    before = served.loaded()
+    next(OwnWatch(served.settings).snapshots())
+    assert served.loaded() == before
+
+
+def remote(url: str, **fields: Any) -> RemoteWatch:
+    return RemoteWatch(Endpoint(url, **fields), sleep=lambda _s: None)
+
+
+def test_llama_server_by_its_figures() -> None:
+    with pages(metrics=(200, "text/plain; version=0.0.4", LLAMA)) as url:
+        seen = remote(url).snapshots()
+        assert next(seen).kind == "llama-server"
+        assert next(seen).models[0].running == 3
+
+
+def test_another_localgen_by_its_stats() -> None:
+    told = {"server": {"status": "ok", "version": "9.9"}, "models": [], "new": 1}
+    with pages(v1_stats=(200, "application/json", json.dumps(told))) as url:
+        seen = remote(url).snapshots()
+        assert next(seen).version == "9.9"
+        assert next(seen).models == ()
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "says"),
+    [
+        ({}, InvalidRequest, "has no /metrics: llama-server has it with --metrics"),
+        ({"metrics": (200, "text/html", "<h1>hi</h1>")}, EndpointUnavailable, "web page"),
+        ({"metrics": (200, "text/plain", "nonsense 1")}, ServerUnavailable, "no figures of vLLM"),
+        ({"metrics": (500, "text/plain", "broken")}, LocalgenError, "500"),
+        ({"v1_stats": (401, "application/json", "{}")}, AccessDenied, "key"),
+        ({"v1_stats": (200, "application/json", "[1]")}, InvalidRequest, "no /metrics"),
+        (
+            {"v1_stats": (200, "application/json", '{"server": {"version": 3}, "models": 1}')},
+            ServerUnavailable,
+            "localgen 3 there tells its figures otherwise",
+        ),
+    ],
+)
+def test_what_cannot_be_watched(
+    found: dict[str, tuple[int, str, str]], kind: type[LocalgenError], says: str
+) -> None:
+    with pages(**found) as url, pytest.raises(kind, match=says):
+        next(remote(url).snapshots())
+
+
+def test_nobody_there() -> None:
+    with pages() as url:
+        pass
+    with pytest.raises(EndpointUnavailable, match=r"127\.0\.0\.1"):
+        next(remote(url).snapshots())
+
+
+def test_a_key_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(BadSetting, match="NO_SUCH_KEY is not set"):
+        remote("http://localhost:1/v1", key_env="NO_SUCH_KEY")
+
+
+def test_only_a_localgen_cancels() -> None:
+    told = (200, "application/json", '{"cancelled": true}')
+    with pages(v1_requests_abc_cancel=told) as url:
+        assert remote(url).cancel("abc") is True
+        with pytest.raises(InvalidRequest, match="cannot cancel"):
+            remote(url).cancel("a/../b")
+
+
+def test_what_an_older_server_does_not_tell_is_not_known() -> None:
+    told = {
+        "server": {"status": "ok", "version": "0.0.9", "memory_available": 5_000},
+        "models": [{"name": "tiny", "stats": {"running": 2, "kv_tokens": 0}}],
+    }
+    found = snapshot_of(told)
+    assert found.machine is not None
+    assert (found.machine.ram_free_bytes, found.machine.cpu) == (5_000, None)
+    assert (found.ended, found.rss_bytes) == (None, None)
+    (model,) = found.models
+    assert (model.running, model.kv_share, model.read) == (2, None, None)
+    assert model.ttft.last_ms is None, "0 means that there was none"

@@ -1,0 +1,351 @@
+"""What /v1/stats tells of machine, ended requests and memory bandwidth; cancelling by id."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from doors import AUTH, KEY, code, door
+from models import TINY_GGUF
+from scripted_client import model_info
+from serving import MANY_WORDS, House, chat_body, house, in_thread, wait_until
+
+from localgen import gpus
+from localgen.backends.models import LoadOptions
+from localgen.backends.readings import MachineUse, ReadCost
+from localgen.backends.types import Finished, Timings
+from localgen.gpus import Gpu, gpu_uses
+from localgen.hub.files import ModelFile
+from localgen.planning import bandwidth
+from localgen.planning.bandwidth import Bandwidth
+from localgen.server import read_costs
+from localgen.server.journal import Entry
+from localgen.server.machine import FRESH_S, MachineWatch
+from localgen.server.read_costs import ReadCosts, read_cost
+from localgen.server.recent import MOST, Recent
+from localgen.server.resident import Resident
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house() as built:
+        built.start()
+        yield built
+
+
+class Answer:
+    """An answer that is being written, read in a thread."""
+
+    def __init__(self, served: House, model: str, **fields: Any) -> None:
+        self.id, self.text, self.reason, self.error = "", "", "", ""
+        self._served, self._model, self._fields = served, model, fields
+        self.thread = in_thread(self._read)
+        wait_until(lambda: self.id)
+
+    def _read(self) -> None:
+        body = chat_body(self._model, MANY_WORDS, stream=True, **self._fields)
+        with self._served.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            self.id = reply.headers["x-request-id"]
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                self.error = self.error or event.get("error", {}).get("code", "")
+                for choice in event.get("choices", ()):
+                    self.text += choice["delta"].get("content") or ""
+                    self.reason = choice["finish_reason"] or self.reason
+
+
+def cancel(served: House, request_id: str) -> bool:
+    reply = served.http.post(f"/v1/requests/{request_id}/cancel")
+    assert reply.status_code == 200, reply.text
+    return bool(reply.json()["cancelled"])
+
+
+def ended(served: House) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = served.http.get("/v1/stats").json()["ended"]
+    return found
+
+
+def test_a_request_is_cancelled_by_its_id(served: House) -> None:
+    model = served.model("slow", token_s=0.02)
+    answer = Answer(served, model)
+    wait_until(lambda: len(answer.text) > 3)
+    assert not cancel(served, "nobody")
+    assert cancel(served, answer.id)
+    answer.thread.join(10)
+    assert answer.reason == "cancelled"
+    assert answer.error == ""
+    assert answer.text.startswith("0 1 2"), "what was written so far has reached the client"
+    assert not cancel(served, answer.id), "it has ended"
+    wait_until(lambda: ended(served)[:1] and ended(served)[0]["request_id"] == answer.id)
+    last = ended(served)[0]
+    assert (last["outcome"], last["model"]) == ("cancelled", "slow")
+    assert served.stats(model)["active_requests"] == 0
+
+
+def test_others_go_on_when_one_is_cancelled(served: House) -> None:
+    model = served.model("pair", token_s=0.005)
+    first, second = Answer(served, model), Answer(served, model, max_tokens=40)
+    assert cancel(served, first.id)
+    second.thread.join(20)
+    assert (first.reason, second.reason) == ("cancelled", "length")
+
+
+def test_cancelling_over_tcp_needs_a_key() -> None:
+    with door(keys=[KEY]) as opened:
+        path = "/v1/requests/nobody/cancel"
+        assert code(opened.http.post(path)) == "unauthorized"
+        assert opened.http.post(path, headers=AUTH).json() == {"cancelled": False}
+        assert opened.http.get(path, headers=AUTH).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["//cancel", "/%2e%2e/cancel", "/a/b/cancel", "/%00/cancel"])
+def test_odd_ids_cancel_nothing(served: House, path: str) -> None:
+    reply = served.http.post(f"/v1/requests{path}")
+    assert reply.status_code in (200, 404)
+    assert "true" not in reply.text
+
+
+def entry(**fields: Any) -> Entry:
+    made = Entry(id="r1", asked="tiny", client="c", account="", arrived_s=0.0, **fields)
+    made.ended_s = time.monotonic()
+    return made
+
+
+def finish(request_id: str = "r1", **fields: Any) -> Finished:
+    timings = Timings(
+        cache_n=12, prompt_n=34, prompt_ms=100.0, cached_ms=5.0, first_step_ms=20.0,
+        predicted_ms=400.0, predicted_per_second=50.0, ttft_ms=130.0, queue_ms=20.0,
+        template_ms=10.0, draft_n=8, draft_n_accepted=4,
+    )  # fmt: skip
+    known: dict[str, Any] = {"reason": "stop", "prompt_tokens": 46, "completion_tokens": 21}
+    return Finished(request_id=request_id, timings=timings, ctx=2048, **(known | fields))
+
+
+def test_an_ended_request_says_where_its_time_went() -> None:
+    recent = Recent()
+    recent.ended(entry(model="llama", outcome="stop", end=finish(), ends=[finish()]))
+    (found,) = recent.requests()
+    assert (found.model, found.outcome, found.generated_tokens) == ("llama", "stop", 21)
+    phases = found.phases
+    assert (phases.template_ms, phases.queue_ms, phases.cached_ms) == (10, 20, 5)
+    assert (phases.prefill_ms, phases.first_step_ms, phases.decode_ms) == (75, 20, 400)
+    assert 0 <= found.ended_ago_s < 5
+
+
+def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:
+    recent = Recent()
+    recent.ended(entry(outcome="gone", num_tokens=3))
+    recent.ended(entry(ends=[finish("a"), finish("b")], end=finish("a")))
+    assert [each.request_id for each in recent.requests()] == ["b", "a", "r1"]
+    gone = recent.requests()[-1]
+    assert (gone.model, gone.outcome, gone.generated_tokens, gone.ttft_ms) == (
+        "tiny",
+        "gone",
+        3,
+        None,
+    )
+
+
+def test_only_the_last_ones_are_kept() -> None:
+    recent = Recent()
+    for number in range(MOST + 20):
+        recent.ended(entry(ends=[finish(str(number))], end=finish()))
+    assert len(recent.requests()) == MOST
+    assert recent.requests()[0].request_id == str(MOST + 19)
+
+
+def test_the_machine_is_asked_in_a_thread_and_once_a_second() -> None:
+    asked, may_answer = [], threading.Event()
+
+    def look() -> MachineUse:
+        asked.append(threading.current_thread().name)
+        may_answer.wait(10)
+        return MachineUse(cpu=0.5)
+
+    watch = MachineWatch(look)
+    assert [watch.use for _ in range(50)] == [None] * 50, "nobody waits for it"
+    may_answer.set()
+    wait_until(lambda: watch.use == MachineUse(cpu=0.5))
+    assert asked == ["machine"]
+    watch._asked_s -= FRESH_S
+    wait_until(lambda: watch.use is not None and len(asked) == 2)
+
+
+TINY = ModelFile("tiny", TINY_GGUF, TINY_GGUF.stat().st_size, (TINY_GGUF,), "built-in")
+
+
+def known(monkeypatch: pytest.MonkeyPatch, ram: float | None, gpu: float | None = None) -> None:
+    def found(rate: float | None) -> Bandwidth | None:
+        return None if rate is None else Bandwidth(rate, "measured before")
+
+    monkeypatch.setattr(read_costs, "known_memory_bandwidth", lambda: found(ram))
+    monkeypatch.setattr(read_costs, "known_gpu_bandwidth", lambda gpu_: found(gpu))
+
+
+def test_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, 2e10)
+    cost = read_cost(TINY, model_info(ctx=2048), ())
+    assert cost is not None
+    # of its embedding a step reads single rows: it has a head of its own
+    assert 0.7 * TINY.size_bytes < cost.weights_bytes < TINY.size_bytes
+    assert cost.kv_token_bytes > 0
+    assert (cost.medium, cost.bytes_per_s, cost.how) == ("RAM", 2e10, "measured before")
+    halved = read_cost(TINY, model_info(options=LoadOptions(cache_type_k="q8_0")), ())
+    assert halved is not None
+    assert halved.kv_token_bytes < cost.kv_token_bytes
+
+
+def test_two_gpus_read_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, None, 1e12)
+    two = tuple(Gpu(index, "H200", 1, 1, (9, 0)) for index in range(2))
+    cost = read_cost(TINY, model_info(processor="100% GPU"), two)
+    assert cost is not None
+    assert (cost.medium, cost.bytes_per_s) == ("GPU 0 + GPU 1", 2e12)
+
+
+@pytest.mark.parametrize(
+    ("processor", "says"),
+    [
+        ("100% CPU", "localgen plan measures it"),
+        ("48%/52% CPU/GPU", "no one limit"),
+        ("100% GPU", "driver"),
+    ],
+)
+def test_a_limit_that_is_not_known_is_none(
+    monkeypatch: pytest.MonkeyPatch, processor: str, says: str
+) -> None:
+    known(monkeypatch, None)
+    monkeypatch.setattr(read_costs, "nvidia_gpus", lambda: ())
+    cost = read_cost(TINY, model_info(processor=processor), ())
+    assert cost is not None
+    assert cost.bytes_per_s is None
+    assert says in cost.how
+
+
+def test_files_that_do_not_tell(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF")
+    assert read_cost(ModelFile("b", path, 4, (path,), "file"), model_info(), ()) is None
+
+
+def test_costs_are_found_once_and_again_only_while_the_limit_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    limits: list[float | None] = [None, 5.0, 5.0]
+
+    def found(file: ModelFile, info: object, gpus_: object) -> ReadCost:
+        asked.append(file.name)
+        limit = limits[len(asked) - 1]
+        return ReadCost(weights_bytes=1, kv_token_bytes=1, medium="RAM", bytes_per_s=limit, how="")
+
+    monkeypatch.setattr(read_costs, "read_cost", found)
+    resident = cast(Resident, SimpleNamespace(
+        info=model_info(), id="x", file=TINY, placement=SimpleNamespace(gpus=())
+    ))  # fmt: skip
+    costs = ReadCosts()
+    assert costs.of(resident) is None, "nobody waits for it"
+    wait_until(lambda: costs.of(resident) is not None)
+
+    def limit() -> float | None:
+        cost = costs.of(resident)
+        return cost.bytes_per_s if cost else None
+
+    wait_until(lambda: limit() == 5.0)
+    for _ in range(200):
+        costs.of(resident)
+    assert len(asked) == 2
+    assert costs.of(cast(Resident, SimpleNamespace(info=None, id="y"))) is None
+
+
+def test_a_known_bandwidth_is_read_and_never_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure() -> float:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(bandwidth, "measure", measure)
+    monkeypatch.setattr(bandwidth, "cache_path", lambda: tmp_path / "bandwidth.json")
+    assert bandwidth.known_memory_bandwidth() is None
+    (tmp_path / "bandwidth.json").write_text(json.dumps({bandwidth._machine(): 3e10}))
+    assert bandwidth.known_memory_bandwidth() == Bandwidth(3e10, "measured before")
+    gpu = Gpu(0, "H200", 1, 1, (9, 0), bytes_per_s=4e12)
+    assert bandwidth.known_gpu_bandwidth(gpu) == Bandwidth(4e12, "as the driver says")
+    assert bandwidth.known_gpu_bandwidth(Gpu(0, "MIG", 1, 1, (9, 0))) is None
+
+
+class FakeNvml:
+    """NVIDIA's library over one GPU. silent: what this GPU does not tell."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0
+    NVML_CLOCK_MEM = 1
+
+    def __init__(self, *silent: str) -> None:
+        self.silent = silent
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def __getattr__(self, name: str) -> Any:
+        answers: dict[str, Any] = {
+            "nvmlDeviceGetCount": 1,
+            "nvmlDeviceGetHandleByIndex": "gpu",
+            "nvmlDeviceGetUUID": "GPU-1",
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=150, used=90, free=60),
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97),
+            "nvmlDeviceGetPowerUsage": 512_000,
+            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+            "nvmlDeviceGetTemperature": 61,
+        }
+
+        def ask(*asked: Any) -> Any:
+            if name in self.silent:
+                raise self.NVMLError(name)
+            if name == "nvmlDeviceGetClockInfo":
+                return (1980, 3201)[asked[1]]
+            return answers[name]
+
+        return ask
+
+
+def test_what_a_gpu_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", cast(Any, nvml))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (gpu,) = gpu_uses()
+    assert (gpu.name, gpu.total_bytes, gpu.used_bytes) == ("NVIDIA H200", 150, 90)
+    assert (gpu.busy, gpu.power_w, gpu.power_limit_w) == (0.97, 512.0, 700.0)
+    assert (gpu.temperature_c, gpu.clock_mhz, gpu.memory_clock_mhz) == (61, 1980, 3201)
+    assert nvml.open == 0
+
+
+def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = (
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetTemperature",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", cast(Any, FakeNvml(*silent)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (gpu,) = gpu_uses()
+    assert (gpu.busy, gpu.power_w, gpu.temperature_c) == (None, None, None)
+    assert gpu.power_limit_w == 700.0
+    broken = FakeNvml("nvmlDeviceGetCount")
+    monkeypatch.setitem(sys.modules, "pynvml", cast(Any, broken))
+    assert gpus.gpu_uses() == ()
+    assert broken.open == 0

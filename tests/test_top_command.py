@@ -1,0 +1,165 @@
+"""`localgen top` on a real terminal, with and without a server; and what it refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from serving import MANY_WORDS, House, house, in_thread
+
+from localgen.interpreter import python_environment
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?<>=]*[a-zA-Z$]|[()=>].?)")
+
+
+class Terminal:
+    """A program on a pseudo-terminal."""
+
+    def __init__(self, built: House, *arguments: str, size: tuple[int, int] = (40, 120)) -> None:
+        self._fd, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "localgen.cli.main", "top", *arguments],
+            env=python_environment() | built.settings.environment() | {"TERM": "xterm-256color"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        os.set_blocking(self._fd, False)
+        self.text = ""
+
+    def read(self) -> None:
+        try:
+            while received := os.read(self._fd, 1 << 16):
+                self.text += _ESCAPES.sub("", received.decode(errors="replace"))
+        except OSError:  # nothing now, or it has ended
+            return
+
+    def until(self, wanted: str, timeout_s: float = 20.0) -> None:
+        """Read until the screen has had this text; what came before is forgotten."""
+        deadline_s = time.monotonic() + timeout_s
+        while wanted not in self.text:
+            assert time.monotonic() < deadline_s, f"no {wanted!r} in {self.text[-3000:]!r}"
+            time.sleep(0.02)
+            self.read()
+        self.text = self.text.partition(wanted)[2]
+
+    def press(self, keys: str) -> None:
+        os.write(self._fd, keys.encode())
+
+    def ended(self) -> int:
+        for _ in range(500):
+            self.read()
+            if self.process.poll() is not None:
+                return self.process.returncode
+            time.sleep(0.02)
+        raise AssertionError("it does not end")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._fd)
+
+
+@contextmanager
+def top(built: House, *arguments: str) -> Iterator[Terminal]:
+    terminal = Terminal(built, *arguments)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@pytest.fixture
+def built() -> Iterator[House]:
+    with house() as made:
+        yield made
+
+
+def test_it_waits_for_a_server_and_shows_what_that_does(built: House) -> None:
+    with top(built) as screen:
+        screen.until("WAITING")
+        screen.until("localgen serve starts one")
+        assert not built.settings.socket_path.exists(), "it starts none"
+        process = built.start()
+        screen.until("LIVE")
+        in_thread(lambda: built.chat(built.model(token_s=0.02), MANY_WORDS))
+        screen.until("echo")
+        process.send_signal(signal.SIGKILL)
+        screen.until("LOST")
+        screen.press("q")
+        assert screen.ended() == 0
+
+
+@pytest.mark.parametrize("key", ["q", "\x03", "\x11"])
+def test_leaving(built: House, key: str) -> None:
+    with top(built) as screen:
+        screen.until("WAITING")
+        screen.press(key)
+        assert screen.ended() == 0
+        assert "Traceback" not in screen.text
+
+
+def test_a_server_of_another_version(built: House) -> None:
+    built.start("9.8.7")
+    with top(built) as screen:
+        screen.until("localgen 9.8.7 (this is")
+        screen.until("LIVE")
+
+
+def test_no_colours(built: House) -> None:
+    os.environ["NO_COLOR"] = "1"
+    try:
+        with top(built) as screen:
+            screen.until("WAITING")
+    finally:
+        del os.environ["NO_COLOR"]
+
+
+def command(built: House, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "localgen.cli.main", "top", *arguments],
+        env=python_environment() | built.settings.environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "top needs a terminal"),
+        (("--api-key-env", "KEY"), "--api-key-env is for another server"),
+        (("--url", "ftp://x"), "no URL of a server"),
+        (("--url", "http://u:p@host/"), "without user, password"),
+        (("--url", "nowhere"), "no endpoint nowhere"),
+        (("--url", "http://host:1", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY is not set"),
+        (("tiny",), "unexpected extra argument"),
+    ],
+)
+def test_what_it_refuses(
+    built: House, arguments: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    done = command(built, *arguments)
+    assert done.returncode != 0
+    assert says in done.stderr.lower() or says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""

@@ -1,0 +1,130 @@
+"""The thread that follows a server: how often, what happens when it is gone, how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from serving import wait_until
+from textual.message import Message
+from top_script import ScriptedWatch, snapshot
+
+from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.client.snapshot import Snapshot
+from localgen.tui.feed import LAST_RETRY_S, Feed, Lost, Seen, Watch
+
+
+class Told:
+    """What a feed has said."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def __call__(self, message: Message) -> None:
+        self.messages.append(message)
+
+    @property
+    def seen(self) -> list[Seen]:
+        return [each for each in self.messages if isinstance(each, Seen)]
+
+    @property
+    def lost(self) -> list[Lost]:
+        return [each for each in self.messages if isinstance(each, Lost)]
+
+
+def following(make: Callable[[], Watch], told: Told, **settings: float) -> Feed:
+    feed = Feed(make, told, first_retry_s=settings.get("first_retry_s", 0.01))
+    feed.start()
+    return feed
+
+
+def test_many_snapshots_are_at_most_four_readings_a_second() -> None:
+    told, clock = Told(), iter(float(n) / 100 for n in range(10_000))
+    watch = ScriptedWatch([snapshot()] * 500)
+    feed = Feed(lambda: watch, told, clock=lambda: next(clock))
+    feed.start()
+    wait_until(lambda: not watch.scripts)
+    time.sleep(0.2)
+    feed.stop()
+    assert 15 <= len(told.seen) <= 26
+
+
+def test_what_was_lost_is_found_again_and_each_try_is_told() -> None:
+    told = Told()
+    watch = ScriptedWatch(
+        [snapshot(), ServerUnavailable("gone")], [None], [ServerUnavailable("none")], [snapshot()]
+    )
+    feed = following(lambda: watch, told)
+    wait_until(lambda: len(told.seen) == 2)
+    feed.stop()
+    assert [(each.why, each.tries) for each in told.lost] == [
+        ("gone", 1),
+        ("the server has left", 2),
+        ("none", 3),
+    ]
+    assert [each.retry_s for each in told.lost] == [0.01, 0.02, 0.04]
+
+
+def test_waits_get_longer_up_to_a_limit() -> None:
+    told, watch = Told(), ScriptedWatch(*[[ServerUnavailable("none")] for _ in range(9)])
+    feed = following(lambda: watch, told, first_retry_s=1.0)
+    for tries in range(1, 6):
+        wait_until(lambda: len(told.lost) >= tries)  # noqa: B023 - asked at once
+        feed.retry()
+    wait_until(lambda: len(told.lost) == 6)
+    feed.stop()
+    assert [each.retry_s for each in told.lost] == [1.0, 2.0, 4.0, LAST_RETRY_S, 5.0, 5.0]
+
+
+def test_a_server_that_cannot_be_looked_at_is_tried_again() -> None:
+    told, tries = Told(), []
+
+    def make() -> Watch:
+        tries.append(1)
+        if len(tries) == 1:
+            raise ServerUnavailable("no way there")
+        return ScriptedWatch([snapshot()])
+
+    feed = following(make, told)
+    wait_until(lambda: bool(told.seen))
+    feed.stop()
+    assert told.lost[0].why == "no way there"
+
+
+def test_our_own_mistakes_do_not_end_it() -> None:
+    told = Told()
+
+    class Broken(ScriptedWatch):
+        def snapshots(self) -> Iterator[Snapshot]:
+            if not self.cancelled:
+                self.cancelled.append("once")
+                raise ZeroDivisionError("oh")
+            yield from super().snapshots()
+
+    feed = following(lambda: Broken([snapshot()]), told)
+    wait_until(lambda: bool(told.seen))
+    feed.stop()
+    assert "ZeroDivisionError" in told.lost[0].why
+
+
+@pytest.mark.parametrize("error", [None, ServerUnavailable("gone")])
+def test_nothing_is_said_after_the_end(error: LocalgenError | None) -> None:
+    told, released = Told(), threading.Event()
+
+    class Slow(ScriptedWatch):
+        def snapshots(self) -> Iterator[Snapshot]:
+            yield snapshot()
+            released.wait(10)
+            if error is not None:
+                raise error
+
+    watch = Slow()
+    feed = following(lambda: watch, told)
+    wait_until(lambda: bool(told.seen))
+    feed.stop()
+    released.set()
+    time.sleep(0.05)
+    assert len(told.messages) == 1
+    assert watch.closed.is_set()

@@ -1,0 +1,429 @@
+"""What each key and the mouse do in `localgen top`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Static
+from top_script import ENDED, LIVE, ScriptedWatch, model, reading, request, snapshot, top_app
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.client.snapshot import Snapshot
+from localgen.tui.feed import Seen
+from localgen.tui.shell import KeyHelp, Shell, TooSmall
+from localgen.tui.themes import DARK, LIGHT, MONOCHROME, NAMES, ThemeChoice
+from localgen.tui.top.app import TopApp
+from localgen.tui.top.banner import Banner, Notice
+from localgen.tui.top.confirm import Confirm
+from localgen.tui.top.dashboard import Dashboard
+from localgen.tui.top.requests import COLUMNS
+from localgen.tui.top.table import RequestTable
+from localgen.tui.top.timeline import TimelineScreen
+
+Script = Callable[[Pilot[None], TopApp], Coroutine[Any, Any, None]]
+
+
+def run(
+    script: Script,
+    watch: ScriptedWatch | None = None,
+    size: tuple[int, int] = (120, 40),
+    **settings: float,
+) -> None:
+    """Play keys on a running program whose server is as scripted; by default it is busy."""
+
+    async def play() -> None:
+        app = top_app(watch or ScriptedWatch([snapshot()]), **settings)
+        async with app.run_test(size=size) as pilot:
+            await until(pilot, lambda: app.reading.snapshot.kind == "localgen")
+            found = table(app)
+            await until(pilot, lambda: not found.display or found.content_size.height > 0)
+            await pilot.pause()
+            await script(pilot, app)
+
+    asyncio.run(play())
+
+
+async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if true():
+            return
+        await pilot.pause(0.01)
+    raise AssertionError("it did not come true in time")
+
+
+def table(app: TopApp) -> RequestTable:
+    dashboard = next(each for each in app.screen_stack if isinstance(each, Dashboard))
+    return dashboard.query_one(RequestTable)
+
+
+def column(app: TopApp, key: str) -> list[str]:
+    """The texts of a column from top to bottom."""
+    found = table(app)
+    return [found.get_cell(row.key, key).plain for row in found.ordered_rows]
+
+
+def test_the_table_lists_what_waits_first_and_what_has_ended_last() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        states = ["queued", "prefill 58%", "decoding", "decoding"]
+        ended = ["(stop)", "(length)", "(cancelled)", "(queue full)"]
+        assert column(app, "state") == states + ended
+        assert column(app, "answer")[2:4] == ["90", "17"]
+        # 89 tokens in 2 s
+        assert column(app, "rate")[2] == "44.5"
+
+    run(script)
+
+
+def test_s_sorts_by_the_next_column_and_r_turns_it_round() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        keys = [each.key for each in COLUMNS if each.least <= 120]
+        assert keys[:3] == ["model", "state", "prompt"]
+        await pilot.press("s", "s", "s")  # prompt, cached, answer
+        await pilot.pause()
+        assert column(app, "answer") == ["90", "17", "0", "0", "120", "90", "60", "30"]
+        await pilot.press("r")
+        await pilot.pause()
+        assert column(app, "answer") == ["0", "0", "17", "90", "30", "60", "90", "120"]
+        for _ in keys:
+            await pilot.press("s")
+        await pilot.pause()
+        assert column(app, "answer")[:2] == ["90", "17"], "all the way round"
+
+    run(script)
+
+
+def test_a_click_on_a_heading_sorts_by_it() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        found = table(app)
+        # the heading of the third column: model, state, prompt, each with a blank at both sides
+        widths = [column.get_render_width(found) for column in found.ordered_columns]
+        await pilot.click(RequestTable, offset=(sum(widths[:4]) + 2, 0))
+        await pilot.pause()
+        assert column(app, "answer")[:2] == ["90", "17"]
+
+    run(script)
+
+
+def test_the_cursor_stays_on_its_request() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("down", "down")
+        found = table(app).under_cursor
+        assert found is not None
+        assert found.id == LIVE[0].request_id
+        app.post_message(Seen(reading(last=snapshot(model(sessions=(request(9), *LIVE[:2]))))))
+        await pilot.pause()
+        after = table(app).under_cursor
+        assert after is not None
+        assert after.id == found.id
+
+    run(script)
+
+
+def test_enter_opens_a_timeline_that_lives_and_escape_closes_it() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("down", "down", "enter")
+        await pilot.pause()
+        assert isinstance(app.screen, TimelineScreen)
+        text = str(app.screen.query_one(Static).content)
+        assert "first step" in text
+        assert "90 tokens, 44.5 tok/s" in text
+        newer = request(1, generated=121)
+        app.post_message(Seen(reading(last=snapshot(model(sessions=(newer,))))))
+        await pilot.pause()
+        assert "121 tokens" in str(app.screen.query_one(Static).content)
+        await pilot.press("escape")
+        assert isinstance(app.screen, Dashboard)
+
+    run(script)
+
+
+def test_a_click_on_the_row_of_the_cursor_opens_its_timeline() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.click(RequestTable, offset=(3, 1))
+        await pilot.pause()
+        assert isinstance(app.screen, TimelineScreen)
+        assert app.screen.row.state == "queued"
+
+    run(script)
+
+
+@pytest.mark.parametrize("keys", [("y",), ("tab", "enter")])
+def test_c_cancels_after_a_question(keys: tuple[str, ...]) -> None:
+    watch = ScriptedWatch([snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("down", "c")
+        assert isinstance(app.screen, Confirm)
+        assert watch.cancelled == []
+        await pilot.press(*keys)
+        await until(pilot, lambda: bool(watch.cancelled))
+        assert watch.cancelled == [LIVE[2].request_id]
+
+    run(script, watch)
+
+
+@pytest.mark.parametrize("keys", [("n",), ("escape",), ("enter",)])
+def test_the_question_can_be_denied_and_enter_takes_nothing_away(keys: tuple[str, ...]) -> None:
+    watch = ScriptedWatch([snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("c", *keys)
+        await pilot.pause()
+        assert isinstance(app.screen, Dashboard)
+        assert watch.cancelled == []
+
+    run(script, watch)
+
+
+def test_a_mouse_can_confirm() -> None:
+    watch = ScriptedWatch([snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("delete")
+        await pilot.click("#yes")
+        await until(pilot, lambda: bool(watch.cancelled))
+
+    run(script, watch)
+
+
+def test_c_in_a_timeline_means_that_request() -> None:
+    watch = ScriptedWatch([snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("down", "down", "down", "enter", "c", "y")
+        await until(pilot, lambda: watch.cancelled == [LIVE[1].request_id])
+
+    run(script, watch)
+
+
+def notifications(app: TopApp) -> list[str]:
+    return [each.message for each in app._notifications]
+
+
+def test_what_has_ended_is_not_cancelled() -> None:
+    watch = ScriptedWatch([snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("end", "ctrl+end", "c")
+        await pilot.pause()
+        assert isinstance(app.screen, Dashboard)
+        assert notifications(app) == ["It has ended already."]
+
+    run(script, watch)
+
+
+def test_a_refusal_to_cancel_is_said() -> None:
+    watch = ScriptedWatch([snapshot()])
+    watch.cancel_says = ServerUnavailable("it is \x1b[31mgone")
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("c", "y")
+        await until(pilot, lambda: bool(notifications(app)))
+        assert "it is" in notifications(app)[0]
+        assert "\x1b" not in notifications(app)[0]
+
+    run(script, watch)
+
+
+def test_c_without_requests_says_so() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("c", "enter")
+        await pilot.pause()
+        assert isinstance(app.screen, Dashboard)
+        assert notifications(app) == ["There is no request under the cursor."]
+
+    run(script, ScriptedWatch([snapshot(model(sessions=()), ended=())]))
+
+
+def test_e_hides_what_has_ended() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        assert table(app).row_count == len(LIVE) + len(ENDED)
+        await pilot.press("e")
+        await pilot.pause()
+        assert table(app).row_count == len(LIVE)
+        await pilot.press("e")
+        await pilot.pause()
+        assert table(app).row_count == len(LIVE) + len(ENDED)
+
+    run(script)
+
+
+def test_space_holds_what_is_shown() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("space")
+        assert app.screen.query_one(Banner).status == "PAUSED"
+        app.post_message(Seen(reading(last=snapshot(model(sessions=())))))
+        await pilot.pause()
+        assert table(app).row_count == len(LIVE) + len(ENDED)
+        await pilot.press("space")
+        app.post_message(Seen(reading(last=snapshot(model(sessions=())))))
+        await pilot.pause()
+        assert table(app).row_count == len(ENDED)
+        assert app.screen.query_one(Banner).status == "LIVE"
+
+    run(script)
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+q", "ctrl+c"])
+def test_leaving(key: str) -> None:
+    watch = ScriptedWatch([snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press(key)
+        await pilot.pause()
+        assert app.return_code == 0
+        assert not app.is_running or app._exit
+
+    run(script, watch)
+    assert watch.closed.is_set()
+
+
+@pytest.mark.parametrize("key", ["question_mark", "f1"])
+def test_help_names_every_key(key: str) -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        described = {
+            active.binding.description
+            for active in app.screen.active_bindings.values()
+            if active.binding.description and active.binding.action != "command_palette"
+        }
+        await pilot.press(key)
+        assert isinstance(app.screen, KeyHelp)
+        text = str(app.screen.query_one(Static).content)
+        assert [says for says in described if says not in text] == []
+        assert "Cancel" in described
+        await pilot.press("escape")
+        assert isinstance(app.screen, Dashboard)
+
+    run(script)
+
+
+def test_the_palette_offers_every_command_and_theme() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        offered = {command.title for command in app.get_system_commands(app.screen)}
+        assert {"Timeline", "Cancel", "Sort", "Ended", "Pause", "Quit", "Keys"} <= offered
+        assert {f"Theme: {name}" for name in NAMES} <= offered
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: app.screen is not app._dashboard)
+        await pilot.press(*"Theme: light")
+        await pilot.pause(0.3)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.theme == LIGHT)
+
+    run(script)
+
+
+def test_f2_takes_the_next_theme_and_it_is_kept(tmp_path: Path) -> None:
+    path = Shell.theme_file(tmp_path / "state")
+
+    async def play() -> None:
+        app = top_app(choice=ThemeChoice(path, {}))
+        async with app.run_test() as pilot:
+            assert app.theme == DARK
+            await pilot.press("f2")
+            await pilot.pause()
+            assert app.theme == LIGHT
+
+    asyncio.run(play())
+    assert json.loads(path.read_text()) == {"theme": LIGHT}
+    assert ThemeChoice(path, {}).read() == LIGHT
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"theme": "pink"}', b"[]", b"\xff\xfe"])
+def test_a_damaged_choice_is_none(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tui.json"
+    path.write_bytes(content)
+    assert ThemeChoice(path, {}).read() == DARK
+
+
+def test_a_choice_that_cannot_be_kept_is_no_reason_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ThemeChoice(tmp_path / "file" / "tui.json", {}).keep(LIGHT)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_no_color_means_monochrome_and_changes_nothing_that_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "tui.json"
+    choice = ThemeChoice(path, {"NO_COLOR": "1"})
+    assert choice.read() == MONOCHROME
+    choice.keep(MONOCHROME)
+    assert not path.exists()
+
+
+def test_a_terminal_that_gets_too_small_and_large_again() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.resize_terminal(59, 40)
+        await until(pilot, lambda: isinstance(app.screen, TooSmall))
+        assert "59×40 is too small" in str(app.screen.query_one(Static).content)
+        await pilot.press("c", "question_mark")
+        await pilot.resize_terminal(60, 19)
+        await until(pilot, lambda: "60×19" in str(app.screen.query_one(Static).content))
+        await pilot.resize_terminal(60, 20)
+        await until(pilot, lambda: isinstance(app.screen, Dashboard))
+        assert table(app).row_count == len(LIVE) + len(ENDED)
+
+    run(script)
+
+
+@pytest.mark.parametrize("size", [(60, 20), (99, 36), (100, 23), (160, 52), (250, 80)])
+def test_nothing_is_cut_off_at_any_size(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        found = table(app)
+        assert found.max_scroll_x == 0
+        assert found.region.bottom <= size[1] - 1
+        assert found.content_size.height >= 5
+
+    run(script, size=size)
+
+
+def test_a_server_that_does_not_list_requests_says_so() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        told = Snapshot(kind="vLLM", models=(model(sessions=None),))
+        app.post_message(Seen(reading(last=told)))
+        await pilot.pause()
+        assert "does not list" in str(app.screen.query_one("#empty", Static).content)
+
+    run(script)
+
+
+def test_lost_and_back() -> None:
+    watch = ScriptedWatch(
+        [snapshot(), ServerUnavailable("the server went away")],
+        [ServerUnavailable("no server answers")],
+        [snapshot()],
+    )
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await until(pilot, lambda: app.screen.query_one(Banner).status == "LOST")
+        assert "trying again" in str(app.screen.query_one(Notice).content).lower()
+        assert app.screen.query_one(Notice).display
+        assert table(app).row_count == len(LIVE) + len(ENDED), "what was seen last stays"
+        await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
+        assert not app.screen.query_one(Notice).display
+        assert notifications(app) == ["The server is back."]
+
+    run(script, watch, first_retry_s=0.7)
+
+
+def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
+    failures = [[ServerUnavailable("no server answers")] for _ in range(4)]
+    watch = ScriptedWatch(*failures, [snapshot()])
+
+    async def play() -> None:
+        app = top_app(watch)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: bool(str(app.screen.query_one(Notice).content)))
+            assert app.screen.query_one(Banner).status == "WAITING"
+            assert "localgen serve starts one" in str(app.screen.query_one(Notice).content)
+            for _ in range(4):
+                await pilot.press("t")
+                await pilot.pause(0.02)
+            await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
+            assert notifications(app) == [], "it was not lost before"
+
+    asyncio.run(play())

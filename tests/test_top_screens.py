@@ -1,0 +1,129 @@
+"""Every screen of `localgen top` as it looks, at three sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import top_script
+from textual.pilot import Pilot
+from top_script import reading, snapshot, top_app
+
+from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
+from localgen.tui.feed import Lost, Seen
+from localgen.tui.gauges.readings import Reading
+
+SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
+Compare = Callable[..., bool]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+async def _seen(pilot: Pilot[Any], found: Reading) -> None:
+    pilot.app.post_message(Seen(found))
+    await pilot.pause()
+    await pilot.pause()
+
+
+def show(*keys: str, found: Reading | None = None) -> Callable[[Pilot[Any]], Any]:
+    """A minute of a busy server, then these keys."""
+
+    async def run(pilot: Pilot[Any]) -> None:
+        await _seen(pilot, found or reading())
+        await pilot.press(*keys)
+        await pilot.pause()
+
+    return run
+
+
+def vllm() -> Snapshot:
+    """A server that tells little."""
+    other = ModelSnapshot(
+        name="meta-llama/Llama-3.1-8B-Instruct",
+        running=12,
+        waiting=3,
+        kv_tokens=65_536,
+        kv_used=24_000,
+        kv_share=0.37,
+        ttft=Latency(last_ms=81.0, p50_ms=75.0, p99_ms=412.0),
+        itl=Latency(last_ms=11.2, p50_ms=10.8, p99_ms=19.0),
+        totals=Totals(generated_tokens=1000, prompt_tokens=9000),
+    )
+    return Snapshot(kind="vLLM", models=(other,))
+
+
+@SIZES
+def test_dashboard(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(top_app(), terminal_size=size, run_before=show())
+
+
+@SIZES
+def test_timeline(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(top_app(), terminal_size=size, run_before=show("down", "down", "enter"))
+
+
+@SIZES
+def test_confirm(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(top_app(), terminal_size=size, run_before=show("c"))
+
+
+@SIZES
+def test_keys(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(top_app(), terminal_size=size, run_before=show("question_mark"))
+
+
+@SIZES
+def test_another_server(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=vllm())))
+
+
+@SIZES
+def test_no_server(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def run(pilot: Pilot[Any]) -> None:
+        pilot.app.post_message(Lost("no server answers on /run/localgen/server.sock", 2.0, 3))
+        await pilot.pause()
+
+    assert snap_compare(top_app(), terminal_size=size, run_before=run)
+
+
+@SIZES
+def test_lost_server(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def run(pilot: Pilot[Any]) -> None:
+        await _seen(pilot, reading())
+        pilot.app.post_message(Lost("the server went away in mid-answer", 0.5, 1))
+        await pilot.pause()
+
+    assert snap_compare(top_app(), terminal_size=size, run_before=run)
+
+
+def test_least_size(snap_compare: Compare) -> None:
+    assert snap_compare(top_app(), terminal_size=(60, 20), run_before=show())
+
+
+def test_too_small(snap_compare: Compare) -> None:
+    assert snap_compare(top_app(), terminal_size=(59, 20), run_before=show())
+
+
+def test_no_models(snap_compare: Compare) -> None:
+    empty = Snapshot(kind="localgen", version="0.1.0", machine=top_script.MACHINE, ended=())
+    assert snap_compare(
+        top_app(), terminal_size=(120, 40), run_before=show(found=reading(last=empty))
+    )
+
+
+@pytest.mark.parametrize("themes", [1, 2, 3])
+def test_themes(snap_compare: Compare, themes: int) -> None:
+    assert snap_compare(top_app(), terminal_size=(80, 24), run_before=show(*["f2"] * themes))
+
+
+def test_hostile_names(snap_compare: Compare) -> None:
+    evil = top_script.model("\x1b]0;owned\x07[bold red]x[/]\u202e", sessions=(
+        top_script.request(1, client="\x1b[2J[@click=app.quit]here[/]"),
+    ))  # fmt: skip
+    assert snap_compare(
+        top_app(), terminal_size=(120, 40), run_before=show(found=reading(last=snapshot(evil)))
+    )

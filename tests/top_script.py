@@ -1,0 +1,210 @@
+"""A server that is made up, for what stands above it: snapshots, readings, a scripted watch."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from localgen.backends.errors import LocalgenError
+from localgen.backends.readings import EndedRequest, GpuUse, MachineUse, ReadCost
+from localgen.backends.types import Phases, SequenceStats, SpeculationStats
+from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
+from localgen.tui.gauges.history import Record
+from localgen.tui.gauges.readings import Reading
+from localgen.tui.top.app import TopApp
+
+GPU = GpuUse(
+    index=0,
+    name="NVIDIA H200",
+    total_bytes=150_000_000_000,
+    used_bytes=93_000_000_000,
+    busy=0.97,
+    power_w=512.0,
+    power_limit_w=700.0,
+    temperature_c=61.0,
+    clock_mhz=1980.0,
+    memory_clock_mhz=3201.0,
+)
+MACHINE = MachineUse(
+    cpu=0.87, cores=8, ram_bytes=64_000_000_000, ram_free_bytes=41_000_000_000, gpus=(GPU,)
+)
+PHASES = Phases(
+    template_ms=1.2, queue_ms=30.0, cached_ms=0.4, prefill_ms=320.0, first_step_ms=40.0,
+    decode_ms=2000.0,
+)  # fmt: skip
+
+
+def request(
+    number: int, state: str = "decode", generated: int = 90, **fields: Any
+) -> SequenceStats:
+    """A live request."""
+    is_begun = generated > 0
+    known: dict[str, Any] = {
+        "request_id": f"{number:024x}",
+        "client": f"session-{number}",
+        "state": state,
+        "prompt_tokens": 1234,
+        "cached_tokens": 200,
+        "computed_tokens": 1234 + generated if is_begun else 800,
+        "generated_tokens": generated,
+        "ctx": 8192,
+        "age_s": 2.4 * number,
+        "draft_tokens": 30 if is_begun else 0,
+        "accepted_tokens": 20 if is_begun else 0,
+        "ttft_ms": 391.6 if is_begun else None,
+        "phases": PHASES if is_begun else Phases(template_ms=1.2, queue_ms=400.0),
+    }
+    return SequenceStats(**(known | fields))
+
+
+def ended(number: int, outcome: str = "stop", **fields: Any) -> EndedRequest:
+    """A request that has ended."""
+    known: dict[str, Any] = {
+        "request_id": f"e{number:023x}",
+        "model": "llama-8b",
+        "client": f"session-{number}",
+        "outcome": outcome,
+        "ended_ago_s": 10.0 * number,
+        "prompt_tokens": 50 * number,
+        "cached_tokens": 12,
+        "generated_tokens": 30 * number,
+        "ctx": 8192,
+        "ttft_ms": 55.0,
+        "tokens_per_s": 41.2,
+        "phases": PHASES,
+    }
+    return EndedRequest(**(known | fields))
+
+
+LIVE = (
+    request(1),
+    request(2, generated=17),
+    request(3, "prefill", 0),
+    request(4, "queued", 0, cached_tokens=0, computed_tokens=0),
+)
+ENDED = tuple(
+    ended(number, outcome)
+    for number, outcome in enumerate(("stop", "length", "cancelled", "queue_full"), 1)
+)
+
+
+def model(name: str = "llama-8b", **fields: Any) -> ModelSnapshot:
+    """A loaded model with four requests."""
+    known: dict[str, Any] = {
+        "name": name,
+        "id": f"id-{name}",
+        "processor": "100% GPU",
+        "ctx": 8192,
+        "weights_bytes": 4_700_000_000,
+        "kv_bytes": 8_000_000_000,
+        "work_bytes": 300_000_000,
+        "rss_bytes": 900_000_000,
+        "gpu_bytes": 13_100_000_000,
+        "until_s": 299.0,
+        "running": 3,
+        "waiting": 1,
+        "kv_tokens": 65_536,
+        "kv_used": 24_000,
+        "kv_cached": 16_000,
+        "kv_free": 25_536,
+        "kv_share": 0.366,
+        "ttft": Latency(last_ms=391.6, p50_ms=300.0, p99_ms=1230.0),
+        "itl": Latency(last_ms=22.1, p50_ms=21.0, p99_ms=40.0),
+        "totals": Totals(generated_tokens=0, prompt_tokens=0, steps=0, preemptions=0),
+        "read": ReadCost(
+            weights_bytes=4_500_000_000,
+            kv_token_bytes=131_072.0,
+            medium="GPU 0",
+            bytes_per_s=4_800_000_000_000.0,
+            how="measured before",
+        ),
+        "speculation": SpeculationStats(
+            drafters=("n-gram",), share=0.5, tokens_per_step=1.8, speedup=1.4
+        ),
+        "sessions": LIVE,
+    }
+    return ModelSnapshot(**(known | fields))
+
+
+def snapshot(*models: ModelSnapshot, **fields: Any) -> Snapshot:
+    """A server with these models, or with one."""
+    known: dict[str, Any] = {
+        "kind": "localgen",
+        "version": "0.1.0",
+        "uptime_s": 185.0,
+        "rss_bytes": 80_000_000,
+        "machine": MACHINE,
+        "models": models or (model(),),
+        "ended": ENDED,
+    }
+    return Snapshot(**(known | fields))
+
+
+def totals(second: float) -> Totals:
+    """Counters after so many seconds: speed goes up and down."""
+    generated = 60.0 * second + 200.0 * (1 - math.cos(second / 5))
+    steps = 20.0 * second
+    return Totals(
+        prompt_tokens=400.0 * second,
+        generated_tokens=generated,
+        steps=steps,
+        step_sequences=3 * steps,
+        context_tokens=3 * steps * 1300,
+        preemptions=0,
+        prefix_queries=400.0 * second,
+        prefix_hits=260.0 * second,
+        draft_tokens=30.0 * second,
+        accepted_tokens=20.0 * second,
+    )
+
+
+def reading(seconds: float = 60.0, last: Snapshot | None = None) -> Reading:
+    """What a minute of a busy server ends in; `last`: its last snapshot."""
+    record, found = Record(), Reading()
+    for half in range(int(seconds * 2) + 1):
+        latency = Latency(last_ms=300 + 90 * math.sin(half / 7), p50_ms=300.0, p99_ms=1230.0)
+        each = model(totals=totals(half / 2), ttft=latency)
+        found = record.read(half / 2, snapshot(each))
+    return found if last is None else record.read(seconds + 0.5, last)
+
+
+class ScriptedWatch:
+    """Each call of snapshots() plays one of the scripts: snapshots, then an error, the server's
+    leaving (None), or silence."""
+
+    def __init__(self, *scripts: Sequence[Snapshot | LocalgenError | None]) -> None:
+        self.scripts = list(scripts)
+        self.cancelled: list[str] = []
+        self.closed = threading.Event()
+        self.cancel_says: bool | LocalgenError = True
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        for each in self.scripts.pop(0) if self.scripts else ():
+            if each is None:
+                return
+            if isinstance(each, LocalgenError):
+                raise each
+            yield each
+        self.closed.wait(30)
+
+    def cancel(self, request_id: str) -> bool:
+        self.cancelled.append(request_id)
+        if isinstance(self.cancel_says, LocalgenError):
+            raise self.cancel_says
+        return self.cancel_says
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def top_app(watch: ScriptedWatch | None = None, **settings: Any) -> TopApp:
+    """The program over a scripted server; silent where none is given."""
+    scripted = watch or ScriptedWatch()
+    return TopApp(
+        lambda: scripted,
+        "this machine",
+        "localgen chat or localgen serve starts one.",
+        **({"first_retry_s": 0.05} | settings),
+    )
