@@ -54,9 +54,8 @@ def wait(condition: Callable[[], object]) -> None:
 
 def settle(tui: Tui, opened: OpenSession) -> Turn:
     """The turn of the answer that grows in a session."""
-    answering = opened.answering
-    assert answering is not None
-    assert answering.ended.wait(10)
+    assert opened.last is not None
+    assert opened.last.ended.wait(10)
     tui.desk.settle()
     assert opened.answering is None
     return opened.session.conversation.turns[-1]

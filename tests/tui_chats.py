@@ -140,6 +140,13 @@ class Tui:
         await pilot.press("enter")
         await self.settled(pilot)
 
+    async def open_new(self, pilot: Pilot[None]) -> None:
+        """A session that is still empty."""
+        before = self.opened
+        await pilot.press("ctrl+n")
+        await self.until(lambda: self.opened is not before)
+        await pilot.pause()
+
     async def type(self, pilot: Pilot[None], text: str) -> None:
         self.prompt.insert(text)
         await pilot.pause()

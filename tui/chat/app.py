@@ -111,7 +111,7 @@ class ChatApp(Shell):
 
     async def tick(self) -> None:
         """What has grown since the last time, on whatever screen is shown."""
-        if self._is_leaving or not self.desk.open:
+        if self._is_leaving or not self.screen_stack:
             return
         if any(not each.is_answering for each in self.desk.answering):
             await asyncio.to_thread(self.desk.settle)
@@ -224,7 +224,7 @@ class ChatApp(Shell):
         if self.main.server == "LOST":
             self.notify("The server is back.", timeout=4)
         self._was_seen, self.main.server = True, "LIVE"
-        if self.main.is_mounted:
+        if self.main.is_whole:
             self.main.query_one(Gauges).reading = message.reading
 
     def on_lost(self, message: Lost) -> None:

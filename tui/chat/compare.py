@@ -94,22 +94,24 @@ class Column(Vertical):
     def __init__(self, opened: OpenSession, label: str) -> None:
         super().__init__()
         self.opened = opened
+        self._transcript = Transcript()
+        self._speed_line = Static("ready", classes="speed", markup=False)
         self.border_title = Content(one_line(label))
         self._said = ""
 
     def compose(self) -> ComposeResult:
-        yield Transcript()
-        yield Static("ready", classes="speed", markup=False)
+        yield self._transcript
+        yield self._speed_line
 
     async def on_mount(self) -> None:
-        await self.query_one(Transcript).show(self.opened)
+        await self._transcript.show(self.opened)
 
     async def sync(self) -> None:
-        await self.query_one(Transcript).sync()
+        await self._transcript.sync()
         said = self._speed()
         if said != self._said:
             self._said = said
-            line = self.query_one(".speed", Static)
+            line = self._speed_line
             line.update(Content(said))
             last = self.opened.last
             line.set_class(bool(last and last.error and not last.is_stopping), "-fault")

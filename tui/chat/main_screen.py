@@ -71,19 +71,23 @@ class MainScreen(Screen[None]):
         super().__init__()
         self._desk, self._where, self._names = desk, where, names
         self.opened: OpenSession | None = None
+        # kept here, as what is drawn at a beat may go on for a moment when the screen is taken down
+        self._list, self._transcript = SessionList(), Transcript()
+        self._title_line = Static(id="title", markup=False)
+        self._status_line = Static(id="status", markup=False)
         self._wants: dict[str, bool] = {}
         self._title = ("", "", 0)
         self._status = ""
 
     def compose(self) -> ComposeResult:
-        yield Static(id="title", markup=False)
+        yield self._title_line
         with Horizontal(id="body"):
-            yield SessionList()
+            yield self._list
             with Vertical(id="centre"):
-                yield Transcript()
+                yield self._transcript
                 yield Static(id="told", markup=False)
                 yield Suggestions()
-                yield Static(id="status", markup=False)
+                yield self._status_line
                 yield Prompt(lambda text: completions(text, self._names))
             yield Gauges()
             yield SettingsPanel()
@@ -95,6 +99,11 @@ class MainScreen(Screen[None]):
     def on_resize(self, event: events.Resize) -> None:
         self._fold(event.size.width)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its widgets are there: not before it is shown, nor when the program ends."""
+        return self.is_attached and bool(self.query(Prompt))
+
     async def show(self, opened: OpenSession) -> None:
         """Go to a session; what is typed stays with the one it was typed in."""
         prompt = self.query_one(Prompt)
@@ -103,7 +112,7 @@ class MainScreen(Screen[None]):
         if self.opened is not None or not prompt.text:  # what was typed before the first one stays
             prompt.put(opened.draft)
         self.opened = opened
-        await self.query_one(Transcript).show(opened)
+        await self._transcript.show(opened)
         self.show_settings()
         await self.sync()
 
@@ -111,8 +120,8 @@ class MainScreen(Screen[None]):
         """What is new in the session and in the list."""
         if self.opened is None:
             return
-        await self.query_one(Transcript).sync()
-        self.query_one(SessionList).show(self._rows(), self.opened.id)
+        await self._transcript.sync()
+        self._list.show(self._rows(), self.opened.id)
         self._show_title()
         self._show_status()
 
@@ -146,7 +155,7 @@ class MainScreen(Screen[None]):
 
     def watch_server(self) -> None:
         """Said in the first line."""
-        if self.is_mounted and self.query("#title"):
+        if self.is_whole:
             self._show_title()
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
@@ -173,27 +182,27 @@ class MainScreen(Screen[None]):
         self._toggle("-gauges")
 
     def action_thought(self) -> None:
-        self.query_one(Transcript).toggle_thought()
+        self._transcript.toggle_thought()
 
     def action_scroll(self, by: int) -> None:
-        transcript = self.query_one(Transcript)
+        transcript = self._transcript
         if by < 0:
             transcript.scroll_page_up(animate=False)
         else:
             transcript.scroll_page_down(animate=False)
 
     async def action_earlier(self) -> None:
-        transcript = self.query_one(Transcript)
+        transcript = self._transcript
         if not await transcript.show_earlier():
             transcript.scroll_home(animate=False)
 
     def action_latest(self) -> None:
-        self.query_one(Transcript).anchor()
+        self._transcript.anchor()
 
     def action_list(self) -> None:
         if not self.has_class("-sessions"):
             self._toggle("-sessions")
-        self.query_one(SessionList).focus()
+        self._list.focus()
 
     def action_prompt(self) -> None:
         self.tell("")
@@ -212,7 +221,7 @@ class MainScreen(Screen[None]):
         }
         for part, fits in room.items():
             self.set_class(self._wants.get(part, fits), part)
-        self.query_one(SessionList).styles.width = 28 if width >= 100 else 22
+        self._list.styles.width = 28 if width >= 100 else 22
         # room for the transcript first: the rest covers what it has to
         self.query_one(SettingsPanel).styles.width = min(44, max(30, width - 34))
 
@@ -248,7 +257,7 @@ class MainScreen(Screen[None]):
         right = Content.styled(f"● {self.server} {self._where}", _STYLES[self.server])
         room = max(20, self.size.width - 2 - right.cell_length - 1)
         line = spread(left.truncate(room, ellipsis=True), right, self.size.width - 2)
-        self.query_one("#title", Static).update(line)
+        self._title_line.update(line)
 
     def _show_status(self) -> None:
         assert self.opened is not None
@@ -256,7 +265,7 @@ class MainScreen(Screen[None]):
         if status == self._status:
             return
         self._status = status
-        line = self.query_one("#status", Static)
+        line = self._status_line
         line.update(Content(status))
         line.set_class(fault, "-fault")
 

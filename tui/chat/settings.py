@@ -22,6 +22,10 @@ SYSTEM, CTX = "system", "ctx"
 class Setting(Horizontal):
     """A name and its field. The field is empty where nothing of the user's is set."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down", "app.focus_next", "Next setting", show=False),
+        Binding("up", "app.focus_previous", "Setting before", show=False),
+    ]
     DEFAULT_CSS = """
     Setting { height: 1; }
     Setting Label { width: 20; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
@@ -51,8 +55,6 @@ class SettingsPanel(Widget):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "close", "Close the settings", show=False),
-        Binding("down", "app.focus_next", "Next setting", show=False),
-        Binding("up", "app.focus_previous", "Setting before", show=False),
     ]
     DEFAULT_CSS = """
     SettingsPanel {

@@ -51,7 +51,7 @@ class Transcript(VerticalScroll):
     async def sync(self) -> None:
         """What is new since the last time."""
         async with self._lock:
-            if self._opened is None:
+            if self._opened is None or not self.is_attached:
                 return
             await self._follow_answer(self._opened)
             await self._follow_turns(self._opened)

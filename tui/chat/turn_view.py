@@ -36,17 +36,18 @@ class TurnView(Vertical):
         self.turn = turn
         self._thought = turn.reasoning
         self._stream: MarkdownStream | None = None
+        self._thought_text = Static(markup=False)
+        self._thinking = Collapsible(self._thought_text, collapsed=True)
+        self._answer = ModelMarkdown(turn.answer)
+        self._served = Static(classes="served", markup=False)
+        self._show_thought()
+        self._show_served()
 
     def compose(self) -> ComposeResult:
         yield Static(_asked(self.turn.prompt), classes="asked", markup=False)
-        with Collapsible(title=_thought_title(self._thought), collapsed=True) as thinking:
-            yield Static(Content(inert(self._thought)), markup=False)
-        thinking.display = bool(self._thought)
-        yield ModelMarkdown(self.turn.answer)
-        served = Static(Content(inert(self.turn.served)), classes="served", markup=False)
-        served.set_class(self.turn.stopped, "cut")
-        served.display = bool(self.turn.served)
-        yield served
+        yield self._thinking
+        yield self._answer
+        yield self._served
 
     async def add(self, thought: str, text: str) -> None:
         """More of an answer that grows."""
@@ -55,7 +56,7 @@ class TurnView(Vertical):
             self._show_thought()
         if text:
             if self._stream is None:
-                self._stream = Markdown.get_stream(self.query_one(ModelMarkdown))
+                self._stream = Markdown.get_stream(self._answer)
             await self._stream.write(harmless(text))
 
     async def finish(self, turn: Turn) -> None:
@@ -64,25 +65,25 @@ class TurnView(Vertical):
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
-        served = self.query_one(".served", Static)
-        served.update(Content(inert(turn.served)))
-        served.set_class(turn.stopped, "cut")
-        served.display = bool(turn.served)
+        self._show_served()
 
     def toggle_thought(self) -> None:
-        thinking = self.query_one(Collapsible)
-        if thinking.display:
-            thinking.collapsed = not thinking.collapsed
+        if self._thinking.display:
+            self._thinking.collapsed = not self._thinking.collapsed
 
     async def on_unmount(self) -> None:
         if self._stream is not None:
             await self._stream.stop()
 
     def _show_thought(self) -> None:
-        thinking = self.query_one(Collapsible)
-        thinking.display = True
-        thinking.title = _thought_title(self._thought)
-        self.query_one("Collapsible Static", Static).update(Content(inert(self._thought)))
+        self._thinking.display = bool(self._thought)
+        self._thinking.title = f"thought, {len(self._thought.split()):,} words"
+        self._thought_text.update(Content(inert(self._thought)))
+
+    def _show_served(self) -> None:
+        self._served.update(Content(inert(self.turn.served)))
+        self._served.set_class(self.turn.stopped, "cut")
+        self._served.display = bool(self.turn.served)
 
 
 def _asked(prompt: str) -> Content:
@@ -96,7 +97,3 @@ def _asked(prompt: str) -> Content:
         return Content.assemble(mark, (begin, "bold"))
     more = f"\n… {rest:,} characters more, {len(lines):,} lines in all"
     return Content.assemble(mark, (begin, "bold"), (more, "$text-muted"))
-
-
-def _thought_title(thought: str) -> str:
-    return f"thought, {len(thought.split()):,} words"
