@@ -35,6 +35,9 @@ from localgen.tui.top.confirm import Confirm
 TICK_S, KEEP_S = 1 / 15, 1.0
 _TWICE_S = 2.0
 _HISTORY = 500
+_ON_THE_MAIN_SCREEN = frozenset(
+    "new model settings search compare export editor step rename fork delete restore copy".split()
+)
 
 
 class ChatApp(Shell):
@@ -96,6 +99,10 @@ class ChatApp(Shell):
     def get_default_screen(self) -> Screen[None]:
         """The only one that is no dialog, but for comparisons."""
         return self.main
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """What is about the session on the main screen is offered there only."""
+        return action not in _ON_THE_MAIN_SCREEN or self.main.is_current
 
     async def on_ready(self) -> None:
         """Paint first, then look at the server."""

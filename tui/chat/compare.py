@@ -16,6 +16,7 @@ from textual.widgets import Button, Footer, Static, TextArea
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.types import SamplingParams
+from localgen.chats import report
 from localgen.chats.inert import inert, one_line
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt
@@ -127,7 +128,8 @@ class Column(Vertical):
         if last.load_share is not None:
             return f"loading {last.load_share:.0%}"
         mark = "▸ " if self.opened.is_answering else ""
-        return f"{mark}{last.speed()} · {last.tokens:,} tokens"
+        tokens = last.answer.completion_tokens if last.answer else last.tokens
+        return f"{mark}{last.speed()} · {report.count(tokens, 'token')}"
 
 
 class CompareScreen(Screen[None]):

@@ -26,7 +26,7 @@ from localgen.tui.gauges.drawing import spread
 from localgen.tui.gauges.panel import Gauges
 
 _LIST_COLUMNS, _GAUGES_COLUMNS = 76, 118
-_STYLES = {"LIVE": "$success", "LOST": "$error", "WAITING": "$text-muted"}
+_STYLES = {"LIVE": "$success", "LOST": "$error", "WAITING": "dim"}
 
 
 class MainScreen(Screen[None]):
@@ -251,7 +251,7 @@ class MainScreen(Screen[None]):
         left = Content.assemble(
             ("localgen tui", "bold $primary"),
             (f"  {one_line(self.opened.name)}", "bold"),
-            (f"  {one_line(model)}", "$text-muted"),
+            (f"  {one_line(model)}", "dim"),
         )
         # at the right it must not be pushed out by a long name
         right = Content.styled(f"● {self.server} {self._where}", _STYLES[self.server])

@@ -32,7 +32,8 @@ class ModelMarkdown(Markdown):
     ModelMarkdown MarkdownH1, ModelMarkdown MarkdownH2 {
         content-align: left middle; margin: 0 0 1 0; text-style: bold; background: transparent;
     }
-    ModelMarkdown > MarkdownBlock:last-of-type { margin: 0; }
+    ModelMarkdown MarkdownListItem MarkdownParagraph { margin: 0; }
+    ModelMarkdown > MarkdownBlock:last-child { margin: 0; }
     """
 
     def __init__(self, text: str | None = None) -> None:

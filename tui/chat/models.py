@@ -228,7 +228,7 @@ class ModelPicker(ModalScreen[str | None]):
 
     def _drawn(self, choice: Choice) -> Content:
         mark = "● " if choice.name == self._current else "  "
-        style = "bold" if choice.is_here else "$text-muted"
+        style = "bold" if choice.is_here else "dim"
         return Content.assemble(mark, (one_line(choice.name), style), (f"  {choice.about}", "dim"))
 
     def _tell(self, message: str, *, fault: bool = False) -> None:

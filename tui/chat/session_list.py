@@ -98,7 +98,7 @@ class SessionList(OptionList):
     def _drawn(self, row: Row) -> Content:
         mark = "▌" if row.id == self._current else " "
         about = [one_line(row.model), report.count(row.turns, "turn")] if row.turns else [row.model]
-        second = (f"▸ {row.state}", "$success") if row.state else (" · ".join(about), "$text-muted")
+        second = (f"▸ {row.state}", "$success") if row.state else (" · ".join(about), "dim")
         name = one_line(row.name) or UNNAMED
         return Content.assemble(
             (mark, "$primary"), (name, "bold" if row.id == self._current else ""), "\n",

@@ -96,4 +96,4 @@ def _asked(prompt: str) -> Content:
     if rest <= 0:
         return Content.assemble(mark, (begin, "bold"))
     more = f"\n… {rest:,} characters more, {len(lines):,} lines in all"
-    return Content.assemble(mark, (begin, "bold"), (more, "$text-muted"))
+    return Content.assemble(mark, (begin, "bold"), (more, "dim"))
