@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from localgen.backends.types import SamplingParams
 
+# what LoadOptions.draft may be besides a model
+NGRAM, NONE, AUTO = "ngram", "none", "auto"
+DRAFT_WORDS = (NGRAM, NONE, AUTO)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
@@ -20,8 +24,9 @@ class LoadOptions:
     repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
     one step. itl_target_ms: prefill yields to keep decoding
     under this. max_queue: waiting requests beyond which new ones are refused.
-    draft: who proposes tokens that are verified together: ngram (the text itself) or none.
-    draft_max: most of them for one sequence in a step.
+    draft: who proposes tokens that are verified together: ngram (the text itself), none, or a
+    model beside the text; auto: the one that the catalog knows. draft_max: most of them for one
+    sequence in a step.
     """
 
     backend: str | None = None
@@ -51,16 +56,28 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that is to draft for another. optional: where it cannot, that one is loaded without
+    it, and a note says why."""
+
+    name: str
+    path: str
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What to load, under which name, how.
 
-    memory_bytes: most that weights and KV pool may take; None: what the machine has.
+    memory_bytes: most that weights and KV pool may take; None: what the machine has. draft: the
+    model that options.draft means; None: it means none.
     """
 
     name: str
     path: str
     options: LoadOptions
     memory_bytes: int | None = None
+    draft: DraftModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +93,20 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftInfo:
+    """A draft model as it was loaded; all of it as in ModelInfo."""
+
+    name: str
+    path: str
+    description: str
+    size_bytes: int
+    ctx: int
+    kv_bytes: int
+    work_bytes: int
+    memory: MemoryUse = MemoryUse()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a loaded model is, and what was decided for it.
 
@@ -84,7 +115,8 @@ class ModelInfo:
     are as they are. backend_reason: why this backend. generates: whether it can write an answer;
     a pure embedding model cannot. embedding_width: elements of a vector; 0: it makes none.
     url: where it is, if on a server that is not ours; what that one does not tell is then 0 or
-    empty. kv_bytes, work_bytes: as estimated before loading; memory: as allocated.
+    empty. kv_bytes, work_bytes: as estimated before loading; memory: as allocated. draft: the model
+    that drafts for this one, whose bytes come on top.
     """
 
     name: str
@@ -114,3 +146,4 @@ class ModelInfo:
     url: str = ""
     work_bytes: int = 0
     memory: MemoryUse = MemoryUse()
+    draft: DraftInfo | None = None

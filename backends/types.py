@@ -220,6 +220,7 @@ class Timings:
     draft_n: tokens that were proposed and computed; draft_n_accepted: how many of them were right.
     draft_steps: steps that the answer took after its first token. draft_speedup: against plain
     steps, by what those took meanwhile; 0: not known. draft_reason: why nothing was drafted.
+    draft_by: who proposed, n-gram (the text itself) or a model, the one with most tokens first.
     """
 
     cache_n: int = 0
@@ -239,6 +240,7 @@ class Timings:
     draft_steps: int = 0
     draft_speedup: float = 0.0
     draft_reason: str = ""
+    draft_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ def _snapshot(elapsed_s: float, *, busy: bool) -> dict[str, Any]:
         ttft_last_ms=120.0,
         ttft_p50_ms=110.0,
         ttft_p99_ms=300.0,
-        itl_last_ms=7.0 + elapsed_s % 1,
+        itl_last_ms=7.0 + (elapsed_s % 1 if busy else 0),
         itl_p50_ms=8.0,
         itl_p99_ms=15.0,
         steps_total=steps,

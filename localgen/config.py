@@ -37,7 +37,8 @@ class Settings:
 
     memory_limit: bytes that models may use together; None: what the machine has available.
     max_queue: waiting requests per model beyond which new ones are refused; parallel: requests of a
-    model computed at once; None: the engine's.
+    model computed at once; None: the engine's. draft: as LoadOptions has it, for loads that do not
+    say, where it suits the model.
     """
 
     runtime_dir: Path
@@ -46,6 +47,7 @@ class Settings:
     memory_limit: int | None = None
     max_queue: int | None = None
     parallel: int | None = None
+    draft: str | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:

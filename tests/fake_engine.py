@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.engine import wire
-from localgen.backends.models import Load, LoadOptions, ModelInfo
+from localgen.backends.models import DraftInfo, DraftModel, Load, LoadOptions, ModelInfo
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -76,6 +76,22 @@ def info_of(load: Load, script: dict[str, Any]) -> ModelInfo:
         options=options,
         notes=("a fake",),
         embedding_width=WIDTH,
+        draft=draft_of(load.draft),
+    )
+
+
+def draft_of(draft: DraftModel | None) -> DraftInfo | None:
+    if draft is None:
+        return None
+    size = Path(draft.path).stat().st_size
+    return DraftInfo(
+        name=draft.name,
+        path=draft.path,
+        description="",
+        size_bytes=size,
+        ctx=2048,
+        kv_bytes=0,
+        work_bytes=0,
     )
 
 

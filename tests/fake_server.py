@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import localgen
@@ -36,7 +37,7 @@ def main() -> int:
         setattr(state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
     serving.STALL_S = float(os.environ.get("TEST_STALL_S", serving.STALL_S))
     try:
-        settings = Settings.from_environment()
+        settings = replace(Settings.from_environment(), draft=os.environ.get("TEST_DRAFT"))
         settings.prepare()
         log_to_file(settings)
         run(

@@ -106,6 +106,23 @@ def test_random_schedules_leave_both_pools_whole(
     small.check()
 
 
+def test_padding_is_neither_drafted_nor_read() -> None:
+    text = [5, 6, 7]
+    first, second = fake_runner.generate(text, 5, ends=False)
+    runner = FakeRunner(kv_tokens=512)
+    drafter, seq = ModelDrafter(runner, "draft", vocab=max(first, second)), decoding(limit=512)
+    seq.tokens = text
+    drafter.chances(seq, 4)
+    (drafts,) = drafter.propose([(seq, 4)])
+    assert drafts == ([first] if first < second else [])
+    seq.tokens = [*text, max(first, second)]
+    assert not drafter.chances(seq, 4)
+    drafter.forget(seq)
+    seq.tokens = [max(first, second), 5]
+    assert not drafter.chances(seq, 4)
+    runner.check()
+
+
 def test_a_draft_model_that_fails_takes_nobody_down() -> None:
     log, runner = Log(), FakeRunner(kv_tokens=512, batch=64)
     broken = Failing(kv_tokens=512, batch=64)

@@ -14,7 +14,9 @@ from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
 from localgen.tui.feed import Lost, Seen
 from localgen.tui.gauges.readings import Reading
 
-SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
+SIZES = pytest.mark.parametrize(
+    "size", [(80, 24), (120, 40), (200, 60)], ids=lambda size: f"{size[0]}x{size[1]}"
+)
 Compare = Callable[..., bool]
 
 

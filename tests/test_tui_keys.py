@@ -18,9 +18,8 @@ from tui_chats import Tui
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import SamplingParams
 from localgen.chats.conversation import Turn
-from localgen.client import Text
+from localgen.client import Text, pulling
 from localgen.client.pulling import Offer
-from localgen.tui.chat import shelf
 from localgen.tui.chat.ask_text import AskText
 from localgen.tui.chat.compare import Column, CompareScreen, CompareSetup
 from localgen.tui.chat.models import ModelPicker
@@ -403,7 +402,7 @@ def test_scrolling_by_keys(tmp_path: Path) -> None:
 
 
 def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf.pulling, "offers", lambda: [Offer("big", "Big 70B", 40_000_000_000)])
+    monkeypatch.setattr(pulling, "offers", lambda: [Offer("big", "Big 70B", 40_000_000_000)])
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+o")
@@ -439,9 +438,9 @@ def test_fetching_a_model_shows_how_far_it_is(
         on_bytes(4_000_000_000, 4_000_000_000)
         return name
 
-    monkeypatch.setattr(shelf.pulling, "offers", lambda: [Offer("third", "Third", 4_000_000_000)])
-    monkeypatch.setattr(shelf.pulling, "can_pull", lambda name: name == "third")
-    monkeypatch.setattr(shelf.pulling, "pull", pull)
+    monkeypatch.setattr(pulling, "offers", lambda: [Offer("third", "Third", 4_000_000_000)])
+    monkeypatch.setattr(pulling, "can_pull", lambda name: name == "third")
+    monkeypatch.setattr(pulling, "pull", pull)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for client in tui.clients:

@@ -14,9 +14,8 @@ from tui_chats import Tui
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.chats.options import ModelOptions
-from localgen.client import Text
+from localgen.client import Text, pulling
 from localgen.client.pulling import Offer
-from localgen.tui.chat import shelf
 from localgen.tui.chat.compare import Column, CompareScreen
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
@@ -44,7 +43,7 @@ THOUGHT = Text("", 1, "They ask about stability. Say which sorts are stable, wit
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     offers = [Offer("llama-8b", "Llama 3.1 8B Instruct", 4_900_000_000)]
-    monkeypatch.setattr(shelf.pulling, "offers", lambda: offers)
+    monkeypatch.setattr(pulling, "offers", lambda: offers)
 
 
 @pytest.fixture

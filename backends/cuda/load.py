@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from localgen.backends.cuda import sizing, tensor_parallel
-from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.assembly import assemble, description_of, tokenizer_of
 from localgen.backends.cuda.compiling import Compiling
-from localgen.backends.cuda.embedding import Pooler
-from localgen.backends.cuda.made_up import MadeUpTokenizer
+from localgen.backends.cuda.draft import Draft
 from localgen.backends.cuda.options import Settings, device_of, settle
 from localgen.backends.cuda.pages import pages_for
-from localgen.backends.cuda.runner import CudaRunner, Steps, limits
+from localgen.backends.cuda.runner import Steps
 from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import ModelSource, open_source
 from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.engine.drafts.attempt import Attempt
+from localgen.backends.engine.drafts.drafters import check
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.memory.pool import Size
@@ -31,6 +33,7 @@ from localgen.backends.text.tokenizer import Tokenizer
 def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     """A Loader for engine.process. LocalgenError names the file or option at fault."""
     started_s = time.monotonic()
+    check(request)
     device = device_of(request.options)
     source = open_source(Path(request.path))
     spec, dtype = source.spec, source.dtype(device)
@@ -38,17 +41,21 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     compiling = None
     if device.type == "cuda":
         compiling = Compiling(Shard(spec, 0, options.tp), options, dtype, device)
-    tokenizer = _tokenizer(source, options)
+    tokenizer = tokenizer_of(source, options)
     template, template_source = _template(source, tokenizer, options)
-    steps, size, weight_bytes = _compute(source, options, dtype, request.memory_bytes, on_progress)
-    runner = _runner(source, options, tokenizer, steps, size)
+    attempt = Attempt(request.draft)
+    companion = attempt.to(lambda: Draft(attempt.asked, options, device, source, tokenizer))
+    steps, size, weight_bytes = _compute(source, options, dtype, request, companion, on_progress)
+    # on a CPU nothing waits to be filled
+    runner = assemble(source, options, tokenizer, steps, size, ahead=options.device != "cpu")
+    draft = None if companion is None else attempt.to(partial(companion.start, size))
     defaults, notes = source.sampling()
     kv_bytes = size.kv_tokens * _kv_bytes(spec, options)
     info = ModelInfo(
         name=request.name,
         path=request.path,
         architecture=spec.architecture,
-        description=_description(spec, dtype),
+        description=description_of(spec, dtype),
         params=spec.num_params,
         size_bytes=weight_bytes,
         vocab=spec.vocab,
@@ -67,7 +74,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         embedding_width=spec.hidden,
         chat_template=template_source,
         sampling=defaults,
-        options=options.with_sizes(size.ctx, size.kv_tokens),
+        options=attempt.in_force(options.with_sizes(size.ctx, size.kv_tokens), draft),
         notes=(
             *size.notes,
             *tensor_parallel.notes(options),
@@ -75,27 +82,12 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
             *notes,
             *_oddities(options, template),
             *(compiling.wait() if compiling else ()),
+            *attempt.notes(draft, ctx=size.ctx, size_bytes=weight_bytes),
         ),
+        draft=draft.info if draft else None,
     )
-    return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=template)
-
-
-def _runner(
-    source: ModelSource, options: Settings, tokenizer: Tokenizer, steps: Steps, size: Size
-) -> CudaRunner:
-    return CudaRunner(
-        steps,
-        PagedCache(pages_for(size.kv_tokens), share=options.prefix_cache),
-        limits(
-            max_seqs=options.parallel,
-            max_batch_tokens=options.max_batch_tokens,
-            max_len=size.ctx,
-            kv_tokens=size.kv_tokens,
-            share=options.prefix_cache,
-        ),
-        lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
-        ahead=options.device != "cpu",  # on which nothing waits to be filled
-        pooler=Pooler.of_folder(source.path),
+    return LoadedModel(
+        info=info, runner=runner, tokenizer=tokenizer, template=template, draft=draft
     )
 
 
@@ -122,20 +114,32 @@ def _compute(
     source: ModelSource,
     options: Settings,
     dtype: torch.dtype,
-    memory_bytes: int | None,
+    request: Load,
+    draft: Draft | None,
     on_progress: Callable[[float], None],
 ) -> tuple[Steps, Size, int]:
-    """What computes the model, the sizes that were possible, and the bytes of its weights."""
+    """What computes the model, the sizes that were possible, and the bytes of its weights.
+
+    draft: gets a pool as large, and both are sized before either takes anything.
+    """
     if options.tp > 1:
-        return tensor_parallel.load(source, options, dtype, memory_bytes, on_progress)
+        return tensor_parallel.load(source, options, dtype, request.memory_bytes, on_progress)
     share = Share(source, options, dtype, Shard(source.spec))
     on_progress(1.0)
-    limit = None if memory_bytes is None else memory_bytes - share.weight_bytes
+    limit = request.memory_bytes
+    if limit is not None:
+        limit -= share.weight_bytes + (draft.weight_bytes if draft else 0)
+
+    def allocate(size: Size) -> bool:
+        own = share.allocate(pages_for(size.kv_tokens), size.ctx)
+        return own and (draft is None or draft.allocate(size))
+
     size = sizing.fit(
         source.spec,
         options,
-        free=share.free_bytes(limit),
-        allocate=lambda size: share.allocate(pages_for(size.kv_tokens), size.ctx),
+        free=share.free_bytes(limit) - (draft.work_bytes if draft else 0),
+        draft_token_bytes=draft.token_bytes if draft else 0,
+        allocate=allocate,
     )
     return share.steps, size, share.weight_bytes
 
@@ -144,15 +148,6 @@ def _kv_bytes(spec: ModelSpec, options: Settings) -> int:
     """Of a token in the cache, on all ranks."""
     local = Shard(spec, 0, options.tp).local
     return options.tp * sizing.kv_bytes_per_token(local, options.cache_dtype)
-
-
-def _tokenizer(source: ModelSource, options: Settings) -> Tokenizer:
-    try:
-        return source.tokenizer()
-    except LoadFailed:
-        if options.dummy:  # a config.json is enough then
-            return MadeUpTokenizer(source.spec.vocab)
-        raise
 
 
 def _template(
@@ -167,12 +162,3 @@ def _template(
         if options.chat_template:
             raise
         raise LoadFailed(f"cannot load {source.path}: {error}") from error
-
-
-def _description(spec: ModelSpec, dtype: torch.dtype) -> str:
-    kind = spec.architecture.removesuffix("ForCausalLM")
-    quant = spec.quant
-    how = str(dtype).removeprefix("torch.") if quant is None else quant.method
-    params = spec.num_params
-    size = f"{params / 1e9:.1f}B" if params >= 1e9 else f"{params / 1e6:.1f}M"
-    return f"{kind} {size} {how}"

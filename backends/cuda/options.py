@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from localgen.backends.engine.drafts.drafters import NGRAM, check
 from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.defaults import CUDA, CUDA_ON_CPU
-from localgen.backends.models import LoadOptions
+from localgen.backends.models import NGRAM, LoadOptions
 
 # what the cache may be kept in, besides the type of the weights
 CACHE_TYPES = {
@@ -84,7 +83,6 @@ def settle(asked: LoadOptions, dtype: torch.dtype, device: torch.device) -> Sett
     defaults: dict[str, Any] = _ON_CPU if device.type == "cpu" else {}
     settings = Settings(**(defaults | chosen | given | fixed))
     _check(settings, dtype, device)
-    check(settings.draft, settings.draft_max)
     return settings
 
 

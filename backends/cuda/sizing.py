@@ -63,26 +63,34 @@ def free_bytes(device: torch.device, limit: int | None) -> int:
     return available if limit is None else min(available, limit)
 
 
-def choose(spec: ModelSpec, options: Settings, *, free: int) -> Size:
+def choose(spec: ModelSpec, options: Settings, *, free: int, draft_token_bytes: int = 0) -> Size:
     """The context and pool asked for, or the largest that fit.
 
-    free: bytes left beside weights and working memory. InvalidRequest, OutOfMemory: with both
+    free: bytes left beside weights and working memory. draft_token_bytes: of a token in a draft
+    model's pool, which is as large. InvalidRequest, OutOfMemory: with both
     numbers.
     """
     on_cpu = options.device == "cpu"
     rules = pool.CUDA_ON_CPU if on_cpu else replace(pool.CUDA, place=f" on {options.device}")
     wanted = Wanted(ctx=options.ctx, kv_tokens=options.kv_tokens, trained=spec.max_len)
-    per_token = kv_bytes_per_token(spec, options.cache_dtype)
+    per_token = kv_bytes_per_token(spec, options.cache_dtype) + draft_token_bytes
     return pool.choose(wanted, rules, token_bytes=per_token, free_bytes=free)
 
 
-def fit(spec: ModelSpec, options: Settings, *, free: int, allocate: Callable[[Size], bool]) -> Size:
+def fit(
+    spec: ModelSpec,
+    options: Settings,
+    *,
+    free: int,
+    allocate: Callable[[Size], bool],
+    draft_token_bytes: int = 0,
+) -> Size:
     """The size of `choose`, allocated; smaller where the driver's books turn out too good.
 
     allocate: says whether there was room. InvalidRequest, OutOfMemory.
     """
     for _ in range(_TRIES):
-        size = choose(spec, options, free=free)
+        size = choose(spec, options, free=free, draft_token_bytes=draft_token_bytes)
         if allocate(size):
             return size
         free = int(free * _SMALLER)

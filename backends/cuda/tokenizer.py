@@ -97,8 +97,10 @@ class HfTokenizer:
 
     def piece(self, token: int) -> bytes:
         """As Tokenizer.piece."""
-        if token in self._silent:
-            return b""
+        return b"" if token in self._silent else self.spelling(token)
+
+    def spelling(self, token: int) -> bytes:
+        """As Vocabulary.spelling."""
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)

@@ -6,9 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localgen.backends.engine.runner import ModelRunner
-from localgen.backends.models import Load, ModelInfo
+from localgen.backends.models import DraftInfo, Load, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model beside the model. vocab: ids from here on mean nothing to one of both."""
+
+    info: DraftInfo
+    runner: ModelRunner
+    vocab: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +28,7 @@ class LoadedModel:
     runner: ModelRunner
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    draft: LoadedDraft | None = None
 
 
 # reads a model, reporting the share done (0 to 1). Raises LocalgenError

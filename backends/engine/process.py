@@ -69,7 +69,7 @@ class _Process:
             itl_target_ms=options.itl_target_ms,
             max_queue=options.max_queue,
             publish=self._send,
-            drafters=drafters(options.draft),
+            drafters=drafters(model),
             max_drafts=options.draft_max or MOST_DRAFTS,
         )
         self._send(wire.Loaded(model.info))

@@ -239,6 +239,7 @@ def timings(seq: Sequence, drafting: Drafting = NO_DRAFTS) -> Timings:
         draft_steps=drafting.steps,
         draft_speedup=drafting.speedup,
         draft_reason=drafting.reason,
+        draft_by=drafting.by,
     )
 
 

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import llama_cpp.llama_cpp as C
-import numpy as np
-
 from localgen.backends.engine import sampling
+from localgen.backends.engine.drafts.attempt import Attempt
+from localgen.backends.engine.drafts.drafters import check
 from localgen.backends.engine.loading import LoadedModel
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.llamacpp import sizing
-from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.cells import SharedCells
+from localgen.backends.llamacpp.assembly import assemble, max_donors, probe
 from localgen.backends.llamacpp.devices import gpu_free_bytes
-from localgen.backends.llamacpp.embedding import TextVectors
+from localgen.backends.llamacpp.draft import Draft
 from localgen.backends.llamacpp.encoder import load_encoder
-from localgen.backends.llamacpp.lanes import Lanes
-from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, NoCache, library
+from localgen.backends.llamacpp.native import Context, Model, NoCache, library
 from localgen.backends.llamacpp.options import Settings, settle
-from localgen.backends.llamacpp.reuse import Reuse
-from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.available import SPARED_BYTES, available_bytes
-from localgen.backends.memory.defaults import LLAMACPP
 from localgen.backends.memory.pool import Size
 from localgen.backends.memory.shape import ModelShape
-from localgen.backends.models import Load, LoadOptions, ModelInfo
+from localgen.backends.models import NGRAM, Load, LoadOptions, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -55,6 +48,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     """A Loader for engine.process. LocalgenError names the file or option at fault."""
     started_s = time.monotonic()
     path = Path(request.path)
+    check(request)
     options = settle(request.options)
     model = Model(_existing(path), options, on_progress)
     _check_parts(model, options)
@@ -62,19 +56,21 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     vocab = Vocab(model)
     template, source = _template(model, vocab, options)
     shape = sizing.shape_of(model)
-    fixed = sizing.fixed_bytes(shape, options, options.parallel + _max_donors(model, options))
-    free = _free_bytes(model, options, request, fixed)
-    options = _with_layout(model, shape, request.options, options, free)
-    size = sizing.choose(model, shape, options, free_bytes=free)
-    donors = _max_donors(model, options)
-    lanes = options.parallel + donors
+    attempt = Attempt(request.draft)
+    companion = attempt.to(lambda: Draft(attempt.asked, options, model, vocab))
+    options, size = _sized(model, shape, request, options, companion)
+    lanes = options.parallel + max_donors(model, options)
     try:
         context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=lanes)
     except NoCache:
+        options = _without_draft(request, options, companion)
         return load_encoder(request, model, vocab, options, started_s=started_s)
-    can_rewind = _probe(model, vocab, context)
+    can_rewind = probe(model, vocab, context)
+    draft = None
+    if companion is not None:
+        draft = attempt.to(partial(companion.start, options, size, context.thread))
     share = can_rewind and options.prefix_cache
-    runner = _runner(model, context, vocab, options, size, donors=donors, share=share)
+    runner = assemble(model, context, vocab, options, ctx=size.ctx, share=share)
     sampling_defaults, sampling_notes = _sampling(model)
     oddities = {
         "the weights could not be locked in memory (ulimit -l): they may be swapped": unlocked,
@@ -99,41 +95,37 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         layers=model.layers,
         backend="llamacpp",
         processor=_processor(model, options),
-        work_bytes=sizing.fixed_bytes(shape, options, options.parallel + donors)
+        work_bytes=sizing.fixed_bytes(shape, options, lanes)
         + context.kv_tokens * sizing.work_token_bytes(shape, options),
-        memory=library().buffers.use(),
+        memory=model.buffers.use(),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=can_rewind,
         chat_template=source,
         sampling=sampling_defaults,
-        options=options.with_sizes(size.ctx, context.kv_tokens),
+        options=attempt.in_force(options.with_sizes(size.ctx, context.kv_tokens), draft),
         embedding_width=model.embedding_width,
-        notes=(*size.notes, *sampling_notes, *(note for note, so in oddities.items() if so)),
+        notes=(
+            *size.notes,
+            *sampling_notes,
+            *(note for note, so in oddities.items() if so),
+            *attempt.notes(draft, ctx=size.ctx, size_bytes=model.size_bytes),
+        ),
+        draft=draft.info if draft else None,
     )
-    return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template)
+    return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template, draft=draft)
 
 
-def _runner(
-    model: Model,
-    context: Context,
-    vocab: Vocab,
-    options: Settings,
-    size: Size,
-    *,
-    donors: int,
-    share: bool,
-) -> LlamaRunner:
-    return LlamaRunner(
-        model,
-        context,
-        vocab,
-        lanes=_lanes(context, options, donors, share=share, reuse=Reuse.of(model, options)),
-        max_seqs=options.parallel,
-        max_len=size.ctx,
-        can_rewind=share,
-        threads=options.threads,
-        vectors=TextVectors(model, options, context.thread),
-    )
+def _without_draft(request: Load, options: Settings, companion: Draft | None) -> Settings:
+    """The options of a model that writes no text. InvalidRequest: a model is to draft for it."""
+    if request.draft is not None and not request.draft.optional:
+        raise InvalidRequest(
+            f"{request.name} makes embeddings and no text, so nothing drafts for it: "
+            "leave --draft out",
+            param="draft",
+        )
+    if companion is not None:
+        companion.close()
+    return replace(options, draft=NGRAM if request.draft else options.draft)
 
 
 def _parts(options: Settings, asked: LoadOptions, ctx: int) -> dict[str, bool]:
@@ -160,51 +152,46 @@ def _check_parts(model: Model, options: Settings) -> None:
         )
 
 
-def _with_layout(
-    model: Model, shape: ModelShape, asked: LoadOptions, options: Settings, free_bytes: int
-) -> Settings:
-    """A part for each sequence where -np and --ctx together say what they need, as llama-server
-    has it, and it can be had: attention then looks at nobody else's tokens."""
+def _sized(
+    model: Model, shape: ModelShape, request: Load, options: Settings, draft: Draft | None
+) -> tuple[Settings, Size]:
+    """The layout of the cache, and how large it gets with a draft model's beside it.
+
+    There is a part for each sequence where -np and --ctx together say what they need, as
+    llama-server has it, and it can be had: attention then looks at nobody else's tokens.
+    """
+    free = _free_bytes(model, shape, options, request, draft)
+    beside = draft.token_bytes if draft else 0.0
+    asked = request.options
     sized = None not in (asked.parallel, asked.ctx) and asked.kv_tokens is None
     rigid = model.is_recurrent or model.has_window
-    if not sized or rigid or asked.kv_unified is not None:
-        return options
-    in_parts = replace(options, kv_unified=False)
-    try:
-        sizing.choose(model, shape, in_parts, free_bytes=free_bytes)
-    except OutOfMemory:
-        return options
-    return in_parts
+    if sized and not rigid and asked.kv_unified is None:
+        in_parts = replace(options, kv_unified=False)
+        with suppress(OutOfMemory):
+            return in_parts, sizing.choose(
+                model, shape, in_parts, free_bytes=free, draft_token_bytes=beside
+            )
+    size = sizing.choose(model, shape, options, free_bytes=free, draft_token_bytes=beside)
+    return options, size
 
 
-def _max_donors(model: Model, options: Settings) -> int:
-    """Sequence ids for kept prefixes beside the running ones; parts are kept where they are."""
-    if not options.kv_unified or not options.prefix_cache or model.is_recurrent:
-        return 0
-    return min(LLAMACPP.donors, MAX_SEQUENCES - options.parallel)
-
-
-def _lanes(
-    context: Context, options: Settings, max_donors: int, *, share: bool, reuse: Reuse
-) -> Lanes:
-    if not options.kv_unified:
-        return Streams(context, share=share, reuse=reuse)
-    return SharedCells(
-        context, max_seqs=options.parallel, max_donors=max_donors, share=share, reuse=reuse
-    )
-
-
-def _free_bytes(model: Model, options: Settings, request: Load, fixed: int) -> int:
-    """Memory for a KV pool, which lies where the layers are. fixed: bytes of buffers beside it.
+def _free_bytes(
+    model: Model, shape: ModelShape, options: Settings, request: Load, draft: Draft | None
+) -> int:
+    """Memory for a KV pool, which lies where the layers are.
 
     On a GPU the weights are in by now; on the CPU mmap reads them in later.
     """
+    fixed = sizing.fixed_bytes(shape, options, options.parallel + max_donors(model, options))
+    weights = model.size_bytes
+    if draft is not None:
+        fixed, weights = fixed + draft.fixed_bytes, weights + draft.weight_bytes
     gpu_free = gpu_free_bytes() if options.gpu_layers else None
     share = 0.0 if gpu_free is None else _gpu_share(model, options)
     most = available_bytes() - SPARED_BYTES - fixed
     if request.memory_bytes is not None:
         most = min(most, request.memory_bytes - fixed)
-    room = [(most - model.size_bytes * (1 - share)) / (1 - share)] if share < 1 else []
+    room = [(most - weights * (1 - share)) / (1 - share)] if share < 1 else []
     if gpu_free is not None:
         room.append((gpu_free - SPARED_BYTES - fixed) / share)
     return max(0, int(min(room)))
@@ -253,24 +240,3 @@ def _processor(model: Model, options: Settings) -> str:
     if share in (0, 100):
         return "100% GPU" if share else "100% CPU"
     return f"{100 - share}%/{share}% CPU/GPU"
-
-
-def _probe(model: Model, vocab: Vocab, context: Context) -> bool:
-    """Compute a few tokens, cut the last ones off; whether that works.
-
-    It also reads the weights in, and shows here rather than in mid-answer if this build of
-    llama.cpp cannot run the model on this machine.
-    """
-    probe = Sequence(
-        id="probe", tokens=[0, 0, 0, 0], num_prompt=4, params=SamplingParams(), ctx=4, limit=4
-    )
-    batch = Batch(4)
-    batch.fill([Chunk(seq=probe, start=0, tokens=probe.tokens, samples=True)], [0])
-    if context.decode(batch.native).result():
-        raise LoadFailed(f"cannot run {model.path}: {library().reason()}")
-    logits = C.llama_get_logits(context.handle)
-    if np.isnan(np.ctypeslib.as_array(logits, (vocab.vocab_size,))).any():
-        raise LoadFailed(f"cannot run {model.path}: its weights give results that are not numbers")
-    rewinds = not model.is_recurrent and context.cut(0, 2) and context.last_position(0) == 1
-    C.llama_memory_clear(context.memory, False)
-    return rewinds

@@ -108,7 +108,7 @@ def supports_gpu() -> bool:
 
 
 class Model:
-    """Weights and vocabulary of a GGUF file.
+    """Weights and vocabulary of a GGUF file. buffers: what was allocated for it, contexts included.
 
     on_progress: share read so far, 0 to 1. LoadFailed, naming the file and llama.cpp's reason.
     """
@@ -116,7 +116,7 @@ class Model:
     def __init__(self, path: Path, options: Settings, on_progress: Callable[[float], None]) -> None:
         log = library()
         log.clear()
-        log.buffers = Buffers()
+        self.buffers = log.buffers = Buffers()
         self.path = path
         params = C.llama_model_default_params()
         params.n_gpu_layers = options.gpu_layers
@@ -251,14 +251,23 @@ class Context:
 
     n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason; NoCache.
 
-    thread: where all computing of the model is done. Not where the context was made: OpenMP gives
-    each thread that computes a pool of its own, and once there are more threads than cores its
-    barriers sleep instead of spinning, which costs a fifth of the speed.
+    thread: where all computing of the process is done; None: one of its own. Not where the context
+    was made: OpenMP gives each thread that computes a pool of its own, and once there are more
+    threads than cores its barriers sleep instead of spinning, which costs a fifth of the speed.
     """
 
-    def __init__(self, model: Model, options: Settings, *, kv_tokens: int, n_seq_max: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: Settings,
+        *,
+        kv_tokens: int,
+        n_seq_max: int,
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
         log = library()
         log.clear()
+        log.buffers = model.buffers
         if not 0 < n_seq_max <= MAX_SEQUENCES:
             raise InvalidRequest(f"{n_seq_max} sequences, llama.cpp allows {MAX_SEQUENCES}")
         params = C.llama_context_default_params()
@@ -277,7 +286,8 @@ class Context:
         if not self.handle:
             raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
         self.memory = C.llama_get_memory(self.handle)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._owns_thread = thread is None
+        self.thread = thread or ThreadPoolExecutor(1, thread_name_prefix="decode")
         if not self.memory:
             self.close()
             raise NoCache(f"cannot load {model.path}: {_NOT_GENERATING}")
@@ -325,7 +335,8 @@ class Context:
 
     def close(self) -> None:
         """Free the pool."""
-        self.thread.shutdown()
+        if self._owns_thread:
+            self.thread.shutdown()
         if self.handle:
             C.llama_free(self.handle)
             self.handle = None

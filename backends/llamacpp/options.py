@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 import llama_cpp.llama_cpp as C
 import psutil
 
-from localgen.backends.engine.drafts.drafters import NGRAM, check
 from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.native import (
@@ -18,7 +17,7 @@ from localgen.backends.llamacpp.native import (
     supports_gpu,
 )
 from localgen.backends.memory.defaults import LLAMACPP, PARTS
-from localgen.backends.models import LoadOptions
+from localgen.backends.models import NGRAM, LoadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,6 @@ def settle(asked: LoadOptions) -> Settings:
     }
     settings = Settings(**(chosen | given))
     _check(settings, gpu)
-    check(settings.draft, settings.draft_max)
     return settings
 
 

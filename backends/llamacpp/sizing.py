@@ -40,11 +40,23 @@ def fixed_bytes(shape: ModelShape, options: Settings, sequences: int) -> int:
     return llamacpp_fixed_bytes(shape, step_tokens=options.max_batch_tokens, sequences=sequences)
 
 
-def choose(model: Model, shape: ModelShape, options: Settings, *, free_bytes: int) -> Size:
+def pool_token_bytes(shape: ModelShape, options: Settings) -> float:
+    """Bytes of a token of the pool, and of the buffers that grow with it."""
+    return kv_bytes_per_token(shape, options) + work_token_bytes(shape, options)
+
+
+def choose(
+    model: Model,
+    shape: ModelShape,
+    options: Settings,
+    *,
+    free_bytes: int,
+    draft_token_bytes: float = 0.0,
+) -> Size:
     """The context and pool asked for, or the largest that fit.
 
-    free_bytes: memory left beside the weights and what does not grow. InvalidRequest,
-    OutOfMemory: with both numbers.
+    free_bytes: memory left beside the weights and what does not grow. draft_token_bytes: of a token
+    in a draft model's pool, which is as large. InvalidRequest, OutOfMemory: with both numbers.
     """
     parts = 1 if options.kv_unified else options.parallel
     wanted = Wanted(
@@ -56,6 +68,6 @@ def choose(model: Model, shape: ModelShape, options: Settings, *, free_bytes: in
     return pool.choose(
         wanted,
         replace(pool.LLAMACPP, parts=parts),
-        token_bytes=kv_bytes_per_token(shape, options) + work_token_bytes(shape, options),
+        token_bytes=pool_token_bytes(shape, options) + draft_token_bytes,
         free_bytes=free_bytes,
     )

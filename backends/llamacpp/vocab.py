@@ -67,6 +67,10 @@ class Vocab:
             piece = self._pieces[token] = self._piece(token, special=False)
         return piece
 
+    def spelling(self, token: int) -> bytes:
+        """As Vocabulary.spelling."""
+        return bytes(C.llama_vocab_get_text(self._handle, token))
+
     def _piece(self, token: int, *, special: bool) -> bytes:
         buffer = ctypes.create_string_buffer(_PIECE_BYTES)
         size = C.llama_token_to_piece(self._handle, token, buffer, len(buffer), 0, special)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import ModelInfo
+from localgen.backends.models import DraftInfo, ModelInfo
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 from localgen.chats import parameters, report, saved
 from localgen.chats.session import Progress, Session
@@ -153,6 +153,7 @@ def _info(session: Session) -> str:
         ("size", f"{report.size(info.size_bytes)} · context memory {report.size(info.kv_bytes)}"),
         ("context", f"{ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
         ("runs on", " · ".join(_runs_on(info))),
+        *((("drafts", _drafts(info.draft)),) if info.draft else ()),
         ("branch", f"{session.branch} · {report.count(len(session.conversation.turns), 'turn')}"),
         *(("note", note) for note in info.notes),
     ]
@@ -169,6 +170,11 @@ def _info_elsewhere(session: Session) -> str:
         *(("note", note) for note in info.notes),
     ]
     return "\n".join(f"{name:<9} {value}" for name, value in rows)
+
+
+def _drafts(draft: DraftInfo) -> str:
+    sizes = f"{report.size(draft.size_bytes)} · context memory {report.size(draft.kv_bytes)}"
+    return f"{draft.name} · {draft.description} · {sizes}"
 
 
 def _runs_on(info: ModelInfo) -> Iterator[str]:

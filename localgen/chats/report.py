@@ -10,6 +10,8 @@ from localgen.backends.types import Timings
 if TYPE_CHECKING:
     from localgen.client import Answer
 
+# the only drafter that is no model
+TEXT_DRAFTER = "n-gram"
 _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -40,6 +42,7 @@ def model_line(info: ModelInfo) -> str:
         info.description,
         size(info.size_bytes) if info.size_bytes else "",
         f"context {info.ctx:,}" if info.ctx else "",
+        f"drafts by {info.draft.name}" if info.draft else "",
         f"{info.backend} {info.processor}".strip() + (f" ({why})" if why else ""),
     )
     return " · ".join(part for part in parts if part)
@@ -146,15 +149,19 @@ def _drafts(timings: Timings) -> str:
     """What drafts did, if there were any."""
     if not timings.draft_n:
         return ""
-    return f" ({timings.draft_speedup:.1f}× by drafts, {_right(timings)} right)"
+    # repositories have long names
+    models = [name.rpartition("/")[2] for name in timings.draft_by if name != TEXT_DRAFTER]
+    whose = f" of {', '.join(models)}" if models else ""
+    return f" ({timings.draft_speedup:.1f}× by drafts{whose}, {_right(timings)} right)"
 
 
 def _drafts_at_length(timings: Timings) -> str:
     if not timings.draft_n:
         return f"none: {timings.draft_reason}" if timings.draft_reason else "none"
     per_step = (timings.predicted_n - 1) / max(1, timings.draft_steps)
+    by = f" by {', '.join(timings.draft_by)}" if timings.draft_by else ""
     return (
-        f"{count(timings.draft_n, 'token')}, {_right(timings)} right, "
+        f"{count(timings.draft_n, 'token')}{by}, {_right(timings)} right, "
         f"{per_step:.1f} tokens a step, {timings.draft_speedup:.2f}× plain decoding"
     )
 

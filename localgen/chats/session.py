@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import ModelInfo
+from localgen.backends.models import DRAFT_WORDS, ModelInfo
 from localgen.chats.conversation import Conversation, Turn
 from localgen.chats.options import ModelOptions
 
@@ -61,10 +61,11 @@ class Session:
         """Load a model and talk to it from now on; on an error the old one stays."""
         wanted = self.options
         if self.info is not None and name != self.asked:
-            # a template and a context are made for one model and would be wrong for the next
-            wanted = replace(
-                wanted, ctx=None, load=replace(wanted.load, chat_template=None, ctx=None)
-            )
+            # a template, a context and a draft model are chosen for one model and would be wrong
+            # for the next
+            draft = wanted.load.draft if wanted.load.draft in DRAFT_WORDS else None
+            load = replace(wanted.load, chat_template=None, ctx=None, draft=draft)
+            wanted = replace(wanted, ctx=None, load=load)
         self.info = self.client.load(name, wanted.load, on_progress, wanted.keep_alive)
         self.asked, self.options = name, wanted
         return self.info

@@ -41,6 +41,8 @@ def of_option(field: str) -> Candidates | None:
     """What completes the values of an option; None: nothing is known of them."""
     if field in _TEXTS_OR_FILES:
         return _file_behind_at
+    if field == "draft":
+        return _drafter
     values = _VALUES.get(field)
     return None if values is None else lambda incomplete: _starting(incomplete, values)
 
@@ -51,6 +53,12 @@ def any_model(incomplete: str) -> list[str]:
         return paths(incomplete, ".gguf")
     names = [*_here(), *_of_catalog(incomplete)]
     return _starting(incomplete, names) or paths(incomplete, ".gguf")
+
+
+def _drafter(incomplete: str) -> list[str]:
+    """What `--draft` may be: a word, or a model."""
+    words = _starting(incomplete, ("ngram", "auto", "none"))
+    return words + [name for name in any_model(incomplete) if name not in words]
 
 
 def catalog_model(incomplete: str) -> list[str]:

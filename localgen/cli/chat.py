@@ -51,4 +51,6 @@ def command(
         elif there is not None:
             start_chat(client, loading, model, options)
         else:
-            or_fetch(model, lambda: start_chat(client, loading, model, options))
+            or_fetch(
+                model, lambda: start_chat(client, loading, model, options), draft=options.load.draft
+            )

@@ -135,7 +135,13 @@ LOADING = (
     Flag("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),
     Flag("itl_target_ms", float, "--itl-target-ms", "Prompts yield to keep tokens this close."),
     Flag("max_queue", int, "--max-queue", "Waiting requests beyond which more are refused."),
-    Flag("draft", str, "-md --draft", "Tokens proposed ahead: ngram, from the text itself; none."),
+    Flag(
+        "draft",
+        str,
+        "-md --draft",
+        "Who proposes tokens ahead: ngram, the text itself; a model beside it; auto, the one that "
+        "the catalog has for it; none.",
+    ),
     Flag("draft_max", int, "--draft-max", "Most tokens proposed at once."),
     Flag("prefix_cache", bool, "--prefix-cache/--no-prefix-cache", "Reuse prompts seen before."),
     Flag("repack", bool, "--repack/--no-repack", "Copy weights into a faster layout for the CPU."),

@@ -53,20 +53,23 @@ def fetch(model: str) -> None:
     _download(model, plan)
 
 
-def or_fetch(model: str | None, run: Callable[[], None]) -> None:
-    """Run what needs a model. On a terminal, offer to pull one that is not here, and run again."""
+def or_fetch(model: str | None, run: Callable[[], None], *, draft: str | None = None) -> None:
+    """Run what needs a model, and perhaps one that drafts for it. On a terminal, offer to pull what
+    is not here, and run again."""
     from localgen.client.pulling import can_pull
 
     try:
         run()
     except ModelNotFound as error:
-        if model is None or not _is_terminal() or not can_pull(model):
+        wanted = draft if error.param == "draft" else model
+        if wanted is None or not _is_terminal() or not can_pull(wanted):
             raise
         _tell(error.message)
         if not typer.confirm("Pull it now?", default=True, err=True):
             raise typer.Exit(1) from None
-        fetch(model)
-        run()
+        fetch(wanted)
+        # of two that are missing the other may be next
+        or_fetch(model, run, draft=draft)
 
 
 def _download(model: str, plan: Plan) -> None:

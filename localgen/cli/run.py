@@ -57,4 +57,4 @@ def command(
         if there is not None:
             answer()
         else:
-            or_fetch(model, answer)
+            or_fetch(model, answer, draft=options.load.draft)

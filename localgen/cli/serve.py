@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from localgen.cli import candidates
 from localgen.cli.candidates import any_model
 from localgen.server.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.logs import LogFormat, formatter
@@ -28,6 +29,17 @@ def command(
     keep_alive: Annotated[
         str | None,
         typer.Option(help="How long an idle model stays loaded: 30s, 5m, 1h; -1: for ever."),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "-md",
+            "--draft",
+            help="Who proposes tokens ahead where a request does not say: ngram, the text itself; "
+            "a model beside it, for models of its family; auto, the catalog's choice; none.",
+            metavar="<str>",
+            autocompletion=candidates.of_option("draft"),
+        ),
     ] = None,
     log_format: Annotated[
         LogFormat, typer.Option(help="Log lines for people, or JSON for programs.")
@@ -114,14 +126,19 @@ def command(
     if a host or a port is given. A model that is named and cannot be loaded ends it.
     """
     from localgen.config import Settings, parse_keep_alive, parse_size
-    from localgen.hub.names import for_server
+    from localgen.hub.names import draft_for_server, for_server
     from localgen.server.access import Access, parse_rate_limit, read_keys
     from localgen.server.lifecycle import run
 
     settings = Settings.from_environment()
     if keep_alive is not None:
         settings = replace(settings, keep_alive_s=parse_keep_alive(keep_alive, "--keep-alive"))
-    settings = replace(settings, parallel=parallel, max_queue=max_queue or settings.max_queue)
+    settings = replace(
+        settings,
+        parallel=parallel,
+        max_queue=max_queue or settings.max_queue,
+        draft=draft_for_server(draft),
+    )
     access = Access(
         host=host or "127.0.0.1",
         port=DEFAULT_PORT if port is None and host else port,

@@ -1,9 +1,18 @@
-"""The way into the server that every command takes, and into other servers."""
+"""The way into the server that every command takes, and into other servers.
 
-from localgen.client.answers import Answer, Embeddings, Health, ModelCard, RunningModel, Text
-from localgen.client.client import Client
-from localgen.client.model_client import ModelClient
-from localgen.client.remote.client import RemoteClient
+Clients are imported when they are asked for: a screen that only needs values paints sooner.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from localgen.client.answers import Answer, Embeddings, Health, ModelCard, RunningModel, Text
+    from localgen.client.client import Client
+    from localgen.client.model_client import ModelClient
+    from localgen.client.remote.client import RemoteClient
 
 __all__ = [
     "Answer",
@@ -16,3 +25,10 @@ __all__ = [
     "RunningModel",
     "Text",
 ]
+_FILES = {"Client": "client", "ModelClient": "model_client", "RemoteClient": "remote.client"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_FILES.get(name, 'answers')}"), name)

@@ -74,7 +74,10 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """A model in memory. until_s: seconds until it is unloaded if nothing uses it; None: never."""
+    """A model in memory, with the one that drafts for it, if any.
+
+    until_s: seconds until it is unloaded if nothing uses it; None: never.
+    """
 
     name: str
     id: str
@@ -83,6 +86,7 @@ class RunningModel:
     ctx: int
     until_s: float | None
     active_requests: int
+    draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -33,7 +33,7 @@ from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wai
 from localgen.client.sockets import Sockets
 from localgen.client.sse import DONE, payloads
 from localgen.config import Settings
-from localgen.hub.names import available, for_server
+from localgen.hub.names import available, draft_for_server, for_server
 
 _HEALTH_S = 10.0
 _JSON = {"Content-Type": "application/json"}
@@ -313,6 +313,7 @@ class _Loaded(msgspec.Struct):
 
 
 def _given(options: LoadOptions) -> dict[str, Any]:
+    options = replace(options, draft=draft_for_server(options.draft))
     return {name: value for name, value in asdict(options).items() if value is not None}
 
 

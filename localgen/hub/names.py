@@ -8,6 +8,7 @@ from pathlib import Path
 
 import localgen
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
+from localgen.backends.models import DRAFT_WORDS
 from localgen.hub import catalog
 from localgen.hub.aliases import aliases
 from localgen.hub.cache import CachedModel, cached_models
@@ -72,6 +73,11 @@ def for_server(name: str | None) -> str | None:
     if name is None or not is_path(name):
         return name
     return str(Path(name).expanduser().absolute())
+
+
+def draft_for_server(draft: str | None) -> str | None:
+    """The same of `--draft`, which may be a word that means no model."""
+    return draft if draft in DRAFT_WORDS else for_server(draft)
 
 
 def is_path(name: str) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 
 from localgen.backends.errors import (
     InvalidRequest,
@@ -18,13 +19,14 @@ from localgen.backends.errors import (
     OutOfMemory,
     ServerUnavailable,
 )
-from localgen.backends.models import Load, LoadOptions, ModelInfo
+from localgen.backends.models import DRAFT_WORDS, Load, LoadOptions, ModelInfo
 from localgen.config import Settings
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
 from localgen.hub.names import BUILT_IN, require_name, resolve
 from localgen.placement import Hardware, Placement, choose, this_machine
 from localgen.server import memory
+from localgen.server.drafts import Drafting, find_draft
 from localgen.server.engine_process import (
     EngineCommand,
     EngineProcess,
@@ -128,6 +130,9 @@ class ModelManager:
             resident.users += 1
             try:
                 info = await self._loaded(resident, on_progress)
+                if options.draft not in (None, *DRAFT_WORDS):
+                    asked = await self._drafting(resident.file, options.draft, paths)
+                    options = replace(options, draft=asked.asked)
                 resident.require(options)
                 return resident, info
             except OutOfMemory:
@@ -201,7 +206,7 @@ class ModelManager:
         resident = self._asked_as(name)
         if resident is None:
             try:
-                resident = await self._admit(await self._locate(name, paths), options)
+                resident = await self._admit(await self._locate(name, paths), options, paths)
             except ModelNotFound:
                 # what was loaded by its path is listed by its short name
                 resident = self._called(name)
@@ -225,25 +230,53 @@ class ModelManager:
         # in a thread: the cache may be large, its disk slow
         return await asyncio.to_thread(self._find, name, paths=paths)
 
-    async def _admit(self, file: ModelFile, options: LoadOptions) -> Resident:
+    async def _drafting(self, file: ModelFile, asked: str | None, paths: bool) -> Drafting:
+        """What drafts for a model. asked: None: nothing was, but the server may have its usual."""
+        usual = None if asked is not None else self._settings.draft
+        # what the settings say is the user's own, wherever the request comes from
+        find = partial(self._find, paths=paths or asked is None)
+        return await asyncio.to_thread(find_draft, asked, usual, file, find)
+
+    async def _admit(self, file: ModelFile, options: LoadOptions, paths: bool) -> Resident:
         """The resident of a file, begun if there is none: one load, however many ask."""
         async with self._admission:
             for resident in self._residents:
                 if resident.file.path == file.path:
                     return resident
-            placement, need = await self._place(file, options), 0
-            if not placement.on_gpu:
-                # in a thread: it reads the beginning of the file
-                need = await asyncio.to_thread(memory.need_bytes, file, options, placement.backend)
-                await self._make_room(file, need)
+            drafting = await self._drafting(file, options.draft, paths)
+            try:
+                placement, need = await self._room_for(file, options, drafting)
+            except (OutOfMemory, ModelBusy) as error:
+                if drafting.file is None or not drafting.optional:
+                    raise
+                drafting = drafting.without(error.message)
+                placement, need = await self._room_for(file, options, drafting)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
-            return self._begin(file, placement, options, need)
+            return self._begin(file, placement, options, need, drafting.on(placement))
 
-    async def _place(self, file: ModelFile, options: LoadOptions) -> Placement:
+    async def _room_for(
+        self, file: ModelFile, options: LoadOptions, drafting: Drafting
+    ) -> tuple[Placement, int]:
+        """Where a model and its draft model go, with room made, and what they need of main memory.
+        InvalidRequest, OutOfMemory, ModelBusy."""
+        placement = await self._place(file, options, drafting.file)
+        if placement.on_gpu:
+            return placement, 0
+        draft = drafting.on(placement).file
+        # in a thread: it reads the beginning of the file
+        need = await asyncio.to_thread(
+            memory.need_bytes, file, options, placement.backend, draft=draft
+        )
+        await self._make_room(file, need, draft)
+        return placement, need
+
+    async def _place(
+        self, file: ModelFile, options: LoadOptions, draft: ModelFile | None
+    ) -> Placement:
         """Where a model goes, with room made on its GPU. InvalidRequest."""
         there = await asyncio.to_thread(self._look)
-        need = await asyncio.to_thread(memory.gpu_need_bytes, file, options, there)
+        need = await asyncio.to_thread(memory.gpu_need_bytes, file, options, there, draft=draft)
         placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
         for gpu in placement.gpus:
             while need > await self._free_on(gpu) and await self._evict_one(file, gpu):
@@ -263,15 +296,21 @@ class ModelManager:
         return held
 
     def _begin(
-        self, file: ModelFile, placement: Placement, options: LoadOptions, need: int
+        self,
+        file: ModelFile,
+        placement: Placement,
+        options: LoadOptions,
+        need: int,
+        drafting: Drafting,
     ) -> Resident:
-        asked = options
+        asked = replace(options, draft=drafting.asked)
+        options = replace(options, draft=drafting.in_force)
         if len(placement.gpus) == 1:  # of several, each rank takes its own
             options = replace(options, device=f"cuda:{placement.gpus[0].index}")
         for name in ("max_queue", "parallel"):
             if getattr(options, name) is None:
                 options = replace(options, **{name: getattr(self._settings, name)})
-        request = Load(file.name, str(file.path), options, self._limit_bytes())
+        request = Load(file.name, str(file.path), options, self._limit_bytes(), drafting.message)
         resident = Resident(
             file=file,
             placement=placement,
@@ -281,7 +320,7 @@ class ModelManager:
             keep_alive_s=self._settings.keep_alive_s,
             loading=asyncio.get_running_loop().create_future(),
         )
-        resident.loading = asyncio.create_task(self._load(request, resident))
+        resident.loading = asyncio.create_task(self._load(request, resident, drafting.note))
         resident.loading.add_done_callback(lambda task: self._finish_load(resident, task))
         self._residents.append(resident)
         _log.info("loading %s from %s (process %d)", file.name, file.path, resident.engine.pid)
@@ -297,13 +336,18 @@ class ModelManager:
             if resident.engine is engine and resident.loading.done():
                 self._forget(resident)
 
-    async def _load(self, request: Load, resident: Resident) -> ModelInfo:
-        """Load in the resident's engine. Code that crashes on this processor gets a second try
+    async def _load(self, request: Load, resident: Resident, note: str) -> ModelInfo:
+        """Load in the resident's engine. note: what is to be told of it, if anything."""
+        info = await self._load_somehow(request, resident)
+        reason = resident.placement.reason
+        return replace(info, notes=(*info.notes, *([note] if note else [])), backend_reason=reason)
+
+    async def _load_somehow(self, request: Load, resident: Resident) -> ModelInfo:
+        """Code that crashes on this processor gets a second try
         without the layouts that are made for it."""
         placement = resident.placement
         try:
-            info = await resident.engine.load(request)
-            return replace(info, backend_reason=placement.reason)
+            return await resident.engine.load(request)
         except LoadCrashed as crash:
             tried = request.options.repack is not None or placement.backend != "llamacpp"
             if tried or resident not in self._residents:
@@ -316,7 +360,7 @@ class ModelManager:
                 "this build of llama.cpp crashes with weights repacked for this CPU: they are used "
                 "as they are, which is slower; `make clean` and `make chat` build one that does not"
             )
-            return replace(info, notes=(*info.notes, note), backend_reason=placement.reason)
+            return replace(info, notes=(*info.notes, note))
 
     def _limit_bytes(self) -> int | None:
         """What the next model may take, where a limit is set."""
@@ -352,7 +396,7 @@ class ModelManager:
             await asyncio.wait({resident.loading}, timeout=0.1)
         return resident.loading.result()
 
-    async def _make_room(self, file: ModelFile, need: int) -> None:
+    async def _make_room(self, file: ModelFile, need: int, draft: ModelFile | None = None) -> None:
         """Unload idle models, least recently used first, until the next one fits.
 
         ModelBusy if it would fit without those in use, OutOfMemory if it would not.
@@ -360,7 +404,8 @@ class ModelManager:
         free = self._free_bytes()
         idle = self._idle()
         if need > free + sum(_taken(resident) for resident in idle):
-            raise self._no_room(file, need, free + sum(_taken(resident) for resident in idle))
+            had = free + sum(_taken(resident) for resident in idle)
+            raise self._no_room(file, need, had, draft)
         while need > self._free_bytes() and await self._evict_one(file):
             pass
 
@@ -377,9 +422,12 @@ class ModelManager:
             await self._remove(idle[0], reason)
         return bool(idle)
 
-    def _no_room(self, file: ModelFile, need: int, free: int) -> LocalgenError:
+    def _no_room(
+        self, file: ModelFile, need: int, free: int, draft: ModelFile | None
+    ) -> LocalgenError:
         busy = [r for r in self._residents if not r.idle and not r.placement.on_gpu]
-        numbers = f"{file.name} needs about {as_gb(need)}, {as_gb(max(0, free))} can be had"
+        both = f"{file.name} with {draft.name} to draft for it" if draft else file.name
+        numbers = f"{both} needs about {as_gb(need)}, {as_gb(max(0, free))} can be had"
         if need <= free + sum(_taken(resident) for resident in busy):
             names = ", ".join(resident.file.name for resident in busy)
             return ModelBusy(
@@ -387,6 +435,7 @@ class ModelManager:
             )
         limited = self._settings.memory_limit is not None
         way_out = "raise LOCALGEN_MEMORY_LIMIT" if limited else "free memory"
+        way_out = f"leave --draft out, or {way_out}" if draft else way_out
         return OutOfMemory(f"{numbers}: take a smaller model or quantization, or {way_out}")
 
     def _free_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.memory.available import available_bytes
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.models import DraftInfo, LoadOptions, ModelInfo
 from localgen.hub.files import ModelFile
 from localgen.placement import Hardware
 from localgen.planning.facts import shape_of
@@ -15,17 +15,28 @@ from localgen.planning.footprint import footprint as planned
 from localgen.planning.weights import weights_of
 
 
-def need_bytes(file: ModelFile, options: LoadOptions, backend: str = "llamacpp") -> int:
+def need_bytes(
+    file: ModelFile,
+    options: LoadOptions,
+    backend: str = "llamacpp",
+    *,
+    draft: ModelFile | None = None,
+) -> int:
     """Bytes of main memory that a model needs before it is loaded, with the context asked for or a
-    useful one. Reads the beginnings of its files."""
-    return _need_bytes(file, options, "llamacpp" if backend == "llamacpp" else "cuda on cpu")
+    useful one, and a draft model beside it with as much. Reads the beginnings of their files."""
+    runner: Runner = "llamacpp" if backend == "llamacpp" else "cuda on cpu"
+    return sum(_need_bytes(each, options, runner) for each in (file, draft) if each is not None)
 
 
-def gpu_need_bytes(file: ModelFile, options: LoadOptions, there: Hardware) -> int:
+def gpu_need_bytes(
+    file: ModelFile, options: LoadOptions, there: Hardware, *, draft: ModelFile | None = None
+) -> int:
     """The same of each GPU's memory on our own engine; 0 where there is no such GPU."""
     if there.why_no_cuda is not None:
         return 0
-    return _need_bytes(file, options, "cuda") // (options.tp or 1)
+    each = (file, draft)
+    need = sum(_need_bytes(one, options, "cuda") for one in each if one is not None)
+    return need // (options.tp or 1)
 
 
 def _need_bytes(file: ModelFile, options: LoadOptions, runner: Runner) -> int:
@@ -42,8 +53,13 @@ def _params(file: ModelFile) -> int | None:
 
 
 def footprint(info: ModelInfo) -> int:
-    """Bytes that a loaded model takes: its weights, its KV pool, buffers of the computation."""
-    return info.size_bytes + info.kv_bytes + info.work_bytes
+    """Bytes that a loaded model takes: its weights, its KV pool, buffers of the computation, and
+    those of its draft model."""
+    return sum(one.size_bytes + one.kv_bytes + one.work_bytes for one in _parts(info))
+
+
+def _parts(info: ModelInfo) -> tuple[ModelInfo | DraftInfo, ...]:
+    return (info,) if info.draft is None else (info, info.draft)
 
 
 def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable[int]) -> int:
@@ -56,7 +72,7 @@ def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable
     if limit is not None:
         return limit - reserved - sum(footprint(info) for info in loaded)
     # mapped weights are page cache, which the system counts as available though we need it
-    mapped = sum(info.size_bytes for info in loaded if info.options.mmap)
+    mapped = sum(one.size_bytes for info in loaded if info.options.mmap for one in _parts(info))
     return available_bytes() - reserved - mapped
 
 

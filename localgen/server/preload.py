@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.models import LoadOptions
 from localgen.server.manager import ModelManager
 
 _log = logging.getLogger("localgen.server")
@@ -15,8 +16,15 @@ _log = logging.getLogger("localgen.server")
 class Preload:
     """name: None: nothing is loaded. leave: ends the server, if the model cannot be loaded."""
 
-    def __init__(self, manager: ModelManager, name: str | None, leave: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        manager: ModelManager,
+        name: str | None,
+        leave: Callable[[], None],
+        options: LoadOptions = LoadOptions(),
+    ) -> None:
         self._manager, self._name, self._leave = manager, name, leave
+        self._options = options
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -41,7 +49,7 @@ class Preload:
             self._task.result()
 
     async def _load(self, name: str) -> None:
-        async with self._manager.using(name, paths=True):
+        async with self._manager.using(name, self._options, paths=True):
             pass
 
     def _judge(self, task: asyncio.Task[None]) -> None:

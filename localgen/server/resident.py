@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from localgen.backends.errors import ModelBusy
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.models import AUTO, LoadOptions, ModelInfo
 from localgen.hub.files import ModelFile
 from localgen.placement import Placement
 from localgen.server.engines import Engine
@@ -99,8 +99,8 @@ def _satisfied(option: str, wanted: Any, actual: Any, asked: Any) -> bool:
     match option:
         case "ctx":  # a cap for each request
             return bool(wanted <= actual)
-        case "backend":
-            return bool(wanted == "auto")
+        case "backend" | "draft":
+            return bool(wanted == AUTO)
         case "device":  # whichever GPU
             return bool(wanted == "cuda" and str(actual).startswith("cuda"))
         case "tp":  # of a backend that has no such option

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from localgen.backends.errors import ServerUnavailable
+from localgen.backends.models import LoadOptions
 from localgen.config import Settings
 from localgen.server import descriptors
 from localgen.server.access import Access
@@ -78,7 +79,8 @@ class _Server(uvicorn.Server):
     def __init__(
         self, settings: Settings, access: Access, manager: ModelManager, model: str | None
     ) -> None:
-        self.preload = Preload(manager, model, self._leave)
+        asked = LoadOptions(draft=settings.draft)
+        self.preload = Preload(manager, model, self._leave, asked)
         app = create_app(
             manager,
             ServerState(settings, manager, starting=lambda: self.preload.pending),

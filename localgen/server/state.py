@@ -13,6 +13,7 @@ import psutil
 import localgen
 from localgen import PROTOCOL
 from localgen.backends.memory.available import available_bytes
+from localgen.backends.models import ModelInfo
 from localgen.config import Settings
 from localgen.gpus import gpu_bytes_of
 from localgen.hub.files import ModelFile
@@ -114,16 +115,21 @@ class ServerState:
             "pid": resident.engine.pid,
             "rss_bytes": _rss_bytes(resident.engine.pid),
             "gpu_bytes": gpu_bytes_of(resident.engine.pid) if _on_gpu(resident) else None,
-            "size_bytes": info.size_bytes if info else resident.file.size_bytes,
+            "size_bytes": _weight_bytes(info) if info else resident.file.size_bytes,
             "active_requests": resident.users,
             "until_s": resident.seconds_left(),
             "processor": info.processor if info else "",
             "ctx": info.ctx if info else 0,
+            "draft": info.draft.name if info and info.draft else "",
         }
         if info is not None:
             # not the template: it is long, and snapshots are frequent
             summary["info"] = asdict(replace(info, chat_template=None))
         return summary | {"read": self._costs.of(resident), "stats": resident.engine.stats}
+
+
+def _weight_bytes(info: ModelInfo) -> int:
+    return info.size_bytes + (info.draft.size_bytes if info.draft else 0)
 
 
 def _on_gpu(resident: Resident) -> bool:

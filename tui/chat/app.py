@@ -35,8 +35,9 @@ from localgen.tui.top.confirm import Confirm
 TICK_S, KEEP_S = 1 / 15, 1.0
 _TWICE_S = 2.0
 _HISTORY = 500
-_ON_THE_MAIN_SCREEN = frozenset(
-    "new model settings search compare export editor step rename fork delete restore copy".split()
+_ON_THE_MAIN_SCREEN = (
+    *("new", "model", "settings", "search", "compare", "export", "editor"),
+    *("step", "rename", "fork", "delete", "restore", "copy"),
 )
 
 

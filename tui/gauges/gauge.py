@@ -28,16 +28,29 @@ class Gauge(Widget, Generic[_Reading]):
         text-wrap: nowrap; text-overflow: ellipsis;
     }
     """
-    reading: reactive[_Reading | None] = reactive(None)
+    reading: reactive[_Reading | None] = reactive(None, repaint=False)
 
     def __init__(self, title: str, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.border_title = title
+        self._drawn = ""
+
+    def watch_reading(self) -> None:
+        """Repaint if it looks otherwise: painting takes longer than finding out."""
+        if self._drawing().plain != self._drawn:
+            self.refresh()
 
     def render(self) -> Content:
         """As many lines as there is room for."""
+        drawing = self._drawing()
+        self._drawn = drawing.plain
+        return drawing
+
+    def _drawing(self) -> Content:
         width, height = self.content_size
-        lines = self.lines(self.reading, width, height) if self.reading is not None else []
+        if self.reading is None or not width * height:  # not laid out yet
+            return Content("")
+        lines = self.lines(self.reading, width, height)
         return Content("\n").join(lines[:height])
 
     def lines(self, reading: _Reading, width: int, height: int) -> Sequence[Content]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.reactive import reactive
+from textual.reactive import var
 
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.drafts import DraftsGauge
@@ -25,7 +25,7 @@ class Gauges(Vertical):
     Gauges > #memory { height: 2fr; min-height: 5; }
     Gauges > #drafts { height: 5; }
     """
-    reading: reactive[Reading] = reactive(Reading())
+    reading: var[Reading] = var(Reading())
 
     def compose(self) -> ComposeResult:
         yield SpeedGauge()

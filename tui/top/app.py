@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from textual.binding import Binding, BindingType
-from textual.reactive import reactive
+from textual.reactive import var
 
 from localgen.backends.errors import LocalgenError
 from localgen.chats.inert import one_line
@@ -40,7 +40,8 @@ class TopApp(Shell):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "quit", "Quit", show=False, priority=True)
     ]
-    reading: reactive[Reading] = reactive(Reading(), init=False)
+    # not a reactive: that would repaint the whole screen each time
+    reading: var[Reading] = var(Reading(), init=False)
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ class Dashboard(Screen[None]):
         super().__init__()
         self._where = where
         self._with_ended = True
+        self._told: tuple[str, str] = (_NO_REQUESTS, "")
 
     def compose(self) -> ComposeResult:
         yield Banner(self._where)
@@ -105,13 +106,16 @@ class Dashboard(Screen[None]):
         rows = rows_of(reading.snapshot, with_ended=self._with_ended)
         table, empty = self.query_one(RequestTable), self.query_one("#empty", Static)
         table.show(rows or [])
-        table.display, empty.display = bool(rows), not rows
-        empty.update(_NO_LIST if rows is None else _NO_REQUESTS)
         live = sum(row.is_live for row in rows or ())
-        ended = len(rows or ()) - live
-        box = self.query_one("#list")
-        told = f"{live} live, {ended} ended" if self._with_ended else f"{live} live"
-        box.border_subtitle = told if rows else ""
+        counts = f"{live} live"
+        if self._with_ended:
+            counts += f", {len(rows or ()) - live} ended"
+        told = (_NO_LIST if rows is None else _NO_REQUESTS, counts if rows else "")
+        if table.display != bool(rows) or told != self._told:  # or all is laid out for nothing
+            self._told = told
+            table.display, empty.display = bool(rows), not rows
+            empty.update(told[0])
+            self.query_one("#list").border_subtitle = told[1]
 
     def on_request_table_chosen(self, event: RequestTable.Chosen) -> None:
         self.action_timeline()

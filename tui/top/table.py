@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 from rich.text import Text
@@ -14,6 +15,7 @@ from localgen.tui.top.requests import COLUMNS, Column, RequestRow, sorted_rows
 
 _LEAST_MODEL = 12
 _MOST_MODEL = 40
+_FIGURES_S = 0.95
 
 
 class RequestTable(DataTable[Text]):
@@ -32,6 +34,7 @@ class RequestTable(DataTable[Text]):
         super().__init__(cursor_type="row", zebra_stripes=False, id="requests")
         self._rows: dict[str, RequestRow] = {}
         self._shown: dict[str, tuple[str, ...]] = {}
+        self._shown_at_s = 0.0
         self._shown_columns: tuple[Column, ...] = ()
         self._sort, self._descending = COLUMNS[1], False
 
@@ -44,7 +47,9 @@ class RequestTable(DataTable[Text]):
         return self._rows.get(key or "")
 
     def show(self, rows: list[RequestRow]) -> None:
-        """These requests from now on."""
+        """These requests from now on. Figures alone are changed once a second."""
+        if not self._is_time(rows):
+            return
         rows = sorted_rows(rows, self._sort, descending=self._descending)
         self._rows = {row.id: row for row in rows}
         shown = {row.id: tuple(c.text(row) for c in self._shown_columns) for row in rows}
@@ -53,6 +58,16 @@ class RequestTable(DataTable[Text]):
         else:
             self._update(shown)
         self._shown = shown
+
+    def _is_time(self, rows: list[RequestRow]) -> bool:
+        """A DataTable draws all of its cells anew for each that changes, which takes long."""
+        before, now_s = self._rows, time.monotonic()
+        if now_s < self._shown_at_s + _FIGURES_S and len(self._shown) == len(rows):
+            states = {each.id: each.state for each in before.values()}
+            if all(states.get(row.id) == row.state for row in rows):
+                return False
+        self._shown_at_s = now_s
+        return True
 
     def sort_by(self, key: str) -> None:
         """Sort by this column; by the other direction if it is sorted by it."""

@@ -20,8 +20,8 @@ from localgen.backends.cuda.kernels.attend import (
     pointer_types,
     pointers,
 )
-from localgen.backends.cuda.kernels.device import units_of
-from localgen.backends.cuda.kernels.kv import LayerKV
+from localgen.backends.cuda.kernels.device import ARCHS, arch_of, units_of
+from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV
 from localgen.backends.cuda.kernels.launch import launch
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.kernels.variant import Variant
@@ -33,6 +33,9 @@ _LEAST_SPLIT = 128
 _MOST_SPLITS = 64
 # programs for each multiprocessor: two, so that one loads while another computes
 _PROGRAMS = 2
+_HOPPER = 90
+# of a thread: two programs of four warps can have that many
+_MOST_REGISTERS = 255
 # tl.dot has no smaller side
 _LEAST_SIDE = 16
 
@@ -40,7 +43,8 @@ _LEAST_SIDE = 16
 @dataclass(frozen=True, slots=True)
 class Plan:
     """rows: of a sequence, at most. padded: rows times the heads that share a kv head, as tl.dot
-    wants them. block: tokens at a time."""
+    wants them. block: tokens at a time. registers: most of a thread; None: as the compiler has it.
+    """
 
     rows: int
     padded: int
@@ -48,12 +52,23 @@ class Plan:
     splits: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def plan(
-    *, sequences: int, max_rows: int, max_len: int, heads: int, kv_heads: int, size: int, units: int
+    *,
+    sequences: int,
+    max_rows: int,
+    max_len: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    quantized: bool,
+    arch: int,
+    units: int,
 ) -> Plan:
-    """How to cut the work. units: multiprocessors of the GPU."""
+    """How to cut the work. quantized: the cache, in eight bits. arch: compute capability of the
+    GPU. units: its multiprocessors."""
     rows = 1 if max_rows == 1 else MAX_ROWS
     padded = max(_LEAST_SIDE, triton.next_power_of_2(rows * heads // kv_heads))
     wanted = -(-_PROGRAMS * units // max(1, sequences * kv_heads))
@@ -63,7 +78,24 @@ def plan(
     block = 8192 // triton.next_power_of_2(size)
     if padded >= 64:  # or registers would not hold the rows
         block //= 2
-    return Plan(rows, padded, block, splits, warps=4, stages=2)
+    # beside 64 KiB of sums, four warps would not hold the queries
+    warps = 8 if padded * triton.next_power_of_2(size) >= 16384 else 4
+    registers = None
+    if _may_spill(padded * block, splits, size, quantized, arch):
+        registers = _MOST_REGISTERS
+    return Plan(rows, padded, block, splits, warps, stages=2, registers=registers)
+
+
+def _may_spill(scores: int, splits: int, size: int, quantized: bool, arch: int) -> bool:
+    """Whether the compiler, left alone, may spill a few bytes so that more programs fit on a
+    multiprocessor. Given all registers it does not; with four warps, two programs still fit.
+
+    scores: of a program at a time. Found by compiling what `plan` can choose, and a little wider
+    than what spilled, for that differs between versions of Triton.
+    """
+    if splits == 1 and scores >= (2048 if quantized else 4096):
+        return True
+    return arch < _HOPPER and (quantized or size > 128)
 
 
 def decode_triton(
@@ -86,6 +118,8 @@ def decode_triton(
         heads=heads,
         kv_heads=kv_heads,
         size=size,
+        quantized=cache.keys.dtype in LARGEST,
+        arch=arch_of(queries.device),
         units=units_of(queries.device),
     )
     partial, peaks = out, out
@@ -103,6 +137,7 @@ def decode_triton(
         **_constants(chosen, heads, cache, window, softcap),
         num_warps=chosen.warps,
         num_stages=chosen.stages,
+        maxnreg=chosen.registers,
     )
     if chosen.splits > 1:
         launch(_combine, (sequences * chosen.rows, heads))(
@@ -218,48 +253,64 @@ def _combine(
 
 
 def variants() -> Iterator[Variant]:
-    """Heads of Llama 8B, 70B, 1B, Gemma 2 and Phi; drafts; a cache in eight bits."""
+    """Both kernels."""
+    yield from _decode_variants()
+    yield from _combine_variants()
+
+
+def _decode_variants() -> Iterator[Variant]:
+    """Heads of Llama 8B, 70B and 1B, Qwen3 235B, Gemma 2 and Phi; drafts; a cache in eight bits.
+    Among them is what spills first on each target."""
     for heads, kv_heads, size, max_rows, sequences, kind, window, softcap in (
         (32, 8, 128, 1, 1, "bf16", None, None),
-        (32, 8, 128, 8, 1, "bf16", None, None),
         (32, 8, 128, 1, 256, "bf16", None, None),
-        (64, 8, 128, 8, 64, "fp16", None, None),
-        (32, 8, 64, 1, 1, "bf16", None, None),
-        (16, 8, 256, 1, 1, "bf16", 4096, 50.0),
-        (32, 32, 96, 1, 4, "bf16", 2047, None),
+        (32, 8, 128, 8, 1, "bf16", None, None),
         (32, 8, 128, 1, 1, "i8", None, None),
-        (32, 8, 128, 1, 1, "fp8e4nv", None, None),
+        (32, 8, 128, 1, 256, "fp8e4nv", None, None),
+        (64, 8, 128, 8, 64, "fp8e4nv", None, None),
+        (64, 4, 128, 8, 64, "fp16", None, None),
+        (32, 8, 64, 1, 256, "i8", None, None),
+        (16, 8, 256, 1, 1, "bf16", 4096, 50.0),
+        (16, 8, 256, 1, 256, "bf16", None, 50.0),
+        (32, 32, 96, 1, 4, "bf16", 2047, None),
     ):
-        chosen = plan(
-            sequences=sequences,
-            max_rows=max_rows,
-            max_len=window or 8192,
-            heads=heads,
-            kv_heads=kv_heads,
-            size=size,
-            units=132,
-        )
-        compiled = _constants(chosen, heads, example(kv_heads, size, kind), window, softcap)
-        types = pointer_types(kind)
-        name = f"decode-{heads}-{kv_heads}-{size}-{kind}-{chosen.rows}-{chosen.splits}"
-        yield Variant(
-            name=name,
-            kernel=_decode,
-            signature={
-                **types,
-                **dict.fromkeys(
-                    ("partial", "peaks"), "*fp32" if chosen.splits > 1 else types["out"]
-                ),
-                "scale": "fp32",
-                "softcap": "fp32",
-                "table_stride": "i32",
-                **dict.fromkeys(compiled, "constexpr"),
-            },
-            constants=compiled,
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-            min_arch=89 if kind == "fp8e4nv" else 80,
-        )
+        for arch in ARCHS:
+            cache = example(kv_heads, size, kind)
+            chosen = plan(
+                sequences=sequences,
+                max_rows=max_rows,
+                max_len=window or 8192,
+                heads=heads,
+                kv_heads=kv_heads,
+                size=size,
+                quantized=cache.keys.dtype in LARGEST,
+                arch=arch,
+                units=132,
+            )
+            compiled = _constants(chosen, heads, cache, window, softcap)
+            types = pointer_types(kind)
+            partial = "*fp32" if chosen.splits > 1 else types["out"]
+            yield Variant(
+                name=f"decode-{heads}-{kv_heads}-{size}-{kind}-{chosen.rows}-{chosen.splits}",
+                archs=frozenset({arch}),
+                kernel=_decode,
+                signature={
+                    **types,
+                    **dict.fromkeys(("partial", "peaks"), partial),
+                    "scale": "fp32",
+                    "softcap": "fp32",
+                    "table_stride": "i32",
+                    **dict.fromkeys(compiled, "constexpr"),
+                },
+                constants=compiled,
+                num_warps=chosen.warps,
+                num_stages=chosen.stages,
+                registers=chosen.registers,
+                min_arch=89 if kind == "fp8e4nv" else 80,
+            )
+
+
+def _combine_variants() -> Iterator[Variant]:
     for size, splits in ((128, 32), (256, 64)):
         compiled = {
             "heads": 32,

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.models import NGRAM, NONE, Load
 
-NGRAM, NONE = "ngram", "none"
 
-
-def check(draft: str, most: int) -> None:
+def check(request: Load) -> None:
     """InvalidRequest: no drafter is called that, or it may draft less than nothing."""
-    if draft not in (NGRAM, NONE):
-        raise InvalidRequest(f"draft is {draft!r}, it must be {NGRAM} or {NONE}", param="draft")
-    if most < 1:
+    options, most = request.options, request.options.draft_max
+    if request.draft is None and options.draft not in (None, NGRAM, NONE):
+        raise InvalidRequest(
+            f"draft is {options.draft!r}, it must be {NGRAM} or {NONE}, or a model", param="draft"
+        )
+    if most is not None and most < 1:
         raise InvalidRequest(
             f"draft_max is {most}, it must be at least 1: --draft none for no drafts at all",
             param="draft_max",
         )
 
 
-def drafters(draft: str | None) -> list[Drafter]:
-    """Those of a checked name."""
-    return [NgramDrafter()] if draft == NGRAM else []
+def drafters(model: LoadedModel) -> list[Drafter]:
+    """Those that a model was loaded with: the text, and beside it a draft model."""
+    found: list[Drafter] = [] if model.info.options.draft in (None, NONE) else [NgramDrafter()]
+    if model.draft is not None:
+        draft = model.draft
+        found.append(ModelDrafter(draft.runner, draft.info.name, vocab=draft.vocab))
+    return found

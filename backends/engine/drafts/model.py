@@ -50,14 +50,21 @@ class _Twin:
 class ModelDrafter:
     """Greedy drafts of a model with the target's vocabulary, for many sequences in each step.
 
-    A sequence for which the draft model has no room is not drafted for. Should the draft model
-    fail, it drafts no more; the target goes on.
+    vocab: ids from here on are padding in one of both vocabularies: nobody drafts them, and a
+    sequence that has one is not drafted for. Nor is one for which the draft model has no room.
+    Should the draft model fail, it drafts no more; the target goes on.
     """
 
     def __init__(
-        self, runner: ModelRunner, name: str, *, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: ModelRunner,
+        name: str,
+        *,
+        vocab: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self._vocab = vocab
         self._runner, self._clock = runner, clock
         self._twins: dict[Sequence, _Twin] = {}
         self._common = Common((_PRIOR,))
@@ -98,6 +105,9 @@ class ModelDrafter:
         while left and not self._failed:
             for group in self._groups(left):
                 for twin, token in self._compute(group, samples=True):
+                    if self._is_padding([token]):
+                        left[twin] = 0
+                        continue
                     twin.proposed.append(token)
                     twin.seq.tokens.append(token)
                     left[twin] -= 1
@@ -141,10 +151,15 @@ class ModelDrafter:
             if twin.seq.state is not State.RUNNING:
                 return None
             twin.follow(seq.tokens, self._runner)
+            if self._is_padding(twin.seq.tokens[twin.seq.num_computed :]):
+                self._release(twin, keep=False)
+                return None
             return twin
         if sum(t.seq.state is State.RUNNING for t in self._twins.values()) >= (
             self._runner.limits.max_seqs
         ):
+            return None
+        if self._is_padding(seq.tokens):
             return None
         most = self._runner.limits.max_len
         own = Sequence(
@@ -163,6 +178,9 @@ class ModelDrafter:
         own.state = State.RUNNING
         twin = self._twins[seq] = _Twin(own, Acceptance(self._common))
         return twin
+
+    def _is_padding(self, tokens: Seq[int]) -> bool:
+        return self._vocab is not None and max(tokens, default=0) >= self._vocab
 
     def _groups(self, left: dict[_Twin, int]) -> list[list[tuple[_Twin, int]]]:
         """All that is owed, in steps that the runner can take."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.drafts.choice import Offer, Pick, choose
 from localgen.backends.engine.drafts.costs import StepCosts
 from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import SpeculationStats
@@ -62,11 +64,15 @@ class _Recent:
 
 @dataclass(slots=True)
 class _Own:
-    """What one sequence has had of it: ms of its steps, and of plain ones for the same tokens."""
+    """What one sequence has had of it: ms of its steps, and of plain ones for the same tokens.
+
+    by: tokens that each drafter proposed.
+    """
 
     steps: int = 0
     ms: float = 0.0
     plain_ms: float = 0.0
+    by: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Drafting:
     steps: int = 0
     speedup: float = 0.0
     reason: str = ""
+    by: tuple[str, ...] = ()
 
 
 NO_DRAFTS = Drafting()
@@ -103,6 +110,7 @@ class Speculation:
         self._known: set[Sequence] = set()
         self._own: WeakKeyDictionary[Sequence, _Own] = WeakKeyDictionary()
         self._reason = "" if drafters else why_none
+        self._nothing_to_expect = _nothing_to_expect(drafters)
         self._propose_ms = 0.0  # what proposing for the step that comes took
         self._steps = self._drafted = self._accepted = 0
 
@@ -124,7 +132,10 @@ class Speculation:
             ]
             if wanted:
                 found = drafter.propose(wanted)
-                drafts |= {seq: new for (seq, _), new in zip(wanted, found, strict=True) if new}
+                named = {seq: new for (seq, _), new in zip(wanted, found, strict=True) if new}
+                for seq, new in named.items():
+                    self._own.setdefault(seq, _Own()).by[drafter.name] += len(new)
+                drafts |= named
         for drafter in self._drafters:
             drafter.catch_up(_CATCH_UP_SHARE * self._step_ms(len(seqs)))
         if drafts:
@@ -137,7 +148,7 @@ class Speculation:
             return none
         offers = [self._offers(seq, min(most, self._most)) for seq in seqs]
         if not any(offers):
-            self._reason = "nothing to expect: the text does not repeat itself"
+            self._reason = self._nothing_to_expect
             return none
         picks = choose(offers, self._step_ms, self._draft_ms, most=most)
         if any(pick.drafts for pick in picks):
@@ -236,7 +247,9 @@ class Speculation:
         if own is None or not own.ms:
             return Drafting(reason=self._reason)
         # a step without drafts for anybody says that the reason held
-        return Drafting(own.steps, own.plain_ms / own.ms, "" if seq.num_drafted else self._reason)
+        reason = "" if seq.num_drafted else self._reason
+        by = tuple(name for name, _ in own.by.most_common())
+        return Drafting(own.steps, own.plain_ms / own.ms, reason, by)
 
     @property
     def stats(self) -> SpeculationStats:
@@ -258,6 +271,12 @@ class Speculation:
         """Free what drafters hold. No call may follow."""
         for drafter in self._drafters:
             drafter.close()
+
+
+def _nothing_to_expect(drafters: Seq[Drafter]) -> str:
+    models = [drafter.name for drafter in drafters if drafter.name != NgramDrafter.name]
+    beside = f", and {' and '.join(models)} has not read it or is wrong here" if models else ""
+    return f"nothing to expect: the text does not repeat itself{beside}"
 
 
 def _came(chunk: Chunk) -> list[int]:

@@ -1,0 +1,29 @@
+"""Models that draft for the built-in one, or had better not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+from gguf_files import UINT32, rewrite
+from models import TINY_GGUF
+
+DRAFT_GGUF = Path(__file__).parent / "data" / "tiny-draft.gguf"
+_CONTROL = 1
+
+
+def other_token(target: Path) -> Path:
+    """The built-in model with another text for one of its control tokens."""
+    tokens = gguf.GGUFReader(TINY_GGUF).fields["tokenizer.ggml.tokens"].contents()
+    tokens[_CONTROL] = "<|sesame|>"
+    return rewrite(target, {"tokenizer.ggml.tokens": (tokens, gguf.GGUFValueType.ARRAY)})
+
+
+def other_end(target: Path) -> Path:
+    """The same with its own tokens, of which another ends an answer."""
+    return rewrite(target, {"tokenizer.ggml.eos_token_id": (0, UINT32)})
+
+
+def short_context(target: Path, tokens: int) -> Path:
+    """The same, trained for so many tokens only."""
+    return rewrite(target, {"llama.context_length": (tokens, UINT32)})

@@ -1,0 +1,159 @@
+"""`--draft` on its way to an engine: which model it means, what it costs, what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import House, house
+
+from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
+from localgen.backends.models import LoadOptions
+from localgen.hub import catalog
+from localgen.hub.files import ModelFile
+from localgen.placement import Placement
+from localgen.server.drafts import Drafting, find_draft
+
+PAIRED = next(entry for entry in catalog.entries() if entry.draft == "qwen3-0.6b")
+BIG = ModelFile(f"{PAIRED.gguf.repo}:Q4_K_M", Path("/m/big.gguf"), 5, (), "cache")
+SMALL = ModelFile("small", Path("/m/small.gguf"), 1, (), "cache")
+FOLDER = ModelFile("small", Path("/m/small"), 1, (), "cache")
+TINY = ModelFile("tiny", Path("/m/tiny.gguf"), 1, (), "built-in")
+
+
+def finding(**known: ModelFile) -> Any:
+    def find(name: str) -> ModelFile:
+        if name.replace("-", "_").replace(".", "_") not in known:
+            raise ModelNotFound(f"no model {name!r} here")
+        return known[name.replace("-", "_").replace(".", "_")]
+
+    return find
+
+
+def test_words_mean_no_model() -> None:
+    for word in (None, "ngram", "none"):
+        assert find_draft(word, None, BIG, finding()) == Drafting(word)
+    assert find_draft(None, "none", BIG, finding()).in_force == "none", "the server's usual"
+    assert find_draft("ngram", "none", BIG, finding()).in_force == "ngram"
+
+
+def test_a_name_is_a_model_or_an_error() -> None:
+    found = find_draft("small", None, BIG, finding(small=SMALL))
+    assert found.message is not None
+    assert (found.message.path, found.message.optional) == ("/m/small.gguf", False)
+    assert found.in_force == "/m/small.gguf"
+    with pytest.raises(ModelNotFound, match="--draft other: no model 'other' here") as raised:
+        find_draft("other", None, BIG, finding(small=SMALL))
+    assert raised.value.param == "draft"
+
+
+def test_auto_is_what_the_catalog_pairs() -> None:
+    here = finding(qwen3_0_6b=SMALL)
+    found = find_draft("auto", None, BIG, here)
+    assert (found.file, found.optional, found.note) == (SMALL, True, "")
+    missing = find_draft("auto", None, BIG, finding())
+    assert missing.in_force == "ngram"
+    assert "localgen pull qwen3-0.6b fetches it" in missing.note
+    alone = find_draft("auto", None, TINY, here)
+    assert alone.note == (
+        "drafts come from the text alone: the catalog has no draft model for tiny"
+    )
+
+
+def test_what_is_usual_is_taken_where_it_suits() -> None:
+    usual = find_draft(None, "small", BIG, finding(small=SMALL))
+    assert (usual.file, usual.optional) == (SMALL, True)
+    assert find_draft(None, "small", SMALL, finding(small=SMALL)).file is None, "not for itself"
+    assert "no model 'gone'" in find_draft(None, "gone", BIG, finding()).note
+
+
+def test_llama_cpp_takes_no_folders() -> None:
+    llamacpp, cuda = Placement("llamacpp", ""), Placement("cuda", "")
+    assert Drafting.by(FOLDER, optional=False).on(cuda).file == FOLDER
+    with pytest.raises(InvalidRequest, match=r"llama.cpp runs \.gguf files, /m/small is none"):
+        Drafting.by(FOLDER, optional=False).on(llamacpp)
+    fallen = Drafting.by(FOLDER, optional=True).on(llamacpp)
+    assert (fallen.file, fallen.in_force, fallen.asked) == (None, "ngram", "/m/small")
+    assert "/m/small is none" in fallen.note
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house(memory_limit=300_000_000) as built:
+        yield built
+
+
+def load(served: House, model: str, **options: Any) -> Any:
+    with served.client() as client:
+        client.connect()
+        return client.load(model, LoadOptions(**options))
+
+
+def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
+    model, small = served.model("big"), served.model("small")
+    info = load(served, model, draft=small)
+    assert info.draft is not None
+    assert (info.draft.name, info.draft.path, info.options.draft) == ("small", small, small)
+    assert served.stats(model)["draft"] == "small"
+    with served.client() as client:
+        (running,) = client.running()
+        assert running.draft == "small"
+        assert running.size_bytes == info.size_bytes + info.draft.size_bytes
+
+
+def test_another_draft_option_is_another_load(served: House) -> None:
+    model, small, other = (served.model(name) for name in ("big", "small", "other"))
+    load(served, model, draft=small)
+    for same in (small, "auto", None):
+        assert load(served, model, draft=same).options.draft == small
+    for different in (other, "ngram", "none"):
+        with pytest.raises(LocalgenError, match=r"big is loaded with draft .*small.gguf, not"):
+            load(served, model, draft=different)
+    assert served.loads(model) == 1
+
+
+def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: House) -> None:
+    model = served.model("big")
+    with pytest.raises(ModelNotFound, match=r"--draft /nowhere.gguf: there is no file") as raised:
+        load(served, model, draft="/nowhere.gguf")
+    assert raised.value.param == "draft"
+    assert served.loads(model) == 0
+    assert load(served, model).draft is None
+
+
+def large(served: House) -> str:
+    """A draft model for which there is no room."""
+    path = served.model("small")
+    with Path(path).open("a") as file:
+        file.write(" " * 10)
+        file.truncate(400_000_000)  # nothing is written
+    return path
+
+
+def test_its_memory_counts(served: House) -> None:
+    model, small = served.model("big"), large(served)
+    with pytest.raises(LocalgenError, match="big with small to draft for it needs about") as raised:
+        load(served, model, draft=small)
+    assert "leave --draft out" in raised.value.message
+    assert load(served, model).draft is None
+
+
+def test_a_usual_draft_model_without_room_is_done_without(
+    served: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, small = served.model("big"), large(served)
+    monkeypatch.setenv("TEST_DRAFT", small)
+    info = load(served, model)
+    assert (info.draft, info.options.draft) == (None, "ngram")
+    (note,) = (note for note in info.notes if "text alone" in note)
+    assert "big with small to draft for it needs about" in note
+    assert load(served, model, draft=small) == info, "it was asked for, and is not to be had"
+
+
+def test_a_usual_draft_model_is_taken(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, small = served.model("big"), served.model("small")
+    monkeypatch.setenv("TEST_DRAFT", small)
+    assert load(served, model).draft is not None
+    assert load(served, small).draft is None, "not for itself"
