@@ -249,6 +249,7 @@ class Finished:
 
     stop: the stop string or end token that ended it. ctx: the limit it ran under.
     notes: what a user should know of how it was served (preempted, context full).
+    seed: what gives this text again; None: nothing does (drafts were drawn).
     """
 
     request_id: str

@@ -11,6 +11,7 @@ import pytest
 from localgen.backends.engine.drafts import speculation
 from localgen.backends.engine.drafts.acceptance import Acceptance, Common
 from localgen.backends.engine.drafts.choice import Offer, Pick
+from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.drafts.speculation import Speculation
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
@@ -75,12 +76,12 @@ class Guesser:
     def catch_up(self, most_ms: float) -> None:
         """It is always ready."""
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         found = []
         for seq, count in wanted:
             drafts = [RIGHT if self._chance.random() < self.alpha else WRONG for _ in range(count)]
             self.proposed[seq] = drafts
-            found.append(drafts)
+            found.append(Proposal(drafts))
         return found
 
     def learn(self, seq: Sequence, came: Seq[int]) -> None:
@@ -114,7 +115,7 @@ class Steps:
             drafts = self.speculation.propose(seqs, outputs=512)
             chunks = []
             for seq in seqs:
-                proposed = drafts.get(seq, [])
+                proposed = drafts[seq].tokens if seq in drafts else []
                 right = next((i for i, t in enumerate(proposed) if t != RIGHT), len(proposed))
                 tokens = [seq.tokens[-1], *proposed]
                 chunks.append(
@@ -129,7 +130,7 @@ class Steps:
                 seq.tokens += [RIGHT] * (right + 1)
                 self.tokens += right + 1
             ms = self.step_ms(sum(map(len, chunks)))
-            self.ms += ms + draft_ms * max(map(len, drafts.values()), default=0)
+            self.ms += ms + draft_ms * max((len(one.tokens) for one in drafts.values()), default=0)
             self.steps += 1
-            self.lengths.append(sum(map(len, drafts.values())))
+            self.lengths.append(sum(len(one.tokens) for one in drafts.values()))
             self.speculation.observe(chunks, ms)

@@ -33,6 +33,7 @@ def test_it_compiles_without_spills_and_within_shared_memory(
         "attend_decode",
         "attend_prompt",
         "sampling",
+        "rejection",
         "matmul",
         "int4",
         "fp8",

@@ -19,6 +19,7 @@ from localgen.backends.cuda.batch import StepInputs
 from localgen.backends.cuda.graphs import DeviceSteps, Latest
 from localgen.backends.cuda.load import load
 from localgen.backends.cuda.runner import CudaRunner
+from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.models import Load, LoadOptions
 from localgen.backends.types import SamplingParams
 
@@ -37,9 +38,11 @@ class CudaBench(LoadedBench):
     as_on_gpu: steps are padded to shapes and launched ahead, which a CPU gains nothing from.
     """
 
-    def __init__(self, *, as_on_gpu: bool = False, **options: object) -> None:
+    def __init__(
+        self, *, as_on_gpu: bool = False, drafters: Sequence[Drafter] = (), **options: object
+    ) -> None:
         asked = LoadOptions(backend="cuda", device="cpu", **options)  # type: ignore[arg-type]
-        super().__init__(load(Load("tiny", str(TINY), asked), lambda _share: None))
+        super().__init__(load(Load("tiny", str(TINY), asked), lambda _share: None), drafters)
         assert isinstance(self.model.runner, CudaRunner)
         self.runner = self.model.runner
         self.runner._looks_ahead = as_on_gpu

@@ -11,6 +11,7 @@ from drafting import always_draft
 from fake_runner import VOCAB, FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
+from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import Failed, Finished
@@ -44,8 +45,8 @@ class Oracle:
     def catch_up(self, most_ms: float) -> None:
         """It is always ready."""
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
-        return [self._ahead(seq, count) for seq, count in wanted]
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
+        return [Proposal(self._ahead(seq, count)) for seq, count in wanted]
 
     def _ahead(self, seq: Sequence, count: int) -> list[int]:
         tokens = list(seq.tokens)

@@ -13,7 +13,12 @@ from test_engine import Log, expected_text, make, request, run_until_ended
 from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.engine.runner import Chunk, Sampled, StepFailed
+from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import Finished
+
+
+def proposed(drafter: ModelDrafter, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+    return [proposal.tokens for proposal in drafter.propose(wanted)]
 
 
 class Forgetful(FakeRunner):
@@ -42,13 +47,13 @@ def test_drafts_are_what_the_draft_model_says() -> None:
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=512)
     seq.tokens = [5, 6, 7]
     assert len(drafter.chances(seq, 4)) == 4
-    (drafts,) = drafter.propose([(seq, 4)])
+    (drafts,) = proposed(drafter, [(seq, 4)])
     assert drafts == fake_runner.generate([5, 6, 7], 7, ends=False)
     # two are right, the third is not
     seq.tokens += [*drafts[:2], 1]
     drafter.learn(seq, seq.tokens[3:])
     drafter.chances(seq, 4)
-    (after,) = drafter.propose([(seq, 3)])
+    (after,) = proposed(drafter, [(seq, 3)])
     assert after == fake_runner.generate(seq.tokens, len(seq.tokens) + 3, ends=False)
     assert runner.computed == (3 + 3) + (1 + 2), "what is in the cache is not computed again"
     drafter.forget(seq)
@@ -65,7 +70,7 @@ def test_a_long_prompt_is_read_bit_by_bit() -> None:
         before = runner.computed
         drafter.catch_up(0.0)
         assert 0 < runner.computed - before <= 32
-    (drafts,) = drafter.propose([(seq, 2)])
+    (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
 
 
@@ -74,7 +79,7 @@ def test_no_draft_beyond_an_end() -> None:
     end = fake_runner.generate([3, 3], 8, ends=False)[2]
     seq.stop_ids = frozenset({end})
     drafter.chances(seq, 8)
-    (drafts,) = drafter.propose([(seq, 6)])
+    (drafts,) = proposed(drafter, [(seq, 6)])
     assert drafts[-1] == end
     assert len(drafts) <= 3
 
@@ -113,7 +118,7 @@ def test_padding_is_neither_drafted_nor_read() -> None:
     drafter, seq = ModelDrafter(runner, "draft", vocab=max(first, second)), decoding(limit=512)
     seq.tokens = text
     drafter.chances(seq, 4)
-    (drafts,) = drafter.propose([(seq, 4)])
+    (drafts,) = proposed(drafter, [(seq, 4)])
     assert drafts == ([first] if first < second else [])
     seq.tokens = [*text, max(first, second)]
     assert not drafter.chances(seq, 4)

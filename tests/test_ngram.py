@@ -16,8 +16,8 @@ from localgen.backends.engine.sequence import Sequence
 def drafts(tokens: list[int], count: int) -> list[int]:
     drafter, seq = NgramDrafter(), decoding()
     seq.tokens = list(tokens)
-    assert bool(drafter.chances(seq, count)) == bool(drafter.propose([(seq, count)])[0])
-    return drafter.propose([(seq, count)])[0]
+    assert bool(drafter.chances(seq, count)) == bool(drafter.propose([(seq, count)])[0].tokens)
+    return drafter.propose([(seq, count)])[0].tokens
 
 
 def go_on(drafter: NgramDrafter, seq: Sequence, tokens: list[int]) -> None:

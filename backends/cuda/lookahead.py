@@ -25,11 +25,12 @@ from localgen.backends.types import SamplingParams
 class Lookahead:
     """A step launched ahead. starts: the position each sequence is computed at, by its row.
 
-    tokens: int64 [rows], what was sampled.
+    tokens: int64 [rows], what was sampled. shown: what from, of rows that show it.
     """
 
     tokens: Tensor
     starts: dict[Sequence, int]
+    shown: dict[int, Tensor]
     rows: dict[Sequence, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from localgen.backends.cuda.embedding import Pooler, embed
 from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.logprobs import StepLogprobs, step_logprobs
 from localgen.backends.cuda.lookahead import Lookahead, can_go_on, looks_back, next_inputs
-from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose
+from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose_and_show
 from localgen.backends.engine.runner import (
     Chunk,
     EmbedSlice,
@@ -56,13 +56,14 @@ class Ticket:
     """A step in flight. tokens: of all sampled rows, on the host once `done` says so.
 
     rows: where those of each chunk begin. logprobs: what was asked of them, on the host as the
-    tokens are. error: why there is no step.
+    tokens are. shown: what tokens were drawn from, by their row. error: why there is no step.
     """
 
     chunks: Seq[Chunk]
     tokens: Tensor
     rows: list[int] = field(default_factory=list)
     logprobs: StepLogprobs | None = None
+    shown: dict[int, Tensor] = field(default_factory=dict)
     done: torch.cuda.Event | None = None
     error: Exception | None = None
 
@@ -135,6 +136,7 @@ class CudaRunner:
         parts = [] if ahead is None else [ahead.tokens]
         rows = {} if ahead is None else {id(c): ahead.rows[c.seq] for c in covered}
         said = None
+        shown = {} if ahead is None else dict(ahead.shown)
         if rest:
             at = first = sum(map(len, parts))
             self._steps.copy(self.room.take_copies())
@@ -142,30 +144,37 @@ class CudaRunner:
             for chunk in rest:
                 rows[id(chunk)] = at
                 at += 1 + chunk.num_drafts if chunk.samples else 0
-            parts.append(self._choose(rest, logits))
+            chosen, new = self._choose(rest, logits)
+            parts.append(chosen)
+            shown |= {first + row: q for row, q in new.items()}
             said = step_logprobs(rest, logits, parts[-1], first)
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         order = [rows[id(chunk)] for chunk in chunks]
-        ticket = self._ticket(chunks, tokens, order, said)
+        ticket = self._ticket(Ticket(chunks, tokens, order, said, shown))
         if self._looks_ahead:
             self._launch_ahead(chunks, tokens, order)
         return ticket
 
-    def _choose(self, chunks: Seq[Chunk], logits: Tensor) -> Tensor:
-        rows = [row for chunk in chunks if chunk.samples for row in _rows(chunk)]
+    def _choose(self, chunks: Seq[Chunk], logits: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        rows: list[Row] = []
+        shown = []
+        for chunk in chunks:
+            rows += _rows(chunk) if chunk.samples else []
+            if chunk.shows:
+                shown.append(len(rows) - 1)
         if not rows:
-            return torch.empty(0, dtype=torch.int64, device=self._steps.device)
-        return choose(_held(chunks, logits), rows)
+            return torch.empty(0, dtype=torch.int64, device=self._steps.device), {}
+        return choose_and_show(_held(chunks, logits), rows, shown)
 
-    def _ticket(
-        self, chunks: Seq[Chunk], tokens: Tensor, rows: list[int], said: StepLogprobs | None
-    ) -> Ticket:
+    def _ticket(self, ticket: Ticket) -> Ticket:
+        """With what is read on the way to the host."""
+        tokens, said = ticket.tokens, ticket.logprobs
         if tokens.device.type == "cpu":
-            return Ticket(chunks, tokens, rows, said)
+            return ticket
         host, said = _to_host(tokens), said and said.moved(_to_host)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(tokens.device))
-        return Ticket(chunks, host, rows, said, done)
+        return replace(ticket, tokens=host, logprobs=said, done=done)
 
     def _launch_ahead(self, chunks: Seq[Chunk], tokens: Tensor, rows: list[int]) -> None:
         """Start the step after this one, if all it takes is known."""
@@ -186,7 +195,9 @@ class CudaRunner:
         # with the token that only the device knows there is one more before it; none looks at it
         chosen = [Row(c.seq.params, range(c.start + 2), c.seq.barred(1)) for c in next_chunks]
         starts = {chunk.seq: chunk.start + 1 for chunk in next_chunks}
-        self._ahead = Lookahead(choose(logits, chosen), starts)
+        shown = [row for row, chunk in enumerate(next_chunks) if chunk.shows]
+        new, drawn_from = choose_and_show(logits, chosen, shown)
+        self._ahead = Lookahead(new, starts, drawn_from)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """As ModelRunner.collect."""
@@ -199,13 +210,11 @@ class CudaRunner:
             raise StepFailed(f"the GPU could not compute a step: {error}") from error
         tokens = ticket.tokens.tolist()
         return [
-            self._accepted(chunk, tokens[row:], ticket.logprobs, row)
+            self._accepted(chunk, tokens[row:], ticket, row)
             for chunk, row in zip(ticket.chunks, ticket.rows, strict=True)
         ]
 
-    def _accepted(
-        self, chunk: Chunk, tokens: list[int], said: StepLogprobs | None, row: int
-    ) -> Sampled:
+    def _accepted(self, chunk: Chunk, tokens: list[int], ticket: Ticket, row: int) -> Sampled:
         """The drafts that are what was sampled there, and the token after those."""
         if not chunk.samples:
             return Sampled()
@@ -220,10 +229,11 @@ class CudaRunner:
                 if chunk.seq.matcher.is_done:
                     taken = taken[:count]
                     break
+        said, drawn_from = ticket.logprobs, ticket.shown.get(row)
         if said is None:
-            return Sampled(taken)
+            return Sampled(taken, (), drawn_from)
         found = (said.of(row + i, token, self._text) for i, token in enumerate(taken))
-        return Sampled(taken, tuple(each for each in found if each is not None))
+        return Sampled(taken, tuple(each for each in found if each is not None), drawn_from)
 
     def embed(
         self, inputs: list[list[int]], most: Callable[[], int]
@@ -250,11 +260,14 @@ def _rows(chunk: Chunk) -> list[Row]:
     known: Seq[int] = range(end)  # only their number counts
     if looks_back(seq.params):
         known = seq.tokens[: chunk.start] + chunk.tokens
-    return [
+    rows = [
         # a grammar sees to that itself: it may leave nothing but the end
         Row(seq.params, known[:length], frozenset() if seq.matcher else seq.barred(ahead))
         for ahead, length in enumerate(lengths)
     ]
+    for at, q in enumerate(chunk.drawn_from):
+        rows[at] = replace(rows[at], draft=chunk.tokens[at - chunk.num_drafts], q=q)
+    return rows
 
 
 def _held(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
@@ -284,4 +297,5 @@ def limits(
         kv_tokens=kv_tokens,
         can_rewind=share,
         unsupported=UNSUPPORTED,
+        stochastic=True,
     )

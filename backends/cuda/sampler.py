@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from localgen.backends.cuda.kernels.noise import seed_mix
-from localgen.backends.cuda.kernels.sampling import SamplingTensors, sample
+from localgen.backends.cuda.kernels.rejection import Drafts, probabilities, verify
+from localgen.backends.cuda.kernels.sampling import Drawn, SamplingTensors, sample
 from localgen.backends.types import SamplingParams
 
 # settings that this sampler does not have; asking for them is an error
@@ -48,11 +50,17 @@ Block = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A position to sample. history: all tokens before it. barred: tokens that may not be drawn."""
+    """A position to sample. history: all tokens before it. barred: tokens that may not be drawn.
+
+    draft: what was proposed here, if it was drawn; q: from which probabilities, float32 [any
+    vocabulary]. None: nothing, or a point, which need not be known.
+    """
 
     params: SamplingParams
     history: Sequence[int]
     barred: frozenset[int] = frozenset()
+    draft: int = 0
+    q: Tensor | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -61,13 +69,46 @@ class Row:
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """A token for each row, int64 [rows]. logits: float32 [rows, vocab], left as they are."""
+    return choose_and_show(logits, rows, [])[0]
+
+
+def choose_and_show(
+    logits: Tensor, rows: Sequence[Row], shown: Sequence[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """As choose, and what the tokens of the rows `shown` were drawn from, float32 [vocab] each.
+
+    Neither these nor rows with a draft are greedy.
+    """
+    settings = _tensors(logits, rows)
+    drawn = sample(logits, settings)
+    found: dict[int, Tensor] = {}
+    if shown:
+        (at,) = _there([np.array(shown, np.int32)], logits.device)
+        found = dict(zip(shown, probabilities(drawn, settings, at), strict=True))
+    return _verified(drawn, settings, rows), found
+
+
+def _verified(drawn: Drawn, settings: SamplingTensors, rows: Sequence[Row]) -> Tensor:
+    """The tokens, once drafts that were drawn are kept or replaced."""
+    found = [(at, row.draft, row.q) for at, row in enumerate(rows) if row.q is not None]
+    if not found:
+        return drawn.tokens
+    of_rows, drafts, given = zip(*found, strict=True)
+    tables = [q.to(drawn.logits.device) for q in given]
+    widest = max(map(len, tables))  # draft models may differ in what they are padded to
+    q = torch.stack([t if len(t) == widest else pad(t, (0, widest - len(t))) for t in tables])
+    at, tokens = _there([np.array(each, np.int32) for each in (of_rows, drafts)], q.device)
+    return verify(drawn, settings, Drafts(at, tokens, q))
+
+
+def _tensors(logits: Tensor, rows: Sequence[Row]) -> SamplingTensors:
     wholes, floats, top_k = _there(_settings(rows), logits.device)
     seeds, positions = wholes.unbind()
     temperature, top_p, min_p, repeat, presence, frequency = floats.unbind()
     changes, amounts = _there(_edits(rows), logits.device)
     edit_rows, edit_tokens = changes.unbind()
     edit_counts, edit_biases = amounts.unbind()
-    settings = SamplingTensors(
+    return SamplingTensors(
         temperature=temperature,
         top_k=top_k[0],
         top_p=top_p,
@@ -82,7 +123,6 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         edit_counts=edit_counts,
         edit_biases=edit_biases,
     )
-    return sample(logits, settings)
 
 
 def _settings(rows: Sequence[Row]) -> list[Block]:

@@ -183,8 +183,8 @@ class Engine:
         """Let sequences have drafts, where that pays."""
         outputs = min(self._runner.limits.max_outputs, self._runner.limits.max_batch_tokens)
         drafts = self._speculation.propose(self._scheduler.decoding, outputs=outputs)
-        for seq, tokens in drafts.items():
-            self._scheduler.draft(seq, tokens)
+        for seq, proposal in drafts.items():
+            self._scheduler.draft(seq, proposal)
 
     def _embed(self, *, decoding: int) -> bool:
         """Compute a slice of the texts that wait for vectors; whether any waited."""

@@ -57,6 +57,7 @@ class Intake:
         ctx = self._ctx(request.ctx)
         opening = self._opening(request)
         tokens = self._tokens(request, opening, ctx)
+        has_seed = request.params.seed is not None or self.defaults.seed is not None
         self._fits(len(tokens), ctx)
         self._can_be_long(len(tokens), params.min_tokens, ctx)
         wanted = ctx if params.max_tokens is None else len(tokens) + params.max_tokens
@@ -74,6 +75,7 @@ class Intake:
             stop_ids=ends | frozenset(params.stop_token_ids),
             client=request.client,
             priority=request.priority,
+            stochastic=self.limits.stochastic and not has_seed and params.temperature != 0,
             arrived_s=request.arrived_s or started_s,
             template_ms=(time.monotonic() - started_s) * 1e3,
         )

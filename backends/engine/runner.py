@@ -23,7 +23,8 @@ class Limits:
     kv_tokens: tokens in the pool, at least max_len. can_rewind: the cache can be cut back
     and shared; without it there are no drafts and no prefix reuse. unsupported: fields of
     SamplingParams that this runner cannot honour; asking for them is an error. generates: whether
-    the model can write an answer; a pure embedding model cannot.
+    the model can write an answer; a pure embedding model cannot. stochastic: whether it can show
+    what a token was drawn from, and verify drafts that were drawn.
     """
 
     max_seqs: int
@@ -34,6 +35,7 @@ class Limits:
     can_rewind: bool
     unsupported: frozenset[str] = frozenset()
     generates: bool = True
+    stochastic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,9 @@ class Chunk:
 
     tokens: at positions start, start+1, …; the last num_drafts of them are proposals.
     samples: whether the chunk reaches the end of the sequence, so that its last
-    1 + num_drafts positions are sampled.
+    1 + num_drafts positions are sampled. drawn_from: for each draft what it was drawn from, as
+    Sampled has it; empty: the drafts are points. shows: whether that is wanted of the token.
+    The last two are for runners that are stochastic.
     """
 
     seq: Sequence
@@ -50,6 +54,8 @@ class Chunk:
     tokens: list[int]
     num_drafts: int = 0
     samples: bool
+    drawn_from: Seq[Any] = ()
+    shows: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,10 +63,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """New tokens of one chunk: accepted drafts and the one after; empty while prefilling."""
+    """New tokens of one chunk: accepted drafts and the one after; empty while prefilling.
+
+    drawn_from: what the token was drawn from, if the chunk shows it; in the runner's own form.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
+    drawn_from: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localgen.backends.engine.budget import TokenBudget
+from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.queue import FairQueue, level
 from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepResult
 from localgen.backends.engine.sequence import Sequence, State, common_prefix
@@ -115,9 +116,9 @@ class Scheduler:
         """Running sequences that owe nothing but their last token."""
         return [seq for seq in self.running if seq.is_decoding]
 
-    def draft(self, seq: Sequence, tokens: list[int]) -> None:
+    def draft(self, seq: Sequence, proposal: Proposal) -> None:
         """How a decoding sequence may go on, to be verified in the next step."""
-        seq.drafts = tokens
+        seq.drafts, seq.drawn_from = proposal.tokens, proposal.drawn_from
 
     def plan(self) -> list[Chunk]:
         """The chunks of the next step; empty when nobody waits or runs."""
@@ -156,6 +157,7 @@ class Scheduler:
             tokens=[seq.tokens[-1], *drafts],
             num_drafts=len(drafts),
             samples=True,
+            drawn_from=seq.drawn_from[: len(drafts)],
         )
 
     def _prompt_chunks(self, budget: int, outputs_left: int) -> list[Chunk]:
@@ -251,7 +253,7 @@ class Scheduler:
         """Send a running sequence back to the queue; it will recompute what is lost by then."""
         del self._running[seq.id]
         self._runner.release(seq, keep=True)
-        seq.state, seq.num_computed, seq.drafts = State.QUEUED, 0, []
+        seq.state, seq.num_computed, seq.drafts, seq.drawn_from = State.QUEUED, 0, [], ()
         seq.num_preemptions += 1
         self.counters.preemptions += 1
         self.queue.push(seq)
@@ -276,6 +278,7 @@ class Scheduler:
             if chunk.num_drafts:
                 seq.num_drafted += chunk.num_drafts
                 seq.num_accepted += len(outputs[-1].tokens) - 1
+                seq.has_drawn |= bool(chunk.drawn_from)
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
@@ -299,7 +302,7 @@ class Scheduler:
         seq.num_computed = chunk.start + len(chunk) - rejected
         if rejected:
             self._runner.rewind(seq, seq.num_computed)
-        seq.drafts = []
+        seq.drafts, seq.drawn_from = [], ()
 
     def _take(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from localgen.backends.text.grammar import Matcher
 from localgen.backends.text.reader import Reader
@@ -26,6 +28,9 @@ class Sequence:
 
     tokens: prompt + answer so far. num_computed: how many of them are in the KV cache.
     drafts: proposed continuations of `tokens`, verified with the next step, then cleared.
+    drawn_from: what each of them was drawn from; empty: they are points.
+    stochastic: whether drafts for it may be drawn, so that its text depends on more than its seed.
+    has_drawn: whether there were any such.
     num_drafted, num_accepted: how many there were of them, and how many were right.
     params: no sampling field is None. stop_ids: token ids that end the answer.
     ctx: the context it runs under; limit: most tokens it may hold, at most ctx.
@@ -52,6 +57,9 @@ class Sequence:
     num_cached: int = 0
     num_preemptions: int = 0
     drafts: list[int] = field(default_factory=list)
+    drawn_from: Seq[Any] = ()
+    stochastic: bool = False
+    has_drawn: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
     matcher: Matcher | None = None

@@ -264,7 +264,8 @@ def finished(
         prompt_tokens=seq.num_prompt,
         completion_tokens=completion_tokens,
         ctx=seq.ctx,
-        seed=seq.params.seed,
+        # by the seed alone one would not get this text again
+        seed=None if seq.has_drawn else seq.params.seed,
         stop=stop,
         notes=tuple(notes),
     )

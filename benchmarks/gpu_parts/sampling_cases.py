@@ -32,8 +32,8 @@ def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
     settings = _settings(make, rows, vocab, kind)
 
     def found() -> Tensors:
-        drawn = sampling.sample(logits, settings)
-        same = drawn == sampling.sample_reference(logits.double(), settings)
+        drawn = sampling.sample(logits, settings).tokens
+        same = drawn == sampling.sample_reference(logits.double(), settings).tokens
         return (same.double(),)
 
     def wanted() -> Tensors:

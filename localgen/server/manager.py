@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
@@ -21,11 +20,9 @@ from localgen.backends.errors import (
 )
 from localgen.backends.models import DRAFT_WORDS, Load, LoadOptions, ModelInfo
 from localgen.config import Settings
-from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
 from localgen.hub.names import BUILT_IN, require_name, resolve
-from localgen.placement import Hardware, Placement, choose, this_machine
-from localgen.server import memory
+from localgen.placement import Hardware, Placement, this_machine
 from localgen.server.drafts import Drafting, find_draft
 from localgen.server.engine_process import (
     EngineCommand,
@@ -34,8 +31,8 @@ from localgen.server.engine_process import (
     llamacpp_command,
 )
 from localgen.server.engines import Engine, LoadCrashed
-from localgen.server.memory import as_gb
 from localgen.server.resident import KeepAlive, Resident
+from localgen.server.room import Room
 
 # an engine process started before anyone asked waits this long for a model
 SPARE_WAIT_S = 30.0
@@ -63,8 +60,8 @@ class ModelManager:
         self._spare = spare
         self._started_s = time.monotonic()
         self._find = find
-        self._look = look
         self._residents: list[Resident] = []
+        self._room = Room(settings, lambda: self._residents, self._remove, look)
         self._admission = asyncio.Lock()
         self._last_used_s = time.monotonic()
         self._closing = False
@@ -138,7 +135,7 @@ class ModelManager:
             except OutOfMemory:
                 # the engine knows better than our estimate: give it what idle models hold
                 self._release(resident)
-                if not await self._evict_one(resident.file, resident.placement.gpu):
+                if not await self._room.evict_one(resident.file, resident.placement.gpu):
                     raise
             except BaseException:
                 self._release(resident)
@@ -245,55 +242,15 @@ class ModelManager:
                     return resident
             drafting = await self._drafting(file, options.draft, paths)
             try:
-                placement, need = await self._room_for(file, options, drafting)
+                placement, need = await self._room.make_for(file, options, drafting)
             except (OutOfMemory, ModelBusy) as error:
                 if drafting.file is None or not drafting.optional:
                     raise
                 drafting = drafting.without(error.message)
-                placement, need = await self._room_for(file, options, drafting)
+                placement, need = await self._room.make_for(file, options, drafting)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
             return self._begin(file, placement, options, need, drafting.on(placement))
-
-    async def _room_for(
-        self, file: ModelFile, options: LoadOptions, drafting: Drafting
-    ) -> tuple[Placement, int]:
-        """Where a model and its draft model go, with room made, and what they need of main memory.
-        InvalidRequest, OutOfMemory, ModelBusy."""
-        placement = await self._place(file, options, drafting.file)
-        if placement.on_gpu:
-            return placement, 0
-        draft = drafting.on(placement).file
-        # in a thread: it reads the beginning of the file
-        need = await asyncio.to_thread(
-            memory.need_bytes, file, options, placement.backend, draft=draft
-        )
-        await self._make_room(file, need, draft)
-        return placement, need
-
-    async def _place(
-        self, file: ModelFile, options: LoadOptions, draft: ModelFile | None
-    ) -> Placement:
-        """Where a model goes, with room made on its GPU. InvalidRequest."""
-        there = await asyncio.to_thread(self._look)
-        need = await asyncio.to_thread(memory.gpu_need_bytes, file, options, there, draft=draft)
-        placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
-        for gpu in placement.gpus:
-            while need > await self._free_on(gpu) and await self._evict_one(file, gpu):
-                pass
-        return placement
-
-    async def _free_on(self, gpu: Gpu) -> int:
-        there = await asyncio.to_thread(self._look)
-        return next(found.free_bytes for found in there.gpus if found.index == gpu.index)
-
-    def _idle_on_gpus(self) -> dict[int, int]:
-        """Bytes that idle models hold on each GPU."""
-        held: Counter[int] = Counter()
-        for resident in self._residents:
-            for gpu in resident.placement.gpus if resident.idle else ():
-                held[gpu.index] += _taken(resident) // len(resident.placement.gpus)
-        return held
 
     def _begin(
         self,
@@ -310,7 +267,9 @@ class ModelManager:
         for name in ("max_queue", "parallel"):
             if getattr(options, name) is None:
                 options = replace(options, **{name: getattr(self._settings, name)})
-        request = Load(file.name, str(file.path), options, self._limit_bytes(), drafting.message)
+        request = Load(
+            file.name, str(file.path), options, self._room.limit_bytes(), drafting.message
+        )
         resident = Resident(
             file=file,
             placement=placement,
@@ -343,8 +302,8 @@ class ModelManager:
         return replace(info, notes=(*info.notes, *([note] if note else [])), backend_reason=reason)
 
     async def _load_somehow(self, request: Load, resident: Resident) -> ModelInfo:
-        """Code that crashes on this processor gets a second try
-        without the layouts that are made for it."""
+        """The same, where code that crashes on this processor gets a second try without the layouts
+        that are made for it."""
         placement = resident.placement
         try:
             return await resident.engine.load(request)
@@ -361,10 +320,6 @@ class ModelManager:
                 "as they are, which is slower; `make clean` and `make chat` build one that does not"
             )
             return replace(info, notes=(*info.notes, note))
-
-    def _limit_bytes(self) -> int | None:
-        """What the next model may take, where a limit is set."""
-        return None if self._settings.memory_limit is None else max(0, self._free_bytes())
 
     def _process(self, placement: Placement) -> EngineProcess:
         if placement.backend == "cuda":
@@ -396,55 +351,6 @@ class ModelManager:
             await asyncio.wait({resident.loading}, timeout=0.1)
         return resident.loading.result()
 
-    async def _make_room(self, file: ModelFile, need: int, draft: ModelFile | None = None) -> None:
-        """Unload idle models, least recently used first, until the next one fits.
-
-        ModelBusy if it would fit without those in use, OutOfMemory if it would not.
-        """
-        free = self._free_bytes()
-        idle = self._idle()
-        if need > free + sum(_taken(resident) for resident in idle):
-            had = free + sum(_taken(resident) for resident in idle)
-            raise self._no_room(file, need, had, draft)
-        while need > self._free_bytes() and await self._evict_one(file):
-            pass
-
-    def _idle(self, gpu: Gpu | None = None) -> list[Resident]:
-        """Models that could go, least recently used first: those in main memory, or on a GPU."""
-        idle = [r for r in self._residents if r.idle and r.placement.uses(gpu)]
-        return sorted(idle, key=lambda resident: resident.last_used_s)
-
-    async def _evict_one(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
-        """Unload the idle model that was used least recently; False if there is none."""
-        idle = self._idle(gpu)
-        if idle:
-            reason = f"{idle[0].file.name} was idle and {file.name} needs its memory"
-            await self._remove(idle[0], reason)
-        return bool(idle)
-
-    def _no_room(
-        self, file: ModelFile, need: int, free: int, draft: ModelFile | None
-    ) -> LocalgenError:
-        busy = [r for r in self._residents if not r.idle and not r.placement.on_gpu]
-        both = f"{file.name} with {draft.name} to draft for it" if draft else file.name
-        numbers = f"{both} needs about {as_gb(need)}, {as_gb(max(0, free))} can be had"
-        if need <= free + sum(_taken(resident) for resident in busy):
-            names = ", ".join(resident.file.name for resident in busy)
-            return ModelBusy(
-                f"{numbers} while in use: {names}; wait, or `localgen stop {busy[0].file.name}`"
-            )
-        limited = self._settings.memory_limit is not None
-        way_out = "raise LOCALGEN_MEMORY_LIMIT" if limited else "free memory"
-        way_out = f"leave --draft out, or {way_out}" if draft else way_out
-        return OutOfMemory(f"{numbers}: take a smaller model or quantization, or {way_out}")
-
-    def _free_bytes(self) -> int:
-        return memory.free_bytes(
-            self._settings.memory_limit,
-            [r.info for r in self._residents if r.info is not None and not r.placement.on_gpu],
-            [resident.estimate_bytes for resident in self._residents if resident.info is None],
-        )
-
     async def _remove(self, resident: Resident, reason: str) -> None:
         self._forget(resident)
         _log.info("unloading: %s", reason)
@@ -461,9 +367,3 @@ class ModelManager:
             await spare.end(1.0)
             if spare.process.stdout is not None:
                 spare.process.stdout.close()
-
-
-def _taken(resident: Resident) -> int:
-    if resident.info is None:
-        return resident.estimate_bytes
-    return memory.footprint(resident.info)

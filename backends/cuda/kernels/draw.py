@@ -131,10 +131,14 @@ def choose(
     groups,
     candidates,
     chosen,
+    least,
     splits_block: tl.constexpr,
     groups_block: tl.constexpr,
 ):
-    """The token of a row: int64 chosen[row]. candidates: int32 [rows, groups], for notes."""
+    """The token of a row: int64 chosen[row]; the lowest logit that is kept: float32 least[row].
+
+    candidates: int32 [rows, groups], for notes.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     cuts = _cuts(row, vocab, top_ks, top_ps, min_ps)
@@ -143,6 +147,7 @@ def choose(
         scores = _within(partials + row * 3 * splits, split, splits)
         tokens = tl.load(best_tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
         score, token = _best(scores, tokens)
+        cut = tl.full((), -float("inf"), tl.float32)
     else:
         of_row = group_best + row * groups
         # the best of every few groups, as many as fit in registers
@@ -203,6 +208,7 @@ def choose(
         # where everything is banned, the first as of any tie
         token = tl.where(score < _LOWEST, 0, token)
     tl.store(chosen + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    tl.store(least + row, cut)
 
 
 @triton.jit

@@ -48,6 +48,12 @@ def gumbel(mixes: Tensor, positions: Tensor, vocab: int) -> Tensor:
     return -torch.log(-torch.log1p(-uniform))
 
 
+def coin(mixes: Tensor, positions: Tensor) -> Tensor:
+    """A number from 0 to 1 for each row, float32 [rows], apart from all of `gumbel`."""
+    bits = _shifted(_scrambled(_scrambled(mixes + positions + _signed(_GOLDEN))), 32)
+    return (bits.to(torch.float32) / 2**32).clamp(max=1 - 2**-24)
+
+
 def _scrambled(x: Tensor) -> Tensor:
     x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
@@ -80,6 +86,14 @@ def tl_gumbel(mix, position, tokens):
     taken = 1.0 - left
     exact = -tl.log(left) * (uniform / tl.where(taken == 0.0, 1.0, taken))
     return -tl.log(tl.where(taken == 0.0, uniform, exact))
+
+
+@triton.jit
+def tl_coin(mix, position):
+    """coin in a kernel, of a row."""
+    start = _tl_scrambled((mix + position).to(tl.uint64) + _TL_GOLDEN)
+    bits = (_tl_scrambled(start) >> 32).to(tl.uint32)
+    return tl.minimum(bits.to(tl.float32) * (1.0 / 4294967296.0), 1.0 - 2.0**-24)
 
 
 @triton.jit

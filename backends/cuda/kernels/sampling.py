@@ -53,23 +53,34 @@ class SamplingTensors:
     edit_biases: Tensor
 
 
-def sample(logits: Tensor, settings: SamplingTensors) -> Tensor:
-    """A token for each row, int64 [rows]. logits: float [rows, vocab], left as they are."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """tokens: int64 [rows]. What they were drawn from: logits [rows, vocab], after penalties and
+    biases, as far as they are not below least [rows]. Greedy rows have no least."""
+
+    tokens: Tensor
+    logits: Tensor
+    least: Tensor
+
+
+def sample(logits: Tensor, settings: SamplingTensors) -> Drawn:
+    """A token for each row. logits: float [rows, vocab], left as they are."""
     return (sample_triton if has_kernels(logits) else sample_reference)(logits, settings)
 
 
-def sample_reference(logits: Tensor, settings: SamplingTensors) -> Tensor:
+def sample_reference(logits: Tensor, settings: SamplingTensors) -> Drawn:
     """The same in plain torch."""
     x = wide(logits)
     if len(settings.edit_rows):
         x = _edited(x, settings)
     greedy = settings.temperature == 0
     if bool(greedy.all()):
-        return x.argmax(-1)
-    kept = x.masked_fill(x < _threshold(x, settings), -torch.inf)
+        return Drawn(x.argmax(-1), x, x.new_full((len(x),), -torch.inf))
+    least = _threshold(x, settings)
+    kept = x.masked_fill(x < least, -torch.inf)
     noise = gumbel(settings.seed_mix, settings.position, x.shape[-1])
     drawn = (kept / settings.temperature[:, None] + noise).argmax(-1)
-    return torch.where(greedy, x.argmax(-1), drawn)
+    return Drawn(torch.where(greedy, x.argmax(-1), drawn), x, least[:, 0])
 
 
 def _edited(x: Tensor, settings: SamplingTensors) -> Tensor:
@@ -101,7 +112,7 @@ def _threshold(x: Tensor, settings: SamplingTensors) -> Tensor:
     return torch.maximum(lowest, torch.where(has_mass, ordered.gather(-1, place), -torch.inf))
 
 
-def sample_triton(logits: Tensor, settings: SamplingTensors) -> Tensor:
+def sample_triton(logits: Tensor, settings: SamplingTensors) -> Drawn:
     """The same in two launches; penalties and biases take a copy and one launch more."""
     rows, vocab = logits.shape
     if edits := len(settings.edit_rows):
@@ -132,16 +143,17 @@ def sample_triton(logits: Tensor, settings: SamplingTensors) -> Tensor:
         groups,
     )
     launch(draw.scan, (rows, splits))(*shared, chunk_groups=chunk_groups, num_warps=num_warps)
-    chosen = room(rows, dtype=torch.int64)
+    chosen, least = room(rows, dtype=torch.int64), room(rows)
     launch(draw.choose, (rows,))(
         *shared,
         room(rows, groups, dtype=torch.int32),
         chosen,
+        least,
         splits_block=triton.next_power_of_2(splits),
         groups_block=triton.next_power_of_2(groups),
         num_warps=_CHOOSE_WARPS,
     )
-    return chosen
+    return Drawn(chosen, logits, least)
 
 
 def _edit(logits: Tensor, settings: SamplingTensors, edits: int) -> None:
@@ -202,6 +214,7 @@ def variants() -> Iterator[Variant]:
                 **first,
                 "candidates": "*i32",
                 "chosen": "*i64",
+                "least": "*fp32",
                 **dict.fromkeys(blocks, "constexpr"),
             },
             constants=blocks,

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from localgen.backends.engine.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """How a sequence may go on. drawn_from: what each token was drawn from, as Chunk has it; empty:
+    they are points."""
+
+    tokens: list[int]
+    drawn_from: Seq[Any] = ()
+
+
 class Drafter(Protocol):
-    """Proposes how sequences go on, one way for each (point drafts). Called between steps, by the
-    engine's thread.
+    """Proposes how sequences go on, one way for each. Called between steps, by the engine's thread.
 
     name: as users know it.
     """
@@ -30,7 +39,7 @@ class Drafter(Protocol):
         """Prepare for sequences that cannot be drafted for yet; that long at most, or so."""
         ...
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         """That many drafts for each sequence, or fewer."""
         ...
 

@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from localgen.backends.engine.drafts.acceptance import Acceptance, Common
 from localgen.backends.engine.drafts.costs import StepCosts
-from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepFailed
+from localgen.backends.engine.drafts.drafter import Proposal
+from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, Sampled, StepFailed
 from localgen.backends.engine.sequence import Sequence, State, common_prefix
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -24,15 +26,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Twin:
-    """A sequence as the draft model has it. proposed: since the target's last step."""
+    """A sequence as the draft model has it. draws: drafts, rather than taking the likeliest.
+
+    proposed: since the target's last step. drawn_from: what each of these was, if it was drawn.
+    """
 
     seq: Sequence
     acceptance: Acceptance
+    draws: bool
     proposed: list[int] = field(default_factory=list)
+    drawn_from: list[Any] = field(default_factory=list)
 
     @property
     def behind(self) -> int:
         return self.seq.num_owed
+
+    def clear(self) -> None:
+        """Nothing is proposed."""
+        self.proposed, self.drawn_from = [], []
+
+    def take(self, sampled: Sampled) -> None:
+        """The draft model goes on with this token."""
+        (token,) = sampled.tokens
+        self.proposed.append(token)
+        self.seq.tokens.append(token)
+        if self.draws:
+            self.drawn_from.append(sampled.drawn_from)
 
     def follow(self, tokens: list[int], runner: ModelRunner) -> None:
         """Become this text; what the cache holds of another one is cut off."""
@@ -48,7 +67,10 @@ class _Twin:
 
 
 class ModelDrafter:
-    """Greedy drafts of a model with the target's vocabulary, for many sequences in each step.
+    """Drafts of a model with the target's vocabulary, for many sequences in each step.
+
+    They are drawn where the sequence lets them be and both runners are stochastic, with the
+    sequence's own settings; greedy otherwise.
 
     vocab: ids from here on are padding in one of both vocabularies: nobody drafts them, and a
     sequence that has one is not drafted for. Nor is one for which the draft model has no room.
@@ -67,7 +89,7 @@ class ModelDrafter:
         self._vocab = vocab
         self._runner, self._clock = runner, clock
         self._twins: dict[Sequence, _Twin] = {}
-        self._common = Common((_PRIOR,))
+        self._common = Common((_PRIOR, _PRIOR))  # of greedy ones, and of those that are drawn
         self._costs = StepCosts()
         self._failed = False
 
@@ -77,7 +99,7 @@ class ModelDrafter:
         if twin is None or twin.behind > _NEARLY:
             return []
         room = self._runner.limits.max_len - len(seq.tokens)
-        return [twin.acceptance.chance(0)] * max(0, min(most, room))
+        return [twin.acceptance.chance(twin.draws)] * max(0, min(most, room))
 
     def cost_ms(self, lengths: Seq[int]) -> float:
         """As Drafter.cost_ms: a step of the draft model for each draft of the longest."""
@@ -97,25 +119,27 @@ class ModelDrafter:
         twin = min(behind, key=lambda twin: twin.behind)
         self._compute([(twin, min(tokens, twin.behind - 1))], samples=False)
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         """As Drafter.propose."""
         left = {self._twins[seq]: count for seq, count in wanted if seq in self._twins}
         for twin in left:
-            twin.proposed = []
+            twin.clear()
         while left and not self._failed:
             for group in self._groups(left):
-                for twin, token in self._compute(group, samples=True):
-                    if self._is_padding([token]):
+                for twin, sampled in self._compute(group, samples=True):
+                    if self._is_padding(sampled.tokens):
                         left[twin] = 0
                         continue
-                    twin.proposed.append(token)
-                    twin.seq.tokens.append(token)
+                    twin.take(sampled)
                     left[twin] -= 1
-                    if token in twin.seq.stop_ids:
+                    if twin.proposed[-1] in twin.seq.stop_ids:
                         left[twin] = 0
             left = {t: n for t, n in left.items() if n and t.seq.state is State.RUNNING}
         found = (self._twins.get(seq) for seq, _ in wanted)
-        return [[] if twin is None else list(twin.proposed) for twin in found]
+        return [
+            Proposal([]) if twin is None else Proposal(list(twin.proposed), tuple(twin.drawn_from))
+            for twin in found
+        ]
 
     def learn(self, seq: Sequence, came: Seq[int]) -> None:
         """As Drafter.learn."""
@@ -125,10 +149,10 @@ class ModelDrafter:
         if not twin.proposed:
             twin.acceptance.rest(len(came))
         for draft, token in zip(twin.proposed, came, strict=False):
-            twin.acceptance.add(0, draft == token)
+            twin.acceptance.add(twin.draws, draft == token)
             if draft != token:
                 break
-        twin.proposed = []
+        twin.clear()
 
     def forget(self, seq: Sequence) -> None:
         """As Drafter.forget; what the draft model has read may serve as a prefix."""
@@ -162,11 +186,12 @@ class ModelDrafter:
         if self._is_padding(seq.tokens):
             return None
         most = self._runner.limits.max_len
+        draws = seq.stochastic and self._runner.limits.stochastic
         own = Sequence(
             id=f"draft of {seq.id}",
             tokens=list(seq.tokens),
             num_prompt=len(seq.tokens),
-            params=_GREEDY,
+            params=_drawing(seq.params) if draws else _GREEDY,
             ctx=most,
             limit=most,
             stop_ids=seq.stop_ids,
@@ -176,7 +201,7 @@ class ModelDrafter:
         except NoRoom:
             return None
         own.state = State.RUNNING
-        twin = self._twins[seq] = _Twin(own, Acceptance(self._common))
+        twin = self._twins[seq] = _Twin(own, Acceptance(self._common), draws)
         return twin
 
     def _is_padding(self, tokens: Seq[int]) -> bool:
@@ -194,7 +219,9 @@ class ModelDrafter:
             groups[-1].append((twin, min(twin.behind, limits.max_batch_tokens)))
         return [group for group in groups if group]
 
-    def _compute(self, group: list[tuple[_Twin, int]], *, samples: bool) -> list[tuple[_Twin, int]]:
+    def _compute(
+        self, group: list[tuple[_Twin, int]], *, samples: bool
+    ) -> list[tuple[_Twin, Sampled]]:
         """A step of the draft model; what it says for each sequence, if it is to."""
         if self._failed:
             return []
@@ -205,6 +232,7 @@ class ModelDrafter:
                 start=twin.seq.num_computed,
                 tokens=twin.seq.tokens[twin.seq.num_computed : twin.seq.num_computed + count],
                 samples=samples and count == twin.behind,
+                shows=twin.draws and samples and count == twin.behind,
             )
             for twin, count in group
         ]
@@ -230,7 +258,8 @@ class ModelDrafter:
         said = []
         for (twin, count), sampled in zip(group, result, strict=True):
             twin.seq.num_computed += count
-            said += [(twin, token) for token in sampled.tokens]
+            if sampled.tokens:
+                said.append((twin, sampled))
         return said
 
     def _grown(self, twin: _Twin, count: int) -> bool:
@@ -243,4 +272,11 @@ class ModelDrafter:
     def _release(self, twin: _Twin, *, keep: bool) -> None:
         self._runner.release(twin.seq, keep=keep)
         twin.seq.state = State.ENDED
-        twin.proposed = twin.proposed if keep else []
+        if not keep:
+            twin.clear()
+
+
+def _drawing(params: SamplingParams) -> SamplingParams:
+    """How to draw drafts for such a request: as it does, with noise of its own, since whether a
+    draft is kept must not depend on how it came about."""
+    return replace(params, seed=~(params.seed or 0), min_tokens=0, logprobs=None)

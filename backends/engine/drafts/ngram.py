@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.drafts.acceptance import Acceptance, Common
+from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.sequence import Sequence
 
 # a match is at least so many tokens
@@ -50,9 +51,9 @@ class NgramDrafter:
     def catch_up(self, most_ms: float) -> None:
         """As Drafter.catch_up: it is ready at once."""
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         """As Drafter.propose."""
-        return [self._text(seq).drafts(count) for seq, count in wanted]
+        return [Proposal(self._text(seq).drafts(count)) for seq, count in wanted]
 
     def learn(self, seq: Sequence, tokens: Seq[int]) -> None:
         """As Drafter.learn."""

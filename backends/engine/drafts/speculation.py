@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.drafts.choice import Offer, Pick, choose
 from localgen.backends.engine.drafts.costs import StepCosts
-from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.drafts.drafter import Drafter, Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
@@ -114,7 +114,7 @@ class Speculation:
         self._propose_ms = 0.0  # what proposing for the step that comes took
         self._steps = self._drafted = self._accepted = 0
 
-    def propose(self, seqs: Seq[Sequence], *, outputs: int) -> dict[Sequence, list[int]]:
+    def propose(self, seqs: Seq[Sequence], *, outputs: int) -> dict[Sequence, Proposal]:
         """Drafts for the step that comes. seqs: all that decode. outputs: what it may sample."""
         self._propose_ms = 0.0
         self._forget_others(seqs)
@@ -123,7 +123,7 @@ class Speculation:
         started_s = self._clock()
         tokens = min(outputs, _LEAP * self._costs.largest)
         picks = self._pick(seqs, most=tokens - len(seqs))
-        drafts: dict[Sequence, list[int]] = {}
+        drafts: dict[Sequence, Proposal] = {}
         for number, drafter in enumerate(self._drafters):
             wanted = [
                 (seq, pick.drafts)
@@ -132,9 +132,10 @@ class Speculation:
             ]
             if wanted:
                 found = drafter.propose(wanted)
-                named = {seq: new for (seq, _), new in zip(wanted, found, strict=True) if new}
+                pairs = zip(wanted, found, strict=True)
+                named = {seq: new for (seq, _), new in pairs if new.tokens}
                 for seq, new in named.items():
-                    self._own.setdefault(seq, _Own()).by[drafter.name] += len(new)
+                    self._own.setdefault(seq, _Own()).by[drafter.name] += len(new.tokens)
                 drafts |= named
         for drafter in self._drafters:
             drafter.catch_up(_CATCH_UP_SHARE * self._step_ms(len(seqs)))

@@ -1,0 +1,145 @@
+"""Drafts on the CUDA runner's twin: the same answers as without wherever a seed is given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import pytest
+from drafting import always_draft
+from models import Reply, noisy, questions
+from test_cuda_runner import TINY, CudaBench
+from test_llamacpp_drafts import COPY, GREEDY, SETTINGS
+
+from localgen.backends.cuda.load import load
+from localgen.backends.cuda.sampler import UNSUPPORTED
+from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.drafts.model import ModelDrafter
+from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.models import Load, LoadOptions
+from localgen.backends.types import BASE_SAMPLING, SamplingParams
+
+NOISE, MAX_NOISY = 0.02, 1
+CHATS = [*questions(7), *COPY]
+OURS = {
+    name: params
+    for name, params in SETTINGS.items()
+    if all(getattr(params, field) in (None, getattr(BASE_SAMPLING, field)) for field in UNSUPPORTED)
+}
+# no seed: drafts are drawn
+FREE = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, logprobs=1, ignore_eos=True)
+
+
+def draft_model(**options: object) -> ModelDrafter:
+    """The built-in model."""
+    asked = LoadOptions(backend="cuda", device="cpu", **{"kv_tokens": 8192, **options})  # type: ignore[arg-type]
+    return ModelDrafter(load(Load("draft", str(TINY), asked), lambda _share: None).runner, "")
+
+
+def whole(drafters: Seq[Drafter]) -> None:
+    """The draft model's pool is; closes them."""
+    for drafter in drafters:
+        if isinstance(drafter, ModelDrafter):
+            assert drafter._runner.usage().used == 0
+        drafter.close()
+
+
+@pytest.fixture(params=["n-gram", "draft model"])
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaBench]:
+    always_draft(monkeypatch)
+    made: dict[str, Callable[[], Drafter]] = {"n-gram": NgramDrafter, "draft model": draft_model}
+    drafters = [made[request.param]()]
+    bench = CudaBench(drafters=drafters)
+    yield bench
+    bench.close()
+    whole(drafters)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[Reply]]:
+    """Every answer without drafts."""
+    bench = CudaBench()
+    replies = {name: bench.ask(CHATS, params) for name, params in OURS.items()}
+    bench.close()
+    return replies
+
+
+def test_every_kind_of_setting_is_here() -> None:
+    assert OURS.keys() >= {"greedy", "sampled", "top p", "min p", "penalties", "stop", "schema"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_same_answers(bench: CudaBench, plain: dict[str, list[Reply]], name: str) -> None:
+    replies = bench.ask(CHATS, OURS[name])
+    if OURS[name].temperature == 0:
+        assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
+    else:  # rounding moves a draw that falls on the border between two tokens
+        same = sum(a.tokens == b.tokens for a, b in zip(replies, plain[name], strict=True))
+        assert same >= len(replies) - MAX_NOISY
+    assert bench.stats.speculation.draft_tokens_total > 0
+    for reply in replies:
+        assert reply.finished.seed is not None
+        if OURS[name].logprobs:
+            assert len(reply.logprobs) >= reply.finished.completion_tokens - 1
+        if name == "schema" and reply.finished.reason == "stop":
+            assert json.loads(reply.text).keys() >= {"name", "age"}
+
+
+def test_the_same_answers_through_preemption(
+    plain: dict[str, list[Reply]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    drafters: list[Drafter] = [NgramDrafter(), draft_model(kv_tokens=400, ctx=160)]
+    crowded = CudaBench(drafters=drafters, ctx=160, kv_tokens=400)
+    for name in ("greedy", "sampled"):
+        replies = crowded.ask(CHATS, OURS[name])
+        same = sum(a.tokens == b.tokens for a, b in zip(replies, plain[name], strict=True))
+        assert same >= len(replies) - MAX_NOISY
+    assert crowded.stats.num_preemptions_total > 0, "the pool was too small for all"
+    crowded.close()
+    whole(drafters)
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_drawn_drafts_of_a_model_that_is_the_target_are_kept(
+    as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """p and q are equal but for rounding. Greedy drafts would be right far less often."""
+    always_draft(monkeypatch)
+    drafter = draft_model()
+    drafter._runner._looks_ahead = as_on_gpu  # type: ignore[attr-defined]
+    bench = CudaBench(drafters=[drafter])
+    replies = bench.ask(CHATS, FREE)
+    told = bench.stats.speculation
+    # those behind the end of an answer cannot be taken
+    assert told.accepted_tokens_total > 0.9 * told.draft_tokens_total - 5 * len(CHATS)
+    assert drafter._common.chance(True) > 0.95
+    assert all(reply.finished.seed is None for reply in replies), "no seed gives that again"
+    bench.close()
+    whole([drafter])
+
+
+def test_drawn_drafts_within_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    drafter = draft_model()
+    bench = CudaBench(drafters=[drafter])
+    schema = replace(OURS["schema"], temperature=1.0, seed=None, max_tokens=80)
+    for reply in bench.ask(CHATS, schema):
+        if reply.finished.reason == "stop":
+            assert json.loads(reply.text).keys() >= {"name", "age"}
+    assert drafter._common.chance(True) != 0.6, "drafts were drawn"
+    bench.close()
+    whole([drafter])
+
+
+def test_a_seed_and_greed_keep_drafts_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    drafter = draft_model()
+    bench = CudaBench(drafters=[drafter])
+    for params in (GREEDY, replace(FREE, seed=5)):
+        bench.ask(CHATS[:3], params)
+    assert drafter._common.chance(True) == 0.6, "as assumed: nothing was drawn"
+    bench.close()
+    whole([drafter])

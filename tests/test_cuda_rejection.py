@@ -1,0 +1,221 @@
+"""Drafts that were drawn: the verifying kernels against their twin, and what comes out of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import sampling_reference as ref
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from localgen.backends.cuda import sampler
+from localgen.backends.cuda.kernels import rejection, sampling
+from localgen.backends.cuda.sampler import Row, choose, choose_and_show
+from localgen.backends.types import BASE_SAMPLING
+
+OFF = replace(BASE_SAMPLING, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1e-5},
+    {"temperature": 100.0},
+    {"top_k": 5},
+    {"top_p": 0.8, "temperature": 1.5},
+    {"min_p": 0.1},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "temperature": 0.8},
+    {"presence_penalty": 1.5, "repeat_last_n": 64},
+    {"logit_bias": {0: 3.0, 1: -math.inf}},
+]
+# numpy, which the interpreter computes with, warns where whole numbers wrap and where exp is 0
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def normal(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def asked(seed: int) -> list[Row]:
+    """A row for every setting."""
+    return [
+        Row(replace(OFF, seed=100 * seed + i, **setting), (1, 2, 3))
+        for i, setting in enumerate(SETTINGS)
+    ]
+
+
+def with_drafts(rows: Sequence[Row], logits: Tensor) -> list[Row]:
+    """Each with a draft that was drawn from these logits, by noise of its own."""
+    own = [replace(row, params=replace(row.params, seed=~row.params.seed)) for row in rows]  # type: ignore[operator]
+    tokens, q = choose_and_show(logits, own, range(len(rows)))
+    return [
+        replace(row, draft=int(token), q=q[at])
+        for at, (row, token) in enumerate(zip(rows, tokens, strict=True))
+    ]
+
+
+def by_kernels(patch: pytest.MonkeyPatch) -> None:
+    make: Any = torch.empty
+
+    def poisoned(*shape: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+        made: Tensor = make(*shape, dtype=dtype, **kwargs)
+        return made.fill_(math.nan if dtype.is_floating_point else 101)
+
+    patch.setattr(torch, "empty", poisoned)
+    patch.setattr(sampler, "sample", sampling.sample_triton)
+    patch.setattr(sampler, "verify", rejection.verify_triton)
+    patch.setattr(sampler, "probabilities", rejection.probabilities_triton)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 4096, 9001])
+@pytest.mark.parametrize("apart", [0.0, 0.3, 3.0])
+def test_kernels_verify_as_the_twin_does(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, apart: float
+) -> None:
+    kept = 0
+    for seed in range(3):
+        rows = asked(seed)
+        if vocab < 3:  # no such tokens
+            rows = [row for row in rows if not row.params.logit_bias]
+        rows = [replace(row, history=()) for row in rows] if vocab < 4 else rows
+        logits = normal(seed, len(rows), vocab)
+        rows = with_drafts(rows, logits + normal(seed + 10, *logits.shape, spread=apart))
+        twin = choose(logits, rows).tolist()
+        with monkeypatch.context() as patch:
+            by_kernels(patch)
+            assert choose(logits, rows).tolist() == twin
+        same = [row.draft == token for row, token in zip(rows, twin, strict=True)]
+        assert all(same) or apart
+        kept += sum(same)
+    assert kept
+    if vocab > 4 and apart > 1:
+        assert kept < 3 * len(SETTINGS), "some are replaced"
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 5000])
+def test_what_is_shown_is_what_is_drawn_from(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    rows = asked(1) if vocab > 3 else [Row(replace(OFF, seed=3), ())]
+    logits = normal(3, len(rows), vocab)
+    at = list(range(len(rows)))[::-2]
+    shown = choose_and_show(logits, rows, at)[1]
+    with monkeypatch.context() as patch:
+        by_kernels(patch)
+        ours = choose_and_show(logits, rows, at)[1]
+    assert shown.keys() == ours.keys() == set(at)
+    for row in at:
+        z = logits[row].double().numpy()
+        p: Any = rows[row].params
+        z = ref.penalties(z, rows[row].history, presence=p.presence_penalty)
+        z = ref.bias(z, p.logit_bias)
+        z = ref.top_k(z, p.top_k) if p.top_k else z
+        z = ref.top_p(z, p.top_p) if p.top_p < 1 else z
+        z = ref.min_p(z, p.min_p) if p.min_p else z
+        exact = ref.softmax(z / p.temperature)
+        for found in (shown[row], ours[row]):
+            np.testing.assert_allclose(found.numpy(), exact, rtol=2e-5, atol=1e-7)
+            assert found.sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_draft_that_may_not_be_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, by_kernel: bool
+) -> None:
+    if by_kernel:
+        by_kernels(monkeypatch)
+    logits = torch.zeros(2, 300)
+    logits[:, 7] = -math.inf
+    q = torch.zeros(300)
+    q[[7, 8]] = 0.5
+    rows = [Row(replace(OFF, seed=seed), (), draft=7, q=q) for seed in range(2)]
+    assert not set(choose(logits, rows).tolist()) & {7, 8}
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_where_everything_is_banned(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
+    if by_kernel:
+        by_kernels(monkeypatch)
+    q = torch.full((300,), 1 / 300)
+    row = Row(replace(OFF, seed=1), (), draft=9, q=q)
+    assert choose(torch.full((1, 300), -math.inf), [row]).tolist() == [0]
+    shown = choose_and_show(torch.full((1, 300), -math.inf), [Row(OFF, ())], [0])[1]
+    assert not shown[0].any()
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("padded", [100, 300, 320])
+def test_a_draft_model_padded_otherwise(
+    monkeypatch: pytest.MonkeyPatch, by_kernel: bool, padded: int
+) -> None:
+    """Its probabilities are of a smaller or larger vocabulary; two may be in one step."""
+    if by_kernel:
+        by_kernels(monkeypatch)
+    logits = normal(1, 2, 300)
+    q = torch.zeros(padded)
+    q[3] = 1.0
+    other = torch.zeros(300)
+    other[299] = 1.0
+    logits[0, 3] = 90.0
+    logits[1, 299] = -90.0
+    params = replace(OFF, seed=5)
+    rows = [Row(params, (), draft=3, q=q), Row(params, (), draft=299, q=other)]
+    first, second = choose(logits, rows).tolist()
+    assert first == 3
+    assert second == int(choose(logits[1:], [Row(params, ())])), "its own noise draws it"
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_broken_logits_give_some_token(
+    monkeypatch: pytest.MonkeyPatch, by_kernel: bool, broken: float
+) -> None:
+    rows = with_drafts(asked(2), normal(4, len(SETTINGS), 300))
+    some = normal(2, len(rows), 300)
+    some[:, ::3] = broken
+    if by_kernel:
+        by_kernels(monkeypatch)
+    for logits in (some, torch.full_like(some, broken)):
+        assert all(0 <= token < 300 for token in choose(logits, rows).tolist())
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    logits = normal(4, 2 * len(SETTINGS), 700)
+    rows = [*with_drafts(asked(5), normal(6, len(SETTINGS), 700)), *asked(7)]
+    together = choose(logits, rows).tolist()
+    alone = [int(choose(logits[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
+    assert together == alone
+    assert together[len(SETTINGS) :] == choose(logits[len(SETTINGS) :], asked(7)).tolist()
+
+
+@pytest.mark.parametrize("apart", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize("setting", [{}, {"top_p": 0.7}, {"top_k": 4, "temperature": 2.0}])
+def test_tokens_follow_the_target_and_as_many_drafts_are_kept_as_can_be(
+    apart: float, setting: dict[str, Any]
+) -> None:
+    """What two distributions have in common is what is kept (Leviathan et al. 2023)."""
+    vocab, count = 40, 20_000
+    logits = normal(1, 1, vocab)
+    others = logits + normal(2, 1, vocab, spread=apart)
+    rows = [Row(replace(OFF, seed=seed, **setting), ()) for seed in range(count)]
+    rows = with_drafts(rows, others.expand(count, -1))
+    tokens = choose(logits.expand(count, -1), rows).numpy()
+    p, q = (
+        choose_and_show(x, [Row(replace(OFF, **setting), ())], [0])[1][0].double()
+        for x in (logits, others)
+    )
+    counts, expected = np.bincount(tokens, minlength=vocab), count * p.numpy()
+    assert not counts[expected == 0].any()
+    common = expected >= 5
+    expected = np.append(expected[common], max(expected[~common].sum(), 1e-9))
+    observed = np.append(counts[common], counts[~common].sum())
+    if expected[-1] < 5:
+        expected[-2:-1] += expected[-1]
+        observed[-2:-1] += observed[-1]
+        expected, observed = expected[:-1], observed[:-1]
+    expected *= observed.sum() / expected.sum()
+    assert chisquare(observed, expected).pvalue > 1e-3
+    kept = np.mean([row.draft == token for row, token in zip(rows, tokens, strict=True)])
+    assert kept == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.015)
