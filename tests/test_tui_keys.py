@@ -292,7 +292,7 @@ def test_the_list_has_keys_of_its_own(tmp_path: Path) -> None:
         assert tui.opened.name == "one (2)"
         tui.main.query_one(SessionList).focus()
         await press(tui, pilot, "escape")
-        assert tui.app.focused is tui.prompt
+        assert tui.prompt.has_focus
 
     play(Tui(tmp_path), scene)
 
@@ -343,7 +343,7 @@ def test_settings_by_keys(tmp_path: Path) -> None:
         await pilot.press(*"12x", "escape")
         await tui.settled(pilot)
         assert not panel.display
-        assert tui.app.focused is tui.prompt
+        assert tui.prompt.has_focus
         assert tui.store.read(tui.opened.id).params.top_k == 3
 
     play(Tui(tmp_path), scene)
@@ -500,14 +500,18 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
     play(Tui(tmp_path, *scripts), scene)
 
 
+async def save(tui: Tui, pilot: Pilot[None], path: Path) -> None:
+    await press(tui, pilot, "ctrl+s")
+    tui.app.screen.query_one(Input).value = str(path)
+    await press(tui, pilot, "enter")
+    await tui.until(lambda: f"written to {path}" in told(tui))
+
+
 def test_saving_as_a_file(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
-        for name in ("x.md", "x.json"):
-            await press(tui, pilot, "ctrl+s")
-            tui.app.screen.query_one(Input).value = str(tmp_path / name)
-            await press(tui, pilot, "enter")
-            await tui.until(lambda name=name: f"written to {tmp_path / name}" in told(tui))
+        await save(tui, pilot, tmp_path / "x.md")
+        await save(tui, pilot, tmp_path / "x.json")
         assert (
             "## You\n\nq\n\n## Answer\n\nre: q\n\n*tiny · TTFT" in (tmp_path / "x.md").read_text()
         )
@@ -608,7 +612,7 @@ def test_bye_leaves(tmp_path: Path) -> None:
 
 def test_every_key_is_in_the_help(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        keys = dict(tui.app._known_keys(tui.main))
+        keys = dict(tui.app._known_keys(tui.main))  # type: ignore[arg-type]
         for binding in (*tui.app.BINDINGS, *tui.main.BINDINGS, *tui.prompt.BINDINGS):
             shown = tui.app.get_key_display(binding)  # type: ignore[arg-type]
             assert any(shown.split(",")[0] in key for key in keys), binding
