@@ -152,11 +152,14 @@ def test_a_killed_program_leaves_what_there_was(one: Program, other: Program) ->
     mine = one.sessions.begin(one.sessions.create(NEW), "q")
     one.sessions.grow(mine, Turn("q", "half", stopped=True, reasoning="hm"))
     one.sessions.keep_draft(mine.id, "typed")
+    before = other.sessions.read(mine.id)
     one.die()
     seen = other.sessions.read(mine.id)
     assert seen.growing is None
     assert seen.conversation.turns == (Turn("q", "half", True, "hm", BROKEN_OFF),)
     assert other.sessions.draft(mine.id) == "typed"
+    with pytest.raises(SessionChanged):  # it would take the turn away
+        other.sessions.change(before)
     assert other.sessions.change(replace(seen, name="goes on")).revision == seen.revision + 1
 
 

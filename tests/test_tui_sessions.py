@@ -24,7 +24,7 @@ from localgen.backends.types import SamplingParams
 from localgen.chats import commands
 from localgen.chats.conversation import Turn
 from localgen.chats.options import ModelOptions
-from localgen.chats.sessions import Kept, SessionBusy, SessionChanged, Sessions
+from localgen.chats.sessions import BROKEN_OFF, Kept, SessionBusy, SessionChanged, Sessions
 from localgen.client import Text
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.variants import variants
@@ -192,6 +192,23 @@ def test_what_grows_is_written_as_it_grows(make: Make) -> None:
     settle(tui, opened)
     assert other.desk.keep()
     assert seen.session.conversation == opened.session.conversation
+
+
+def test_a_program_that_was_killed_is_noticed(make: Make) -> None:
+    one, other = make(("half", threading.Event())), make()
+    mine = one.desk.first()
+    mine.ask("q")
+    wait(lambda: mine.answering and mine.answering.tokens)
+    one.desk.keep()
+    seen = other.desk.get(mine.id)
+    other.desk.keep()
+    assert [listed.is_growing for listed in other.desk.listed] == [True]
+    one.writer._lock.close()
+    other.desk.keep()
+    assert [listed.is_growing for listed in other.desk.listed] == [False]
+    assert [(turn.answer, turn.served) for turn in seen.session.conversation.turns] == [
+        ("half", BROKEN_OFF)
+    ]
 
 
 def test_two_programs_in_one_session(make: Make) -> None:

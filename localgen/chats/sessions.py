@@ -121,11 +121,11 @@ class Sessions:
         """All of them, the latest change first."""
         with self._database.reading() as sqlite:
             rows = sqlite.execute(
-                "SELECT id, name, model, COUNT(place), changed_s, COUNT(writer) > 0 "
+                "SELECT id, name, model, COUNT(place), changed_s, MAX(writer) "
                 "FROM sessions LEFT JOIN turns ON session = id WHERE deleted_s IS NULL "
                 "GROUP BY id ORDER BY changed_s DESC, id DESC"
             )
-            return [Listed(row[0], row[1], row[2], row[3], row[4], bool(row[5])) for row in rows]
+            return [Listed(*row[:5], self._grows(row[5])) for row in rows]
 
     def read(self, session: int) -> Kept:
         """A session; a turn whose program was killed in mid-answer is closed as it stands."""
@@ -234,6 +234,10 @@ class Sessions:
                 "ORDER BY changed_s DESC, id DESC, place"
             )
             return [(row[0], row[1], row[2], _turn(row[3:])) for row in rows]
+
+    def _grows(self, writer: str | None) -> bool:
+        """Whether the writer of a turn that is not whole still runs."""
+        return writer is not None and self._writer.is_alive(writer)
 
     def _is_elsewhere(self, writer: str) -> bool:
         return writer != self._writer.name and self._writer.is_alive(writer)
@@ -355,10 +359,18 @@ def _require_there(sqlite: sqlite3.Connection, session: int) -> None:
 def _close_broken(sqlite: sqlite3.Connection, writer: Writer) -> None:
     """Turns whose program was killed stay as far as they got."""
     rows = sqlite.execute("SELECT DISTINCT writer FROM turns WHERE writer IS NOT NULL").fetchall()
-    dead = [(BROKEN_OFF, name) for (name,) in rows if not writer.is_alive(name)]
-    sqlite.executemany(
-        "UPDATE turns SET writer = NULL, stopped = 1, served = ? WHERE writer = ?", dead
-    )
+    dead = [name for (name,) in rows if not writer.is_alive(name)]
+    for name in dead:
+        # whoever has read the session without this turn must not write over it
+        sqlite.execute(
+            "UPDATE sessions SET revision = revision + 1 "
+            "WHERE id IN (SELECT session FROM turns WHERE writer = ?)",
+            (name,),
+        )
+        sqlite.execute(
+            "UPDATE turns SET writer = NULL, stopped = 1, served = ? WHERE writer = ?",
+            (BROKEN_OFF, name),
+        )
 
 
 def _plain(text: str) -> str:

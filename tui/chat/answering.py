@@ -123,7 +123,7 @@ class Answering:
             return "\n".join((f"{self.answer.model} · {lines[0]}", *lines[1:]))
         if self._stopped.is_set():
             return "stopped"
-        return f"broken off: {self.error}" if self.error else "not whole"
+        return f"broken off: {self.error}" if self.error else ""
 
     def _run(self) -> None:
         try:

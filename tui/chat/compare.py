@@ -154,7 +154,7 @@ class CompareScreen(Screen[None]):
             for opened, label in self._opened:
                 yield Column(opened, label)
         yield Prompt(lambda text: [])
-        yield Footer(compact=True)
+        yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)

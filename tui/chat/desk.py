@@ -121,7 +121,8 @@ class Desk:
         for each in list(self.open.values()):
             each.save()
         changes = self.house.store.changes()
-        if changes == self._changes:
+        # a program that is killed writes no change
+        if changes == self._changes and not any(each.is_growing for each in self.listed):
             return False
         self._changes = changes
         self.reload()

@@ -91,7 +91,7 @@ class MainScreen(Screen[None]):
                 yield Prompt(lambda text: completions(text, self._names))
             yield Gauges()
             yield SettingsPanel()
-        yield Footer(compact=True)
+        yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         self.query_one(Prompt).focus()
