@@ -125,7 +125,10 @@ class Sessions:
                 "FROM sessions LEFT JOIN turns ON session = id WHERE deleted_s IS NULL "
                 "GROUP BY id ORDER BY changed_s DESC, id DESC"
             )
-            return [Listed(*row[:5], self._grows(row[5])) for row in rows]
+            return [
+                Listed(session, name, model, turns, changed_s, self._grows(writer))
+                for session, name, model, turns, changed_s, writer in rows
+            ]
 
     def read(self, session: int) -> Kept:
         """A session; a turn whose program was killed in mid-answer is closed as it stands."""

@@ -32,7 +32,7 @@ class ModelMarkdown(Markdown):
     ModelMarkdown MarkdownH1, ModelMarkdown MarkdownH2 {
         content-align: left middle; margin: 0 0 1 0; text-style: bold; background: transparent;
     }
-    ModelMarkdown MarkdownListItem MarkdownParagraph { margin: 0; }
+    ModelMarkdown MarkdownList MarkdownParagraph { margin: 0; }
     ModelMarkdown > MarkdownBlock:last-child { margin: 0; }
     """
 

@@ -163,6 +163,7 @@ class Suggestions(OptionList):
     Suggestions {
         height: auto; max-height: 8; border: none; padding: 0 2; margin: 0;
         background: $panel; color: $text-muted; display: none;
+        text-wrap: nowrap; text-overflow: ellipsis;
     }
     """
 
