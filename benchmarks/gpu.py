@@ -22,10 +22,10 @@ from benchmarks.gpu_parts.decoder_checks import decoders
 from benchmarks.gpu_parts.device import Device, versions
 from benchmarks.gpu_parts.kernel_checks import kernels
 from benchmarks.gpu_parts.kernel_speed import Tester
+from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.peers import Peers, compare
 from benchmarks.gpu_parts.plan import FULL, QUICK
 from benchmarks.gpu_parts.report import Check, Report, said
-from benchmarks.gpu_parts.session import Session
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,7 +53,7 @@ def step(bench: Bench, budget: Budget) -> None:
         if not budget.fits(f"{batch} sequences"):
             continue
         kv_tokens = batch * (plan.alone.prompt + 1024) + 4096
-        with Session.of(bench.model(shape), bench.device, kv_tokens=kv_tokens) as session:
+        with serving(bench.model(shape), bench.device, kv_tokens=kv_tokens) as session:
             prompts = bench.prompts(shape, [plan.alone.prompt] * batch)
             found = steps.measured(bench.device, session, prompts, steps=plan.steps)
         bench.report.add("step", f"decoding × {batch}", shape.name, [found])

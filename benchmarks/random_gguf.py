@@ -50,6 +50,7 @@ class Shape:
 
 SHAPES = {
     "1b": Shape("1b", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072),  # Llama-3.2-1B
+    "draft": Shape("draft", 6, 768, 2048, 12, 4, 64, 128_256, 131_072),  # a draft model for it
     "quick": Shape("quick", 2, 256, 512, 4, 2, 64, 2048, 8192),
 }
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import localgen.backends.cuda.kernels as kernel_modules
 from benchmarks import gpu
+from benchmarks.answers import Answer, AnswerFailed, decode_tok_s, served
 from benchmarks.gpu_parts import case, decoder_checks, peer, peers, shapes
-from benchmarks.gpu_parts.answers import Answer, AnswerFailed, decode_tok_s, served
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.device import Device, poisoned, relative_error

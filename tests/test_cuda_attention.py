@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_half_precision(rows: int) -> None:
 def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many more than there are blocks: most of them see nothing."""
 
-    def cut(**numbers: int) -> Plan:
+    def cut(**numbers: Any) -> Plan:
         return replace(plan(**numbers), splits=splits)
 
     monkeypatch.setattr(attend_decode, "plan", cut)

@@ -14,9 +14,9 @@ from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
+from benchmarks.gpu_parts.loaded import DTYPE, Loaded
 from benchmarks.gpu_parts.plan import Plan
 from benchmarks.gpu_parts.report import Check, Figures, Report
-from benchmarks.gpu_parts.session import DTYPE, Loaded
 from benchmarks.gpu_parts.shapes import Shape
 
 Side = Callable[[], Figures]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.device import Device, relative_error
+from benchmarks.gpu_parts.loaded import DTYPE, over, watched_runner
 from benchmarks.gpu_parts.probe import Probe, exact, livened
 from benchmarks.gpu_parts.report import Check, said
-from benchmarks.gpu_parts.session import DTYPE, Session, watched_runner
 from benchmarks.gpu_parts.shapes import CHECKED, Shape
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import Weights, random_weights
@@ -129,7 +129,7 @@ def _answers(
     runner = watched_runner(
         subject.spec, subject.weights, device, kv_tokens=4096, graphs=graphs, ahead=ahead
     )
-    with Session(runner, subject.spec.vocab) as session:
+    with over(runner, subject.spec.vocab) as session:
         answers = [*session.ask(subject.texts[:-1], _ANSWER), *session.ask(subject.texts[-1:], 8)]
         cached = answers[-1].finished.timings.cache_n
         assert cached == _SHARED, f"{cached} of {_SHARED} tokens came from the cache"

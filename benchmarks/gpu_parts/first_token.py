@@ -14,9 +14,9 @@ import argparse  # noqa: E402 - from here on, importing counts
 import json  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from benchmarks.gpu_parts.answers import Answer  # noqa: E402
+from benchmarks.answers import Answer  # noqa: E402
 from benchmarks.gpu_parts.device import Device  # noqa: E402
-from benchmarks.gpu_parts.session import Session  # noqa: E402
+from benchmarks.gpu_parts.loaded import over  # noqa: E402
 from localgen.backends.cuda.load import load  # noqa: E402
 from localgen.backends.cuda.runner import CudaRunner  # noqa: E402
 from localgen.backends.models import Load, LoadOptions  # noqa: E402
@@ -47,7 +47,7 @@ def main() -> None:
     loaded_s = time.monotonic()
     assert isinstance(model.runner, CudaRunner)
     vocab = model.info.vocab
-    with Session(model.runner, vocab) as session:
+    with over(model.runner, vocab) as session:
         (answer,) = session.ask([[i % vocab for i in range(_PROMPT)]], _ANSWER)
     print(
         json.dumps(

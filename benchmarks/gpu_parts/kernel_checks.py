@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.gpu_parts import kernel_cases, product_cases, sampling_cases
+from benchmarks.gpu_parts import kernel_cases, product_cases, rejection_cases, sampling_cases
 from benchmarks.gpu_parts.case import Case, Sizes
 from benchmarks.gpu_parts.device import Device, poisoned, relative_error
 from benchmarks.gpu_parts.inputs import Inputs
@@ -16,7 +16,7 @@ from benchmarks.gpu_parts.report import Check, said
 GROUPS: tuple[Callable[[Inputs, Sizes], Iterator[Case]], ...] = (
     *(kernel_cases.norms, kernel_cases.gates, kernel_cases.rotations, kernel_cases.attentions),
     *(product_cases.products, product_cases.int4_products, product_cases.fp8_products),
-    *(product_cases.mixtures, sampling_cases.draws),
+    *(product_cases.mixtures, sampling_cases.draws, rejection_cases.rejections),
 )
 
 

@@ -12,8 +12,8 @@ from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
+from benchmarks.gpu_parts.loaded import DTYPE, Loaded
 from benchmarks.gpu_parts.report import Report, said
-from benchmarks.gpu_parts.session import DTYPE, Loaded
 from localgen.backends.cuda.kernels.attention import paged_attention
 from localgen.backends.cuda.kernels.kv import LayerKV
 from localgen.backends.cuda.kernels.ragged import Ragged

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.hf_peers import ContinuousBatching, StaticGenerate
+from benchmarks.gpu_parts.loaded import Loaded
 from benchmarks.gpu_parts.plan import FULL, QUICK, Plan
-from benchmarks.gpu_parts.session import Loaded
 from benchmarks.gpu_parts.static_decode import StaticDecode
 
 Round = Callable[[], dict[str, float]]

@@ -18,9 +18,9 @@ from benchmarks.gpu_parts import peer
 from benchmarks.gpu_parts.bench import Bench, Side, progress
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import relative_error
+from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.probe import Probe
 from benchmarks.gpu_parts.report import Check, Figures
-from benchmarks.gpu_parts.session import Session
 from benchmarks.gpu_parts.workloads import alone, at_once
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def compare(bench: Bench, peers: Peers, budget: Budget) -> None:
         return
     plan, shape = bench.plan, bench.plan.plain
     ours = f"localgen, {shape.name}"
-    with Session.of(bench.model(shape), bench.device, kv_tokens=plan.kv_tokens // 4) as session:
+    with serving(bench.model(shape), bench.device, kv_tokens=plan.kv_tokens // 4) as session:
         tests: tuple[tuple[str, Side, tuple[str, ...]], ...] = (
             (
                 f"{plan.alone.prompt} in/{plan.alone.answer} out",

@@ -29,7 +29,7 @@ def draws(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
     logits = make.normal(rows, vocab, std=3.0, dtype=torch.float32)
-    settings = _settings(make, rows, vocab, kind)
+    settings = settings_of(make, rows, vocab, kind)
 
     def found() -> Tensors:
         drawn = sampling.sample(logits, settings).tokens
@@ -43,7 +43,7 @@ def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
     return Case("sample", f"{rows} × {vocab}, {kind}", found, wanted, math.sqrt(DIFFERENT))
 
 
-def _settings(make: Inputs, rows: int, vocab: int, kind: str) -> SamplingTensors:
+def settings_of(make: Inputs, rows: int, vocab: int, kind: str) -> SamplingTensors:
     def column(value: float) -> Tensor:
         return torch.full((rows,), value, device=make.device)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts.answers import Answer
+from benchmarks.answers import Answer
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.session import Session, WatchedRunner
+from benchmarks.gpu_parts.loaded import WatchedRunner
+from benchmarks.session import Session
 
 # gaps longer than this are those in which the device waits for the host
 LONG_GAP_US = 10.0

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from benchmarks.gpu_parts.answers import Answer, computed_tokens, decode_tok_s, served
+from benchmarks.answers import Answer, computed_tokens, decode_tok_s, served
 from benchmarks.gpu_parts.bench import Bench, Side
 from benchmarks.gpu_parts.clock import Budget
+from benchmarks.gpu_parts.loaded import Loaded, serving
 from benchmarks.gpu_parts.plan import Crew
 from benchmarks.gpu_parts.report import Figures
-from benchmarks.gpu_parts.session import GREEDY, Loaded, Session
 from benchmarks.gpu_parts.shapes import Shape
+from benchmarks.session import GREEDY, Session
 from localgen.backends.types import SamplingParams
 
 # the standard deviation of the logarithm of lengths, about that of chats people shared
@@ -60,7 +61,7 @@ def large(bench: Bench, budget: Budget) -> None:
 
 
 def _session(bench: Bench, shape: Shape, kv_tokens: int) -> Session:
-    return Session.of(bench.model(shape), bench.device, kv_tokens=kv_tokens)
+    return serving(bench.model(shape), bench.device, kv_tokens=kv_tokens)
 
 
 def _alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Side:

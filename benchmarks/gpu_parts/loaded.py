@@ -1,0 +1,103 @@
+"""Models with random weights on the device, and the real engine over them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from benchmarks.answers import NumberTokenizer
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.shapes import Shape
+from benchmarks.session import Session
+from localgen.backends.cuda import sizing
+from localgen.backends.cuda.cache import PagedCache
+from localgen.backends.cuda.decoder import Decoder, KVCache
+from localgen.backends.cuda.embedding import Pooler
+from localgen.backends.cuda.graphs import DeviceSteps
+from localgen.backends.cuda.options import Settings
+from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.runner import CudaRunner, Ticket, limits
+from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.cuda.weights import Weights, random_weights
+from localgen.backends.engine.runner import StepResult
+
+DTYPE = torch.bfloat16
+SEED = 0
+
+
+class Loaded:
+    """Weights on the device, and what a step must read of them."""
+
+    def __init__(self, shape: Shape, device: Device) -> None:
+        self.name, self.spec = shape.name, shape.spec
+        self.weights = random_weights(shape.spec, device=device.torch, dtype=DTYPE, seed=SEED)
+        device.synchronize()
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a step reads: all but an embedding of which it takes a few rows."""
+        embed = 0 if self.spec.tied else self.weights.embed.nbytes
+        return self.weights.num_bytes - embed
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Keys and values of so many tokens."""
+        return tokens * sizing.kv_bytes_per_token(self.spec, DTYPE)
+
+
+class WatchedRunner(CudaRunner):
+    """Counts the time in which the host waits for the device."""
+
+    waited_s = 0.0
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        if ticket.done is not None:
+            begun_s = time.perf_counter()
+            with contextlib.suppress(RuntimeError):  # CudaRunner says what it means
+                ticket.done.synchronize()
+            self.waited_s += time.perf_counter() - begun_s
+        return super().collect(ticket)
+
+
+def watched_runner(
+    spec: ModelSpec,
+    weights: Weights,
+    device: Device,
+    *,
+    kv_tokens: int,
+    graphs: bool = True,
+    ahead: bool = True,
+    dtype: torch.dtype = DTYPE,
+) -> WatchedRunner:
+    """A runner as the loader makes it, over a pool of `kv_tokens`."""
+    settings, tokenizer = Settings(), NumberTokenizer(spec.vocab)
+    pages = pages_for(kv_tokens)
+    cache = KVCache.zeros(spec, pages, device=device.torch, dtype=dtype)
+    max_len = min(spec.max_len, pages * PAGE_TOKENS)
+    return WatchedRunner(
+        DeviceSteps(Decoder(spec, weights, max_len), cache, graphs=graphs),
+        PagedCache(pages, share=True),
+        limits(
+            max_seqs=settings.parallel,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_len=max_len,
+            kv_tokens=pages * PAGE_TOKENS,
+            share=True,
+        ),
+        lambda token: tokenizer.piece(token).decode(),
+        ahead=ahead,
+        pooler=Pooler(),
+    )
+
+
+def over(runner: CudaRunner, vocab: int) -> Session:
+    """An engine with the loader's defaults."""
+    return Session(runner, vocab, itl_target_ms=Settings().itl_target_ms)
+
+
+def serving(loaded: Loaded, device: Device, *, kv_tokens: int) -> Session:
+    """As a user would have it: with graphs, and looking ahead."""
+    return over(
+        watched_runner(loaded.spec, loaded.weights, device, kv_tokens=kv_tokens), loaded.spec.vocab
+    )

@@ -1,0 +1,105 @@
+"""Drafts whose acceptance is known: counted as they come, or made to be right so often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from localgen.backends.engine.drafts.drafter import Drafter, Proposal
+from localgen.backends.engine.runner import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
+from localgen.backends.engine.sequence import Sequence
+
+
+class Counted:
+    """A drafter, and how its drafts turned out: right, or the first wrong one of a step."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._proposed: dict[Sequence, list[int]] = {}
+        self.name = drafter.name
+        self.right = self.wrong = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafts that were right, of those that had only right ones before them."""
+        tried = self.right + self.wrong
+        return self.right / tried if tried else 0.0
+
+    def chances(self, seq: Sequence, most: int) -> Seq[float]:
+        return self._drafter.chances(seq, most)
+
+    def cost_ms(self, lengths: Seq[int]) -> float:
+        return self._drafter.cost_ms(lengths)
+
+    def catch_up(self, most_ms: float) -> None:
+        self._drafter.catch_up(most_ms)
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
+        proposals = self._drafter.propose(wanted)
+        self._proposed = {
+            seq: found.tokens for (seq, _), found in zip(wanted, proposals, strict=True)
+        }
+        return proposals
+
+    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+        for draft, token in zip(self._proposed.pop(seq, []), came, strict=False):
+            if draft != token:
+                self.wrong += 1
+                break
+            self.right += 1
+        self._drafter.learn(seq, came)
+
+    def forget(self, seq: Sequence) -> None:
+        self._drafter.forget(seq)
+
+    def close(self) -> None:
+        self._drafter.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    ticket: Any
+    chunks: Seq[Chunk]
+
+
+class Scripted:
+    """A draft model that computes as it would, and then says `right` with probability `alpha`, or
+    else another token. Closing it leaves the model as it is: the next one takes it over.
+    """
+
+    def __init__(self, runner: ModelRunner, right: int, alpha: float, *, seed: int = 0) -> None:
+        self._runner, self._right, self._alpha = runner, right, alpha
+        self._chance = random.Random(seed)
+        self.limits = runner.limits
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        return self._runner.admit(seq, spare=spare)
+
+    def grow(self, seq: Sequence, n: int) -> bool:
+        return self._runner.grow(seq, n)
+
+    def launch(self, chunks: Seq[Chunk]) -> Any:
+        return _Step(self._runner.launch(chunks), chunks)
+
+    def collect(self, ticket: Any) -> StepResult:
+        return [
+            Sampled(tuple(self._token() for _ in sampled.tokens))
+            for sampled in self._runner.collect(ticket.ticket)
+        ]
+
+    def _token(self) -> int:
+        return self._right + (self._chance.random() >= self._alpha)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self._runner.rewind(seq, length)
+
+    def release(self, seq: Sequence, *, keep: bool) -> None:
+        self._runner.release(seq, keep=keep)
+
+    def usage(self) -> PoolUsage:
+        return self._runner.usage()
+
+    def close(self) -> None:
+        """The model is not ours."""

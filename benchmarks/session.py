@@ -1,0 +1,130 @@
+"""The real engine, driven from the benchmark's own thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+
+from benchmarks.answers import Answer, NumberTokenizer
+from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.engine import Engine
+from localgen.backends.engine.intake import Intake
+from localgen.backends.engine.runner import ModelRunner
+from localgen.backends.types import (
+    EngineStats,
+    Failed,
+    Finished,
+    Request,
+    SamplingParams,
+    StepEvents,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Session:
+    """A context manager: an engine to which requests are handed directly. It closes the runner."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        vocab: int,
+        *,
+        itl_target_ms: float,
+        drafters: Sequence[Drafter] = (),
+    ) -> None:
+        self.runner = runner
+        self._answers: dict[str, Answer] = {}
+        self._count = 0
+        self.stats = EngineStats()
+        intake = Intake(
+            limits=runner.limits,
+            tokenizer=NumberTokenizer(vocab),
+            template=None,
+            defaults=SamplingParams(),
+        )
+        self.engine = Engine(
+            runner,
+            intake,
+            itl_target_ms=itl_target_ms,
+            max_queue=100_000,
+            publish=self._take,
+            drafters=drafters,
+        )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        self.runner.close()
+
+    def stop(self) -> None:
+        """End the engine; the runner stays, for another one."""
+        self.engine.stop()
+        # leaves the loop at once, and ends the thread that prepares requests
+        self.engine.run()
+
+    def _take(self, events: StepEvents) -> None:
+        self.stats = events.stats or self.stats
+        now_s = time.monotonic()
+        for delta in events.deltas:
+            answer = self._answers[delta.request_id]
+            answer.arrivals.append((now_s, delta.num_tokens))
+            answer.text.append(delta.text)
+        ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
+        for end in ends:
+            self._answers.pop(end.request_id).end = end
+
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, params: SamplingParams = GREEDY
+    ) -> Answer:
+        """Hand in a request for an answer of exactly so many tokens."""
+        answer = Answer(time.monotonic())
+        self._count += 1
+        name = f"r{self._count}"
+        self._answers[name] = answer
+        asked = replace(params, ignore_eos=True, max_tokens=max_tokens)
+        request = Request(
+            id=name, prompt_tokens=tuple(prompt), params=asked, arrived_s=answer.sent_s
+        )
+        self.engine.submit(request)
+        return answer
+
+    def step(self) -> None:
+        """One turn of the engine's loop; it waits for something to do."""
+        self.engine.step(wait=True)
+
+    def run(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Step until these have ended. AnswerFailed."""
+        while any(answer.end is None for answer in answers):
+            self.step()
+        for answer in answers:
+            assert answer.finished.completion_tokens
+        return answers
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | Sequence[int],
+        params: SamplingParams = GREEDY,
+    ) -> Sequence[Answer]:
+        """All of them at once, and to their ends. AnswerFailed."""
+        counts = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        return self.run([self.submit(p, n, params) for p, n in zip(prompts, counts, strict=True)])
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """End these now."""
+        names = {id(answer): name for name, answer in self._answers.items()}
+        for answer in answers:
+            if answer.end is None:
+                self.engine.cancel(names[id(answer)])
+        while any(answer.end is None for answer in answers):
+            self.step()
