@@ -173,3 +173,6 @@ class ScriptedClient(Client):
 
     def close(self) -> None:
         pass
+
+    def cut(self) -> None:
+        pass

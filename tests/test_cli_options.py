@@ -12,10 +12,10 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.models import LoadOptions
 from localgen.backends.types import SamplingParams
+from localgen.chats.options import ModelOptions
 from localgen.cli import options as declared
 from localgen.cli.options import takes_model_options
 from localgen.config import BadSetting
-from localgen.repl.session import ModelOptions
 
 # nothing on a terminal shows log probabilities; a cap per request is the context
 NOT_ON_THE_COMMAND_LINE = {"logprobs"}

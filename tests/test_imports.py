@@ -116,6 +116,9 @@ def test_every_folder_is_seen() -> None:
         ("localgen.repl.loop", "localgen.tui.app", False),
         ("localgen.tui.app", "localgen.server.app", False),
         ("localgen.tui.app", "localgen.client.http", True),
+        ("localgen.tui.app", "localgen.chats.inert", True),
+        ("localgen.tui.app", "localgen.hub.pull", False),
+        ("localgen.tui.app", "localgen.backends.engine.engine", False),
     ],
 )
 def test_the_rule(importer: str, imported: str, allowed: bool) -> None:

@@ -12,11 +12,12 @@ from rich.console import Console
 from scripted_client import answer as made_answer
 
 from localgen.backends.types import Timings
+from localgen.chats import report
+from localgen.chats.options import ModelOptions
+from localgen.chats.session import Session
 from localgen.client import RemoteClient
 from localgen.client.remote.endpoint import Endpoint
-from localgen.repl import report
 from localgen.repl.repl import Repl
-from localgen.repl.session import ModelOptions, Session
 
 
 @pytest.fixture

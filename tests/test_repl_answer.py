@@ -12,9 +12,9 @@ from rich.console import Console
 from scripted_client import TIMINGS, answer
 
 from localgen.backends.types import Timings
-from localgen.repl import report
+from localgen.chats import report
+from localgen.chats.inert import inert, one_line
 from localgen.repl.answer import LiveAnswer
-from localgen.repl.inert import inert, one_line
 from localgen.repl.markdown import block_lines, split_blocks
 
 RICH_TEXT = """# A title

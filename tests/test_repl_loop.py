@@ -18,13 +18,14 @@ from scripted_client import Script, ScriptedClient, answer
 from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
 from localgen.backends.models import LoadOptions
 from localgen.backends.types import Message, SamplingParams
+from localgen.chats.conversation import Turn
+from localgen.chats.options import ModelOptions
+from localgen.chats.session import Session
 from localgen.client import ModelCard, Text
-from localgen.repl.conversation import Turn
 from localgen.repl.loading import Loading
 from localgen.repl.prompt import Completions, prompt_session
 from localgen.repl.quotes import is_open, unquoted
 from localgen.repl.repl import Repl, _line_editor
-from localgen.repl.session import ModelOptions, Session
 
 Line = str | type[BaseException]
 

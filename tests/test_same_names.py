@@ -11,8 +11,9 @@ from serving import House, house, wait_until
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.models import LoadOptions
+from localgen.chats.options import ModelOptions
+from localgen.chats.session import Session
 from localgen.client import Client
-from localgen.repl.session import ModelOptions, Session
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import closing
 import typer
 
 from localgen.backends.errors import InvalidRequest
+from localgen.chats.options import ModelOptions
 from localgen.cli.arguments import ModelArgument, model_and_prompt, whole_prompt
 from localgen.cli.elsewhere import (
     KeyEnvOption,
@@ -18,7 +19,6 @@ from localgen.cli.elsewhere import (
 )
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import or_fetch
-from localgen.repl.session import ModelOptions
 
 
 @takes_model_options

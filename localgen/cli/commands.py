@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
     "chat": "Talk to a model in the terminal.",
+    "tui": "Talk in several sessions side by side, with the machine in view.",
     "run": "Answer one prompt, from the arguments or from standard input.",
     "ps": "List the models that are loaded.",
     "top": "Watch what the server does: speed, latency, memory, requests.",

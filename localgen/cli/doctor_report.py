@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from localgen.chats.inert import one_line
+from localgen.chats.report import size
 from localgen.cli.tables import json_text
 from localgen.doctor.checkup import Checkup
 from localgen.doctor.findings import Finding
 from localgen.doctor.machine import Machine
 from localgen.doctor.probe import BrokenBuild, LlamaBuild
-from localgen.repl.inert import one_line
-from localgen.repl.report import size
 
 _WIDTH = 10
 

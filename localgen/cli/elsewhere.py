@@ -10,8 +10,8 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.models import LoadOptions
+from localgen.chats.options import ModelOptions
 from localgen.cli.options import ASKING, LOADING
-from localgen.repl.session import ModelOptions
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient

@@ -25,6 +25,7 @@ BY_ERROR_CODE = {
     "disk_full": 16,
     "download_failed": 17,
     "endpoint_unavailable": 18,
+    "store_failed": 19,
 }
 
 _MEANINGS = {

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text as Styled
 
+from localgen.chats import report
+from localgen.chats.conversation import Conversation
+from localgen.chats.inert import inert, one_line
+from localgen.chats.options import ModelOptions
 from localgen.cli.tables import json_text
-from localgen.repl import report
-from localgen.repl.conversation import Conversation
-from localgen.repl.inert import inert, one_line
 from localgen.repl.loading import Loading
 from localgen.repl.plain import Whole, stream_plain
-from localgen.repl.session import ModelOptions
 
 if TYPE_CHECKING:
     from localgen.client import Answer, ModelClient

@@ -14,10 +14,10 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.models import LoadOptions
 from localgen.backends.types import SamplingParams
+from localgen.chats import parameters
+from localgen.chats.options import ModelOptions
 from localgen.cli import candidates
 from localgen.config import parse_keep_alive
-from localgen.repl import parameters
-from localgen.repl.session import ModelOptions
 
 OnOffAuto = Literal["auto", "on", "off"]
 Backend = Literal["auto", "llamacpp", "cuda"]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from localgen.chats.inert import one_line
+from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.planning.loaded import Loaded
 from localgen.planning.plan import Plan
 from localgen.planning.planner import Plans
-from localgen.repl.inert import one_line
-from localgen.repl.report import size
 
 _SOURCES = {"files": "here", "hub": "not here yet, as the hub has it", "catalog": "not here yet"}
 _UNKNOWN = "not known"

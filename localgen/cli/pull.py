@@ -56,11 +56,13 @@ def fetch(model: str) -> None:
 def or_fetch(model: str | None, run: Callable[[], None], *, draft: str | None = None) -> None:
     """Run what needs a model, and perhaps one that drafts for it. On a terminal, offer to pull what
     is not here, and run again."""
+    from localgen.client.pulling import can_pull
+
     try:
         run()
     except ModelNotFound as error:
         wanted = draft if error.param == "draft" else model
-        if wanted is None or not _is_terminal() or not _can_be_pulled(wanted):
+        if wanted is None or not _is_terminal() or not can_pull(wanted):
             raise
         _tell(error.message)
         if not typer.confirm("Pull it now?", default=True, err=True):
@@ -84,20 +86,11 @@ def _download(model: str, plan: Plan) -> None:
     _tell(f"{plan.name} is here")
 
 
-def _can_be_pulled(model: str) -> bool:
-    from localgen.hub.aliases import aliases
-    from localgen.hub.names import is_here, is_path
-    from localgen.hub.reference import reference
-
-    meant = aliases().get(model, model)
-    return not is_path(meant) and reference(meant) is not None and not is_here(model)
-
-
 def _is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _tell(line: str) -> None:
-    from localgen.repl.inert import one_line
+    from localgen.chats.inert import one_line
 
     print(one_line(line), file=sys.stderr, flush=True)

@@ -7,6 +7,8 @@ import sys
 import typer
 
 from localgen.backends.errors import ModelNotFound
+from localgen.chats.inert import one_line
+from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.hub import fit
 from localgen.hub.aliases import aliases
@@ -18,8 +20,6 @@ from localgen.hub.names import is_path, unknown
 from localgen.hub.pull import alternatives
 from localgen.hub.reference import Reference, reference
 from localgen.hub.remote import listing
-from localgen.repl.inert import one_line
-from localgen.repl.report import size
 
 
 def show(model: str, *, as_json: bool) -> None:

@@ -7,12 +7,12 @@ from dataclasses import asdict
 import typer
 
 from localgen.backends.errors import OutOfMemory
+from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.cli.plan_report import tell
 from localgen.hub.fit import room_here
 from localgen.quantizing.advice import advice, recommended
 from localgen.quantizing.original import original
-from localgen.repl.report import size
 
 
 def show(model: str | None, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from localgen.backends.errors import DiskFull, InvalidRequest
 from localgen.backends.memory.available import available_bytes
+from localgen.chats.report import size
 from localgen.cli import quantize_run
 from localgen.cli.quantize_report import Steps, tell
 from localgen.quant.gguf_types import TYPES, type_name
@@ -16,7 +17,6 @@ from localgen.quant.recipe import Recipe
 from localgen.quant.requantize import GgufProgress, Step, estimated_bytes, make_gguf
 from localgen.quant.source import Source
 from localgen.quantizing.asked import Asked
-from localgen.repl.report import size
 
 _WORDS: dict[Step, str] = {"converting": "converting to GGUF", "quantizing": "rounding"}
 

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from localgen.chats.inert import one_line
+from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.quantizing.verdict import Row
-from localgen.repl.inert import one_line
-from localgen.repl.report import size
 
 # without a terminal, a line this often
 _LINE_S = 10.0

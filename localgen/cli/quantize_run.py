@@ -13,12 +13,12 @@ from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.widening import notes
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.memory.available import available_bytes, total_bytes
+from localgen.chats.report import size
 from localgen.cli import quantize_report
 from localgen.cli.quantize_report import Steps, tell
 from localgen.placement import this_machine
 from localgen.quant.card import in_words
 from localgen.quant.job import Job, Outcome, Progress
-from localgen.repl.report import size
 
 
 def state_needs(job: Job, name: str) -> None:

@@ -24,9 +24,9 @@ def command(
     yes: YesFlag = False,
 ) -> None:
     """Remove a model from the cache, or a name that `cp` made. Other models keep their files."""
+    from localgen.chats.report import size
     from localgen.hub import aliases
     from localgen.hub.removal import removal
-    from localgen.repl.report import size
 
     target = aliases.aliases().get(model)
     if target is not None:

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import typer
 
+from localgen.chats.options import ModelOptions
 from localgen.cli.arguments import (
     JsonFlag,
     ModelArgument,
@@ -22,7 +23,6 @@ from localgen.cli.elsewhere import (
 )
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import or_fetch
-from localgen.repl.session import ModelOptions
 
 
 @takes_model_options

@@ -30,11 +30,11 @@ def command(
     json: JsonFlag = False,
 ) -> None:
     """Show what a model is: size, quantization, context, template, sampling defaults, licence."""
+    from localgen.chats.inert import one_line
     from localgen.cli import quant_table, tables
     from localgen.hub.aliases import aliases
     from localgen.hub.names import resolve
     from localgen.hub.reference import reference
-    from localgen.repl.inert import one_line
 
     if quants:
         quant_table.show(model, as_json=json)
@@ -91,8 +91,8 @@ def _from_catalog(wanted: Reference) -> dict[str, Any]:
 
 
 def _print_template(file: ModelFile) -> None:
+    from localgen.chats.inert import inert
     from localgen.hub.about import about
-    from localgen.repl.inert import inert
 
     template = about(file).chat_template
     if template is None:
@@ -101,7 +101,7 @@ def _print_template(file: ModelFile) -> None:
 
 
 def _cell(name: str, value: Any) -> str:
-    from localgen.repl.report import size
+    from localgen.chats.report import size
 
     match value:
         case None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from localgen.repl.inert import one_line
-from localgen.repl.report import size as size
+from localgen.chats.inert import one_line
+from localgen.chats.report import size as size
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

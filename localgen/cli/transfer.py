@@ -16,8 +16,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from localgen.repl.inert import one_line
-from localgen.repl.report import size
+from localgen.chats.inert import one_line
+from localgen.chats.report import size
 
 # without a terminal, a line this often
 _LINE_S = 10.0

@@ -30,6 +30,7 @@ from localgen.client.bodies import (
     sampling_fields,
 )
 from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_end
+from localgen.client.sockets import Sockets
 from localgen.client.sse import DONE, payloads
 from localgen.config import Settings
 from localgen.hub.names import available, draft_for_server, for_server
@@ -56,6 +57,7 @@ class Client:
         self._say = say
         self._server_command = server_command
         self._session = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._sockets = Sockets()
         self._http = self._connections()
 
     def __enter__(self) -> Client:
@@ -67,6 +69,10 @@ class Client:
     def close(self) -> None:
         """Close the connections; a request that runs on one is cancelled."""
         self._http.close()
+
+    def cut(self) -> None:
+        """From another thread: what runs ends with a LocalgenError, as does all that follows."""
+        self._sockets.cut()
 
     def connect(self) -> None:
         """See to it that a server of our version runs."""
@@ -209,6 +215,7 @@ class Client:
             transport=httpx.HTTPTransport(uds=str(self._settings.socket_path)),
             timeout=httpx.Timeout(None, connect=_HEALTH_S),
             headers={"X-Localgen-Session": self._session},
+            event_hooks={"request": [self._sockets.watch]},
             trust_env=False,
         )
 
@@ -257,6 +264,8 @@ class Client:
             try:
                 reply = stack.enter_context(self._asked(path, body))
             except (httpx.NetworkError, httpx.RemoteProtocolError, ServerUnavailable):
+                if self._sockets.is_cut:
+                    raise
                 # it was idle and left, or is about to: nothing was answered, so ask another one
                 self._http.close()  # these connections lead to the one that leaves
                 self._http = self._connections()

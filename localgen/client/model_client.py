@@ -19,6 +19,9 @@ class ModelClient(Protocol):
     def close(self) -> None:
         """Close the connections; a request that runs on one is cancelled."""
 
+    def cut(self) -> None:
+        """From another thread: what runs ends with a LocalgenError, as does all that follows."""
+
     def connect(self) -> None:
         """See to it that requests can be sent."""
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import ClassVar
 
-from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Markdown
@@ -18,12 +17,9 @@ from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.text import Text
 
-# HTML, images, entities and reference definitions would hide or reorder what the model wrote
-_PARSER = (
-    MarkdownIt("commonmark", {"html": False})
-    .enable(["table", "strikethrough"])
-    .disable(["image", "entity", "reference", "html_block", "html_inline"])
-)
+from localgen.chats import markup
+
+_PARSER = markup.parser()
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:

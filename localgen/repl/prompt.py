@@ -15,8 +15,8 @@ from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
 
-from localgen.repl import parameters
-from localgen.repl.commands import COMMANDS
+from localgen.chats import parameters
+from localgen.chats.commands import COMMANDS
 from localgen.repl.quotes import is_open
 
 

@@ -14,15 +14,16 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
+from localgen.chats import commands, report
+from localgen.chats.conversation import Conversation, Turn
+from localgen.chats.inert import inert, one_line
+from localgen.chats.options import ModelOptions
+from localgen.chats.session import FIRST_BRANCH, Session
 from localgen.client import Answer, Text
 from localgen.config import Settings
-from localgen.repl import commands, report
 from localgen.repl.answer import LiveAnswer
-from localgen.repl.conversation import Conversation, Turn
-from localgen.repl.inert import inert, one_line
 from localgen.repl.loading import Loading
 from localgen.repl.quotes import unquoted
-from localgen.repl.session import FIRST_BRANCH, ModelOptions, Session
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient
@@ -194,7 +195,7 @@ def start_chat(
 
 
 def _line_editor(session: Session) -> Callable[[str], str]:
-    from localgen.repl import store
+    from localgen.chats import saved
     from localgen.repl.prompt import Completions, prompt_session
 
     # a completion is asked for at every key, and looking at a large cache takes a while
@@ -205,7 +206,7 @@ def _line_editor(session: Session) -> Callable[[str], str]:
         except LocalgenError:
             return []  # a completion has no place to say that the server is away
 
-    completions = Completions(lambda: store.saved_names(session.state_dir), models)
+    completions = Completions(lambda: saved.names(session.state_dir), models)
     editor = prompt_session(session.state_dir / "chat_history", completions)
 
     def read(prompt: str) -> str:

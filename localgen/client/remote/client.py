@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ _NO_LIST = (403, 404, 405, 501)
 class RemoteClient:
     """One session. say: gets one line when something happens that a user should know.
 
-    sleep: waits that many seconds.
+    sleep: waits that many seconds; None: or until cut().
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class RemoteClient:
         endpoint: Endpoint,
         say: Callable[[str], None] = lambda line: None,
         *,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._say = say
@@ -51,6 +50,10 @@ class RemoteClient:
     def close(self) -> None:
         """Close the connections; a request that runs on one is cancelled."""
         self._connection.close()
+
+    def cut(self) -> None:
+        """From another thread: what runs ends with a LocalgenError, as does all that follows."""
+        self._connection.cut()
 
     def connect(self) -> None:
         """Warn, once, of a key that others can read on its way. Connections come with requests."""

@@ -13,6 +13,7 @@ import httpx
 import localgen
 from localgen.client.remote.endpoint import Endpoint
 from localgen.client.remote.failures import CONNECT_S, LIST_S, Refusal, lost
+from localgen.client.sockets import Sockets
 from localgen.config import BadSetting
 
 # a server that asks to wait longer than this means: come back another time
@@ -40,19 +41,27 @@ class Reply:
 
 
 class Connection:
-    """One server. say: gets a line when it asks to wait. sleep: waits that many seconds."""
+    """One server. say: gets a line when it asks to wait.
+
+    sleep: waits that many seconds; None: or until cut().
+    """
 
     def __init__(
         self,
         endpoint: Endpoint,
         key: str | None,
         say: Callable[[str], None],
-        sleep: Callable[[float], None],
+        sleep: Callable[[float], None] | None,
     ) -> None:
         self._endpoint = endpoint
         self._say = say
-        self._sleep = sleep
-        self._http = _http(endpoint, key)
+        self._sockets = Sockets()
+        self._sleep = sleep or self._sockets.sleep
+        self._http = _http(endpoint, key, self._sockets)
+
+    def cut(self) -> None:
+        """From another thread: end what runs."""
+        self._sockets.cut()
 
     def close(self) -> None:
         self._http.close()
@@ -86,7 +95,8 @@ class Connection:
                         yield Reply(response, sent_s, tuple(waits))
                         return
                     refusal = _refusal(response)
-                if len(waits) == MOST_WAITS or not _is_worth_waiting(refusal):
+                is_over = self._sockets.is_cut or len(waits) == MOST_WAITS
+                if is_over or not _is_worth_waiting(refusal):
                     yield refusal
                     return
                 waits.append(self._wait(refusal))
@@ -102,7 +112,7 @@ class Connection:
         return f"{why}, so it was asked again"
 
 
-def _http(endpoint: Endpoint, key: str | None) -> httpx.Client:
+def _http(endpoint: Endpoint, key: str | None, sockets: Sockets) -> httpx.Client:
     headers = {"User-Agent": f"localgen/{localgen.__version__}"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
@@ -114,6 +124,7 @@ def _http(endpoint: Endpoint, key: str | None) -> httpx.Client:
             headers=headers,
             mounts=mounts,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
+            event_hooks={"request": [sockets.watch]},
         )
     except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
         # a proxy or a file of certificates that the environment names

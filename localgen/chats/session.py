@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import DRAFT_WORDS, LoadOptions, ModelInfo
-from localgen.backends.types import SamplingParams
-from localgen.repl.conversation import Conversation, Turn
+from localgen.backends.models import DRAFT_WORDS, ModelInfo
+from localgen.chats.conversation import Conversation, Turn
+from localgen.chats.options import ModelOptions
 
 if TYPE_CHECKING:
     from localgen.client import Answer, ModelClient, Text
@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 FIRST_BRANCH = "main"
 
 Progress = Callable[[float], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """What a user asks of a model: how to load it, how to sample, how to be served."""
-
-    params: SamplingParams = SamplingParams()
-    load: LoadOptions = LoadOptions()
-    ctx: int | None = None
-    system: str | None = None
-    priority: int = 0
-    keep_alive: str | None = None
-    verbose: bool = False
 
 
 class Session:
@@ -54,14 +41,21 @@ class Session:
 
     @property
     def model(self) -> ModelInfo:
-        """The loaded model; load() comes first."""
-        assert self.info is not None
+        """The loaded model. InvalidRequest: load() comes first."""
+        if self.info is None:
+            raise InvalidRequest(f"{self.name} is not loaded yet: ask it something first")
         return self.info
+
+    @property
+    def name(self) -> str:
+        """What the model is called, loaded or not."""
+        return self.info.name if self.info is not None else self.asked or "the built-in model"
 
     @property
     def ctx(self) -> int | None:
         """The limit of prompt and answer in tokens; None: another server does not tell."""
-        return self.options.ctx or self.model.ctx or None
+        known = self.info.ctx if self.info is not None else 0
+        return self.options.ctx or known or None
 
     def load(self, name: str | None, on_progress: Progress) -> ModelInfo:
         """Load a model and talk to it from now on; on an error the old one stays."""

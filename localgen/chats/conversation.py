@@ -11,15 +11,21 @@ from localgen.backends.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt and its answer. stopped: the user cut the answer short.
+    """A prompt and its answer. stopped: it was cut short, by the user or by a fault.
 
-    reasoning: what the model thought before.
+    reasoning: what the model thought before. served: how it was served, for people to read.
     """
 
     prompt: str
     answer: str
     stopped: bool = False
     reasoning: str = ""
+    served: str = ""
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether it was cut short before its first word."""
+        return self.stopped and not self.answer and not self.reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +36,14 @@ class Conversation:
     turns: tuple[Turn, ...] = ()
 
     def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
-        """Everything said so far, oldest first; what was thought only if asked for."""
+        """Everything said so far, oldest first; what was thought only if asked for.
+
+        Prompts that were never answered are left out.
+        """
         said = [Message("system", self.system)] if self.system else []
         for turn in self.turns:
+            if turn.is_unanswered:
+                continue
             thought = turn.reasoning if with_reasoning and turn.reasoning else None
             said += [Message("user", turn.prompt), Message("assistant", turn.answer, thought)]
         return tuple(said)

@@ -9,9 +9,10 @@ from scripted_client import ScriptedClient, answer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.models import LoadOptions
-from localgen.repl import commands
-from localgen.repl.conversation import Conversation, Turn
-from localgen.repl.session import ModelOptions, Session
+from localgen.chats import commands
+from localgen.chats.conversation import Conversation, Turn
+from localgen.chats.options import ModelOptions
+from localgen.chats.session import Session
 
 TURNS = (Turn("one", "1"), Turn("two", "2"))
 

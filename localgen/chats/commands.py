@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.models import DraftInfo, ModelInfo
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
-from localgen.repl import parameters, report, store
-from localgen.repl.session import Progress, Session
+from localgen.chats import parameters, report, saved
+from localgen.chats.session import Progress, Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,13 @@ def run(session: Session, line: str, on_progress: Progress) -> Outcome:
     return find(word).run(session, argument.strip(), on_progress)
 
 
+def needs_model(line: str) -> bool:
+    """Whether a command asks about the model itself, which then has to be loaded."""
+    return line.split() in (["/show"], ["/show", "info"], ["/show", "template"]) or line.startswith(
+        "/set ctx"
+    )
+
+
 def find(word: str) -> Command:
     """The command of a word with its slash. InvalidRequest offers the closest."""
     name = ALIASES.get(word, word)
@@ -91,14 +98,17 @@ def _set_parameter(session: Session, rest: str) -> Outcome:
     params = parameters.with_parameter(session.options.params, name, text.strip())
     session.options = replace(session.options, params=params)
     field = parameters.field_name(name)
-    rows = _parameter_rows(session)
+    rows = parameter_rows(session)
     return Say(next(f"{row} = {value}" for row, value, _ in rows if row == field))
 
 
-def _parameter_rows(session: Session) -> list[tuple[str, str, str]]:
+def parameter_rows(session: Session) -> list[tuple[str, str, str]]:
+    """Name, value in force and whose it is, of each sampling parameter of a session."""
     # another server has defaults of its own, which it does not tell
-    base = SamplingParams() if session.model.url else BASE_SAMPLING
-    return parameters.rows(session.options.params, session.model.sampling, base)
+    known = session.info
+    base = SamplingParams() if known is not None and known.url else BASE_SAMPLING
+    usual = SamplingParams() if known is None else known.sampling
+    return parameters.rows(session.options.params, usual, base)
 
 
 def _set_ctx(session: Session, text: str) -> Outcome:
@@ -119,7 +129,7 @@ def _show(session: Session, argument: str, _: Progress) -> Outcome:
     if what == "info":
         return Say(_info(session))
     if what == "parameters":
-        rows = _parameter_rows(session)
+        rows = parameter_rows(session)
         lines = (f"{name:<22} {value:<16} {whose}".rstrip() for name, value, whose in rows)
         return Say("\n".join(lines))
     if what == "template":
@@ -177,22 +187,22 @@ def _runs_on(info: ModelInfo) -> Iterator[str]:
 
 
 def _save(session: Session, argument: str, _: Progress) -> Outcome:
-    path = store.chat_path(_unquoted(argument) or "last", session.state_dir)
-    saved = store.SavedChat(session.model.name, session.options.params, session.conversation)
-    store.save(path, saved)
+    path = saved.chat_path(_unquoted(argument) or "last", session.state_dir)
+    chat = saved.SavedChat(session.name, session.options.params, session.conversation)
+    saved.save(path, chat)
     return Say(f"saved {report.count(len(session.conversation.turns), 'turn')} to {path}")
 
 
 def _load(session: Session, argument: str, _: Progress) -> Outcome:
     if not argument:
-        names = ", ".join(store.saved_names(session.state_dir)) or "none yet"
+        names = ", ".join(saved.names(session.state_dir)) or "none yet"
         return Say(f"saved chats: {names}")
-    saved = store.load(store.chat_path(_unquoted(argument), session.state_dir))
-    session.change(saved.conversation)
-    session.options = replace(session.options, params=saved.params)
-    lines = [f"loaded {report.count(len(saved.conversation.turns), 'turn')}"]
-    if saved.model != session.model.name:
-        lines.append(f"held with {saved.model}, this is {session.model.name}: /model changes that")
+    chat = saved.load(saved.chat_path(_unquoted(argument), session.state_dir))
+    session.change(chat.conversation)
+    session.options = replace(session.options, params=chat.params)
+    lines = [f"loaded {report.count(len(chat.conversation.turns), 'turn')}"]
+    if chat.model != session.name:
+        lines.append(f"held with {chat.model}, this is {session.name}: /model changes that")
     return Say("\n".join(lines))
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, SamplingParams
-from localgen.repl.conversation import Conversation, from_messages
+from localgen.chats.conversation import Conversation, from_messages
 
 FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
 
@@ -50,7 +50,7 @@ def chat_path(name: str, state_dir: Path) -> Path:
     return state_dir / "chats" / f"{name}.json"
 
 
-def saved_names(state_dir: Path) -> list[str]:
+def names(state_dir: Path) -> list[str]:
     """Names of the chats saved without a path."""
     return sorted(path.stem for path in (state_dir / "chats").glob("*.json"))
 

@@ -1,0 +1,367 @@
+"""The store of sessions: what is kept, who may change it, and what damage does."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
+from localgen.backends.types import SamplingParams
+from localgen.chats.conversation import Conversation, Turn
+from localgen.chats.database import StoreFailed
+from localgen.chats.sessions import (
+    BROKEN_OFF,
+    Kept,
+    SessionBusy,
+    SessionChanged,
+    SessionGone,
+    Sessions,
+)
+from localgen.chats.writers import Writer
+
+NEW = Kept(0)
+ROOT = Path(__file__).parents[1]
+
+
+class Program:
+    """One of those that share the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.writer = Writer(folder / "writers")
+        self.sessions = Sessions(folder / "chats.db", self.writer, now=lambda: 1000.0)
+
+    def leave(self) -> None:
+        self.sessions.close()
+        self.writer.close()
+
+    def die(self) -> None:
+        """As if killed: nothing is written any more, the lock is lost."""
+        self.sessions.close()
+        self.writer._lock.close()
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Program]:
+    program = Program(tmp_path)
+    yield program
+    program.leave()
+
+
+@pytest.fixture
+def other(tmp_path: Path, one: Program) -> Iterator[Program]:
+    program = Program(tmp_path)
+    yield program
+    program.leave()
+
+
+def some_turn(rng: random.Random) -> Turn:
+    def words() -> str:
+        return "".join(rng.choices("ab \n\0'\"%_\\é🙂\x1b\u2028", k=rng.randint(0, 9)))
+
+    return Turn(words(), words(), rng.random() < 0.3, words(), words())
+
+
+def some_kept(rng: random.Random, kept: Kept) -> Kept:
+    """The same session with other contents."""
+    turns = list(kept.conversation.turns)[: rng.randint(0, 5)]
+    turns += [some_turn(rng) for _ in range(rng.randint(0, 3))]
+    system = rng.choice((None, "be brief", "über"))
+    params = SamplingParams(
+        temperature=rng.choice((None, 0.0, 1.5)), stop=("\n",), logit_bias={7: -1.0}
+    )
+    model = rng.choice((None, "tiny", "/a b/x.gguf"))
+    return replace(
+        kept,
+        name=f"n{rng.random()}",
+        model=model,
+        params=params,
+        ctx=rng.choice((None, 512)),
+        conversation=Conversation(system, tuple(turns)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_kept_is_what_is_read(one: Program, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    kept = one.sessions.create(some_kept(rng, NEW))
+    beside = one.sessions.create(some_kept(rng, NEW))
+    for _ in range(8):
+        kept = one.sessions.change(some_kept(rng, kept))
+        if rng.random() < 0.5:
+            turn = some_turn(rng)
+            kept = one.sessions.end(one.sessions.begin(kept, turn.prompt), turn)
+    again = Program(tmp_path)
+    assert again.sessions.read(kept.id) == kept
+    assert again.sessions.read(beside.id) == beside
+    assert {listed.id: listed.turns for listed in again.sessions.all()} == {
+        kept.id: len(kept.conversation.turns),
+        beside.id: len(beside.conversation.turns),
+    }
+    again.leave()
+
+
+def test_the_file_is_private(one: Program, tmp_path: Path) -> None:
+    one.sessions.create(NEW)
+    for path in tmp_path.glob("chats.db*"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_two_programs_do_not_overwrite_each_other(one: Program, other: Program) -> None:
+    mine = one.sessions.create(replace(NEW, name="shared"))
+    theirs = other.sessions.read(mine.id)
+    theirs = other.sessions.end(other.sessions.begin(theirs, "q"), Turn("q", "theirs"))
+    with pytest.raises(SessionChanged, match="shared was changed by another"):
+        one.sessions.change(replace(mine, model="x"))
+    with pytest.raises(SessionChanged):
+        one.sessions.begin(mine, "mine")
+    assert one.sessions.read(mine.id) == theirs
+
+
+def test_an_answer_that_grows_elsewhere_is_seen_and_left_alone(
+    one: Program, other: Program
+) -> None:
+    mine = one.sessions.begin(one.sessions.create(NEW), "q")
+    before = other.sessions.changes()
+    one.sessions.grow(mine, Turn("q", "half", stopped=True))
+    assert other.sessions.changes() != before
+    seen = other.sessions.read(mine.id)
+    assert seen.growing == Turn("q", "half", stopped=True)
+    assert seen.conversation.turns == ()
+    assert [listed.is_growing for listed in other.sessions.all()] == [True]
+    for forbidden in (other.sessions.change, lambda kept: other.sessions.delete(kept.id)):
+        with pytest.raises(SessionBusy, match="wait for it"):
+            forbidden(seen)
+    other.sessions.rename(mine.id, "renamed")
+    done = one.sessions.end(mine, Turn("q", "whole"))
+    assert other.sessions.read(mine.id).conversation == done.conversation
+
+
+def test_a_killed_program_leaves_what_there_was(one: Program, other: Program) -> None:
+    mine = one.sessions.begin(one.sessions.create(NEW), "q")
+    one.sessions.grow(mine, Turn("q", "half", stopped=True, reasoning="hm"))
+    one.sessions.keep_draft(mine.id, "typed")
+    before = other.sessions.read(mine.id)
+    one.die()
+    seen = other.sessions.read(mine.id)
+    assert seen.growing is None
+    assert seen.conversation.turns == (Turn("q", "half", True, "hm", BROKEN_OFF),)
+    assert other.sessions.draft(mine.id) == "typed"
+    with pytest.raises(SessionChanged):  # it would take the turn away
+        other.sessions.change(before)
+    assert other.sessions.change(replace(seen, name="goes on")).revision == seen.revision + 1
+
+
+def test_a_real_process_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, time\n"
+        "from localgen.chats.sessions import *; from localgen.chats.writers import Writer\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "sessions = Sessions(folder / 'chats.db', Writer(folder / 'writers'))\n"
+        "kept = sessions.begin(sessions.create(Kept(0, 'it')), 'q')\n"
+        "for n in range(10**9):\n"
+        "    sessions.grow(kept, Turn('q', 'x' * n))\n"
+        "    print(n, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    told = [int(process.stdout.readline()) for _ in range(30)]
+    process.send_signal(signal.SIGKILL)
+    told += [int(line) for line in process.stdout.read().split(b"\n")[:-1]]
+    process.wait()
+    after = Program(tmp_path)
+    (turn,) = after.sessions.read(after.sessions.all()[0].id).conversation.turns
+    # what was told as written is there; one more may have been
+    assert len(turn.answer) - told[-1] in (0, 1)
+    assert turn.served == BROKEN_OFF
+    after.leave()
+
+
+def test_drafts_of_two_programs_stand_side_by_side(one: Program, other: Program) -> None:
+    kept = one.sessions.create(NEW)
+    one.sessions.keep_draft(kept.id, "mine")
+    other.sessions.keep_draft(kept.id, "theirs")
+    assert one.sessions.draft(kept.id) == "mine"
+    assert other.sessions.draft(kept.id) == "theirs"
+    one.sessions.keep_draft(kept.id, "")
+    assert one.sessions.draft(kept.id) == ""
+
+
+def test_deleted_and_restored(one: Program, other: Program) -> None:
+    kept = one.sessions.create(replace(NEW, conversation=Conversation(None, (Turn("q", "a"),))))
+    one.sessions.delete(kept.id)
+    assert one.sessions.all() == []
+    assert one.sessions.transcripts() == []
+    for gone in (other.sessions.read, other.sessions.delete):
+        with pytest.raises(SessionGone):
+            gone(kept.id)
+    one.sessions.restore(kept.id)
+    assert other.sessions.read(kept.id) == kept
+
+
+def test_deleted_sessions_go_after_a_month(one: Program, tmp_path: Path) -> None:
+    kept = one.sessions.create(NEW)
+    one.sessions.delete(kept.id)
+    month_s = 30 * 86_400.0
+    Sessions(tmp_path / "chats.db", one.writer, now=lambda: 1000.0 + month_s).close()
+    one.sessions.restore(kept.id)
+    one.sessions.delete(kept.id)
+    Sessions(tmp_path / "chats.db", one.writer, now=lambda: 1001.0 + month_s).close()
+    with pytest.raises(SessionGone):
+        one.sessions.restore(kept.id)
+
+
+def test_prompts_in_the_order_they_were_asked(one: Program) -> None:
+    first = one.sessions.create(NEW)
+    second = one.sessions.create(NEW)
+    for prompt in "abca":
+        first = one.sessions.end(one.sessions.begin(first, prompt), Turn(prompt, "."))
+    one.sessions.end(one.sessions.begin(second, "z"), Turn("z", "."))
+    assert one.sessions.prompts(3) == ["c", "a", "z"]
+
+
+def test_many_threads(one: Program, other: Program) -> None:
+    kept = one.sessions.create(NEW)
+    faults: list[Exception] = []
+
+    def ask(program: Program, prompt: str) -> None:
+        for _ in range(10):
+            try:
+                begun = program.sessions.begin(program.sessions.read(kept.id), prompt)
+                program.sessions.grow(begun, Turn(prompt, "."))
+                program.sessions.end(begun, Turn(prompt, ".."))
+                asked.append(prompt)
+            except (SessionChanged, SessionBusy):
+                continue
+            except Exception as fault:
+                faults.append(fault)
+
+    asked: list[str] = []
+    threads = [
+        threading.Thread(target=ask, args=(program, f"{at}"))
+        for at, program in enumerate((one, one, other, other))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    turns = one.sessions.read(kept.id).conversation.turns
+    assert sorted(turn.prompt for turn in turns) == sorted(asked)
+    assert {turn.answer for turn in turns} == {".."}
+
+
+def damaged(path: Path, kind: str) -> None:
+    if kind == "newer":
+        sqlite = sqlite3.connect(path)
+        sqlite.execute("PRAGMA user_version = 99")
+        sqlite.close()
+    elif kind == "text":
+        path.write_text("this is not a database\n" * 100)
+    elif kind == "another program's":
+        path.unlink()
+        sqlite = sqlite3.connect(path)
+        sqlite.execute("CREATE TABLE bookmarks (url)")
+        sqlite.close()
+    elif kind == "torn":
+        whole = bytearray(path.read_bytes())
+        whole[4096 : 3 * 4096] = os.urandom(2 * 4096)
+        path.write_bytes(whole)
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:4096])
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("newer", "written by a newer localgen .format 99.*update localgen"),
+        ("text", "is damaged .*left as it is; move it away"),
+        ("another program's", "no file of chats: move it away"),
+        ("torn", "is damaged .*left as it is"),
+        ("cut", "is damaged .*left as it is"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_left_as_it_is(tmp_path: Path, kind: str, told: str) -> None:
+    program = Program(tmp_path)
+    program.sessions.create(some_kept(random.Random(1), NEW))
+    program.leave()
+    path = tmp_path / "chats.db"
+    damaged(path, kind)
+    before = path.read_bytes()
+    with pytest.raises(StoreFailed, match=told) as told_of:
+        Program(tmp_path)
+    assert str(path) in told_of.value.message
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "file instead of a folder"])
+def test_a_place_that_cannot_be_used(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "state" / "chats.db"
+    if kind == "folder":
+        path.mkdir(parents=True)
+    else:
+        (tmp_path / "state").write_text("")
+    writer = Writer(tmp_path / "writers")
+    with pytest.raises(StoreFailed, match=f"cannot use {path}"):
+        Sessions(path, writer)
+    writer.close()
+
+
+def test_a_full_disk_loses_nothing(one: Program, tmp_path: Path) -> None:
+    kept = one.sessions.begin(one.sessions.create(NEW), "q")
+    one.sessions.grow(kept, Turn("q", "half"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # a file that may not grow fails as a full disk does, without the signal
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    largest = max(path.stat().st_size for path in tmp_path.glob("chats.db*"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 4096, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match="make room"):
+            one.sessions.grow(kept, Turn("q", "x" * 1_000_000))
+        assert one.sessions.read(kept.id).growing is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    done = one.sessions.end(kept, Turn("q", "x" * 1_000_000))
+    assert one.sessions.read(kept.id) == done
+
+
+def test_lone_surrogates_can_be_kept(one: Program) -> None:
+    kept = one.sessions.begin(one.sessions.create(NEW), "a\ud800")
+    one.sessions.end(kept, Turn("a\ud800", "\udfff🙂", served="\ud83d\ude42"))
+    (turn,) = one.sessions.read(kept.id).conversation.turns
+    assert turn == Turn("a\ufffd", "\ufffd🙂", served="🙂")
+
+
+def test_a_writer_is_alive_as_long_as_its_lock(tmp_path: Path) -> None:
+    one, other = Writer(tmp_path), Writer(tmp_path)
+    assert one.is_alive(one.name)
+    assert one.is_alive(other.name)
+    other._lock.close()
+    assert not one.is_alive(other.name)
+    assert not one.is_alive("never was")
+    third = Writer(tmp_path)
+    third.close()
+    assert not one.is_alive(third.name)
+    assert [path.stem for path in tmp_path.iterdir()] == [one.name]
+    one.close()
+
+
+def test_a_writer_without_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="cannot write to"):
+        Writer(tmp_path / "file")
+    assert issubclass(StoreFailed, LocalgenError)

@@ -1,0 +1,97 @@
+"""Another thread ends what a client waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from plain_openai import PlainServer, Response, plain_server
+from serving import MANY_WORDS, House, house, wait_until
+
+from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.models import LoadOptions
+from localgen.backends.types import Message, SamplingParams
+from localgen.client import ModelClient, RemoteClient
+from localgen.client.remote.endpoint import Endpoint
+
+ASKED = [Message("user", MANY_WORDS)]
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+
+
+@pytest.fixture
+def server() -> Iterator[PlainServer]:
+    with plain_server() as running:
+        yield running
+
+
+def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[], bool]) -> None:
+    """Cut the client while the call waits. The call has to end with an error."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(when)
+    client.cut()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+    (error,) = failures
+    assert isinstance(error, LocalgenError), error
+
+
+def test_cut_in_mid_answer(served: House) -> None:
+    client = served.client()
+    client.connect()
+    model = served.model(token_s=0.05)
+    events = client.chat(model, ASKED, SamplingParams())
+    next(events)
+    cut_during(client, lambda: list(events), lambda: True)
+    watching = served.client()
+    wait_until(lambda: watching.running()[0].active_requests == 0, timeout_s=2)
+    # a client that was cut asks nothing any more
+    with pytest.raises(ServerUnavailable):
+        list(client.chat(model, ASKED, SamplingParams()))
+    assert watching.running()[0].active_requests == 0
+
+
+def test_cut_while_a_model_loads(served: House) -> None:
+    client = served.client()
+    client.connect()
+    model = served.model(load_s=30.0)
+    progress: list[float] = []
+    cut_during(
+        client,
+        lambda: client.load(model, LoadOptions(), progress.append),
+        lambda: bool(progress),
+    )
+
+
+def test_cut_another_server_before_its_first_word(server: PlainServer) -> None:
+    client = RemoteClient(Endpoint(server.url))
+    client.load("big", LoadOptions())
+    server.gap_s = 30.0
+    events = client.chat("big", ASKED, SamplingParams())
+    cut_during(client, lambda: list(events), lambda: bool(server.asked))
+
+
+def test_cut_while_another_server_asks_to_wait(server: PlainServer) -> None:
+    server.first = [Response(429, b"{}", headers={"Retry-After": "30"})]
+    said: list[str] = []
+    client = RemoteClient(Endpoint(server.url), said.append)
+    events = client.chat("big", ASKED, SamplingParams())
+    started_s = time.monotonic()
+    cut_during(client, lambda: list(events), lambda: bool(said))
+    assert time.monotonic() - started_s < 20
+    assert len(server.asked) <= 2

@@ -1,0 +1,43 @@
+"""`localgen tui` where it cannot begin: one line, and nothing is touched."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from localgen.cli.main import run
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+def test_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tui"]) == 3
+    assert capsys.readouterr().err.startswith("localgen: tui needs a terminal")
+
+
+def test_a_prompt_is_not_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tui", "what is this?"]) == 3
+    assert "takes a model, not a prompt" in capsys.readouterr().err
+
+
+def test_a_damaged_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "state" / "sessions.db"
+    store.parent.mkdir(mode=0o700)
+    store.write_text("no database at all, though long enough to look at\n" * 100)
+    before = store.read_bytes()
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert run(["tui"]) == 19
+    told = capsys.readouterr().err
+    assert f"{store} is damaged" in told
+    assert told.count("\n") == 1
+    assert store.read_bytes() == before

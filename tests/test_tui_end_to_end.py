@@ -1,0 +1,112 @@
+"""The real programs in real terminals: two sessions that answer at once, and `top` beside them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from serving import short_folder
+
+from localgen.client import Client
+from localgen.config import Settings
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which is not installed"),
+]
+
+
+class Terminals:
+    """Panes of a tmux of our own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = str(folder / "tmux")
+        self._environment = os.environ | {
+            "LOCALGEN_STATE_DIR": str(folder / "state"),
+            "LOCALGEN_RUNTIME_DIR": str(folder / "run"),
+            "PYTHONPATH": str(ROOT),
+            "TERM": "xterm-256color",
+        }
+
+    def run(self, name: str, *arguments: str, size: str = "120x40") -> None:
+        """A localgen in a terminal of this size."""
+        columns, _, rows = size.partition("x")
+        command = [sys.executable, "-m", "localgen.cli.main", *arguments]
+        where = ["new-session", "-d", "-s", name, "-x", columns, "-y", rows]
+        self._tmux(*where, *command)
+
+    def press(self, name: str, *keys: str) -> None:
+        self._tmux("send-keys", "-t", name, *keys)
+
+    def screen(self, name: str) -> str:
+        return self._tmux("capture-pane", "-p", "-t", name)
+
+    def until(self, name: str, shown: Callable[[str], object], timeout_s: float = 120.0) -> str:
+        """Wait until a screen is so; the screen."""
+        deadline = time.monotonic() + timeout_s
+        while not shown(screen := self.screen(name)):
+            assert time.monotonic() < deadline, screen
+            time.sleep(0.05)
+        return screen
+
+    def is_open(self, name: str) -> bool:
+        done = subprocess.run(
+            ["tmux", "-S", self._socket, "has-session", "-t", name], capture_output=True
+        )
+        return done.returncode == 0
+
+    def close(self) -> None:
+        subprocess.run(["tmux", "-S", self._socket, "kill-server"], capture_output=True)
+
+    def _tmux(self, *arguments: str) -> str:
+        done = subprocess.run(
+            ["tmux", "-S", self._socket, *arguments],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+
+@pytest.fixture
+def terminals() -> Iterator[Terminals]:
+    with short_folder() as folder:
+        made = Terminals(folder)
+        yield made
+        made.close()
+        Client(Settings(runtime_dir=folder / "run", state_dir=folder / "state")).shutdown()
+
+
+def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
+    terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500")
+    terminals.run("top", "top")
+    terminals.until("chats", lambda screen: "Ask something" in screen)
+    terminals.press("chats", "Tell me a story", "Enter")
+    terminals.until("chats", lambda screen: "tok/s" in screen.split("\n")[3])
+    terminals.press("chats", "C-n")
+    terminals.until("chats", lambda screen: "Nothing has been said" in screen)
+    terminals.press("chats", "Tell me another", "Enter")
+    both = terminals.until("chats", lambda screen: len(re.findall("▸ .*tok/s", screen)) == 2)
+    assert "Tell me a story" in both
+    terminals.until("top", lambda screen: len(re.findall("tiny .*decod", screen)) == 2)
+    terminals.press("chats", "C-c")
+    terminals.until("chats", lambda screen: "stopped" in screen)
+    terminals.press("chats", "C-q")
+    terminals.until("chats", lambda screen: "still being written" in screen)
+    terminals.press("chats", "y")
+    deadline = time.monotonic() + 30
+    while terminals.is_open("chats"):
+        assert time.monotonic() < deadline, terminals.screen("chats")
+        time.sleep(0.1)
+    terminals.run("again", "tui")
+    found = terminals.until("again", lambda screen: "Tell me another" in screen)
+    assert "Tell me a story" in found

@@ -1,0 +1,181 @@
+"""A tui over clients that answer from a script, for its tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from scripted_client import ScriptedClient
+from textual.pilot import Pilot
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.chats.options import ModelOptions
+from localgen.chats.sessions import Sessions
+from localgen.chats.writers import Writer
+from localgen.client import ModelCard, Text
+from localgen.client.snapshot import Snapshot
+from localgen.tui.chat.app import ChatApp
+from localgen.tui.chat.desk import Desk
+from localgen.tui.chat.main_screen import MainScreen
+from localgen.tui.chat.open_session import House, OpenSession
+from localgen.tui.chat.prompt import Prompt
+
+Say = str | Text | BaseException | threading.Event
+
+
+class PacedClient(ScriptedClient):
+    """A scripted client whose script may hold an Event: it waits there until it is set, or cut."""
+
+    def __init__(self, scripts: Sequence[Sequence[object]] = ()) -> None:
+        super().__init__()
+        self.scripts = list(scripts)  # type: ignore[arg-type]
+        self.was_cut = threading.Event()
+        self.closed = False
+
+    def _play(self, script):  # type: ignore[no-untyped-def]
+        for tokens, step in enumerate(script, 1):
+            if isinstance(step, threading.Event):
+                while not step.wait(0.01):
+                    if self.was_cut.is_set():
+                        raise ServerUnavailable("the connection was cut")
+                continue
+            if self.was_cut.is_set():
+                raise ServerUnavailable("the connection was cut")
+            if isinstance(step, BaseException):
+                raise step
+            yield Text(step, tokens) if isinstance(step, str) else step
+
+    def cut(self) -> None:
+        self.was_cut.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def models(self) -> list[ModelCard]:
+        return [
+            ModelCard("tiny", "/models/tiny.gguf", 11_500_000, "loaded", "built-in"),
+            ModelCard("other", "/models/other.gguf", 4_900_000_000, "available", "cache"),
+        ]
+
+
+class NoWatch:
+    """A server that is never there."""
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        raise ServerUnavailable("no server")
+
+    def close(self) -> None:
+        pass
+
+
+class Tui:
+    """A program on a store. scripts: what each answer is, whichever session asks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *scripts: Sequence[object],
+        model: str | None = None,
+        options: ModelOptions | None = None,
+    ) -> None:
+        self.scripts: list[Sequence[object]] = list(scripts)
+        self.clients: list[PacedClient] = []
+        self._s = 1000.0
+        self.writer = Writer(folder / "writers")
+        self.store = Sessions(folder / "sessions.db", self.writer, now=self._now)
+        self.house = House(
+            store=self.store,
+            make_client=self._client,
+            options=options or ModelOptions(),
+            state_dir=folder,
+            clock=lambda: 0.0,
+        )
+        self.desk = Desk(self.house, model)
+        self.app = ChatApp(self.desk, NoWatch, "this machine", first_retry_s=1000.0)
+
+    @property
+    def main(self) -> MainScreen:
+        return self.app.main
+
+    @property
+    def opened(self) -> OpenSession:
+        assert self.main.opened is not None
+        return self.main.opened
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.app.screen.query_one(Prompt)
+
+    @property
+    def asked(self) -> list[str]:
+        """Models asked, in the order of the clients."""
+        return [asked.messages[-1].content for each in self.clients for asked in each.record.asked]
+
+    def close(self) -> None:
+        self.desk.close()
+        self.store.close()
+        self.writer.close()
+
+    @asynccontextmanager
+    async def running(self, size: tuple[int, int] = (120, 40)) -> AsyncIterator[Pilot[None]]:
+        async with self.app.run_test(size=size) as pilot:
+            await self.until(lambda: self.main.opened is not None)
+            await pilot.pause()
+            yield pilot
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+        """Wait until it is so."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come to that"
+            await asyncio.sleep(0.01)
+
+    async def ask(self, pilot: Pilot[None], text: str) -> None:
+        """Type a prompt, send it, wait for the whole answer."""
+        await self.type(pilot, text)
+        await pilot.press("enter")
+        await self.settled(pilot)
+
+    async def open_new(self, pilot: Pilot[None]) -> None:
+        """A session that is still empty."""
+        before = self.opened
+        await pilot.press("ctrl+n")
+        await self.until(lambda: self.opened is not before)
+        await pilot.pause()
+
+    async def type(self, pilot: Pilot[None], text: str) -> None:
+        self.prompt.insert(text)
+        await pilot.pause()
+
+    async def settled(self, pilot: Pilot[None]) -> None:
+        """Until nothing is being done."""
+        await pilot.pause()
+        await self.until(lambda: not self.app.workers._workers or self._only_waits())
+        await self.until(lambda: not self.desk.answering)
+        await self.app.tick()
+        await pilot.pause()
+
+    def screen_text(self) -> str:
+        """What stands on the screen, a line each."""
+        return "\n".join(
+            "".join(segment.text for segment in strip)
+            for strip in self.app.screen._compositor.render_strips()
+        )
+
+    def _only_waits(self) -> bool:
+        # a worker that waits for a dialog is not done before somebody answers
+        return len(self.app.screen_stack) > 1
+
+    def _client(self) -> PacedClient:
+        client = PacedClient()
+        client.scripts = self.scripts  # type: ignore[assignment]
+        self.clients.append(client)
+        return client
+
+    def _now(self) -> float:
+        self._s += 1.0
+        return self._s

@@ -1,0 +1,1 @@
+"""`localgen tui`: sessions side by side, their transcripts, and one prompt for all of them."""

@@ -1,0 +1,194 @@
+"""What is done to sessions: asked of the user where it has to be, carried out in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from localgen.backends.errors import LocalgenError
+from localgen.chats import commands
+from localgen.chats.inert import one_line
+from localgen.tui.chat.ask_text import AskText
+from localgen.tui.chat.compare import CompareScreen, CompareSetup
+from localgen.tui.chat.desk import Desk, Hit
+from localgen.tui.chat.export import export
+from localgen.tui.chat.main_screen import MainScreen
+from localgen.tui.chat.models import ModelPicker
+from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.prompt import Prompt
+from localgen.tui.chat.search import SearchScreen
+from localgen.tui.chat.shelf import SessionShelf
+from localgen.tui.chat.transcript import Transcript
+from localgen.tui.chat.variants import Variant
+from localgen.tui.top.confirm import Confirm
+
+Tell = Callable[..., None]
+
+
+class Acts:
+    """On the main screen of an app. tell: says something to the user; is_elsewhere: as ChatApp."""
+
+    def __init__(self, main: MainScreen, desk: Desk, tell: Tell, *, is_elsewhere: bool) -> None:
+        self.models: list[str] = []
+        self._main, self._desk, self._tell = main, desk, tell
+        self._is_elsewhere = is_elsewhere
+        self._deleted: list[int] = []
+
+    @property
+    def opened(self) -> OpenSession:
+        """The session on the screen."""
+        assert self._main.opened is not None
+        return self._main.opened
+
+    async def do(self, work: Callable[[], object]) -> bool:
+        """Do it in a thread; whether that went well. An error is said."""
+        try:
+            await asyncio.to_thread(work)
+        except LocalgenError as error:
+            self._tell(error.message, fault=True)
+            return False
+        return True
+
+    async def show(self, get: Callable[[], OpenSession]) -> bool:
+        """Go to the session that is got in a thread; whether there is one."""
+        try:
+            opened = await asyncio.to_thread(get)
+        except LocalgenError as error:
+            self._tell(error.message, fault=True)
+            return False
+        await self._main.show(opened)
+        return True
+
+    async def open(self, session: int) -> None:
+        self._main.tell("")
+        await self.show(lambda: self._desk.get(session))
+
+    async def new(self) -> None:
+        if await self.show(self._desk.first):
+            self._main.query_one(Prompt).focus()
+
+    async def step(self, by: int) -> None:
+        """The next session of the list, or the one before."""
+        ids = [listed.id for listed in self._desk.listed]
+        if self.opened.id in ids and len(ids) > 1:
+            await self.open(ids[(ids.index(self.opened.id) + by) % len(ids)])
+
+    async def switch(self, name: str) -> None:
+        """To a session by its name; without one, to the list."""
+        found = [listed for listed in self._desk.listed if listed.name == name]
+        if found:
+            await self.open(found[0].id)
+        elif name:
+            self._tell(f"no session {name}", fault=True)
+        else:
+            self._main.action_list()
+
+    async def rename(self, session: int, name: str = "") -> None:
+        """name: asked for if it is not given."""
+        if not name:
+            question = AskText("What is the session to be called?", self._name(session))
+            given: str | None = await self._main.app.push_screen_wait(question)
+            name = given or ""
+        if name:
+            await self.do(lambda: self._desk.rename(session, name))
+            await self._main.sync()
+
+    async def fork(self, session: int, name: str = "") -> None:
+        await self.show(lambda: self._desk.fork(self._desk.get(session), name))
+
+    async def delete(self, session: int) -> None:
+        """When the user is sure."""
+        name = one_line(self._name(session)) or "this session"
+        question = f"Delete {name}? F9 brings it back while the program runs."
+        if not await self._main.app.push_screen_wait(Confirm(question, yes="Delete", no="Keep")):
+            return
+        before = [listed.id for listed in self._desk.listed]
+        if not await self.do(lambda: self._desk.delete(session)):
+            return
+        self._deleted.append(session)
+        self._tell("deleted; F9 brings it back")
+        if self.opened.id == session:
+            self._main.opened = None  # its draft went with it
+            at = before.index(session) if session in before else 0
+            rest = [listed.id for listed in self._desk.listed]
+            near = rest[min(at, len(rest) - 1)] if rest else None
+            await self.show(lambda: self._desk.first() if near is None else self._desk.get(near))
+
+    async def restore(self) -> None:
+        """What was deleted last."""
+        if not self._deleted:
+            self._tell("nothing was deleted since the program began")
+            return
+        session = self._deleted.pop()
+        if await self.do(lambda: self._desk.restore(session)):
+            await self.open(session)
+
+    async def export(self, path: str = "") -> None:
+        """path: asked for if it is not given."""
+        opened = self.opened
+        if not path:
+            name = one_line(opened.name).replace("/", "-")
+            question = AskText("Write it to which file? (.md or .json)", f"{name}.md")
+            given: str | None = await self._main.app.push_screen_wait(question)
+            path = given or ""
+        if path and await self.do(lambda: export(opened, path)):
+            self._tell(f"written to {Path(path).expanduser().absolute()}")
+
+    async def search(self, text: str = "") -> None:
+        hit: Hit | None = await self._main.app.push_screen_wait(
+            SearchScreen(self._desk.search, text)
+        )
+        if hit is None:
+            return
+        await self.open(hit.session)
+        if hit.place is not None:
+            await self._main.query_one(Transcript).go_to(hit.place)
+
+    async def pick_model(self, wanted: str = "") -> None:
+        """wanted: loaded at once, if there is a model of that name."""
+        opened = self.opened
+        shelf = SessionShelf(opened, is_elsewhere=self._is_elsewhere)
+        picker = ModelPicker(shelf, wanted, opened.session.asked or "tiny")
+        name = await self._main.app.push_screen_wait(picker)
+        if name is not None and opened.session.info is not None:
+            self._tell("\n".join((f"now {name}", *opened.session.info.notes)))
+        self._main.show_settings()
+        await self._look_up_models(opened)
+
+    async def compare(self) -> None:
+        """Ask what is to be compared, then show it."""
+        opened = self.opened
+        model = shlex.quote(opened.session.asked or "tiny")
+        setup = CompareSetup(f"{model}\n{model} temperature=0\n", opened.session.options.params)
+        compared: list[Variant] | None = await self._main.app.push_screen_wait(setup)
+        if compared is None:
+            return
+        try:
+            made = await asyncio.to_thread(self._desk.compare, opened, compared)
+        except LocalgenError as error:
+            self._tell(error.message, fault=True)
+            return
+        columns = list(zip(made, (each.label for each in compared), strict=True))
+        await self._main.app.push_screen(CompareScreen(columns, self._tell))
+
+    async def obey(self, opened: OpenSession, line: str) -> None:
+        """A command of the session itself."""
+        try:
+            outcome = await asyncio.to_thread(opened.obey, line, lambda share: None)
+        except LocalgenError as error:
+            self._tell(error.message, fault=True)
+            return
+        if isinstance(outcome, commands.Say):
+            self._tell(outcome.text)
+        self._main.show_settings()
+
+    async def _look_up_models(self, opened: OpenSession) -> None:
+        with contextlib.suppress(LocalgenError):  # a completion has no place to say so
+            cards = await asyncio.to_thread(opened.session.client.models)
+            self.models = [card.name for card in cards]
+
+    def _name(self, session: int) -> str:
+        return next((each.name for each in self._desk.listed if each.id == session), "")

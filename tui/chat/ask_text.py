@@ -1,0 +1,40 @@
+"""A line of text that is asked for."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+
+class AskText(ModalScreen[str | None]):
+    """None: never mind."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Never mind")]
+    DEFAULT_CSS = """
+    AskText { align: center middle; background: $background 60%; }
+    AskText > Vertical {
+        width: 60; max-width: 95%; height: auto; padding: 1 2;
+        border: round $primary; background: $surface; border-subtitle-color: $text-muted;
+    }
+    AskText Input { margin-top: 1; }
+    """
+
+    def __init__(self, question: str, text: str = "") -> None:
+        super().__init__()
+        self._question, self._text = question, text
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_subtitle = "Enter takes it, Esc: never mind"
+            yield Static(Content(self._question), markup=False)
+            yield Input(self._text, compact=True, select_on_focus=False)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.value.strip():
+            self.dismiss(event.value.strip())

@@ -1,0 +1,56 @@
+"""Markdown of a model: shown as far as it is harmless, hidden nowhere."""
+
+from __future__ import annotations
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from textual.widgets import Markdown
+
+from localgen.chats import markup
+from localgen.chats.inert import inert
+
+# the widget counts these as ends of lines, its parser does not
+_LINE_ENDS = str.maketrans({"\u2028": "\n", "\u2029": "\n"})
+
+
+def harmless(text: str) -> str:
+    """Nothing that a terminal obeys, and lines that the parser and the widget agree on.
+
+    Character by character, so a stream may be cut anywhere.
+    """
+    return inert(text).translate(_LINE_ENDS)
+
+
+class ModelMarkdown(Markdown):
+    """Links are shown with where they lead, and lead nowhere."""
+
+    DEFAULT_CSS = """
+    ModelMarkdown { padding: 0; margin: 0; background: transparent; }
+    ModelMarkdown MarkdownParagraph { margin: 0 0 1 0; }
+    ModelMarkdown MarkdownFence { margin: 0 0 1 0; }
+    ModelMarkdown MarkdownFence > Label { padding: 0 1; }
+    ModelMarkdown MarkdownH1, ModelMarkdown MarkdownH2 {
+        content-align: left middle; margin: 0 0 1 0; text-style: bold; background: transparent;
+    }
+    ModelMarkdown MarkdownList MarkdownParagraph { margin: 0; }
+    ModelMarkdown > MarkdownBlock:last-child { margin: 0; }
+    """
+
+    def __init__(self, text: str | None = None) -> None:
+        super().__init__(
+            None if text is None else harmless(text), parser_factory=_parser, open_links=False
+        )
+
+
+def _parser() -> MarkdownIt:
+    made = markup.parser().disable(["link", "autolink"])
+    made.core.ruler.push("hard_breaks", _hard_breaks)
+    return made
+
+
+def _hard_breaks(state: StateCore) -> None:
+    """A model that ends a line means it: verses and addresses keep their lines."""
+    for token in state.tokens:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"

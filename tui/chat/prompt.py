@@ -1,0 +1,186 @@
+"""Where prompts are typed: several lines, history, completion, and pastes of any size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import ClassVar, cast
+
+from textual import events
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.keys import Keys
+from textual.message import Message
+from textual.widgets import OptionList, TextArea
+from textual.widgets.option_list import Option
+
+# Alt+Enter as terminals send it; Textual would take it for Enter
+cast(dict[str, object], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (Keys.ControlJ,)
+# what is pasted and longer than this is folded: the editor would redraw all of it at every key
+FOLDED_CHARS = 4_000
+_FOLD = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
+
+
+class Prompt(TextArea):
+    """Posts Sent at Enter. completions: what may follow a text that begins with a slash."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "send", "Send", show=False),
+        Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
+        Binding("tab", "complete", "Complete a command", show=False),
+        Binding("up", "earlier", "Earlier prompt, on the first line", show=False),
+        Binding("down", "later", "Later prompt, on the last line", show=False),
+        # an editor has other uses for these keys, a prompt has none
+        Binding("ctrl+f", "app.search", "Search"),
+        Binding("ctrl+y", "app.copy", "Copy the last answer", show=False),
+        Binding("pageup", "screen.scroll(-1)", "Scroll back", show=False),
+        Binding("pagedown", "screen.scroll(1)", "Scroll on", show=False),
+        Binding("f6", "screen.toggle_gauges", "Gauges: show or fold", show=False),
+        Binding("f7", "screen.toggle_sessions", "Sessions: show or fold", show=False),
+    ]
+    DEFAULT_CSS = """
+    Prompt {
+        height: auto; min-height: 3; max-height: 10; border: round $border;
+        padding: 0 1; background: $background; scrollbar-size-vertical: 1;
+    }
+    Prompt:focus { border: round $primary; }
+    """
+
+    class Sent(Message):
+        """A prompt or a command, with its pastes in full."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    def __init__(self, completions: Callable[[str], list[str]]) -> None:
+        super().__init__(
+            id="prompt",
+            compact=False,
+            show_line_numbers=False,
+            highlight_cursor_line=False,
+            placeholder="Ask something, or / for commands",
+        )
+        self._completions = completions
+        self._pastes: dict[int, str] = {}
+        self._history: list[str] = []
+        self._place = 0
+        self._unsent = ""
+
+    @property
+    def whole(self) -> str:
+        """What is typed, with its pastes in full."""
+        return _FOLD.sub(self._unfolded, self.text)
+
+    def put(self, text: str) -> None:
+        """Replace what is typed; a long text is folded."""
+        self._pastes.clear()
+        self.text = text if len(text) <= FOLDED_CHARS else self._folded(text)
+        self.move_cursor(self.document.end)
+
+    def remember(self, prompts: list[str]) -> None:
+        """What was asked before, the oldest first."""
+        self._history = prompts
+        self._place = len(prompts)
+
+    def action_send(self) -> None:
+        text = self.whole
+        if text.strip():
+            self.post_message(self.Sent(text))
+
+    def sent(self, text: str) -> None:
+        """It was taken: make room for the next."""
+        self._history = [*(said for said in self._history if said != text), text]
+        self._place = len(self._history)
+        self.put("")
+
+    def action_newline(self) -> None:
+        self.insert("\n")
+
+    def action_complete(self) -> None:
+        """Take the completion there is, or what all of them have in common."""
+        found = self._completions(self.text)
+        if not found:
+            return
+        begin = _common(found)
+        self.put(begin + (" " if len(found) == 1 else ""))
+
+    def action_earlier(self) -> None:
+        row, column = self.cursor_location
+        if (
+            row > 0
+            or not self._history
+            or self.wrapped_document.location_to_offset((row, column)).y
+        ):
+            self.action_cursor_up()
+            return
+        if self._place == len(self._history):
+            self._unsent = self.whole
+        self._recall(max(0, self._place - 1))
+
+    def action_later(self) -> None:
+        at_end = self.cursor_location[0] == self.document.line_count - 1
+        if not at_end or self._place >= len(self._history):
+            self.action_cursor_down()
+            return
+        self._recall(self._place + 1)
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.prevent_default().stop()
+            self.action_send()
+        elif event.key == "shift+\r":  # how xterm and tmux spell Shift+Enter where they tell it
+            event.prevent_default().stop()
+            self.action_newline()
+        else:
+            await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
+        event.prevent_default().stop()
+        self.insert(text if len(text) <= FOLDED_CHARS else self._folded(text))
+        self.focus()
+
+    def _recall(self, place: int) -> None:
+        self._place = place
+        self.put(self._history[place] if place < len(self._history) else self._unsent)
+
+    def _folded(self, text: str) -> str:
+        number = len(self._pastes) + 1
+        self._pastes[number] = text
+        return f"⟦paste {number}: {len(text):,} characters⟧"
+
+    def _unfolded(self, found: re.Match[str]) -> str:
+        return self._pastes.get(int(found[1]), found[0])
+
+
+class Suggestions(OptionList):
+    """The commands that may be meant, above the prompt. Click takes one; so does Tab."""
+
+    can_focus = False
+    DEFAULT_CSS = """
+    Suggestions {
+        height: auto; max-height: 8; border: none; padding: 0 2; margin: 0;
+        background: $panel; color: $text-muted; display: none;
+        text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    """
+
+    def offer(self, rows: list[tuple[str, str]]) -> None:
+        """Texts and what they mean; none: hide."""
+        self.display = bool(rows)
+        self.clear_options()
+        width = max((len(text) for text, _ in rows), default=0)
+        for text, meaning in rows:
+            self.add_option(Option(_row(text, meaning, width), id=text))
+
+
+def _row(text: str, meaning: str, width: int) -> Content:
+    return Content.assemble((f"{text:<{width}}", "bold $foreground"), f"  {meaning}")
+
+
+def _common(found: list[str]) -> str:
+    first, last = min(found), max(found)
+    same = (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    return first[: next(same, min(len(first), len(last)))]

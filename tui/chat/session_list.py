@@ -1,0 +1,106 @@
+"""The sessions, the latest first: each with its model, and whether it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
+
+from localgen.chats import report
+from localgen.chats.inert import one_line
+from localgen.tui.chat.open_session import UNNAMED
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A session as it is listed. state: what it does; empty: nothing."""
+
+    id: int
+    name: str
+    model: str
+    turns: int
+    state: str = ""
+
+
+class SessionList(OptionList):
+    """Set rows and current by show(). Posts Wanted when the user does something to one."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select", "Open the session", show=False),
+        Binding("r", "ask('rename')", "Rename", show=False),
+        Binding("f", "ask('fork')", "Fork", show=False),
+        Binding("delete,d", "ask('delete')", "Delete", show=False),
+    ]
+    DEFAULT_CSS = """
+    SessionList {
+        width: 28; height: 1fr; border: round $border; padding: 0; background: $background;
+        border-title-color: $primary; border-title-style: bold; scrollbar-size-vertical: 1;
+        text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    SessionList:focus { border: round $primary; }
+    """
+
+    class Wanted(Message):
+        """action: open, rename, fork or delete."""
+
+        def __init__(self, action: str, session: int) -> None:
+            super().__init__()
+            self.action = action
+            self.session = session
+
+    def __init__(self) -> None:
+        super().__init__(id="sessions", markup=False)
+        self.border_title = "Sessions"
+        self._rows: list[Row] = []
+        self._current = 0
+
+    def show(self, rows: list[Row], current: int) -> None:
+        """These, with one of them marked as the one on the screen."""
+        if (rows, current) == (self._rows, self._current):
+            return
+        same_ids = [row.id for row in rows] == [row.id for row in self._rows]
+        moved = current != self._current
+        under = self._id_under_cursor()
+        self._rows, self._current = rows, current
+        self.border_subtitle = f"{len(rows):,}" if len(rows) > 9 else ""
+        if same_ids:
+            for row in rows:
+                self.replace_option_prompt(str(row.id), self._drawn(row))
+        else:
+            self.clear_options()
+            self.add_options([Option(self._drawn(row), id=str(row.id)) for row in rows])
+        wanted = current if moved or under is None else under
+        if not self.has_focus:
+            wanted = current
+        at = next((at for at, row in enumerate(rows) if row.id == wanted), None)
+        self.highlighted = at
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        if event.option.id is not None:
+            self.post_message(self.Wanted("open", int(event.option.id)))
+
+    def action_ask(self, action: str) -> None:
+        """Do something to the session under the cursor."""
+        session = self._id_under_cursor()
+        if session is not None:
+            self.post_message(self.Wanted(action, session))
+
+    def _id_under_cursor(self) -> int | None:
+        at = self.highlighted
+        return self._rows[at].id if at is not None and at < len(self._rows) else None
+
+    def _drawn(self, row: Row) -> Content:
+        mark = "▌" if row.id == self._current else " "
+        about = [one_line(row.model), report.count(row.turns, "turn")] if row.turns else [row.model]
+        second = (f"▸ {row.state}", "$success") if row.state else (" · ".join(about), "dim")
+        name = one_line(row.name) or UNNAMED
+        return Content.assemble(
+            (mark, "$primary"), (name, "bold" if row.id == self._current else ""), "\n",
+            (mark, "$primary"), second,
+        )  # fmt: skip

@@ -1,0 +1,40 @@
+"""The models of one session's server, for the picker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from localgen.backends.errors import InvalidRequest
+from localgen.client import ModelCard, pulling
+from localgen.client.pulling import Offer
+from localgen.tui.chat.open_session import OpenSession
+
+_BUILT_IN = "tiny"
+
+
+class SessionShelf:
+    """is_elsewhere: another server, which fetches its models itself."""
+
+    def __init__(self, opened: OpenSession, *, is_elsewhere: bool) -> None:
+        self._opened = opened
+        self._is_elsewhere = is_elsewhere
+
+    def cards(self) -> list[ModelCard]:
+        return self._opened.session.client.models()
+
+    def offers(self) -> list[Offer]:
+        return [] if self._is_elsewhere else pulling.offers()
+
+    def can_pull(self, name: str) -> bool:
+        return not self._is_elsewhere and pulling.can_pull(name)
+
+    def pull(self, name: str, on_bytes: Callable[[int, int], None]) -> str:
+        if self._is_elsewhere:
+            raise InvalidRequest("another server fetches its models itself")
+        return pulling.pull(name, on_bytes)
+
+    def load(self, name: str, on_progress: Callable[[float], None]) -> None:
+        self._opened.use_model(None if name == _BUILT_IN else name, on_progress)
+
+    def stop_loading(self) -> None:
+        self._opened.stop_loading()
