@@ -22,7 +22,7 @@ chat: $(VENV)/.installed $(MODEL)
 	@exec $(VENV)/bin/localgen chat
 
 test: $(VENV)/.installed-dev $(MODEL)
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

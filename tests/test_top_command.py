@@ -49,7 +49,7 @@ class Terminal:
         except OSError:  # nothing now, or it has ended
             return
 
-    def until(self, wanted: str, timeout_s: float = 20.0) -> None:
+    def until(self, wanted: str, timeout_s: float = 60.0) -> None:
         """Read until the screen has had this text; what came before is forgotten."""
         deadline_s = time.monotonic() + timeout_s
         while wanted not in self.text:

@@ -127,7 +127,7 @@ class Tui:
             await pilot.pause()
             yield pilot
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Wait until it is so."""
         deadline = time.monotonic() + timeout_s
         while not condition():
