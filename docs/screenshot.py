@@ -110,11 +110,13 @@ def tui(folder: str) -> None:
 def top(folder: str) -> None:
     """Requests one upon the other."""
     screen = Screen("top", 120, 36)
-    subprocess.run([*LOCALGEN.split(), "plan", "tiny"], check=True, stdout=subprocess.DEVNULL)
+    planned = Screen("plan", 80, 24)
+    planned.run(folder, "plan", "tiny")
+    time.sleep(5)
     screen.run(folder, "top")
     for batch in range(5):
         for number in range(3):
-            tokens = 300 + 200 * number if batch < 4 else 1800
+            tokens = 200 + 100 * number if batch < 4 else 1800
             asking = Screen(f"{batch}-{number}", 80, 24)
             asking.run(folder, "run", "tiny", f"'{LONG}'", "--ignore-eos", "-n", str(tokens))
         time.sleep(4)
