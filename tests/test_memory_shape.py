@@ -40,6 +40,11 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "q
 ODD = (files.short_convolutions, files.latent_attention)
 
 
+def named(model: object) -> str:
+    """The same in every process that runs tests."""
+    return model if isinstance(model, str) else getattr(model, "__name__", "")
+
+
 def shape_of(path: Path) -> ModelShape:
     shape = gguf_shape(read_header(path))
     assert shape is not None
@@ -67,7 +72,7 @@ def allocated(path: Path, kind: str) -> MemoryUse:
     return log.buffers.use()
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *ODD], ids=str)
+@pytest.fixture(scope="module", params=[*FAMILIES, *ODD], ids=named)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     if request.param in ODD:
