@@ -1,9 +1,10 @@
 """How long `localgen quantize` takes a layer, and how much memory, beside what it says before.
 
-python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq]
+python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq] [--layers 2]
 
 The model is random, of Llama-3.2-1B's shape, in bfloat16: neither time nor memory depends on what
-the weights are. What its text loses means nothing, so nothing is evaluated.
+the weights are. What its text loses means nothing, so nothing is evaluated. All layers are alike:
+two tell the time of one, all of them what memory grows to.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
+from benchmarks.measure import machine
 from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
 from localgen.hub.names import BUILT_IN_PATH
 from localgen.interpreter import python_command, python_environment
@@ -61,8 +61,11 @@ def main() -> None:
     parser.add_argument("--methods", default=_METHODS)
     parser.add_argument("--samples", default="128")
     parser.add_argument("--seq-len", default="512")
+    parser.add_argument("--layers", type=int, help="of the model; usually 16")
+    parser.add_argument("--output", type=Path, help="result file")
     asked = parser.parse_args()
     shape = SHAPES["quick" if asked.quick else "1b"]
+    shape = replace(shape, layers=asked.layers or shape.layers)
     more = _QUICK if asked.quick else ("--samples", asked.samples, "--seq-len", asked.seq_len)
     print("| method | layers | s a layer | peak GB | estimated GB |\n|---|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as place:
@@ -72,7 +75,7 @@ def main() -> None:
             found.append(measured(method, model, more))
             print(found[-1].row, flush=True)
     if not asked.quick:
-        _save(found, more)
+        _save(found, more, asked.output)
 
 
 def measured(method: str, model: Path, more: tuple[str, ...]) -> Figures:
@@ -167,16 +170,17 @@ def _ones(size: int) -> Entry:
     return Entry(torch.bfloat16, (size,), lambda: (torch.ones(size, dtype=torch.bfloat16),))
 
 
-def _save(found: list[Figures], more: tuple[str, ...]) -> None:
+def _save(found: list[Figures], more: tuple[str, ...], target: Path | None) -> None:
     today = datetime.date.today()
     record = {
         "date": today.isoformat(),
-        "machine": {"cpu": platform.processor(), "cores": psutil.cpu_count(logical=False)},
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "options": more,
         "runs": [asdict(one) for one in found],
     }
-    path = RESULTS / f"quantize-{today:%Y%m%d}.json"
+    path = target or RESULTS / f"quantize-{today:%Y%m%d}.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
 

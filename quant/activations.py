@@ -1,5 +1,5 @@
-"""What goes from layer to layer: the hidden states of all windows, on disk, and in memory too
-where there is room for them."""
+"""What goes from layer to layer: the hidden states of all windows, in a file. The system keeps of
+it in memory what there is room for, and gives that up when others need it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ class Activations:
 
     The file is whole or not there, and one layer's is kept until the next one's is: whatever ends
     the process, the states before the first unfinished layer are on disk. batch: windows at a
-    time. kept: whether a copy stays in memory.
+    time.
     """
 
     def __init__(
-        self, folder: Path, shape: tuple[int, int, int], *, layer: int, batch: int, kept: bool
+        self, folder: Path, shape: tuple[int, int, int], *, layer: int, batch: int
     ) -> None:
         self._folder, self._shape, self._batch = folder, shape, batch
         self.layer = layer
-        self._copy = torch.empty(shape) if kept else None
-        self._filled = False
 
     @property
     def is_there(self) -> bool:
@@ -45,8 +43,7 @@ class Activations:
         """Write the first layer's states. embedded: gives those of some windows."""
         with replacing(self._path(self.layer)) as path, path.open("wb") as file:
             for part in self._parts():
-                self._write(file, part, embedded(part))
-        self._filled = True
+                _write(file, embedded(part))
 
     def batches(self) -> Iterator[Tensor]:
         """All of them in order, a few windows at a time."""
@@ -58,9 +55,8 @@ class Activations:
         when the layer itself is written."""
         with replacing(self._path(self.layer + 1)) as path, path.open("wb") as file:
             for part in self._parts():
-                self._write(file, part, through(self._read(part)))
+                _write(file, through(self._read(part)))
         self.layer += 1
-        self._filled = True
 
     def drop(self, layer: int) -> None:
         """Forget the file of a layer that is done."""
@@ -71,16 +67,6 @@ class Activations:
             yield slice(first, min(first + self._batch, self._shape[0]))
 
     def _read(self, part: slice) -> Tensor:
-        if self._copy is None:
-            return self._from_file(part)
-        if not self._filled:  # after a resume
-            for each in self._parts():
-                self._copy[each] = self._from_file(each)
-            self._filled = True
-        # whoever has it may change it
-        return self._copy[part].clone()
-
-    def _from_file(self, part: slice) -> Tensor:
         count = part.stop - part.start
         each = self._shape[1] * self._shape[2]
         found = np.fromfile(
@@ -88,11 +74,9 @@ class Activations:
         )
         return torch.from_numpy(found).view(count, *self._shape[1:])
 
-    def _write(self, file: BinaryIO, part: slice, states: Tensor) -> None:
-        states = states.detach().cpu().contiguous()
-        states.numpy().tofile(file)
-        if self._copy is not None:
-            self._copy[part] = states
-
     def _path(self, layer: int) -> Path:
         return self._folder / f"states-{layer:05d}.bin"
+
+
+def _write(file: BinaryIO, states: Tensor) -> None:
+    states.detach().cpu().contiguous().numpy().tofile(file)

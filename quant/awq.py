@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localgen.quant.arithmetic import short_factors
 from localgen.quant.grid import Grid, grouped
 from localgen.quant.moments import Moments
 from localgen.quant.quantized import GroupedWeight
@@ -16,8 +17,11 @@ from localgen.quant.scaling import Junction
 # powers of the activations' magnitudes that are tried: 0, 1 / 20, …, 1
 _POWERS = 20
 _LEAST = 1e-8
-# outputs whose error decides, of all readers together: every n-th of more than that
+# outputs whose error decides, of all readers together: every n-th of more than that; of wide
+# inputs fewer, for each costs their square
 _ROWS = 1024
+_LEAST_ROWS = 256
+_WEIGHTS = 1 << 21
 
 
 def best_scales(
@@ -30,7 +34,8 @@ def best_scales(
     tells without the text; of many outputs a share has to do. Tried are powers of the mean
     magnitudes (equation 5 of the paper).
     """
-    every = max(1, sum(map(len, weights)) // _ROWS)
+    rows = min(_ROWS, max(_LEAST_ROWS, _WEIGHTS // weights[0].shape[1]))
+    every = max(1, sum(map(len, weights)) // rows)
     sample = torch.cat([weight[::every] for weight in weights])
     magnitudes = junction.shared(moments.magnitudes / max(moments.count, 1)).clamp_min(_LEAST)
     best, least = torch.ones_like(magnitudes), torch.inf
@@ -38,8 +43,7 @@ def best_scales(
         scales = magnitudes ** (step / _POWERS)
         # how large they are as a whole is free: their middle goes to 1
         scales = scales / (scales.amax() * scales.amin()).sqrt()
-        seen = moments.hessian / torch.outer(scales, scales)
-        error = _output_error(sample * scales, seen, recipe)
+        error = _output_error(sample, moments.hessian, scales, recipe)
         if error < least:
             best, least = scales, error
     return best
@@ -59,12 +63,19 @@ def round_clipped(weight: Tensor, products: Tensor | None, recipe: Recipe) -> Gr
     return round_to(grid, weights)
 
 
-def _output_error(weight: Tensor, hessian: Tensor, recipe: Recipe) -> float:
-    """Σ ‖(Q(W) - W) x‖², rounded as it will be in the end, but for the finer steps of clipping."""
-    weights = grouped(weight, recipe.group_size)
-    grid = _rough_grid(weights, _diagonal_blocks(hessian, weights.shape[-1]), recipe)
-    difference = grid.nearest(weights).sub_(weights).flatten(1)
-    return float(((difference @ hessian) * difference).sum(dtype=torch.float64))
+def _output_error(weight: Tensor, hessian: Tensor, scales: Tensor, recipe: Recipe) -> float:
+    """Σ ‖(Q(W s) / s - W) x‖², rounded as it will be in the end, but for the finer steps of
+    clipping."""
+    weights = grouped(weight * scales, recipe.group_size)
+    size = weights.shape[-1]
+    parts = scales.view(-1, size)
+    products = _diagonal_blocks(hessian, size) / (parts[:, :, None] * parts[:, None, :])
+    grid = _rough_grid(weights, products, recipe)
+    # the Hessian stays as it is: it may be the largest of all
+    difference = grid.nearest(weights).sub_(weights).flatten(1).div_(scales)
+    with short_factors():
+        spread = difference @ hessian
+    return float((spread * difference).sum(dtype=torch.float64))
 
 
 def _rough_grid(weights: Tensor, products: Tensor, recipe: Recipe) -> Grid:

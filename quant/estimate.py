@@ -9,13 +9,11 @@ import psutil
 
 from localgen.quant.names import linear_shapes
 from localgen.quant.packing import layout_of
-from localgen.quant.passes import statistics_bytes
+from localgen.quant.passes import derived_bytes, statistics_bytes
 from localgen.quant.preflight import Ready
 from localgen.quant.recipe import Recipe
 from localgen.quant.scaling import junctions
 
-# of what may be taken, activations are kept in memory in at most this share
-_STATES_SHARE = 1 / 8
 _BATCH_TOKENS = 2048
 _COPIES = 4
 
@@ -29,34 +27,29 @@ class Estimate:
     """peak_bytes: of the whole process, on the host. disk_bytes: most that lies there at once.
 
     output_bytes: of the result's weights. states_bytes: activations of all windows, before one
-    layer. kept: whether they are in memory too. batch: windows that go through a layer together.
+    layer. batch: windows that go through a layer together.
     """
 
     peak_bytes: int
     disk_bytes: int
     output_bytes: int
     states_bytes: int
-    kept: bool
     batch: int
 
 
-def estimate(ready: Ready, memory_bytes: int, mode: Mode = "round") -> Estimate:
-    """memory_bytes: what the process may take in all. mode: as of Job."""
+def estimate(ready: Ready, mode: Mode = "round") -> Estimate:
+    """mode: as of Job."""
     spec = ready.source.spec
     states = 0
     if ready.windows is not None:
         states = 4 * spec.hidden * ready.windows.ids.numel()
-    kept = bool(states) and states <= memory_bytes * _STATES_SHARE
     output = _written_bytes(ready, mode)
     batch = max(1, _BATCH_TOKENS // ready.length)
     return Estimate(
-        peak_bytes=psutil.Process().memory_info().rss
-        + working_bytes(ready, batch)
-        + (states if kept else 0),
+        peak_bytes=psutil.Process().memory_info().rss + working_bytes(ready, batch),
         disk_bytes=output + 2 * states,
         output_bytes=output,
         states_bytes=states,
-        kept=kept,
         batch=batch,
     )
 
@@ -108,8 +101,9 @@ def working_bytes(ready: Ready, batch: int) -> int:
     at_once = max(sizes.values())
     if recipe.method == "awq":
         at_once = max(sum(sizes[name] for name in one.linears) for one in junctions(spec))
-    rounding = layer + 4 * _COPIES * at_once + statistics_bytes(spec, recipe)
-    return max(rounding, layer + _forward_bytes(ready, batch)) if recipe.calibrated else rounding
+    sums = statistics_bytes(spec, recipe)
+    rounding = layer + 4 * _COPIES * at_once + sums + derived_bytes(spec, recipe)
+    return max(rounding, layer + sums + _forward_bytes(ready, batch)) if sums else rounding
 
 
 def _forward_bytes(ready: Ready, batch: int) -> int:

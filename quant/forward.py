@@ -1,4 +1,4 @@
-"""One decoder layer at a time in plain float32: what calibration and evaluation look through."""
+"""One decoder layer at a time in plain torch: what calibration and evaluation look through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.quant.names import Tensors, names_of
 
-# called with the name of a linear and its input, [tokens, in]
+# called with the name of a linear and its input, [tokens, in], in the dtype it is multiplied in
 Tap = Callable[[str, Tensor], None]
 
 
@@ -19,10 +19,18 @@ class LayerForward:
     """The layers of a model over whole sequences of up to seq_len tokens.
 
     As in the engine, LongRoPE takes its long factors if seq_len is beyond the trained length.
+    dtype: what linears multiply in; all else is float32.
     """
 
-    def __init__(self, spec: ModelSpec, seq_len: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        seq_len: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.spec = spec
+        self._dtype = dtype
         self._names = names_of(spec)
         self._rope = _on(device, spec.rope.table(seq_len))
         self._local_rope = _on(device, (spec.local_rope or spec.rope).table(seq_len))
@@ -34,7 +42,7 @@ class LayerForward:
         tensors: the layer's, by name within it, experts as in LayerNames. tap: sees the input of
         every linear; an expert's are the tokens routed to it, none at all if there are none.
         """
-        names, layer = self._names, _Layer(self.spec, tensors, tap)
+        names, layer = self._names, _Layer(self.spec, tensors, tap, self._dtype)
         mixed = self._attention(index, layer, layer.norm(names.attention_norm, hidden))
         sandwich = self.spec.sandwich_norms
         if sandwich:
@@ -98,18 +106,21 @@ def logits(spec: ModelSpec, norm: Tensor, head: Tensor, hidden: Tensor) -> Tenso
 class _Layer:
     """A layer's tensors and who watches them."""
 
-    def __init__(self, spec: ModelSpec, tensors: Tensors, tap: Tap | None) -> None:
-        self._spec, self._tensors, self._tap = spec, tensors, tap
+    def __init__(
+        self, spec: ModelSpec, tensors: Tensors, tap: Tap | None, dtype: torch.dtype
+    ) -> None:
+        self._spec, self._tensors, self._tap, self._dtype = spec, tensors, tap, dtype
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return _rms_norm(self._spec, x, self._tensors[f"{name}.weight"])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
+        x = x.to(self._dtype)
         if self._tap is not None:
             self._tap(name, x.reshape(-1, x.shape[-1]))
-        return functional.linear(
-            x, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
-        )
+        found = functional.linear(x, self._tensors[f"{name}.weight"].to(self._dtype)).float()
+        bias = self._tensors.get(f"{name}.bias")
+        return found if bias is None else found + bias
 
     def gated(self, gate_up: tuple[str, ...], down: str, x: Tensor) -> Tensor:
         gate, up = torch.cat([self.linear(name, x) for name in gate_up], -1).chunk(2, -1)

@@ -13,8 +13,10 @@ from localgen.quant.quantized import GroupedWeight
 from localgen.quant.ranges import clipped_grid, whole_grid
 from localgen.quant.recipe import Recipe
 
-# columns whose updates are gathered before they reach those further on
-_BLOCK = 128
+# columns that are gone through one by one
+_FEW = 16
+# rows of a triangle that are inverted at a time
+_INVERTED = 512
 # a Hessian that float32 cannot factor is damped ten times more, so often at most
 _TRIES = 5
 
@@ -46,18 +48,30 @@ def factor(hessian: Tensor, *, damping: float, desc_act: bool, name: str) -> Fac
     if desc_act:
         order = torch.argsort(diagonal, descending=True, stable=True)
     for attempt in range(_TRIES):
-        damped = hessian[order[:, None], order]
-        damped.diagonal().copy_(filled[order] + damping * 10**attempt * mean)
+        # last input first: of H = L Lᵀ so turned, L⁻¹ turned back is U, and H⁻¹ is never made
+        turned = order.flip(0)
+        damped = hessian[turned[:, None], turned]
+        damped.diagonal().copy_(filled[turned] + damping * 10**attempt * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
-        if failed:
-            continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        del damped  # as large as the Hessian
         if not failed:
-            return Factor(order, upper)
+            return Factor(order, _inverted(lower).flip(0, 1))
     raise LoadFailed(
         f"the inputs of {name} cannot be told apart in the calibration text: calibrate with more "
         "or other text, or raise the damping"
     )
+
+
+def _inverted(lower: Tensor) -> Tensor:
+    """The inverse of a lower triangle, in its place, some rows at a time."""
+    for start in range(0, len(lower), _INVERTED):
+        rows = lower[start : start + _INVERTED]
+        end = start + len(rows)
+        eye = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+        corner = torch.linalg.solve_triangular(rows[:, start:end], eye, upper=False)
+        rows[:, :start] = -(corner @ (rows[:, :start] @ lower[:start, :start]))
+        rows[:, start:end] = corner
+    return lower
 
 
 def round_in_order(weight: Tensor, grid: Grid, factor: Factor) -> GroupedWeight:
@@ -67,23 +81,59 @@ def round_in_order(weight: Tensor, grid: Grid, factor: Factor) -> GroupedWeight:
     to be read and run as fast as without act-order.
     """
     outs, ins = weight.shape
-    upper, groups = factor.upper, (factor.order // (ins // grid.scales.shape[1])).tolist()
-    scales, zeros = grid.scales[..., 0].t().contiguous(), grid.zeros[..., 0].t().contiguous()
     columns = weight.t()[factor.order]  # [in, out]: what is worked on lies together
-    digits = columns.new_empty(ins, outs, dtype=torch.uint8)
-    for start in range(0, ins, _BLOCK):
-        end = min(start + _BLOCK, ins)
-        errors = columns.new_empty(end - start, outs)
-        for at in range(start, end):
-            here = Grid(scales[groups[at]], zeros[groups[at]], grid.bits)
-            found = here.digits(columns[at])
-            digits[at] = found
-            error = (columns[at] - (found - here.zeros) * here.scales) / upper[at, at]
-            columns[at + 1 : end].addr_(upper[at, at + 1 : end], error, alpha=-1)
-            errors[at - start] = error
-        columns[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
-    in_file_order = digits[torch.argsort(factor.order)]
+    work = _Work(
+        columns=columns,
+        errors=torch.empty_like(columns),
+        digits=columns.new_empty(ins, outs, dtype=torch.uint8),
+        scales=grid.scales[..., 0].t().contiguous(),
+        zeros=grid.zeros[..., 0].t().contiguous(),
+        bits=grid.bits,
+        groups=(factor.order // (ins // grid.scales.shape[1])).tolist(),
+        upper=factor.upper,
+    )
+    work.go_through(0, ins)
+    in_file_order = work.digits[torch.argsort(factor.order)]
     return weight_of(grid, in_file_order.t().contiguous())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A linear's columns, as they change, in the order in which they are gone through.
+
+    columns, errors, digits: [in, out]. scales, zeros: [groups, out]. groups: of each column.
+    """
+
+    columns: Tensor
+    errors: Tensor
+    digits: Tensor
+    scales: Tensor
+    zeros: Tensor
+    bits: int
+    groups: list[int]
+    upper: Tensor
+
+    def go_through(self, start: int, end: int) -> None:
+        """By halves: all but the smallest updates are products of large matrices."""
+        if end - start <= _FEW:
+            self._one_by_one(start, end)
+            return
+        middle = (start + end) // 2
+        self.go_through(start, middle)
+        spread = self.upper[start:middle, middle:end].t()
+        self.columns[middle:end].addmm_(spread, self.errors[start:middle], alpha=-1)
+        self.go_through(middle, end)
+
+    def _one_by_one(self, start: int, end: int) -> None:
+        columns, upper = self.columns, self.upper
+        for at in range(start, end):
+            group = self.groups[at]
+            grid = Grid(self.scales[group], self.zeros[group], self.bits)
+            found = grid.digits(columns[at])
+            self.digits[at] = found
+            error = (columns[at] - (found - grid.zeros) * grid.scales) / upper[at, at]
+            self.errors[at] = error
+            columns[at + 1 : end].addr_(upper[at, at + 1 : end], error, alpha=-1)
 
 
 def gptq_grid(weight: Tensor, recipe: Recipe) -> Grid:

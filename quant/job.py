@@ -15,6 +15,7 @@ from torch import Tensor
 
 from localgen.backends.errors import DiskFull
 from localgen.quant.activations import Activations
+from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.card import card_text, write_card
 from localgen.quant.config_files import copy_files, write_config
 from localgen.quant.estimate import Estimate, Mode, estimate
@@ -62,16 +63,13 @@ class Outcome:
 class Job:
     """One quantization. model: what the original is called. out: the folder to be.
 
-    memory_bytes: what it may take, which decides whether activations are kept in memory. mode:
-    `fold` folds awq's scales and rounds nothing, `observe` changes nothing; what they leave stays
-    in the work folder, for a GGUF file.
+    mode: `fold` folds awq's scales and rounds nothing, `observe` changes nothing; what they leave
+    stays in the work folder, for a GGUF file.
     """
 
-    def __init__(
-        self, model: str, ready: Ready, out: Path, *, memory_bytes: int, mode: Mode = "round"
-    ) -> None:
+    def __init__(self, model: str, ready: Ready, out: Path, *, mode: Mode = "round") -> None:
         self.model, self.ready, self.mode = model, ready, mode
-        self.estimate: Estimate = estimate(ready, memory_bytes, mode)
+        self.estimate: Estimate = estimate(ready, mode)
         self.work = WorkFolder(out, ready.source.spec.layers + 1)
         self._layout = layout_of(ready.recipe)
 
@@ -148,7 +146,9 @@ class Job:
     @torch.no_grad()
     def _layer(self, index: int, states: Activations | None) -> None:
         ready = self.ready
-        forward = LayerForward(ready.source.spec, ready.length, ready.device)
+        forward = LayerForward(
+            ready.source.spec, ready.length, ready.device, multiplied_in(ready.device)
+        )
 
         def inputs() -> Iterator[Tensor]:
             if states is not None:
@@ -217,7 +217,6 @@ class Job:
             (*ids.shape, ready.source.spec.hidden),
             layer=done,
             batch=self.estimate.batch,
-            kept=self.estimate.kept,
         )
         if done == 0 and not states.is_there:
             states.begin(lambda part: embedded(ready.source, ids[part]))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
+from localgen.quant.arithmetic import short_factors
 from localgen.quant.forward import LayerForward
 from localgen.quant.names import Tensors
 
 # a layer's input, float32 [sequences, length, hidden] at a time; each call begins again
 Inputs = Callable[[], Iterable[Tensor]]
+# rows of a large matrix of products that are added up together, from the diagonal on
+_ROWS = 1024
+# tokens at a time, whose copies stay in the processor's cache
+_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +35,7 @@ class Moments:
     """Sums over the tokens a linear has seen, in float32.
 
     count: of tokens. squares, magnitudes: [in], sums of x² and of |x|. peaks: [in], greatest
-    |x|. products: [in / block, block, block], sums of x xᵀ within each block of inputs; none
-    for block=None. One block of all inputs is the Hessian of a linear's squared error, halved.
+    |x|.
     """
 
     def __init__(self, ins: int, block: int | None, device: torch.device | str = "cpu") -> None:
@@ -38,20 +44,47 @@ class Moments:
         self.magnitudes = torch.zeros(ins, device=device)
         self.peaks = torch.zeros(ins, device=device)
         size = block or 0
-        self.products = torch.zeros(ins // size if size else 0, size, size, device=device)
+        self._products = torch.zeros(ins // size if size else 0, size, size, device=device)
+        self._mirrored = True
 
     def add(self, x: Tensor) -> None:
-        """x: float32 [tokens, in]."""
+        """x: float32 or bfloat16 [tokens, in]. Products of the latter are exact, and faster."""
         if not len(x):
             return
-        magnitudes = x.abs()
+        short = x.dtype is torch.bfloat16
+        x = x.float()
         self.count += len(x)
-        self.squares += x.square().sum(0)
-        self.magnitudes += magnitudes.sum(0)
-        self.peaks = torch.maximum(self.peaks, magnitudes.amax(0))
-        if len(self.products):
-            parts = x.reshape(len(x), len(self.products), -1).transpose(0, 1)
-            self.products.baddbmm_(parts.transpose(1, 2), parts)
+        for part in torch.split(x, _TOKENS):
+            magnitudes = part.abs()
+            self.squares += part.square().sum(0)
+            self.magnitudes += magnitudes.sum(0)
+            self.peaks = torch.maximum(self.peaks, magnitudes.amax(0))
+        with short_factors() if short else nullcontext():
+            self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> None:
+        if len(self._products) == 1:
+            for start, rows in self._stripes():
+                rows[:, start:].addmm_(x[:, start : start + _ROWS].t(), x[:, start:])
+            self._mirrored = False
+        elif len(self._products):
+            parts = x.reshape(len(x), len(self._products), -1).transpose(0, 1)
+            self._products.baddbmm_(parts.transpose(1, 2), parts)
+
+    def _stripes(self) -> Iterator[tuple[int, Tensor]]:
+        """Some rows of the one block at a time, and the first one's number."""
+        return zip(count(0, _ROWS), torch.split(self._products[0], _ROWS), strict=False)
+
+    @property
+    def products(self) -> Tensor:
+        """[in / block, block, block], sums of x xᵀ within each block of inputs; none for
+        block=None. One block of all inputs is the Hessian of a linear's squared error, halved."""
+        if not self._mirrored:
+            for start, rows in self._stripes():
+                end = start + len(rows)
+                self._products[0, end:, start:end] = rows[:, end:].t()
+            self._mirrored = True
+        return self._products
 
     @property
     def hessian(self) -> Tensor:
@@ -60,8 +93,8 @@ class Moments:
 
     def blocks(self, size: int) -> Tensor:
         """[in / size, size, size]: products in blocks of `size`, which divides theirs."""
-        count, wide = len(self.products), self.products.shape[1]
-        parts = self.products.view(count, wide // size, size, wide // size, size)
+        blocks, wide = len(self.products), self.products.shape[1]
+        parts = self.products.view(blocks, wide // size, size, wide // size, size)
         return parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)
 
 

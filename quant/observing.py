@@ -24,7 +24,7 @@ def observed(
         if linear not in shapes:  # a router
             return
         # in double: sums of tens of thousands of tokens
-        sums = x.square().sum(0, dtype=torch.float64)
+        sums = x.float().square().sum(0, dtype=torch.float64)
         squares[linear] = squares[linear] + sums if linear in squares else sums
         counts[linear] = counts.get(linear, 0) + len(x)
 

@@ -55,18 +55,20 @@ def passes(spec: ModelSpec, recipe: Recipe) -> list[list[Junction]]:
 
 
 def statistics_bytes(spec: ModelSpec, recipe: Recipe) -> int:
-    """The most that the sums of a pass take, and what is worked out of the largest of them."""
+    """The most that the sums of a pass take."""
     if not recipe.calibrated:
         return 0
-    largest = max(
+    return max(
         sum(_num_bytes(spec, junction, recipe) for junction in together)
         for together in passes(spec, recipe)
     )
-    if recipe.method == "smoothquant":
-        return largest
-    # GPTQ: damped, its factor, the inverse and the inverse's; AWQ: rescaled, and its blocks
-    copies = 4 if recipe.method == "gptq" else 2
-    return largest + copies * 4 * max(_ins(spec, junction) for junction in junctions(spec)) ** 2
+
+
+def derived_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+    """What is worked out of the largest sums: for gptq the Hessian damped, and its factor."""
+    if recipe.method != "gptq":
+        return 0
+    return 2 * 4 * max(_ins(spec, junction) for junction in junctions(spec)) ** 2
 
 
 def _blocks(spec: ModelSpec, junction: Junction, recipe: Recipe) -> Mapping[str, int | None]:

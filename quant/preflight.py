@@ -12,6 +12,7 @@ import torch
 import localgen
 from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest
+from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.calibration import Windows, calibration_windows
 from localgen.quant.checkpoint import read_json
 from localgen.quant.names import check_groups, linear_shapes
@@ -47,6 +48,7 @@ class Ready:
         return {
             "localgen": localgen.__version__,
             "device": self.device.type,
+            "arithmetic": str(multiplied_in(self.device)),
             "recipe": asdict(self.recipe),
             "calibration": None if windows is None else windows.digest,
             "model": {"bytes": self.source.size_bytes, "checksum": checksum},

@@ -10,8 +10,9 @@ from localgen.quant.grid import Grid, range_grid, span, stacked
 # shares of a group's range that are tried
 _FINE = tuple(1.0 - step / 20 for step in range(11))
 _COARSE = tuple(1.0 - step / 10 for step in range(6))
-# searched at a time: a search holds several copies of its weights
-_ROWS = 1024
+# weights that are searched at a time, so that all copies stay in the processor's cache
+_AT_ONCE = 1 << 18
+_AT_ONCE_ON_GPU = 1 << 24
 
 
 def whole_grid(weights: Tensor, bits: int) -> Grid:
@@ -21,7 +22,7 @@ def whole_grid(weights: Tensor, bits: int) -> Grid:
     range. Tried are steps of (high - low) / (2 ** bits - 1), and the widest grids that end
     within the range, for the zero before and after where it would be.
     """
-    return stacked(_whole(rows, bits) for rows in torch.split(weights, _ROWS))
+    return stacked(_whole(rows, bits) for rows in _few_rows(weights))
 
 
 def clipped_grid(
@@ -33,7 +34,12 @@ def clipped_grid(
     together only, in larger steps. products: [groups, size, size], Σ x xᵀ of each group's
     inputs: the error is that of the outputs, Σ (Δw · x)². None: that of the weights, Σ Δw².
     """
-    return stacked(_clipped(rows, bits, products, coarse) for rows in torch.split(weights, _ROWS))
+    return stacked(_clipped(rows, bits, products, coarse) for rows in _few_rows(weights))
+
+
+def _few_rows(weights: Tensor) -> tuple[Tensor, ...]:
+    at_once = _AT_ONCE if weights.device.type == "cpu" else _AT_ONCE_ON_GPU
+    return torch.split(weights, max(1, at_once // weights[0].numel()))
 
 
 def _whole(weights: Tensor, bits: int) -> Grid:

@@ -195,6 +195,20 @@ def test_names_for_a_server_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
     assert for_server("user/repo") == str(tmp_path / "user" / "repo")
 
 
+def test_a_folder_by_its_bare_name(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(filled)
+    for name in ("mine", "llama3.2-1b"):
+        (filled / name).mkdir()
+        (filled / name / "config.json").write_text("{}")
+    assert resolve("mine").path == Path("mine")
+    assert for_server("mine") == str(filled / "mine")
+    # a name of the catalog stays one
+    assert for_server("llama3.2-1b") == "llama3.2-1b"
+    (filled / "empty").mkdir()
+    for name in ("empty", "x" * 5000, ""):
+        assert for_server(name) == name
+
+
 def test_a_folder_of_the_cache(filled: Path) -> None:
     found = resolve("hf.co/acme/folder")
     assert (found.name, found.is_gguf, found.source) == ("acme/Folder", False, "cache")

@@ -193,6 +193,44 @@ def test_a_folder_needs_the_cuda_backend(tmp_path: Path) -> None:
     assert slow.weights_bytes == 64  # sixteen bits become thirty-two
 
 
+def write_tensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:
+    """A safetensors file of zeros. tensors: by name, type, shape and bytes."""
+    header, at = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+
+
+@pytest.mark.parametrize(
+    ("bits", "name", "wanted"),
+    [
+        (4, "model.layers.0.mlp.down_proj", 4096 + 256 + 64 + 128),
+        (3, "model.layers.0.mlp.down_proj", 2 * 128 * 64 + 128),
+        (4, "model.layers.0.mlp.experts.7.down_proj", 2 * 128 * 64 + 128),
+    ],
+)
+def test_weights_that_are_widened_count_as_they_are_kept(
+    bits: int, name: str, wanted: int, tmp_path: Path
+) -> None:
+    folder = write_config(
+        tmp_path / "m",
+        "llama",
+        quantization_config={"quant_method": "gptq", "bits": bits, "group_size": 64},
+    )
+    words = 128 * bits // 32
+    linear = {
+        f"{name}.qweight": ("I32", [words, 64], 4 * words * 64),
+        f"{name}.scales": ("F16", [2, 64], 256),
+        f"{name}.qzeros": ("I32", [2, 64 * bits // 32], 8 * 64 * bits // 32),
+        "model.norm.weight": ("BF16", [64], 128),
+    }
+    write_tensors(folder / "model.safetensors", linear)
+    facts = facts_of_file(model_folder(folder), "safetensors")
+    assert facts.weights_bytes == facts.read_bytes == wanted
+
+
 def test_footprints_of_what_is_not_known() -> None:
     assert footprint(0, None).need_bytes() == 64 << 20
     assert footprint(8 * GB, None).need_bytes() == int(8 * GB * 1.05) + GB

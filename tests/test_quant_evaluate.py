@@ -48,7 +48,7 @@ def ids(tokenizer: HfTokenizer) -> Tensor:
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("rounded") / "tiny-rtn"
     ready = prepare(TINY, Recipe(method="rtn"), Calibration(), "cpu")
-    Job("tiny", ready, out, memory_bytes=1 << 30).run(resume=False, on_progress=lambda _: None)
+    Job("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
     return out
 
 

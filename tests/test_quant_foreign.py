@@ -29,7 +29,7 @@ def test_logits_are_those_of_transformers(method: Method, tmp_path: Path) -> Non
     """Inputs are rounded for each token by both."""
     out = tmp_path / "out"
     ready = prepare(TINY, Recipe(method=method, bits=8), Calibration(samples=8, seq_len=64), "cpu")
-    Job("tiny", ready, out, memory_bytes=1 << 30).run(resume=False, on_progress=lambda _: None)
+    Job("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(out, dtype=torch.float32)
     source = Source(out)

@@ -55,6 +55,23 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert (found - wanted).abs().max().item() < 2e-4
 
 
+def test_linears_in_bfloat16_are_near(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    spec = read_config(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    at = "model.layers.0."
+    layer = {name.removeprefix(at): t for name, t in tensors.items() if name.startswith(at)}
+    hidden = torch.randn(2, LENGTH, spec.hidden, generator=torch.Generator().manual_seed(0))
+    wanted = LayerForward(spec, LENGTH).run(0, layer, hidden)
+    seen: set[torch.dtype] = set()
+    forward = LayerForward(spec, LENGTH, dtype=torch.bfloat16)
+    found = forward.run(0, layer, hidden, lambda _, x: seen.add(x.dtype))
+    assert seen == {torch.bfloat16}
+    assert found.dtype == torch.float32
+    error = (found - wanted).norm() / (wanted - hidden).norm()
+    assert 0 < error < 0.02
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_taps_see_the_input_of_every_linear(name: str, tmp_path: Path) -> None:
     """And the shapes that linear_shapes tells are those of the weights."""

@@ -32,16 +32,14 @@ LAYERS = 6
 Seen = list[Progress]
 
 
-def job(recipe: Recipe, out: Path, *, folder: Path = TINY, memory: int = 8 << 30) -> Job:
+def job(recipe: Recipe, out: Path, *, folder: Path = TINY) -> Job:
     ready = prepare(folder, recipe, CALIBRATION, "cpu")
-    return Job("tiny", ready, out, memory_bytes=memory)
+    return Job("tiny", ready, out)
 
 
-def run(
-    recipe: Recipe, out: Path, *, resume: bool = False, memory: int = 8 << 30
-) -> list[Progress]:
+def run(recipe: Recipe, out: Path, *, resume: bool = False) -> list[Progress]:
     seen: Seen = []
-    job(recipe, out, memory=memory).run(resume=resume, on_progress=seen.append)
+    job(recipe, out).run(resume=resume, on_progress=seen.append)
     return seen
 
 
@@ -122,13 +120,6 @@ def test_a_run_that_ended_while_it_wrote(tmp_path: Path) -> None:
     (work / "states-00004.bin").write_bytes(b"cut")
     run(GPTQ, parts, resume=True)
     assert files(whole) == files(parts)
-
-
-def test_activations_on_disk_and_in_memory_are_the_same(tmp_path: Path) -> None:
-    run(GPTQ, tmp_path / "kept", memory=8 << 30)
-    assert not job(GPTQ, tmp_path / "x", memory=1 << 10).estimate.kept
-    run(GPTQ, tmp_path / "disk", memory=1 << 10)
-    assert files(tmp_path / "kept") == files(tmp_path / "disk")
 
 
 def refused(kind: type[LocalgenError], action: Callable[[], Any], *parts: str) -> None:

@@ -168,3 +168,17 @@ def test_moments_do_not_depend_on_batches() -> None:
     assert torch.allclose(whole.hessian, x.t() @ x, rtol=1e-4, atol=1e-2)
     assert torch.allclose(whole.blocks(SIZE), once.products, rtol=1e-4, atol=1e-2)
     assert torch.allclose(once.blocks(8)[1], x[:, 8:16].t() @ x[:, 8:16], rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_wide_inputs(dtype: torch.dtype) -> None:
+    """More inputs than are added up at a time, twice, and looked at in between."""
+    x = torch.randn(80, 1500, generator=torch.Generator().manual_seed(3)).to(dtype)
+    moments = Moments(1500, 1500)
+    for part in (x[:50], x[50:]):
+        moments.add(part)
+        assert torch.allclose(moments.hessian, moments.hessian.t(), atol=1e-4)
+    exact = x.double().t() @ x.double()
+    assert (moments.hessian - exact).abs().max() < 1e-4
+    assert torch.allclose(moments.squares.double(), exact.diagonal())
+    assert torch.allclose(moments.magnitudes, x.float().abs().sum(0))

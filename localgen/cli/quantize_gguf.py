@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 from localgen.backends.errors import DiskFull, InvalidRequest
-from localgen.backends.memory.available import available_bytes
 from localgen.chats.report import size
 from localgen.cli import quantize_run
 from localgen.cli.quantize_report import Steps, tell
@@ -80,7 +79,7 @@ def _progress(steps: Steps) -> GgufProgress:
 def _folded(asked: Asked, recipe: Recipe, name: str, folder: Path, out: Path, device: str) -> Job:
     """What calibration leaves in the work folder of the job: importance, and folded layers."""
     ready = prepare(folder, recipe, asked.calibration, device)
-    job = Job(name, ready, out, memory_bytes=available_bytes(), mode=asked.mode)
+    job = Job(name, ready, out, mode=asked.mode)
     job.check_room(resume=asked.resume)
     quantize_run.state_needs(job, name)
     quantize_run.run(job, asked.resume)

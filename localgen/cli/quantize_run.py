@@ -24,14 +24,8 @@ from localgen.quant.job import Job, Outcome, Progress
 def state_needs(job: Job, name: str) -> None:
     """What it will take. OutOfMemory: more than this machine has."""
     estimate, ready = job.estimate, job.ready
-    where = (
-        ""
-        if not estimate.states_bytes
-        else (
-            f", activations of {size(estimate.states_bytes)} "
-            f"{'in memory' if estimate.kept else 'on disk'}"
-        )
-    )
+    states = estimate.states_bytes
+    where = f", activations of {size(states)} on disk" if states else ""
     match job.mode:
         case "round":
             what = f"{in_words(ready.recipe)}, {size(ready.source.size_bytes)} become about "

@@ -11,7 +11,6 @@ import typer
 
 from localgen.backends.cuda.options import device_of
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.memory.available import available_bytes
 from localgen.backends.models import LoadOptions
 from localgen.cli import quantize_gguf, quantize_report, quantize_run, tables
 from localgen.cli.quantize_report import Steps, tell
@@ -96,7 +95,7 @@ def _make_folder(
     assert asked.recipe is not None
     ready = prepare(folder, asked.recipe, asked.calibration, device)
     out = asked.out or Path(_usual_name(folder, asked.recipe))
-    job = Job(name, ready, out, memory_bytes=available_bytes())
+    job = Job(name, ready, out)
     job.check_room(resume=asked.resume)
     quantize_run.state_needs(job, name)
     outcome = quantize_run.run(job, asked.resume)

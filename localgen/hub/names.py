@@ -86,7 +86,18 @@ def is_path(name: str) -> bool:
         return True
     if name.startswith(HUB_PREFIXES) or name == BUILT_IN or "\0" in name:
         return False
+    if name and "/" not in name and _holds_model(name):
+        # a name that the catalog knows stays one
+        return reference(name) is None
     return name.lower().endswith(".gguf") or ("/" in name and Path(name).exists())
+
+
+def _holds_model(name: str) -> bool:
+    """Whether it is a folder here, in Hugging Face's format."""
+    try:
+        return (Path(name) / "config.json").is_file()
+    except OSError:
+        return False  # too long for a name
 
 
 def is_here(name: str | None) -> bool:
@@ -220,6 +231,6 @@ def unknown(name: str, cached: list[CachedModel] | None = None, way_out: str = "
     meant = f" Did you mean {hint}?" if hint else ""
     return ModelNotFound(
         f"no model {name!r} here.{meant} There is: {', '.join(names)}{way_out}, "
-        "or give a path to a .gguf",
+        "or give a path: ./folder or file.gguf",
         param="model",
     )

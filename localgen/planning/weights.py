@@ -6,9 +6,11 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from localgen.backends.cuda.fields import Fields
+from localgen.backends.cuda.quantization import Quant, read_quant
 from localgen.backends.errors import LoadFailed
 from localgen.backends.memory.shape import ModelShape
 from localgen.hub.files import ModelFile
@@ -17,13 +19,18 @@ from localgen.hub.files import ModelFile
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight", "embed_tokens.weight")
 _HEADS = ("output.weight", "lm_head.weight")
 _EXPERTS = re.compile(r"_exps\.|\.experts\.")
+# what a widened linear has beside its weights
+_BESIDE = ("qzeros", "scales", "g_idx", "weight_scale")
+_WORD_BITS = 32
 _HEADER_MOST_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """read_bytes: what computing one token reads, with the active experts only. params: how many
-    there are; None: not known, for several may share a number."""
+    """size_bytes: of a GGUF file as it is, of a folder as our own engine keeps them in 16 bits, for
+    nothing else runs it: what no kernel of it computes with is widened. read_bytes: what computing
+    one token reads, with the active experts only. params: how many there are; None: not known, for
+    several may share a number."""
 
     size_bytes: int
     read_bytes: int
@@ -38,8 +45,8 @@ class _Tensor:
 
 
 def weights_of(file: ModelFile, shape: ModelShape | None) -> Weights:
-    """As the files have them. LoadFailed: one is damaged."""
-    tensors = _of_gguf(file.shards) if file.is_gguf else _of_folder(file.shards)
+    """By the headers of the files. LoadFailed: one is damaged."""
+    tensors = _of_gguf(file.shards) if file.is_gguf else _of_folder(file)
     return Weights(
         size_bytes=sum(tensor.size_bytes for tensor in tensors),
         read_bytes=round(_read_bytes(tensors, shape)),
@@ -70,8 +77,28 @@ def _of_gguf(shards: Iterable[Path]) -> list[_Tensor]:
     ]
 
 
-def _of_folder(shards: Iterable[Path]) -> list[_Tensor]:
-    return [tensor for path in shards for tensor in _header(path)]
+def _of_folder(file: ModelFile) -> list[_Tensor]:
+    tensors = [tensor for path in file.shards for tensor in _header(path)]
+    quant = _quant(file.path)
+    return tensors if quant is None else [_kept(tensor, quant) for tensor in tensors]
+
+
+def _quant(folder: Path) -> Quant | None:
+    try:
+        return read_quant(Fields.of_file(folder / "config.json"))
+    except LoadFailed:
+        return None  # the engine that loads it says what is wrong
+
+
+def _kept(tensor: _Tensor, quant: Quant) -> _Tensor:
+    """A tensor as it is in memory."""
+    if not (quant.widened or _EXPERTS.search(tensor.name)):
+        return tensor
+    part = tensor.name.rpartition(".")[2]
+    if part in _BESIDE:
+        return replace(tensor, size_bytes=0)
+    digits = tensor.elements * _WORD_BITS // quant.bits if part == "qweight" else tensor.elements
+    return replace(tensor, size_bytes=2 * digits)
 
 
 def _header(path: Path) -> list[_Tensor]:

@@ -40,16 +40,18 @@ def gpu_need_bytes(
 
 
 def _need_bytes(file: ModelFile, options: LoadOptions, runner: Runner) -> int:
-    params = _params(file) if file.is_gguf and runner != "llamacpp" else None
-    weights = kept_bytes(file.size_bytes, params, runner, is_gguf=file.is_gguf)
+    size, params = (file.size_bytes, None) if runner == "llamacpp" else _weights(file)
+    weights = kept_bytes(size, params, runner, is_gguf=file.is_gguf)
     return planned(weights, shape_of(file), runner, options).need_bytes(options.ctx)
 
 
-def _params(file: ModelFile) -> int | None:
+def _weights(file: ModelFile) -> tuple[int, int | None]:
+    """Their bytes, and how many there are, where that is known."""
     try:
-        return weights_of(file, None).params
+        found = weights_of(file, None)
     except LoadFailed:
-        return None  # the engine that loads it says what is wrong
+        return file.size_bytes, None  # the engine that loads it says what is wrong
+    return found.size_bytes, found.params
 
 
 def footprint(info: ModelInfo) -> int:
