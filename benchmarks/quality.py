@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from benchmarks.measure import ModelLine, Report, table
 from localgen.backends.cuda.spec import read_config
+from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.checkpoint import Checkpoint
 from localgen.quant.forward import LayerForward, embed, logits
 from localgen.quant.methods import quantize_layer
@@ -84,6 +85,9 @@ class Subject:
         self._checkpoint = Checkpoint(MODEL)
         self._embedding = self._read("model.embed_tokens.weight")
         self._forward = LayerForward(self.spec, WINDOW)
+        # as the command does it
+        dtype = multiplied_in(torch.device("cpu"), self.spec.hidden)
+        self._calibrating = LayerForward(self.spec, WINDOW, dtype=dtype)
         self._calibration = windows(calibration)[:, :WINDOW]
         self._trial = windows(trial)
 
@@ -114,10 +118,10 @@ class Subject:
             given = torch.split(hidden, BATCH)
             found.append(
                 quantize_layer(
-                    self.spec, index, layer, partial(iter, given), self._forward, recipe
+                    self.spec, index, layer, partial(iter, given), self._calibrating, recipe
                 ).dequantized()
             )
-            hidden = torch.cat([self._forward.run(index, found[-1], part) for part in given])
+            hidden = torch.cat([self._calibrating.run(index, found[-1], part) for part in given])
         return found
 
     def _log_shares(self, layers: list[Tensors], ids: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.quant.arithmetic import short_factors
 from localgen.quant.grid import Grid, grouped
 from localgen.quant.moments import Moments
 from localgen.quant.quantized import GroupedWeight
@@ -14,7 +13,8 @@ from localgen.quant.recipe import Recipe
 from localgen.quant.rtn import round_to
 from localgen.quant.scaling import Junction
 
-# powers of the activations' magnitudes that are tried: 0, 1 / 20, …, 1
+# powers of the activations' magnitudes that are tried: 0, 1 / 20, …, 1, then half a step to both
+# sides of the best one
 _POWERS = 20
 _LEAST = 1e-8
 # outputs whose error decides, of all readers together: every n-th of more than that; of wide
@@ -38,15 +38,19 @@ def best_scales(
     every = max(1, sum(map(len, weights)) // rows)
     sample = torch.cat([weight[::every] for weight in weights])
     magnitudes = junction.shared(moments.magnitudes / max(moments.count, 1)).clamp_min(_LEAST)
-    best, least = torch.ones_like(magnitudes), torch.inf
-    for step in range(_POWERS + 1):
-        scales = magnitudes ** (step / _POWERS)
+
+    def scales(power: float) -> Tensor:
+        found = magnitudes**power
         # how large they are as a whole is free: their middle goes to 1
-        scales = scales / (scales.amax() * scales.amin()).sqrt()
-        error = _output_error(sample, moments.hessian, scales, recipe)
-        if error < least:
-            best, least = scales, error
-    return best
+        return found / (found.amax() * found.amin()).sqrt()
+
+    def error(power: float) -> float:
+        return _output_error(sample, moments.hessian, scales(power), recipe)
+
+    least, best = min((error(step / _POWERS), step / _POWERS) for step in range(_POWERS + 1))
+    around = [best + step / _POWERS for step in (-0.5, 0.5)]
+    finer = [(error(power), power) for power in around if 0 <= power <= 1]
+    return scales(min((least, best), *finer)[1])
 
 
 def round_clipped(weight: Tensor, products: Tensor | None, recipe: Recipe) -> GroupedWeight:
@@ -73,9 +77,7 @@ def _output_error(weight: Tensor, hessian: Tensor, scales: Tensor, recipe: Recip
     grid = _rough_grid(weights, products, recipe)
     # the Hessian stays as it is: it may be the largest of all
     difference = grid.nearest(weights).sub_(weights).flatten(1).div_(scales)
-    with short_factors():
-        spread = difference @ hessian
-    return float((spread * difference).sum(dtype=torch.float64))
+    return float(((difference @ hessian) * difference).sum(dtype=torch.float64))
 
 
 def _rough_grid(weights: Tensor, products: Tensor, recipe: Recipe) -> Grid:

@@ -82,7 +82,7 @@ class Job:
         if self.estimate.disk_bytes > free + taken:
             raise DiskFull(
                 f"the result and what lies beside it until then take "
-                f"{self.estimate.disk_bytes / 1e9:.2f} GB, {there} has {free / 1e9:.2f} GB free: "
+                f"{_size(self.estimate.disk_bytes)}, {there} has {_size(free)} free: "
                 "make room, or give an --out on another disk"
             )
 
@@ -103,7 +103,7 @@ class Job:
             # numpy has no errno for a disk that is full
             raise DiskFull(
                 f"cannot write to {self.work.path}: {error.strerror or error}; "
-                f"{self._free()[0] / 1e9:.2f} GB are free: make room and run again with --resume"
+                f"{_size(self._free()[0])} are free: make room and run again with --resume"
             ) from None
 
     def _free(self) -> tuple[int, Path]:
@@ -146,9 +146,9 @@ class Job:
     @torch.no_grad()
     def _layer(self, index: int, states: Activations | None) -> None:
         ready = self.ready
-        forward = LayerForward(
-            ready.source.spec, ready.length, ready.device, multiplied_in(ready.device)
-        )
+        spec, device = ready.source.spec, ready.device
+        dtype = multiplied_in(device, spec.hidden)
+        forward = LayerForward(spec, ready.length, device, dtype)
 
         def inputs() -> Iterator[Tensor]:
             if states is not None:
@@ -231,6 +231,10 @@ def embedded(source: Source, ids: Tensor) -> Tensor:
     rows, places = torch.unique(ids, return_inverse=True)
     weight = source.picked_rows("model.embed_tokens.weight", rows)
     return embed(source.spec, weight, places)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _kept_linears(ready: Ready) -> list[str]:

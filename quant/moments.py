@@ -19,8 +19,6 @@ from localgen.quant.names import Tensors
 Inputs = Callable[[], Iterable[Tensor]]
 # rows of a large matrix of products that are added up together, from the diagonal on
 _ROWS = 1024
-# tokens at a time, whose copies stay in the processor's cache
-_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +52,10 @@ class Moments:
         short = x.dtype is torch.bfloat16
         x = x.float()
         self.count += len(x)
-        for part in torch.split(x, _TOKENS):
-            magnitudes = part.abs()
-            self.squares += part.square().sum(0)
-            self.magnitudes += magnitudes.sum(0)
-            self.peaks = torch.maximum(self.peaks, magnitudes.amax(0))
+        magnitudes = x.abs()
+        self.squares += x.square().sum(0)
+        self.magnitudes += magnitudes.sum(0)
+        self.peaks = torch.maximum(self.peaks, magnitudes.amax(0))
         with short_factors() if short else nullcontext():
             self._multiply(x)
 

@@ -48,7 +48,7 @@ class Ready:
         return {
             "localgen": localgen.__version__,
             "device": self.device.type,
-            "arithmetic": str(multiplied_in(self.device)),
+            "arithmetic": str(multiplied_in(self.device, self.source.spec.hidden)),
             "recipe": asdict(self.recipe),
             "calibration": None if windows is None else windows.digest,
             "model": {"bytes": self.source.size_bytes, "checksum": checksum},

@@ -102,8 +102,14 @@ def awq_scales(weights: list[Array], x: Array, *, bits: int, size: int, clip: bo
         return total
 
     magnitudes = np.abs(x).mean(0)
-    tried = [magnitudes ** (step / 20) for step in range(21)]
-    return min((s / np.sqrt(s.max() * s.min()) for s in tried), key=error)
+
+    def scales(power: float) -> Array:
+        found = magnitudes**power
+        return found / np.sqrt(found.max() * found.min())
+
+    best = min((step / 20 for step in range(21)), key=lambda power: error(scales(power)))
+    around = [best, max(best - 1 / 40, 0.0), min(best + 1 / 40, 1.0)]
+    return min(map(scales, around), key=error)
 
 
 def awq_row(
