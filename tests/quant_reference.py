@@ -104,8 +104,8 @@ def awq_scales(weights: list[Array], x: Array, *, bits: int, size: int, clip: bo
     magnitudes = np.abs(x).mean(0)
 
     def scales(power: float) -> Array:
-        found = magnitudes**power
-        return found / np.sqrt(found.max() * found.min())
+        found: Array = magnitudes**power
+        return np.divide(found, np.sqrt(found.max() * found.min()))
 
     best = min((step / 20 for step in range(21)), key=lambda power: error(scales(power)))
     around = [best, max(best - 1 / 40, 0.0), min(best + 1 / 40, 1.0)]
