@@ -105,7 +105,8 @@ def awq_scales(weights: list[Array], x: Array, *, bits: int, size: int, clip: bo
 
     def scales(power: float) -> Array:
         found: Array = magnitudes**power
-        return np.divide(found, np.sqrt(found.max() * found.min()))
+        scaled: Array = found / np.sqrt(found.max() * found.min())
+        return scaled
 
     best = min((step / 20 for step in range(21)), key=lambda power: error(scales(power)))
     around = [best, max(best - 1 / 40, 0.0), min(best + 1 / 40, 1.0)]
