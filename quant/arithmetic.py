@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-
 # a model of fewer inputs is done in minutes anyway
 _WIDE = 1024
 
