@@ -105,7 +105,7 @@ def awq_scales(weights: list[Array], x: Array, *, bits: int, size: int, clip: bo
 
     def scales(power: float) -> Array:
         found = magnitudes**power
-        return found / np.sqrt(found.max() * found.min())
+        return np.asarray(found / np.sqrt(found.max() * found.min()))
 
     best = min((step / 20 for step in range(21)), key=lambda power: error(scales(power)))
     around = [best, max(best - 1 / 40, 0.0), min(best + 1 / 40, 1.0)]
