@@ -104,9 +104,8 @@ def awq_scales(weights: list[Array], x: Array, *, bits: int, size: int, clip: bo
     magnitudes = np.abs(x).mean(0)
 
     def scales(power: float) -> Array:
-        found: Array = magnitudes**power
-        scaled: Array = found / np.sqrt(found.max() * found.min())
-        return scaled
+        found = magnitudes**power
+        return np.asarray(found / np.sqrt(found.max() * found.min()))
 
     best = min((step / 20 for step in range(21)), key=lambda power: error(scales(power)))
     around = [best, max(best - 1 / 40, 0.0), min(best + 1 / 40, 1.0)]

@@ -203,7 +203,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     started = job(RTN, tmp_path / "out")
-    refused(DiskFull, lambda: started.check_room(resume=False), "0.0 MB free", "make room")
+    refused(DiskFull, lambda: started.check_room(resume=False), "1.0 MB free", "make room")
     assert not started.work.path.exists()
 
 
