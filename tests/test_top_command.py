@@ -32,7 +32,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "localgen.cli.main", "top", *arguments],
-            env=python_environment() | built.settings.environment() | {"TERM": "xterm-256color"},
+            env=_environment(built),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -75,6 +75,12 @@ class Terminal:
             self.process.kill()
             self.process.wait()
         os.close(self._fd)
+
+
+def _environment(built: House) -> dict[str, str]:
+    """The terminal's own size counts: what runs the tests may have set another."""
+    ours = python_environment() | built.settings.environment() | {"TERM": "xterm-256color"}
+    return {name: value for name, value in ours.items() if name not in ("COLUMNS", "LINES")}
 
 
 @contextmanager

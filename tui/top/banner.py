@@ -41,10 +41,16 @@ class Banner(Widget):
         self.text = facts_of(snapshot)
 
     def render(self) -> Content:
+        status = Content.styled(f"● {self.status}", _STYLES[self.status])
         parts: list[tuple[str, str]] = [("localgen top", "bold $primary")]
         parts += [(f"  {fact}", "") for fact in (self._where, *self.text)]
-        status = Content.styled(f"● {self.status}", _STYLES[self.status])
+        # how it stands is never cut off: what matters least makes room
+        while len(parts) > 1 and self._width(parts) + status.cell_length >= self.content_size.width:
+            parts.pop()
         return spread(Content.assemble(*parts), status, self.content_size.width)
+
+    def _width(self, parts: list[tuple[str, str]]) -> int:
+        return Content.assemble(*parts).cell_length
 
 
 def facts_of(snapshot: Snapshot) -> tuple[str, ...]:
