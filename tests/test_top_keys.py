@@ -15,12 +15,12 @@ from top_script import ENDED, LIVE, ScriptedWatch, model, reading, request, snap
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.client.snapshot import Snapshot
+from localgen.tui.confirm import Confirm
 from localgen.tui.feed import Seen
 from localgen.tui.shell import KeyHelp, Shell, TooSmall
 from localgen.tui.themes import DARK, LIGHT, MONOCHROME, NAMES, ThemeChoice
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner, Notice
-from localgen.tui.top.confirm import Confirm
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.requests import COLUMNS
 from localgen.tui.top.table import RequestTable

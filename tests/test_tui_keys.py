@@ -29,9 +29,9 @@ from localgen.tui.chat.session_list import SessionList
 from localgen.tui.chat.settings import SettingsPanel
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.turn_view import TurnView
+from localgen.tui.confirm import Confirm
 from localgen.tui.gauges.panel import Gauges
 from localgen.tui.shell import KeyHelp, TooSmall
-from localgen.tui.top.confirm import Confirm
 
 Play = Callable[[Tui, Pilot[None]], Awaitable[None]]
 

@@ -23,7 +23,7 @@ from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.shelf import SessionShelf
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.variants import Variant
-from localgen.tui.top.confirm import Confirm
+from localgen.tui.confirm import Confirm
 
 Tell = Callable[..., None]
 

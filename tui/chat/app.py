@@ -26,11 +26,11 @@ from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.session_list import SessionList
 from localgen.tui.chat.settings import CTX, SYSTEM, SettingsPanel
+from localgen.tui.confirm import Confirm
 from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
 from localgen.tui.gauges.panel import Gauges
 from localgen.tui.shell import Shell
 from localgen.tui.themes import ThemeChoice
-from localgen.tui.top.confirm import Confirm
 
 TICK_S, KEEP_S = 1 / 15, 1.0
 _TWICE_S = 2.0

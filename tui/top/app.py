@@ -10,11 +10,11 @@ from textual.reactive import var
 
 from localgen.backends.errors import LocalgenError
 from localgen.chats.inert import one_line
+from localgen.tui.confirm import Confirm
 from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
 from localgen.tui.gauges.readings import Reading
 from localgen.tui.shell import Shell
 from localgen.tui.themes import ThemeChoice
-from localgen.tui.top.confirm import Confirm
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.requests import RequestRow
 from localgen.tui.top.table import RequestTable
