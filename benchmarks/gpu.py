@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.gpu_parts import kernel_speed, startup, steps, workloads
+from benchmarks.gpu_parts import drafts, kernel_speed, startup, steps, workloads
 from benchmarks.gpu_parts.bench import Bench, progress
 from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.decoder_checks import decoders
@@ -82,6 +82,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "prefix": (workloads.prefix, 15.0),
     "chats": (workloads.chats, 20.0),
     "startup": (startup.startup, 70.0),
+    "drafts": (drafts.drafts, 40.0),
     "large": (workloads.large, 30.0),
 }
 

@@ -1,9 +1,10 @@
-"""A target and a draft model with random weights, on a backend of this machine."""
+"""A target and a draft model on a backend of this machine, with random weights or trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,11 @@ from localgen.backends.cuda.weights import random_weights
 from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.llamacpp.load import load
 from localgen.backends.models import DraftModel, Load, LoadOptions
+from localgen.hub.names import BUILT_IN_PATH
 
+# of tests, the draft model of the built-in one
+_TINY_DRAFT = Path(__file__).parents[1] / "tests/data/tiny-draft.gguf"
+BACKENDS = ("llamacpp", "tiny", "cuda")
 KV_TOKENS, CTX = 8192, 2048
 _TARGET = llama(
     layers=4,
@@ -33,7 +38,8 @@ _DRAFT = replace(_TARGET, layers=1, windows=(None,))
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two loaded models with the same vocabulary. close: gives both back."""
+    """Two loaded models with the same vocabulary. close: gives both back. encode: of trained ones,
+    text to tokens."""
 
     name: str
     line: ModelLine
@@ -42,11 +48,21 @@ class Pair:
     vocab: int
     threads: int
     close: Callable[[], None]
+    encode: Callable[[str], list[int]] | None = None
 
 
 def load_pair(backend: str, *, quick: bool, threads: int | None) -> Pair:
-    """The pair for a backend; for CUDA's a small one, computed by the kernels' twins on the CPU."""
-    return _twins(threads) if backend == "cuda" else _llamacpp(quick, threads)
+    """The pair for a backend; for CUDA's a small one, computed by the kernels' twins on the CPU.
+
+    tiny: the built-in model and its draft model in llama.cpp.
+    """
+    if backend == "cuda":
+        return _twins(threads)
+    if backend == "tiny":
+        return _llamacpp("tiny", BUILT_IN_PATH, _TINY_DRAFT, threads)
+    target, draft = ("quick", "quick") if quick else ("1b", "draft")
+    written = {name: random_gguf.cached(random_gguf.SHAPES[name]) for name in (target, draft)}
+    return _llamacpp("target", written[target], written[draft], threads)
 
 
 def _twins(threads: int | None) -> Pair:
@@ -77,13 +93,12 @@ def _twins(threads: int | None) -> Pair:
     )
 
 
-def _llamacpp(quick: bool, threads: int | None) -> Pair:
-    target_shape = random_gguf.SHAPES["quick" if quick else "1b"]
-    draft_shape = random_gguf.SHAPES["quick" if quick else "draft"]
-    options = LoadOptions(ctx=CTX, kv_tokens=KV_TOKENS, threads=threads)
-    draft = DraftModel("draft", str(random_gguf.cached(draft_shape)))
-    path = str(random_gguf.cached(target_shape))
-    model = load(Load("target", path, options, draft=draft), lambda _: None)
+def _llamacpp(name: str, target_path: Path, draft_path: Path, threads: int | None) -> Pair:
+    is_trained = target_path == BUILT_IN_PATH
+    weights = "" if is_trained else ", random"
+    options = LoadOptions(ctx=None if is_trained else CTX, kv_tokens=KV_TOKENS, threads=threads)
+    asked = Load(name, str(target_path), options, draft=DraftModel("draft", str(draft_path)))
+    model = load(asked, lambda _: None)
     assert model.draft is not None
     target, drafting, info = model.runner, model.draft.runner, model.info
 
@@ -93,10 +108,11 @@ def _llamacpp(quick: bool, threads: int | None) -> Pair:
 
     return Pair(
         name=info.name,
-        line=ModelLine(f"{info.description}, random", info.size_bytes, info.params),
+        line=ModelLine(info.description + weights, info.size_bytes, info.params),
         target=target,
         draft=drafting,
         vocab=info.vocab,
         threads=info.options.threads or 0,
         close=close,
+        encode=model.tokenizer.encode_text if is_trained else None,
     )

@@ -10,15 +10,56 @@ from typing import Any
 from localgen.backends.engine.drafts.drafter import Drafter, Proposal
 from localgen.backends.engine.runner import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
 from localgen.backends.engine.sequence import Sequence
+from localgen.backends.types import SamplingParams
+
+# the target says this for ever where the acceptance is scripted: what it says must be known
+SAID = 100
+_CERTAIN = 1000.0
+SCRIPTED = SamplingParams(temperature=0.0, logit_bias={SAID: _CERTAIN})
 
 
-class Counted:
-    """A drafter, and how its drafts turned out: right, or the first wrong one of a step."""
+class Watched:
+    """A drafter as it is; what stands between it and the engine overrides what it watches."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
+        self.name, self.must_be_tried = drafter.name, drafter.must_be_tried
+
+    def chances(self, seq: Sequence, most: int) -> Seq[float]:
+        return self._drafter.chances(seq, most)
+
+    @property
+    def failure(self) -> str:
+        return self._drafter.failure
+
+    def draft_ms(self, sequences: int) -> float:
+        return self._drafter.draft_ms(sequences)
+
+    def usual_chance(self) -> float:
+        return self._drafter.usual_chance()
+
+    def catch_up(self, most_ms: float) -> None:
+        self._drafter.catch_up(most_ms)
+
+    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
+        return self._drafter.propose(wanted)
+
+    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+        self._drafter.learn(seq, came)
+
+    def forget(self, seq: Sequence) -> None:
+        self._drafter.forget(seq)
+
+    def close(self) -> None:
+        self._drafter.close()
+
+
+class Counted(Watched):
+    """Counts how drafts turned out: right, or the first wrong one of a step."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
         self._proposed: dict[Sequence, list[int]] = {}
-        self.name = drafter.name
         self.right = self.wrong = 0
 
     @property
@@ -27,17 +68,8 @@ class Counted:
         tried = self.right + self.wrong
         return self.right / tried if tried else 0.0
 
-    def chances(self, seq: Sequence, most: int) -> Seq[float]:
-        return self._drafter.chances(seq, most)
-
-    def cost_ms(self, lengths: Seq[int]) -> float:
-        return self._drafter.cost_ms(lengths)
-
-    def catch_up(self, most_ms: float) -> None:
-        self._drafter.catch_up(most_ms)
-
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
-        proposals = self._drafter.propose(wanted)
+        proposals = super().propose(wanted)
         self._proposed = {
             seq: found.tokens for (seq, _), found in zip(wanted, proposals, strict=True)
         }
@@ -49,13 +81,24 @@ class Counted:
                 self.wrong += 1
                 break
             self.right += 1
-        self._drafter.learn(seq, came)
+        super().learn(seq, came)
 
-    def forget(self, seq: Sequence) -> None:
-        self._drafter.forget(seq)
 
-    def close(self) -> None:
-        self._drafter.close()
+class Insisting(Watched):
+    """Offers so many drafts in every step, as if they were right for certain and cost nothing."""
+
+    def __init__(self, drafter: Drafter, drafts: int) -> None:
+        super().__init__(drafter)
+        self._drafts = drafts
+
+    def chances(self, seq: Sequence, most: int) -> Seq[float]:
+        return [1.0] * len(self._drafter.chances(seq, min(most, self._drafts)))
+
+    def draft_ms(self, sequences: int) -> float:
+        return 0.0
+
+    def usual_chance(self) -> float:
+        return 1.0 if self._drafter.usual_chance() else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,32 @@
 """What drafts gain on this machine, beside what they could gain at most.
 
-python -m benchmarks.speculation [--backend llamacpp|cuda] [--quick]
+python -m benchmarks.speculation [--backend llamacpp|tiny|cuda] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
-from benchmarks import step_curve
+from benchmarks import replay, step_curve
 from benchmarks.answers import Answer
 from benchmarks.measure import RATE, Report
-from benchmarks.pairs import Pair, load_pair
-from benchmarks.scripted import Counted, Scripted
+from benchmarks.pairs import BACKENDS, Pair, load_pair
+from benchmarks.scripted import SAID, SCRIPTED, Counted, Insisting, Scripted
 from benchmarks.session import GREEDY, Session
 from benchmarks.step_curve import Curve
 from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.errors import LocalgenError
 from localgen.backends.types import SamplingParams
 
@@ -31,39 +35,73 @@ REACHED, HARMLESS = 0.9, 0.98
 ACCEPTANCES = (0.5, 0.7, 0.9)
 NO_ACCEPTANCE = 0.02
 STREAMS = 16
-PLAIN, DRAFTED = "plain", "drafts"
-# the target says this for ever where the acceptance is scripted: what it says must be known
-_SAID = 1000
-_CERTAIN = 1000.0
-_SCRIPTED = replace(GREEDY, logit_bias={_SAID: _CERTAIN})
-_SAMPLED = SamplingParams(temperature=1.0, top_k=0, seed=3)
+EDITED = 1 / 40
+# where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
+INSISTED = (1, 2, 3, 4, 7)
+PLAIN, DRAFTED, AGAIN = "plain", "drafts", "plain again"
+# an answer is computed in those places of the cache which the one before it left free: two after
+# one another have had both halves of it
+ASKED = 2
+# a prompt, and what is said after it; None: what the model says
+Text = tuple[Seq[int], Seq[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. alone, together: tokens of an answer, of one and of many at once."""
+    """How much is measured. Tokens of a prompt (prompt, long_prompt) and of an answer: a copy, one
+    alone, one of many, a short one of those that are compared in many_rounds."""
 
     rounds: int
+    many_rounds: int
     curve_rounds: int
     prompt: int
+    long_prompt: int
+    copy: int
     alone: int
     together: int
+    short: int
 
 
-FULL = Plan(rounds=3, curve_rounds=7, prompt=64, alone=256, together=48)
-QUICK = Plan(rounds=1, curve_rounds=1, prompt=16, alone=24, together=16)
+FULL = Plan(
+    rounds=3,
+    many_rounds=6,
+    curve_rounds=5,
+    prompt=64,
+    long_prompt=1024,
+    copy=256,
+    alone=96,
+    together=24,
+    short=48,
+)
+QUICK = Plan(
+    rounds=1,
+    many_rounds=1,
+    curve_rounds=1,
+    prompt=16,
+    long_prompt=100,
+    copy=24,
+    alone=24,
+    together=16,
+    short=16,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Answers with drafts beside the same without. prompts: of requests that run together."""
+    """Answers with drafts beside the same without. texts: of requests that run together. drafter:
+    None for plain answers on both sides, which shows what the comparison is worth."""
 
     name: str
-    drafter: Callable[[], Drafter]
+    drafter: Callable[[], Drafter] | None
     params: SamplingParams
-    prompts: Sequence[Sequence[int]]
+    texts: Seq[Text]
     tokens: int
-    draft_ms: float = 0.0
+    rounds: int
+
+    @property
+    def other(self) -> str:
+        """The side beside the plain one."""
+        return DRAFTED if self.drafter else AGAIN
 
 
 class Bench:
@@ -71,130 +109,225 @@ class Bench:
 
     def __init__(self, pair: Pair, plan: Plan, report: Report) -> None:
         self.pair, self.plan, self.report = pair, plan, report
-        self.curve: Curve = {}
+        self.draft_ms = 0.0
+        self.insisted = INSISTED if pair.encode else ()
+        self._target = replay.Reciting(pair.target)
 
-    def measure_curve(self) -> None:
-        """Steps of 1 to 64 tokens, half an answer behind the prompt."""
-        context = self.plan.prompt + self.plan.alone // 2
-        rounds = self.plan.curve_rounds
-        found = step_curve.measure(
-            self.pair.target, self.pair.vocab, context=context, rounds=rounds
-        )
+    def curve(self, name: str, context: int) -> Curve:
+        """Steps of 1 to 64 tokens behind so many."""
+        found = self._steps(self.pair.target, context)
         for size, values in found.items():
-            self.report.add(f"step of {size} tokens", self.pair.name, "ms", values)
-        self.curve = step_curve.medians(found)
+            self.report.add(f"step of {size} tokens, {name}", self.pair.name, "ms", values)
+        return step_curve.medians(found)
 
-    def draft_step_ms(self) -> float:
-        """A step of the draft model with one token."""
-        context = self.plan.prompt + self.plan.alone // 2
-        found = step_curve.measure(
-            self.pair.draft, self.pair.vocab, context=context, rounds=self.plan.curve_rounds
-        )[1]
-        return self.report.add("step of 1 token", "draft model", "ms", found).median
+    def measure_draft(self, context: int) -> None:
+        """What proposing a draft takes."""
+        values = self._steps(self.pair.draft, context)[1]
+        self.draft_ms = self.report.add("step of 1 token", "draft model", "ms", values).median
 
-    def compare(self, case: Case) -> Counted:
-        """Rates of both sides, in turn."""
+    def _steps(self, runner: ModelRunner, context: int) -> dict[int, list[float]]:
+        rounds = self.plan.curve_rounds
+        return step_curve.measure(runner, self.pair.vocab, context=context, rounds=rounds)
+
+    def compare(self, case: Case, insisted: Seq[int] = ()) -> Counted | None:
+        """Rates of all sides, in turn. The first answers, from which drafters learn, are not
+        measured. insisted: numbers of drafts that are made in every step, on sides of their own."""
         print(case.name, file=sys.stderr, flush=True)
-        counted = Counted(case.drafter())
-        sides = {PLAIN: self._session([]), DRAFTED: self._session([counted])}
+        make = case.drafter
+        counted = Counted(make()) if make else None
+        sides = {PLAIN: self._session([]), case.other: self._session([counted] if counted else [])}
+        if make:
+            for drafts in insisted:
+                sides[f"{drafts} drafts"] = self._session([Insisting(make(), drafts)])
         rates: dict[str, list[float]] = {side: [] for side in sides}
-        same = []
-        for number in range(self.plan.rounds):
+        same, a_step = [], []
+        for prompt, answer in case.texts:
+            if answer is not None:
+                self._target.learn(prompt, answer)
+        for number in range(-1, case.rounds):
             texts = {}
             for side in list(sides)[:: 1 if number % 2 else -1]:
-                answers = sides[side].ask(case.prompts, case.tokens, case.params)
-                rates[side].append(_tokens_per_s(answers))
-                texts[side] = [answer.text for answer in answers]
-            joined = [["".join(text) for text in found] for found in texts.values()]
-            same.append(sum(a == b for a, b in zip(*joined, strict=True)) / len(case.prompts))
-        told = sides[DRAFTED].stats.speculation
+                answers = self._ask(sides[side], case, 1 if number < 0 else ASKED)
+                texts[side] = ["".join(a.text) for found in answers for a in found]
+                if number >= 0:
+                    rates[side].append(_tokens_per_s(answers))
+                if number >= 0 and side == DRAFTED:
+                    a_step.append(_tokens_per_step(answers))
+            same.append(sum(map(str.__eq__, texts[PLAIN], texts[case.other])) / len(texts[PLAIN]))
+        told = sides[case.other].stats.speculation
         for session in sides.values():
             session.stop()
         for side, values in rates.items():
             self.report.add(case.name, side, RATE, values)
         self.report.add(case.name, "same text", "of the answers", same)
-        self.report.add(case.name, "acceptance", "", [counted.acceptance])
-        self.report.add(case.name, "speed-up as the engine has it", "", [told.speedup])
+        if counted:
+            self.report.add(case.name, "acceptance", "", [counted.acceptance])
+            self.report.add(case.name, "tokens a step", "", a_step)
+            self.report.add(case.name, "speed-up as the engine has it", "", [told.speedup])
         return counted
 
-    def _session(self, drafters: Sequence[Drafter]) -> Session:
-        return Session(self.pair.target, self.pair.vocab, itl_target_ms=2000.0, drafters=drafters)
+    def _ask(self, session: Session, case: Case, times: int) -> list[Seq[Answer]]:
+        prompts = [prompt for prompt, _ in case.texts]
+        return [session.ask(prompts, case.tokens, case.params) for _ in range(times)]
 
-    def reached(self, case: Case, counted: Counted) -> None:
+    def _session(self, drafters: Seq[Drafter]) -> Session:
+        return Session(self._target, self.pair.vocab, itl_target_ms=2000.0, drafters=drafters)
+
+    def reached(self, case: Case, drafts: int, most: float) -> None:
         """Check the speed-up against the best that any number of drafts could give."""
-        drafts, most = step_curve.best(self.curve, counted.acceptance, case.draft_ms)
         plain, drafted = self._series(case.name, PLAIN), self._series(case.name, DRAFTED)
         gains = [ours / theirs for ours, theirs in zip(drafted, plain, strict=True)]
         self.report.add(case.name, "speed-up", "", gains)
         self.report.add(case.name, f"best possible, {drafts} drafts", "", [most])
-        tokens = step_curve.tokens_per_step(counted.acceptance, drafts)
-        self.report.add(case.name, "tokens a step there, expected", "", [tokens])
         shares = [gain / most for gain in gains]
         self.report.least(self.report.add(case.name, "reached of it", "", shares), REACHED)
+
+    def of_fixed(self, case: Case, insisted: Seq[int]) -> None:
+        """Check the rate against the best that was measured with a fixed number, none included."""
+        sides = [PLAIN, *(f"{drafts} drafts" for drafts in insisted)]
+        best = max((self._series(case.name, side) for side in sides), key=statistics.median)
+        shares = [
+            ours / fixed for ours, fixed in zip(self._series(case.name, DRAFTED), best, strict=True)
+        ]
+        name = "reached of the best fixed number, measured"
+        self.report.least(self.report.add(case.name, name, "", shares), REACHED)
+
+    def expected(self, case: Case, alpha: float, drafts: int) -> None:
+        """What the closed form says of the tokens of a step, for so many drafts."""
+        tokens = step_curve.tokens_per_step(alpha, drafts)
+        self.report.add(case.name, f"tokens a step, expected of {drafts} drafts", "", [tokens])
 
     def harmless(self, case: Case) -> None:
         """Check that nobody is slower for it."""
         found = {s.side: s for s in self.report.series if s.test == case.name}
         self.report.ratio(found[DRAFTED], found[PLAIN], HARMLESS, at_least=True)
 
+    def noise(self, case: Case) -> None:
+        """What a comparison of equals says."""
+        again, plain = self._series(case.name, AGAIN), self._series(case.name, PLAIN)
+        ratios = [one / other for one, other in zip(again, plain, strict=True)]
+        self.report.add(case.name, f"{AGAIN} ÷ {PLAIN}", "", ratios)
+
     def _series(self, test: str, side: str) -> tuple[float, ...]:
         return next(s.values for s in self.report.series if (s.test, s.side) == (test, side))
 
-    def repeating(self, count: int) -> list[list[int]]:
-        """Prompts after which a random model that is greedy soon says the same again."""
-        return [[(7 * i + n) % 400 for i in range(6)] * 3 for n in range(1, count + 1)]
-
-    def fresh(self, count: int) -> list[list[int]]:
+    def fresh(self, count: int, size: int) -> list[Text]:
         """Prompts without a repetition."""
-        size = self.plan.prompt
-        return [[100 + size * n + i for i in range(size)] for n in range(count)]
+        most = self.pair.vocab - 100
+        return [([100 + (size * n + i) % most for i in range(size)], None) for n in range(count)]
+
+    def scripted(self, alpha: float) -> ModelDrafter:
+        """A smaller model, right as often as it is told to be."""
+        return ModelDrafter(Scripted(self.pair.draft, SAID, alpha), "scripted")
 
 
-def _tokens_per_s(answers: Sequence[Answer]) -> float:
-    """From the first token of all to the last."""
-    tokens = sum(answer.finished.completion_tokens for answer in answers) - 1
-    return tokens / (max(a.last_s for a in answers) - min(a.first_s for a in answers))
+def _tokens_per_s(asked: Seq[Seq[Answer]]) -> float:
+    """From the first token of those asked together to their last."""
+    tokens = sum(answer.finished.completion_tokens for found in asked for answer in found)
+    took_s = sum(max(a.last_s for a in found) - min(a.first_s for a in found) for found in asked)
+    return (tokens - len(asked)) / took_s
+
+
+def _tokens_per_step(asked: Seq[Seq[Answer]]) -> float:
+    ends = [answer.finished for found in asked for answer in found]
+    steps = sum(end.timings.draft_steps for end in ends)
+    return sum(end.completion_tokens - 1 for end in ends) / max(1, steps)
 
 
 def run(bench: Bench) -> None:
     """Everything, in order."""
-    bench.measure_curve()
+    _copies(bench)
+    # half an answer behind the prompt
+    context = bench.plan.prompt + bench.plan.alone // 2
+    curve = bench.curve("short prompt", context)
+    bench.measure_draft(context)
+    _drafted_by_model(bench, curve)
+    if bench.pair.encode:
+        _real(bench, curve, bench.pair.encode)
+    _harmless(bench)
+
+
+def _copies(bench: Bench) -> None:
+    """Answers that say the prompt again."""
+    size = bench.plan.copy
+    curve = bench.curve("copies", size + size // 2)
+    for name, edited in (("a copy", 0.0), ("a copy with changes", EDITED)):
+        text = replay.copies(size, bench.pair.vocab, edited=edited, seed=1)
+        case = Case(name, NgramDrafter, GREEDY, [text], size, bench.plan.rounds)
+        bench.compare(case)
+        bench.reached(case, *replay.best(curve, *text))
+
+
+def _drafted_by_model(bench: Bench, curve: Curve) -> None:
     plan = bench.plan
-    copy = Case("text that repeats", NgramDrafter, GREEDY, bench.repeating(1), plan.alone)
-    bench.reached(copy, bench.compare(copy))
-    _drafted_by_model(bench)
-    for name, params, prompts in (
-        ("text that does not repeat", _SAMPLED, bench.fresh(1)),
-        (f"{STREAMS} streams that do not repeat", _SAMPLED, bench.fresh(STREAMS)),
-        (f"{STREAMS} streams that repeat", GREEDY, bench.repeating(STREAMS)),
+    for alpha in ACCEPTANCES:
+        name = f"draft model, acceptance {alpha:g}"
+        drafter = partial(bench.scripted, alpha)
+        case = Case(name, drafter, SCRIPTED, bench.fresh(1, plan.prompt), plan.alone, plan.rounds)
+        bench.compare(case, bench.insisted)
+        drafts, most = step_curve.best(curve, alpha, bench.draft_ms)
+        bench.expected(case, alpha, drafts)
+        bench.reached(case, drafts, most)
+        if bench.insisted:
+            bench.of_fixed(case, bench.insisted)
+
+
+def _real(bench: Bench, curve: Curve, encode: Callable[[str], list[int]]) -> None:
+    """Answers of a trained target to the beginnings of real texts, with a trained draft model."""
+    words = replay.HELD_OUT.read_text(encoding="utf-8").split()
+    beginnings = (" ".join(words[500 * n : 500 * n + 60]) for n in range(4))
+    for number, beginning in enumerate(beginnings):
+        case = Case(
+            f"trained models, text {number + 1}",
+            lambda: ModelDrafter(replay.Reciting(bench.pair.draft), "draft"),
+            GREEDY,
+            [(encode(beginning), None)],
+            bench.plan.alone,
+            bench.plan.rounds,
+        )
+        counted = bench.compare(case, bench.insisted)
+        assert counted
+        drafts, most = step_curve.best(curve, counted.acceptance, bench.draft_ms)
+        bench.expected(case, counted.acceptance, drafts)
+        bench.reached(case, drafts, most)
+        bench.of_fixed(case, bench.insisted)
+
+
+def _harmless(bench: Bench) -> None:
+    """Where there is nothing to gain, or everybody is served at once."""
+    plan, vocab = bench.plan, bench.pair.vocab
+    useless = partial(bench.scripted, NO_ACCEPTANCE)
+    alone = partial(Case, tokens=plan.short, rounds=plan.many_rounds)
+    together = partial(Case, tokens=plan.together, rounds=plan.rounds)
+    prose = replay.natural(plan.prompt, plan.short, 1, vocab=vocab)
+    crowd = replay.natural(plan.prompt, plan.together, STREAMS, vocab=vocab)
+    copies = [replay.copies(plan.together, vocab, edited=0.0, seed=n) for n in range(STREAMS)]
+    short, long = bench.fresh(1, plan.prompt), bench.fresh(1, plan.long_prompt)
+    equals = alone("prose, plain on both sides", None, GREEDY, prose)
+    bench.compare(equals)
+    bench.noise(equals)
+    behind = f"a useless draft model, {plan.long_prompt:,} tokens before"
+    for case in (
+        alone("prose", NgramDrafter, GREEDY, prose),
+        alone("a useless draft model", useless, SCRIPTED, short),
+        alone(behind, useless, SCRIPTED, long),
+        together(f"prose, {STREAMS} streams", NgramDrafter, GREEDY, crowd),
+        together(f"copies, {STREAMS} streams", NgramDrafter, GREEDY, copies),
+        together(
+            f"a useless draft model, {STREAMS} streams",
+            useless,
+            SCRIPTED,
+            bench.fresh(STREAMS, plan.prompt),
+        ),
     ):
-        tokens = plan.alone if len(prompts) == 1 else plan.together
-        case = Case(name, NgramDrafter, params, prompts, tokens)
         bench.compare(case)
         bench.harmless(case)
-
-
-def _drafted_by_model(bench: Bench) -> None:
-    """A smaller model, right as often as it is told to be."""
-    draft_ms = bench.draft_step_ms()
-    for alpha in (*ACCEPTANCES, NO_ACCEPTANCE):
-
-        def drafter(alpha: float = alpha) -> Drafter:
-            return ModelDrafter(Scripted(bench.pair.draft, _SAID, alpha), "scripted")
-
-        name = f"draft model, acceptance {alpha:g}"
-        case = Case(name, drafter, _SCRIPTED, bench.fresh(1), bench.plan.alone, draft_ms)
-        counted = bench.compare(case)
-        if alpha == NO_ACCEPTANCE:
-            bench.harmless(case)
-        else:
-            bench.reached(case, counted)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write; the status is 0 whether or not every target was met."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.speculation")
-    parser.add_argument("--backend", choices=("llamacpp", "cuda"), default="llamacpp")
+    parser.add_argument("--backend", choices=BACKENDS, default="llamacpp")
     parser.add_argument("--quick", action="store_true", help="tiny models and one short round")
     parser.add_argument("--rounds", type=int, help="rounds of each comparison")
     parser.add_argument("--threads", type=int, help="threads; localgen's default")
@@ -202,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     plan = QUICK if options.quick else FULL
     if options.rounds:
-        plan = replace(plan, rounds=options.rounds)
+        plan = replace(plan, rounds=options.rounds, many_rounds=2 * options.rounds)
     try:
         pair = load_pair(options.backend, quick=options.quick, threads=options.threads)
     except LocalgenError as error:

@@ -11,7 +11,7 @@ from localgen.backends.engine.runner import Chunk, ModelRunner
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
 
 # milliseconds of a step, by its tokens
@@ -95,13 +95,14 @@ def tokens_per_step(alpha: float, drafts: int) -> float:
 
 
 def best(curve: Curve, alpha: float, draft_ms: float) -> tuple[int, float]:
-    """The number of drafts that gains most, and what it gains; 0 drafts gain 1.
+    """The number of drafts that gains most, of those whose step was measured, and what it gains; 0
+    drafts gain 1.
 
     draft_ms: what proposing one draft takes.
     """
     plain_ms = step_ms(curve, 1)
     return max(
-        ((drafts, _gain(curve, alpha, drafts, draft_ms, plain_ms)) for drafts in range(max(curve))),
+        ((size - 1, _gain(curve, alpha, size - 1, draft_ms, plain_ms)) for size in curve),
         key=lambda found: found[1],
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from localgen.backends.engine.drafts import speculation
 from localgen.backends.engine.drafts.acceptance import Acceptance, Common
-from localgen.backends.engine.drafts.choice import Offer, Pick
+from localgen.backends.engine.drafts.choice import DraftMs, Offer, Pick, StepMs
 from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.drafts.speculation import Speculation
 from localgen.backends.engine.runner import Chunk
@@ -22,11 +22,7 @@ DRAFTS = 5
 
 
 def as_many_as_may_be(
-    offers: Seq[Seq[Offer]],
-    step_ms: Callable[[int], float],
-    draft_ms: Callable[[list[Pick]], float],
-    *,
-    most: int,
+    offers: Seq[Seq[Offer]], step_ms: StepMs, draft_ms: DraftMs, *, most: int
 ) -> list[Pick]:
     """Drafts whether they pay or not: the last drafter that has any."""
     picks = []
@@ -42,6 +38,9 @@ def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
     monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
     monkeypatch.setattr(speculation, "_LEAP", 100)
+    monkeypatch.setattr(Speculation, "_may_look", True)
+    # nor how much of a text a draft model has read
+    monkeypatch.setattr(speculation, "_CATCH_UP_SHARE", 1e9)
 
 
 def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:
@@ -57,6 +56,8 @@ class Guesser:
     """A drafter whose every draft is right with probability `alpha`, if those before it were."""
 
     name = "guesser"
+    failure = ""
+    must_be_tried = True
 
     def __init__(self, alpha: float, *, ms: float = 0.0, prior: float = 0.5, seed: int = 0) -> None:
         self.alpha, self.ms = alpha, ms
@@ -70,8 +71,11 @@ class Guesser:
         known = self._known.setdefault(seq, Acceptance(self._common))
         return [known.chance(0)] * most
 
-    def cost_ms(self, lengths: Seq[int]) -> float:
-        return self.ms * max(lengths, default=0)
+    def draft_ms(self, sequences: int) -> float:
+        return self.ms
+
+    def usual_chance(self) -> float:
+        return 0.0
 
     def catch_up(self, most_ms: float) -> None:
         """It is always ready."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from drafting import RIGHT, WRONG, Guesser, decoding
 
-from benchmarks import speculation, step_curve
-from benchmarks.scripted import Counted
+from benchmarks import replay, speculation, step_curve
+from benchmarks.scripted import Counted, Insisting
 
-FLAT = {1: 10.0, 2: 10.0, 64: 10.0}
-STEEP = {1: 10.0, 2: 20.0, 64: 640.0}
+FLAT = dict.fromkeys(range(1, 65), 10.0)
+STEEP = {size: 10.0 * size for size in range(1, 65)}
 
 
 def test_the_curve_is_a_line_between_what_was_measured() -> None:
@@ -50,6 +50,38 @@ def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
     assert counted.acceptance == 0.8
 
 
+def test_drafts_that_are_made_whatever_is_expected() -> None:
+    seq = decoding()
+    insisting = Insisting(Guesser(0.0, ms=5.0), 3)
+    assert insisting.chances(seq, 8) == [1.0] * 3
+    assert insisting.chances(seq, 2) == [1.0] * 2
+    assert insisting.draft_ms(1) == 0.0
+    assert insisting.usual_chance() == 0.0, "there is nothing to be read"
+    (found,) = insisting.propose([(seq, 3)])
+    assert found.tokens == [WRONG] * 3
+
+
+def test_what_a_copy_could_gain() -> None:
+    prompt, answer = replay.copies(40, 2048, edited=0.0, seed=1)
+    assert answer == prompt
+    drafts, gain = replay.best(FLAT, prompt, answer)
+    # two tokens are plain: what comes then is found in the prompt
+    assert (drafts, gain) == (37, 39 / 2)
+    assert replay.best(STEEP, prompt, answer) == (0, 1.0)
+    # at the end only steps of which is known what they take: of 39 tokens that are left, 32, 4, 2
+    some = dict.fromkeys((1, 2, 4, 32), 10.0)
+    assert replay.best(some, prompt, answer) == (31, 39 / 4)
+    prompt, edited = replay.copies(400, 2048, edited=0.1, seed=1)
+    assert replay.best(FLAT, prompt, edited)[1] < 10
+    assert len(edited) == 400
+
+
+def test_prose_hardly_repeats_itself() -> None:
+    ((prompt, answer),) = replay.natural(64, 100, 1, vocab=10_000)
+    assert (len(prompt), len(answer)) == (64, 100)
+    assert replay.best(STEEP, prompt, answer)[0] == 0
+
+
 @pytest.mark.parametrize("backend", ["llamacpp", "cuda"])
 def test_it_runs(
     backend: str,
@@ -62,9 +94,10 @@ def test_it_runs(
     asked = ["--quick", "--threads", "2", "--backend", backend, "--output", str(found)]
     assert speculation.main(asked) == 0
     whole = json.loads(found.read_text())
-    assert len(whole["checks"]) == 8
+    assert len(whole["checks"]) == 11
     same = {s["test"]: s["median"] for s in whole["series"] if s["side"] == "same text"}
-    assert len(same) == 8
+    assert len(same) == 12
+    assert any(s["side"] == "plain again ÷ plain" for s in whole["series"])
     # a flat distribution is drawn from otherwise as soon as anything is rounded otherwise
     assert min(share for test, share in same.items() if "not repeat" not in test) >= 0.9
     assert "reached of it" in capsys.readouterr().out

@@ -14,7 +14,17 @@ pytest.importorskip("torch")
 from hf_folders import TINY
 from models import LoadedBench, Reply, noisy
 from test_cuda_load import loaded
-from test_cuda_runner import CHATS, GREEDY, MAX_NOISY, NOISE, PLAIN, SAMPLED, CudaBench, texts
+from test_cuda_runner import (
+    CHATS,
+    GREEDY,
+    MAX_NOISY,
+    NOISE,
+    PLAIN,
+    SAMPLED,
+    CudaBench,
+    look_ahead,
+    texts,
+)
 
 from localgen.backends.cuda import followers
 from localgen.backends.cuda.runner import CudaRunner
@@ -79,9 +89,9 @@ def test_greedy_text_is_that_of_one_rank(bench: ParallelBench, alone: list[Reply
 
 
 def test_steps_launched_ahead_change_nothing(bench: ParallelBench, alone: list[Reply]) -> None:
-    bench.runner._looks_ahead = True
+    look_ahead(bench.runner, True)
     replies = bench.run([bench.submit(chat, PLAIN) for chat in CHATS])
-    bench.runner._looks_ahead = False
+    look_ahead(bench.runner, False)
     different = sum(a != b for a, b in zip(texts(replies), texts(alone), strict=True))
     assert different <= MAX_NOISY
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ SAMPLED = SamplingParams(temperature=0.8, max_tokens=40, logprobs=2, seed=7, ign
 CHATS = questions(20)
 
 
+def look_ahead(runner: CudaRunner, does: bool) -> None:
+    """Whether steps are launched before they are asked for."""
+    runner.limits = replace(runner.limits, looks_ahead=does)
+
+
 class CudaBench(LoadedBench):
     """The built-in model in the CUDA runner, on the CPU.
 
@@ -45,7 +51,7 @@ class CudaBench(LoadedBench):
         super().__init__(load(Load("tiny", str(TINY), asked), lambda _share: None), drafters)
         assert isinstance(self.model.runner, CudaRunner)
         self.runner = self.model.runner
-        self.runner._looks_ahead = as_on_gpu
+        look_ahead(self.runner, as_on_gpu)
         assert isinstance(self.runner._steps, DeviceSteps)
         self.runner._steps._graphs = as_on_gpu
 

@@ -146,9 +146,9 @@ def test_drafts_change_no_distribution(pair: Pair) -> None:
     for at, name in enumerate(SETTINGS):
         assert agreement(found[at :: len(SETTINGS)]) > LEAST_P, name
     drafted, accepted = (sum(getattr(s, n) for s in made) for n in ("num_drafted", "num_accepted"))
-    assert drafted > DRAWS / 2
+    assert drafted > DRAWS / 4
     assert 0.1 < accepted / drafted < 0.9, "both ways are taken"
-    assert all(seq.has_drawn == pair.stochastic for seq in made)
+    assert all(seq.has_drawn == (pair.stochastic and seq.num_drafted > 0) for seq in made)
 
 
 def keep_one_on_cuda(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from test_engine import Log, expected_text, make, request, run_until_ended
 
 from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.runner import Chunk, NoRoom, Sampled
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import Failed, Finished
 
@@ -29,6 +30,8 @@ class Oracle:
     """Proposes what the model will say, wrong now and then."""
 
     name = "oracle"
+    failure = ""
+    must_be_tried = False
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -39,7 +42,10 @@ class Oracle:
         self.known.add(seq.id)
         return [0.9] * most
 
-    def cost_ms(self, lengths: Seq[int]) -> float:
+    def draft_ms(self, sequences: int) -> float:
+        return 0.0
+
+    def usual_chance(self) -> float:
         return 0.0
 
     def catch_up(self, most_ms: float) -> None:
@@ -63,6 +69,27 @@ class Oracle:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Cramped(FakeRunner):
+    """Has no room for drafts, which it finds out too late, as llama.cpp may."""
+
+    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+        if any(chunk.num_drafts for chunk in ticket):
+            self.in_flight = False
+            raise NoRoom
+        return super().collect(ticket)
+
+
+def test_no_room_for_drafts_costs_the_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    log, runner = Log(), Cramped(kv_tokens=512, batch=64)
+    engine = make(runner, log, drafters=[Oracle(1)])
+    engine.submit(request("a", "prompt", max_tokens=40))
+    run_until_ended(engine, log, 1)
+    assert log.text["a"] == expected_text("prompt", 46)
+    assert log.stats.num_preemptions_total == 0
+    runner.check()
 
 
 def test_the_same_text_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +161,6 @@ def test_no_drafts_where_the_cache_cannot_be_cut_back() -> None:
     run_until_ended(engine, log, 1)
     assert not isinstance(log.ends["a"][0], Failed)
     assert log.stats.speculation.reason == (
-        "what is computed cannot be taken back: the model's kind, or --no-prefix-cache"
+        "impossible: what is computed cannot be taken back (the model's kind, or --no-prefix-cache)"
     )
     assert log.stats.speculation.draft_tokens_total == 0

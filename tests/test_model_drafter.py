@@ -64,14 +64,35 @@ def test_a_long_prompt_is_read_bit_by_bit() -> None:
     runner = FakeRunner(kv_tokens=1024, batch=100)
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
+    drafter.chances(seq, 4)
+    drafter.catch_up(0.0)
+    assert runner.computed == 0, "there is no time"
     for _ in range(100):
         if drafter.chances(seq, 4):
             break
         before = runner.computed
-        drafter.catch_up(0.0)
-        assert 0 < runner.computed - before <= 32
+        drafter.catch_up(1e-9)
+        assert 0 < runner.computed - before <= 16
     (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
+
+
+def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
+    runner = FakeRunner(kv_tokens=256, batch=100)
+    drafter, seqs = ModelDrafter(runner, "draft"), [decoding(str(i), limit=512) for i in range(2)]
+    for at, seq in enumerate(seqs):
+        seq.tokens = [1 + at + i % 90 for i in range(126)]
+        drafter.chances(seq, 4)
+    for _ in range(6):
+        for seq in seqs:
+            seq.tokens += [5] * 20
+            drafter.chances(seq, 4)
+        for _ in range(5):
+            drafter.catch_up(1e-9)
+    assert len(runner.cache) < 2, "both grew beyond the pool"
+    for seq in seqs:
+        drafter.forget(seq)
+    runner.check()
 
 
 def test_no_draft_beyond_an_end() -> None:
@@ -137,6 +158,9 @@ def test_a_draft_model_that_fails_takes_nobody_down() -> None:
     run_until_ended(engine, log, 5)
     for i in range(5):
         assert log.text[f"{i}"] == expected_text(f"prompt {i}", 68)
+    told = log.stats.speculation
+    assert told.drafters == (), "it is not listed as if it worked"
+    assert "draft failed: out of order" in told.reason
 
 
 def test_what_it_costs() -> None:
@@ -147,9 +171,12 @@ def test_what_it_costs() -> None:
         return now[0]
 
     drafter = ModelDrafter(FakeRunner(kv_tokens=512, batch=64), "draft", clock=clock)
-    assert drafter.cost_ms([4]) == 0.0, "not known yet"
+    assert drafter.draft_ms(2) == 0.0, "not known yet"
     seqs = [decoding(str(i), limit=512) for i in range(2)]
     for seq in seqs:
         drafter.chances(seq, 4)
     drafter.propose([(seq, 4) for seq in seqs])
-    assert drafter.cost_ms([4, 2]) == pytest.approx(8.0), "a step for each draft of the longest"
+    assert drafter.draft_ms(2) == pytest.approx(2.0)
+    for _ in range(600):
+        drafter.catch_up(0.0)
+    assert drafter.draft_ms(2) == 0.0, "what was slow long ago may not be"

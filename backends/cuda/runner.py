@@ -18,6 +18,7 @@ from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.logprobs import StepLogprobs, step_logprobs
 from localgen.backends.cuda.lookahead import Lookahead, can_go_on, looks_back, next_inputs
 from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose_and_show
+from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.engine.runner import (
     Chunk,
     EmbedSlice,
@@ -86,10 +87,10 @@ class CudaRunner:
         pooler: Pooler,
     ) -> None:
         self._pooler = pooler
-        self._steps, self._text, self._looks_ahead = steps, text, ahead
+        self._steps, self._text = steps, text
         self._ahead: Lookahead | None = None
         self.room = room
-        self.limits = limits
+        self.limits = replace(limits, looks_ahead=ahead)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """As ModelRunner.admit."""
@@ -151,7 +152,7 @@ class CudaRunner:
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         order = [rows[id(chunk)] for chunk in chunks]
         ticket = self._ticket(Ticket(chunks, tokens, order, said, shown))
-        if self._looks_ahead:
+        if self.limits.looks_ahead:
             self._launch_ahead(chunks, tokens, order)
         return ticket
 
@@ -292,7 +293,7 @@ def limits(
     return Limits(
         max_seqs=max_seqs,
         max_batch_tokens=max_batch_tokens,
-        max_outputs=2 * max_seqs,
+        max_outputs=max_seqs + max(max_seqs, MOST_DRAFTS),
         max_len=max_len,
         kv_tokens=kv_tokens,
         can_rewind=share,

@@ -34,7 +34,9 @@ from localgen.backends.types import (
 STATS_INTERVAL_S = 0.25
 # while nothing happens, what is said of the last minute ages
 IDLE_STATS_S = 15.0
-_NO_WAY_BACK = "what is computed cannot be taken back: the model's kind, or --no-prefix-cache"
+_NO_WAY_BACK = (
+    "impossible: what is computed cannot be taken back (the model's kind, or --no-prefix-cache)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,13 @@ class Engine:
             drafters if runner.limits.can_rewind else (),
             most=max_drafts,
             why_none="switched off" if runner.limits.can_rewind else _NO_WAY_BACK,
+            looks_ahead=runner.limits.looks_ahead,
         )
         self._embeddings = Embeddings(runner, itl_target_ms=itl_target_ms, max_queue=max_queue)
         self._stats = Stats()
         self._stats_at_s = 0.0
         self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
+        self._cramped = False  # the step that comes is to be without drafts
         self._answers: dict[str, Answer] = {}
         self._unpublished: list[Output] = []
         self._stopped: list[Sequence] = []  # reached a stop string while a step was in flight
@@ -173,7 +177,7 @@ class Engine:
         try:
             result = self._runner.collect(ticket)
         except NoRoom:
-            self._make_room()
+            self._make_room(chunks)
             return True
         self._apply(chunks, result, started_s)
         self._embed(decoding=len(self._scheduler.decoding))
@@ -181,8 +185,16 @@ class Engine:
 
     def _draft(self) -> None:
         """Let sequences have drafts, where that pays."""
+        if self._cramped:
+            self._cramped = False
+            return
         outputs = min(self._runner.limits.max_outputs, self._runner.limits.max_batch_tokens)
-        drafts = self._speculation.propose(self._scheduler.decoding, outputs=outputs)
+        decoding = self._scheduler.decoding
+        drafts = self._speculation.propose(
+            decoding,
+            outputs=outputs,
+            beside_prompts=len(decoding) < len(self._scheduler.running),
+        )
         for seq, proposal in drafts.items():
             self._scheduler.draft(seq, proposal)
 
@@ -278,9 +290,13 @@ class Engine:
             f"{self._runner.limits.kv_tokens:,} tokens",
         )
 
-    def _make_room(self) -> None:
-        """The backend found no room for a planned step: preempt one, keep all others."""
-        if self._scheduler.give_way():
+    def _make_room(self, chunks: Seq[Chunk]) -> None:
+        """The backend found no room for a planned step: leave out the drafts, or else preempt one
+        and keep all others."""
+        self._cramped = any(chunk.num_drafts for chunk in chunks)
+        for chunk in chunks:
+            chunk.seq.drafts, chunk.seq.drawn_from = [], ()
+        if self._cramped or self._scheduler.give_way():
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)

@@ -24,7 +24,8 @@ class Limits:
     and shared; without it there are no drafts and no prefix reuse. unsupported: fields of
     SamplingParams that this runner cannot honour; asking for them is an error. generates: whether
     the model can write an answer; a pure embedding model cannot. stochastic: whether it can show
-    what a token was drawn from, and verify drafts that were drawn.
+    what a token was drawn from, and verify drafts that were drawn. looks_ahead: whether plain steps
+    are launched before they are asked for, in vain where drafts come instead.
     """
 
     max_seqs: int
@@ -36,6 +37,7 @@ class Limits:
     unsupported: frozenset[str] = frozenset()
     generates: bool = True
     stochastic: bool = False
+    looks_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

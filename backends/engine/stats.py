@@ -198,6 +198,11 @@ def _ms(since_s: float, until_s: float | None) -> float | None:
     return None if until_s is None else (until_s - since_s) * 1e3
 
 
+def _queue_ms(seq: Sequence, admitted_s: float) -> float:
+    """Waiting alone: the template was rendered meanwhile."""
+    return max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms)
+
+
 def phases(seq: Sequence, now_s: float) -> Phases:
     """Where the time of a live sequence has gone so far."""
     admitted_s = now_s if seq.admitted_s is None else seq.admitted_s
@@ -205,7 +210,7 @@ def phases(seq: Sequence, now_s: float) -> Phases:
     prompt_ms = (first_s - admitted_s) * 1e3
     return Phases(
         template_ms=seq.template_ms,
-        queue_ms=max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms),
+        queue_ms=_queue_ms(seq, admitted_s),
         cached_ms=seq.cached_ms,
         prefill_ms=max(0.0, prompt_ms - seq.cached_ms - seq.first_step_ms),
         first_step_ms=seq.first_step_ms,
@@ -230,7 +235,7 @@ def timings(seq: Sequence, drafting: Drafting = NO_DRAFTS) -> Timings:
         predicted_ms=predicted_s * 1e3,
         predicted_per_second=gaps / predicted_s if predicted_s > 0 else 0.0,
         ttft_ms=(first_s - seq.arrived_s) * 1e3 if seq.first_token_s is not None else 0.0,
-        queue_ms=max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms),
+        queue_ms=_queue_ms(seq, admitted_s),
         template_ms=seq.template_ms,
         cached_ms=seq.cached_ms,
         first_step_ms=seq.first_step_ms,

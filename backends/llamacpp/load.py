@@ -59,9 +59,8 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     attempt = Attempt(request.draft)
     companion = attempt.to(lambda: Draft(attempt.asked, options, model, vocab))
     options, size = _sized(model, shape, request, options, companion)
-    lanes = options.parallel + max_donors(model, options)
     try:
-        context = Context(model, options, kv_tokens=size.kv_tokens, n_seq_max=lanes)
+        context = _context(model, options, size)
     except NoCache:
         options = _without_draft(request, options, companion)
         return load_encoder(request, model, vocab, options, started_s=started_s)
@@ -72,13 +71,6 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     share = can_rewind and options.prefix_cache
     runner = assemble(model, context, vocab, options, ctx=size.ctx, share=share)
     sampling_defaults, sampling_notes = _sampling(model)
-    oddities = {
-        "the weights could not be locked in memory (ulimit -l): they may be swapped": unlocked,
-        "weights are not repacked for this CPU: prompts are read more slowly": not options.repack,
-        "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
-        "no chat template came with the model: chat needs --chat-template FILE": not template,
-        **_parts(options, request.options, size.ctx),
-    }
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -95,7 +87,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         layers=model.layers,
         backend="llamacpp",
         processor=_processor(model, options),
-        work_bytes=sizing.fixed_bytes(shape, options, lanes)
+        work_bytes=sizing.fixed_bytes(shape, options, context.n_seq_max)
         + context.kv_tokens * sizing.work_token_bytes(shape, options),
         memory=model.buffers.use(),
         load_ms=(time.monotonic() - started_s) * 1e3,
@@ -107,12 +99,24 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         notes=(
             *size.notes,
             *sampling_notes,
-            *(note for note, so in oddities.items() if so),
+            *_oddities(options, request.options, size.ctx, unlocked, can_rewind, source),
             *attempt.notes(draft, ctx=size.ctx, size_bytes=model.size_bytes),
         ),
         draft=draft.info if draft else None,
     )
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template, draft=draft)
+
+
+def _context(model: Model, options: Settings, size: Size) -> Context:
+    """With ids for all sequences and kept prefixes, and room for the drafts of one. NoCache."""
+    lanes = options.parallel + max_donors(model, options)
+    return Context(
+        model,
+        options,
+        kv_tokens=size.kv_tokens,
+        n_seq_max=lanes,
+        n_outputs=max(lanes, options.parallel + options.draft_max),
+    )
 
 
 def _without_draft(request: Load, options: Settings, companion: Draft | None) -> Settings:
@@ -128,11 +132,25 @@ def _without_draft(request: Load, options: Settings, companion: Draft | None) ->
     return replace(options, draft=NGRAM if request.draft else options.draft)
 
 
-def _parts(options: Settings, asked: LoadOptions, ctx: int) -> dict[str, bool]:
-    """What to say of a cache in parts, and whether it is one without having been asked for."""
-    in_parts = f"the KV cache is in {options.parallel} parts of {ctx:,} tokens"
-    unasked = not options.kv_unified and asked.kv_unified is None
-    return {f"{in_parts}; --kv-unified shares one pool": unasked}
+def _oddities(
+    options: Settings,
+    asked: LoadOptions,
+    ctx: int,
+    unlocked: bool,
+    can_rewind: bool,
+    template: str | None,
+) -> list[str]:
+    """What is not as a user may expect it."""
+    in_parts = not options.kv_unified and asked.kv_unified is None
+    oddities = {
+        "the weights could not be locked in memory (ulimit -l): they may be swapped": unlocked,
+        "weights are not repacked for this CPU: prompts are read more slowly": not options.repack,
+        "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
+        "no chat template came with the model: chat needs --chat-template FILE": template is None,
+        f"the KV cache is in {options.parallel} parts of {ctx:,} tokens; "
+        "--kv-unified shares one pool": in_parts,
+    }
+    return [note for note, so in oddities.items() if so]
 
 
 def _existing(path: Path) -> Path:

@@ -49,6 +49,8 @@ _POOLINGS = (
     C.LLAMA_POOLING_TYPE_LAST,
     C.LLAMA_POOLING_TYPE_RANK,
 )
+# how llama.cpp speaks of a file that was cut short or is another kind of file
+_DAMAGED = ("gguf_init_from", "corrupted or incomplete")
 _NOT_GENERATING = "it is not a text-generating decoder model"
 
 
@@ -80,6 +82,8 @@ class NativeLog:
         line = self._first.get(_LOG_ERROR) or self._first.get(_LOG_WARN)
         # it may quote the file, and must not steer a terminal
         shown = "".join(c if c.isprintable() else "\ufffd" for c in line or "")
+        if any(sign in shown for sign in _DAMAGED):
+            return f"{shown}: it is no whole GGUF file, fetch it again"
         return shown or "llama.cpp gave no reason"
 
     def warned_of(self, word: str) -> bool:
@@ -249,7 +253,8 @@ def _bytes(state: NDArray[np.uint8]) -> Any:
 class Context:
     """A KV cache over a model, for all sequences together or in equal parts (kv_unified).
 
-    n_seq_max: sequence ids in use. LoadFailed with llama.cpp's reason; NoCache.
+    n_seq_max: sequence ids in use. n_outputs: most tokens of a step that are sampled; usually as
+    many. LoadFailed with llama.cpp's reason; NoCache.
 
     thread: where all computing of the process is done; None: one of its own. Not where the context
     was made: OpenMP gives each thread that computes a pool of its own, and once there are more
@@ -263,6 +268,7 @@ class Context:
         *,
         kv_tokens: int,
         n_seq_max: int,
+        n_outputs: int | None = None,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
         log = library()
@@ -274,7 +280,8 @@ class Context:
         params.n_ctx = kv_tokens
         params.n_batch = params.n_ubatch = options.max_batch_tokens
         params.n_seq_max = n_seq_max
-        params.n_outputs_max = n_seq_max  # bounds the logits buffer
+        self.n_seq_max, self.n_outputs = n_seq_max, n_outputs or n_seq_max
+        params.n_outputs_max = self.n_outputs  # bounds the logits buffer
         params.n_threads, params.n_threads_batch = options.threads, options.threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.type_k = CACHE_TYPES[options.cache_type_k]
@@ -291,7 +298,6 @@ class Context:
         if not self.memory:
             self.close()
             raise NoCache(f"cannot load {model.path}: {_NOT_GENERATING}")
-        self.n_seq_max = n_seq_max
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.kv_tokens = int(C.llama_n_ctx(self.handle))
 

@@ -77,7 +77,7 @@ class LlamaRunner:
         self.limits = Limits(
             max_seqs=max_seqs,
             max_batch_tokens=context.n_batch,
-            max_outputs=context.n_seq_max,
+            max_outputs=context.n_outputs,
             max_len=max_len,
             kv_tokens=context.kv_tokens,
             can_rewind=can_rewind,

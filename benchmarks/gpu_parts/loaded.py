@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -21,6 +22,7 @@ from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.runner import CudaRunner, Ticket, limits
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import Weights, random_weights
+from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.runner import StepResult
 
 DTYPE = torch.bfloat16
@@ -91,9 +93,9 @@ def watched_runner(
     )
 
 
-def over(runner: CudaRunner, vocab: int) -> Session:
+def over(runner: CudaRunner, vocab: int, drafters: Sequence[Drafter] = ()) -> Session:
     """An engine with the loader's defaults."""
-    return Session(runner, vocab, itl_target_ms=Settings().itl_target_ms)
+    return Session(runner, vocab, itl_target_ms=Settings().itl_target_ms, drafters=drafters)
 
 
 def serving(loaded: Loaded, device: Device, *, kv_tokens: int) -> Session:

@@ -5,6 +5,7 @@ Files are read in a thread, once for each model and only when somebody looks.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from localgen.planning.facts import shape_of
 from localgen.planning.weights import weights_of
 from localgen.server.resident import Resident
 
+_log = logging.getLogger("localgen.server")
 UNMEASURED = "localgen plan measures it"
 # the speed may be measured while we run
 _LOOK_AGAIN = 40
@@ -56,10 +58,17 @@ def _lacks_speed(cost: Future[ReadCost | None]) -> bool:
 def read_cost(file: ModelFile, info: ModelInfo, gpus: tuple[Gpu, ...]) -> ReadCost | None:
     """Of a loaded model. None: its files do not tell."""
     try:
-        shape = shape_of(file)
-        weights = weights_of(file, shape)
+        return _read_cost(file, info, gpus)
     except (LocalgenError, OSError, ValueError):
         return None
+    except Exception:  # whoever looks at the server shall see the rest of it
+        _log.exception("what a step of %s reads cannot be reckoned", info.name)
+        return None
+
+
+def _read_cost(file: ModelFile, info: ModelInfo, gpus: tuple[Gpu, ...]) -> ReadCost | None:
+    shape = shape_of(file)
+    weights = weights_of(file, shape)
     if shape is None:
         return None
     kinds = (info.options.cache_type_k or "f16", info.options.cache_type_v or "f16")

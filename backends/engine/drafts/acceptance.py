@@ -7,7 +7,7 @@ _FADE_OWN = 0.98
 _FADE_ALL = 0.995
 _FADE_REST = 0.997
 # all others together count as so many tokens of one's own
-_WEIGHT_ALL = 4.0
+_WEIGHT_ALL = 6.0
 
 
 class _Rate:
@@ -24,23 +24,23 @@ class _Rate:
 
 
 class Common:
-    """What all sequences of an engine have seen. prior: assumed of each kind at first."""
+    """What all sequences of an engine have seen. prior: assumed of each kind at first, as if
+    `weight` tokens had been seen."""
 
-    def __init__(self, prior: tuple[float, ...]) -> None:
-        self._prior = prior
-        # as if two had been seen
-        self._rates = [_Rate(2.0 * chance, 2.0) for chance in prior]
+    def __init__(self, prior: tuple[float, ...], *, weight: float = 2.0) -> None:
+        self._prior, self._weight = prior, weight
+        self._rates = [_Rate(weight * chance, weight) for chance in prior]
 
     def add(self, kind: int, is_right: bool) -> None:
         """Enter a token of that kind."""
         self._rates[kind].add(is_right, _FADE_ALL)
 
-    def rest(self, tokens: int) -> None:
-        """Nothing was tried for so many tokens: what was seen counts less, the prior more."""
-        fade = _FADE_REST**tokens
+    def rest(self) -> None:
+        """Nothing was tried in a step: what was seen counts less, the prior more."""
+        back = (1 - _FADE_REST) * self._weight
         for rate, chance in zip(self._rates, self._prior, strict=True):
-            rate.right = fade * rate.right + (1 - fade) * 2.0 * chance
-            rate.tried = fade * rate.tried + (1 - fade) * 2.0
+            rate.right = _FADE_REST * rate.right + back * chance
+            rate.tried = _FADE_REST * rate.tried + back
 
     def chance(self, kind: int) -> float:
         """Share of right ones among tokens of that kind."""
@@ -65,7 +65,6 @@ class Acceptance:
         for rate in self._own.values():
             rate.right *= _FADE_REST**tokens
             rate.tried *= _FADE_REST**tokens
-        self._common.rest(tokens)
 
     def chance(self, kind: int) -> float:
         """Chance that the next token of that kind is right, given that those before it are."""

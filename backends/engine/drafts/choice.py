@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-# lengths that are tried: fine where it matters, then coarse
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
-# what is gained, in the logarithm, has to be more than the noise of what is known
-_LEAST_GAIN = math.log(1.03)
+# what is gained, in the logarithm, has to be more than the noise of what is known, of one sequence
+# and of each one more: what a step takes is known no better
+_LEAST_GAIN, _NOISE = math.log(1.02), math.log(1.01)
+# nobody's tokens come at less than this of the rate that they would come at without drafts
+_FAIR = 0.95
+# steps of up to so many tokens may be of any size, larger ones fill tiles of these
+_ANY_SIZE, _SMALL_TILE, _TILED, _TILE = 8, 4, 32, 16
+# a larger step is never cheaper than a smaller one by more than this, whatever was measured
+_CHEAPER = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,14 @@ class Offer:
             expected.append(expected[-1] + reached)
         return cls(drafter, tuple(expected))
 
+    def upto(self, drafts: int) -> float:
+        """Expected tokens with so many drafts, or all that there are."""
+        return self.tokens[min(drafts, len(self.tokens) - 1)]
+
+    def more(self, drafts: int) -> float:
+        """What one draft more than so many multiplies the expectation by, in the logarithm."""
+        return math.log(self.tokens[drafts + 1] / self.tokens[drafts])
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
@@ -41,38 +56,125 @@ class Pick:
     drafts: int = 0
 
 
-def choose(
-    offers: Seq[Seq[Offer]],
-    step_ms: Callable[[int], float],
-    draft_ms: Callable[[list[Pick]], float],
-    *,
-    most: int,
-) -> list[Pick]:
-    """A pick for each sequence, from what is offered to it.
+# of a step with so many tokens
+StepMs = Callable[[int], float]
+# of one draft more by this drafter for so many sequences at once
+DraftMs = Callable[[int, int], float]
 
-    step_ms: of a step with that many tokens. draft_ms: of proposing what was picked. most: drafts
-    in one step. What grows is the product of all sequences' tokens/s, and their sum at least does
-    not shrink: one that drafts much makes the step longer for all, and has to gain more than the
-    others lose. They are settled one after the other, twice, the most promising first.
+
+def choose(offers: Seq[Seq[Offer]], step_ms: StepMs, draft_ms: DraftMs, *, most: int) -> list[Pick]:
+    """A pick for each sequence, from what is offered to it; times are milliseconds.
+
+    most: drafts in one step. What grows is the product of all sequences' tokens/s. Their sum does
+    not shrink, and nobody pays more than a little for another. Drafts are given out one by one,
+    each to whom it helps most, as long as there are any; of the ways on that path the best is
+    taken. Each draft is worth less than the one before it, so no other way to give out as many is
+    better, but for what a drafter saves by drafting for several at once.
     """
     count = len(offers)
-    picks, gained = [Pick()] * count, [1.0] * count
     plain_ms = step_ms(count)
-    plain = best = -count * math.log(plain_ms)
-    order = sorted(
-        (at for at, offered in enumerate(offers) if offered),
-        key=lambda at: -max(offer.tokens[-1] for offer in offers[at]),
-    )
-    for at in order * 2:
-        others = sum(pick.drafts for pick in picks) - picks[at].drafts
-        tokens = sum(gained) - gained[at]
-        logs = sum(map(math.log, gained)) - math.log(gained[at])
-        for offer in offers[at]:
-            for drafts in (n for n in LENGTHS if n < len(offer.tokens) and n + others <= most):
-                tried = [*picks]
-                tried[at] = Pick(offer.drafter, drafts)
-                ms = step_ms(count + others + drafts) + draft_ms(tried)
-                value = logs + math.log(offer.tokens[drafts]) - count * math.log(ms)
-                if value > best and (tokens + offer.tokens[drafts]) * plain_ms >= count * ms:
-                    best, picks, gained[at] = value, tried, offer.tokens[drafts]
-    return picks if best - plain >= _LEAST_GAIN else [Pick()] * count
+    if not plain_ms:
+        return [Pick()] * count
+    taken = [_alone(offered, count, step_ms, draft_ms, most) for offered in offers]
+    path = _Path(taken, draft_ms)
+    best, length = _LEAST_GAIN + (count - 1) * _NOISE, 0
+    while path.length < most and path.advance():
+        if not (path.is_at_end or path.length == most or _fills_tiles(count + path.length)):
+            continue
+        stretch = (step_ms(count + path.length) + path.drafting_ms) / plain_ms
+        value = path.gain - count * math.log(stretch)
+        if value > best and path.tokens >= count * stretch and path.least >= _FAIR * stretch:
+            best, length = value, path.length
+        if path.most_gain - count * math.log(max(1.0, _CHEAPER * stretch)) < best:
+            break
+    return path.picks(length)
+
+
+def _fills_tiles(tokens: int) -> bool:
+    """Whether a step of this size is worth a try: processors compute tiles of tokens, and sizes
+    that are tried must not be too many to be known."""
+    if tokens <= _ANY_SIZE:
+        return True
+    return tokens % (_SMALL_TILE if tokens <= _TILED else _TILE) == 0
+
+
+def _alone(
+    offered: Seq[Offer], count: int, step_ms: StepMs, draft_ms: DraftMs, most: int
+) -> Offer | None:
+    """The offer that is worth most if nobody else drafts."""
+
+    def worth(offer: Offer) -> float:
+        each_ms = draft_ms(offer.drafter, 1)
+        return max(
+            tokens / (step_ms(count + drafts) + drafts * each_ms)
+            for drafts, tokens in enumerate(offer.tokens[: most + 1])
+        )
+
+    if len(offered) < 2:
+        return offered[0] if offered else None
+    return max(offered, key=worth)
+
+
+class _Path:
+    """Drafts given out one after the other.
+
+    gain: of all, in the logarithm. most_gain: with all that is offered. tokens: expected, of all.
+    """
+
+    def __init__(self, offers: Seq[Offer | None], draft_ms: DraftMs) -> None:
+        self._offers, self._draft_ms = offers, draft_ms
+        self._drafts = [0] * len(offers)
+        self._sequences: Counter[tuple[int, int]] = Counter()  # by drafter and number of draft
+        self._order: list[int] = []
+        self.gain = self.drafting_ms = 0.0
+        self.tokens = float(len(offers))
+        self.most_gain = sum(math.log(offer.tokens[-1]) for offer in offers if offer)
+        self._next = [
+            (-offer.more(0), at) for at, offer in enumerate(offers) if offer and offer.tokens[1:]
+        ]
+        heapq.heapify(self._next)
+
+    @property
+    def length(self) -> int:
+        """Drafts that are given out."""
+        return len(self._order)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all that is offered is given out."""
+        return not self._next
+
+    @property
+    def least(self) -> float:
+        """What whoever has least may expect."""
+        return min(
+            offer.tokens[drafts] if offer else 1.0
+            for offer, drafts in zip(self._offers, self._drafts, strict=True)
+        )
+
+    def advance(self) -> bool:
+        """One draft more; False: nobody is offered more."""
+        if not self._next:
+            return False
+        gain, at = heapq.heappop(self._next)
+        offer, drafts = self._offers[at], self._drafts[at]
+        assert offer
+        self._drafts[at] = drafts + 1
+        self._order.append(at)
+        self.gain -= gain
+        self.tokens += offer.tokens[drafts + 1] - offer.tokens[drafts]
+        others = self._sequences[offer.drafter, drafts]
+        self._sequences[offer.drafter, drafts] += 1
+        self.drafting_ms += self._draft_ms(offer.drafter, others + 1)
+        self.drafting_ms -= self._draft_ms(offer.drafter, others)
+        if drafts + 2 < len(offer.tokens):
+            heapq.heappush(self._next, (-offer.more(drafts + 1), at))
+        return True
+
+    def picks(self, length: int) -> list[Pick]:
+        """The picks when so many drafts were given out."""
+        given = Counter(self._order[:length])
+        return [
+            Pick(offer.drafter, given[at]) if offer and given[at] else Pick()
+            for at, offer in enumerate(self._offers)
+        ]

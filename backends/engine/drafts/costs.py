@@ -2,66 +2,99 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+from bisect import bisect_left
+from collections import deque
+from statistics import median
 
-# steps of nearly as many tokens are one class
-_CLASSES_PER_DOUBLING = 3
-_WEIGHT = 0.2
-_OLD_STEPS = 500
+# the middle one of so many steps counts: one that something else delayed says nothing
+_KEPT = 5
+_OLD_STEPS, _LOOK_OVER = 500, 8
 
 
-class _Mean:
-    """A running mean that forgets, of tokens and of their time. last: the step it was fed in."""
+class _Size:
+    """The latest steps of one size. last: when there was one."""
 
-    __slots__ = ("last", "ms", "seen", "tokens")
+    __slots__ = ("_steps", "last")
 
     def __init__(self) -> None:
-        self.ms = self.tokens = 0.0
-        self.seen = self.last = 0
+        self.last = 0
+        self._steps: deque[float] = deque(maxlen=_KEPT)
 
-    def add(self, tokens: int, ms: float, step: int) -> None:
-        # a mean at first, so that an odd first step does not linger
-        weight = max(_WEIGHT, 1.0 / (self.seen + 1))
-        self.seen += 1
-        self.last = step
-        self.ms += weight * (ms - self.ms)
-        self.tokens += weight * (tokens - self.tokens)
+    def add(self, ms: float, now: int) -> None:
+        self.last = now
+        self._steps.append(ms)
+
+    @property
+    def ms(self) -> float:
+        # of two the faster: a first step may set up what later ones have
+        return sorted(self._steps)[(len(self._steps) - 1) // 2]
 
 
 class StepCosts:
-    """Milliseconds of a step with n tokens, each of them sampled."""
+    """Milliseconds of a step with n tokens, each of them sampled.
+
+    Every size is for itself: processors compute tiles of tokens, so that 64 may well take less time
+    than 63.
+    """
 
     def __init__(self) -> None:
-        self._classes: dict[int, _Mean] = {}
-        self._prompts = _Mean()
-        self._steps = 0
-        self._known: list[tuple[float, float]] = []  # (tokens, ms), ascending
+        self._seen: dict[int, _Size] = {}
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=_KEPT)  # (tokens, ms)
+        self._now = 0
+        self._sizes: list[int] = []  # ascending, with what each takes
+        self._ms: list[float] = []
 
     def observe(self, tokens: int, ms: float) -> None:
         """Enter a step in which all sequences were decoding."""
-        self._steps += 1
-        self._classes.setdefault(_class(tokens), _Mean()).add(tokens, ms, self._steps)
-        self._forget_old()
-        self._known = sorted((mean.tokens, mean.ms) for mean in self._classes.values())
+        known = self._seen.get(tokens)
+        if known is None:
+            known = self._seen[tokens] = _Size()
+            known.add(ms, self._now)
+            self._sort()
+        else:
+            known.add(ms, self._now)
+            self._ms[bisect_left(self._sizes, tokens)] = known.ms
 
     def observe_prompt(self, tokens: int, ms: float) -> None:
         """Enter a step of prompt tokens alone: what many tokens take at least."""
-        self._prompts.add(tokens, ms, self._steps)
+        self._prompts.append((tokens, ms))
+
+    def pass_by(self, *, keep_smallest: bool) -> None:
+        """A step of the engine goes by. What was slow long ago may not be: sizes not tried for
+        long count as unknown.
+
+        keep_smallest: but for the one which all others are measured by.
+        """
+        self._now += 1
+        if self._now % _LOOK_OVER:
+            return
+        old = [size for size, one in self._seen.items() if self._now - one.last > _OLD_STEPS]
+        if keep_smallest and old:
+            old = [size for size in old if size != self._sizes[0]]
+        for size in old:
+            del self._seen[size]
+        if old:
+            self._sort()
+
+    def _sort(self) -> None:
+        self._sizes = sorted(self._seen)
+        self._ms = [self._seen[size].ms for size in self._sizes]
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Sizes of steps that were measured, and what they take: (tokens, ms), ascending."""
+        return list(zip(self._sizes, self._ms, strict=True))
 
     @property
-    def token_ms(self) -> float | None:
-        """What a token of a prompt takes; None: none was seen."""
-        return self._prompts.ms / self._prompts.tokens if self._prompts.seen else None
-
-    def curve(self) -> list[tuple[float, float]]:
-        """Sizes of steps that were measured, and what they take: (tokens, ms), ascending."""
-        return self._known
+    def smallest(self) -> int:
+        """Tokens of the smallest step that was measured; 0: none."""
+        return self._sizes[0] if self._sizes else 0
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest step that was measured; 0: none."""
-        return round(self._known[-1][0]) if self._known else 0
+        """Tokens of the largest step that was measured, a prompt or not; 0: none decoded yet."""
+        if not self._sizes:
+            return 0
+        return max(self._sizes[-1], *(tokens for tokens, _ in self._prompts), 0)
 
     def ms(self, tokens: int) -> float | None:
         """About what a step takes: between the nearest known sizes, beyond them by the price of a
@@ -69,36 +102,22 @@ class StepCosts:
 
         Where little is known this is too little rather than too much: trying tells.
         """
-        known = self._known
-        if not known:
+        sizes, ms = self._sizes, self._ms
+        if not sizes:
             return None
-        if tokens <= known[0][0]:
-            return known[0][1]
-        for (low, low_ms), (high, high_ms) in pairwise(known):
-            if tokens <= high:
-                return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
-        last, last_ms = known[-1]
-        return last_ms + (tokens - last) * self._slope()
+        at = bisect_left(sizes, tokens)
+        if at == 0:
+            return ms[0]
+        if at == len(sizes):
+            return ms[-1] + (tokens - sizes[-1]) * self._slope()
+        low, high = sizes[at - 1], sizes[at]
+        return ms[at - 1] + (ms[at] - ms[at - 1]) * (tokens - low) / (high - low)
 
     def _slope(self) -> float:
         """Milliseconds of each token more than were ever seen in a step: the least that speaks
         for itself."""
-        (first, first_ms), (last, last_ms) = self._known[0], self._known[-1]
-        found = []
-        if self._prompts.seen:
-            found.append((self._prompts.ms - first_ms) / self._prompts.tokens)
-        if last > first:
-            found.append((last_ms - first_ms) / (last - first))
+        first_ms, more = self._ms[0], self._sizes[-1] - self._sizes[0]
+        found = [(self._ms[-1] - first_ms) / more] if more else []
+        if self._prompts:
+            found.append(median((ms - first_ms) / tokens for tokens, ms in self._prompts))
         return max(0.0, min(found, default=0.0))
-
-    def _forget_old(self) -> None:
-        """What was slow long ago may not be: sizes not tried for long count as unknown. The
-        smallest stays, which all others are measured by."""
-        smallest = min(self._classes)
-        for size, mean in list(self._classes.items()):
-            if size != smallest and self._steps - mean.last > _OLD_STEPS:
-                del self._classes[size]
-
-
-def _class(tokens: int) -> int:
-    return tokens if tokens < 4 else round(_CLASSES_PER_DOUBLING * math.log2(tokens))

@@ -21,22 +21,35 @@ class Proposal:
 class Drafter(Protocol):
     """Proposes how sequences go on, one way for each. Called between steps, by the engine's thread.
 
-    name: as users know it.
+    name: as users know it. must_be_tried: whether trying alone tells how often it is right; else it
+    knows without.
     """
 
     name: str
+    must_be_tried: bool
+
+    @property
+    def failure(self) -> str:
+        """Why it proposes no more; empty: it works."""
+        ...
 
     def chances(self, seq: Sequence, most: int) -> Seq[float]:
         """How often each of the next drafts would be right, those before it being right; at most
         `most` of them. Empty: there is nothing to propose."""
         ...
 
-    def cost_ms(self, lengths: Seq[int]) -> float:
-        """About what it takes to propose so many tokens for so many sequences at once."""
+    def draft_ms(self, sequences: int) -> float:
+        """About what one draft takes, for so many sequences at once."""
+        ...
+
+    def usual_chance(self) -> float:
+        """How often a draft is right for a sequence of which nothing else is known; 0: there is
+        nothing to prepare for."""
         ...
 
     def catch_up(self, most_ms: float) -> None:
-        """Prepare for sequences that cannot be drafted for yet; that long at most, or so."""
+        """Prepare for sequences that cannot be drafted for yet; that long at most, or so. Called
+        once a step."""
         ...
 
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:

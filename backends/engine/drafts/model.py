@@ -18,8 +18,10 @@ from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # a sequence is drafted for once no more than this of it is new to the draft model
 _NEARLY = 64
-# before anything is known
-_PRIOR = 0.6
+# tokens that are read at once, where nothing is known or more would take too long
+_LEAST_READ = 16
+# before anything is known: three wrong ones at the beginning do not yet make a useless model
+_PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,11 @@ class _Twin:
     draws: bool
     proposed: list[int] = field(default_factory=list)
     drawn_from: list[Any] = field(default_factory=list)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the draft model has it still."""
+        return self.seq.state is State.RUNNING
 
     @property
     def behind(self) -> int:
@@ -77,6 +84,8 @@ class ModelDrafter:
     Should the draft model fail, it drafts no more; the target goes on.
     """
 
+    must_be_tried = True
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -89,9 +98,12 @@ class ModelDrafter:
         self._vocab = vocab
         self._runner, self._clock = runner, clock
         self._twins: dict[Sequence, _Twin] = {}
-        self._common = Common((_PRIOR, _PRIOR))  # of greedy ones, and of those that are drawn
+        # of greedy ones, and of those that are drawn
+        self._common = Common((_PRIOR, _PRIOR), weight=_PRIOR_WEIGHT)
         self._costs = StepCosts()
-        self._failed = False
+        self._at_once = min(_LEAST_READ, runner.limits.max_batch_tokens)
+        self._tried = False  # since the last step
+        self._failure = ""
 
     def chances(self, seq: Sequence, most: int) -> list[float]:
         """As Drafter.chances."""
@@ -101,30 +113,49 @@ class ModelDrafter:
         room = self._runner.limits.max_len - len(seq.tokens)
         return [twin.acceptance.chance(twin.draws)] * max(0, min(most, room))
 
-    def cost_ms(self, lengths: Seq[int]) -> float:
-        """As Drafter.cost_ms: a step of the draft model for each draft of the longest."""
-        return sum(
-            self._costs.ms(sum(length > done for length in lengths)) or 0.0
-            for done in range(max(lengths, default=0))
-        )
+    @property
+    def failure(self) -> str:
+        """As Drafter.failure."""
+        return self._failure
+
+    def draft_ms(self, sequences: int) -> float:
+        """As Drafter.draft_ms: a step of the draft model; 0: not known yet."""
+        return self._costs.ms(sequences) or 0.0
+
+    def usual_chance(self) -> float:
+        """As Drafter.usual_chance."""
+        if self._failure or not self._behind():
+            return 0.0
+        return max(self._common.chance(kind) for kind in (False, True))
 
     def catch_up(self, most_ms: float) -> None:
         """Read on in the texts that are new to the draft model, for about that long."""
-        behind = [twin for twin in self._twins.values() if twin.behind > _NEARLY]
-        if not behind or self._failed:
+        self._costs.pass_by(keep_smallest=False)
+        if not self._tried:
+            self._common.rest()
+        self._tried = False
+        behind = self._behind()
+        if not behind or self._failure or not most_ms:
             return
-        token_ms = self._costs.token_ms or 0.0
-        most = self._runner.limits.max_batch_tokens
-        tokens = min(most, max(16, int(most_ms / token_ms))) if token_ms else min(most, 32)
         twin = min(behind, key=lambda twin: twin.behind)
-        self._compute([(twin, min(tokens, twin.behind - 1))], samples=False)
+        started_s = self._clock()
+        self._compute([(twin, min(self._at_once, twin.behind - 1))], samples=False)
+        took_ms = (self._clock() - started_s) * 1e3
+        if took_ms < most_ms / 2:
+            self._at_once = min(2 * self._at_once, self._runner.limits.max_batch_tokens)
+        elif took_ms > most_ms:
+            self._at_once = max(_LEAST_READ, self._at_once // 2)
+
+    def _behind(self) -> list[_Twin]:
+        """Texts that the draft model has to read before it can draft for them."""
+        return [t for t in self._twins.values() if t.is_there and t.behind > _NEARLY]
 
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         """As Drafter.propose."""
         left = {self._twins[seq]: count for seq, count in wanted if seq in self._twins}
         for twin in left:
             twin.clear()
-        while left and not self._failed:
+        while left and not self._failure:
             for group in self._groups(left):
                 for twin, sampled in self._compute(group, samples=True):
                     if self._is_padding(sampled.tokens):
@@ -134,7 +165,7 @@ class ModelDrafter:
                     left[twin] -= 1
                     if twin.proposed[-1] in twin.seq.stop_ids:
                         left[twin] = 0
-            left = {t: n for t, n in left.items() if n and t.seq.state is State.RUNNING}
+            left = {t: n for t, n in left.items() if n and t.is_there}
         found = (self._twins.get(seq) for seq, _ in wanted)
         return [
             Proposal([]) if twin is None else Proposal(list(twin.proposed), tuple(twin.drawn_from))
@@ -146,7 +177,9 @@ class ModelDrafter:
         twin = self._twins.get(seq)
         if twin is None:
             return
-        if not twin.proposed:
+        if twin.proposed:
+            self._tried = True
+        else:
             twin.acceptance.rest(len(came))
         for draft, token in zip(twin.proposed, came, strict=False):
             twin.acceptance.add(twin.draws, draft == token)
@@ -157,7 +190,7 @@ class ModelDrafter:
     def forget(self, seq: Sequence) -> None:
         """As Drafter.forget; what the draft model has read may serve as a prefix."""
         twin = self._twins.pop(seq, None)
-        if twin is not None and twin.seq.state is State.RUNNING and not self._failed:
+        if twin is not None and twin.is_there and not self._failure:
             self._release(twin, keep=True)
 
     def close(self) -> None:
@@ -169,19 +202,17 @@ class ModelDrafter:
     def _twin(self, seq: Sequence) -> _Twin | None:
         """The sequence in the draft model, as it is now; None: there is no room for it."""
         twin = self._twins.get(seq)
-        if self._failed or len(seq.tokens) >= self._runner.limits.max_len:
+        if self._failure or len(seq.tokens) >= self._runner.limits.max_len:
             return None
         if twin is not None:
-            if twin.seq.state is not State.RUNNING:
+            if not twin.is_there:
                 return None
             twin.follow(seq.tokens, self._runner)
             if self._is_padding(twin.seq.tokens[twin.seq.num_computed :]):
                 self._release(twin, keep=False)
                 return None
             return twin
-        if sum(t.seq.state is State.RUNNING for t in self._twins.values()) >= (
-            self._runner.limits.max_seqs
-        ):
+        if sum(t.is_there for t in self._twins.values()) >= self._runner.limits.max_seqs:
             return None
         if self._is_padding(seq.tokens):
             return None
@@ -223,7 +254,7 @@ class ModelDrafter:
         self, group: list[tuple[_Twin, int]], *, samples: bool
     ) -> list[tuple[_Twin, Sampled]]:
         """A step of the draft model; what it says for each sequence, if it is to."""
-        if self._failed:
+        if self._failure:
             return []
         group = [(twin, count) for twin, count in group if self._grown(twin, count)]
         chunks = [
@@ -247,14 +278,11 @@ class ModelDrafter:
             return []
         except StepFailed as error:
             _log.error("%s drafts no more: %s", self.name, error)
-            self._failed = True
+            self._failure = f"failed: {error}"
             return []
         ms = (self._clock() - started_s) * 1e3
-        tokens = sum(map(len, chunks))
-        if tokens == len(chunks):
-            self._costs.observe(tokens, ms)
-        else:
-            self._costs.observe_prompt(tokens, ms)
+        if samples and sum(map(len, chunks)) <= 2 * len(chunks):
+            self._costs.observe(len(chunks), ms)
         said = []
         for (twin, count), sampled in zip(group, result, strict=True):
             twin.seq.num_computed += count

@@ -34,7 +34,8 @@ class NgramDrafter:
     """
 
     name = "n-gram"
-    step_ms = 0.0
+    must_be_tried = False
+    failure = ""
 
     def __init__(self) -> None:
         self._common = Common(_PRIOR)
@@ -44,12 +45,16 @@ class NgramDrafter:
         """As Drafter.chances."""
         return self._text(seq).chances(most)
 
-    def cost_ms(self, lengths: Seq[int]) -> float:
-        """As Drafter.cost_ms: too little to count."""
+    def draft_ms(self, sequences: int) -> float:
+        """As Drafter.draft_ms: too little to count."""
+        return 0.0
+
+    def usual_chance(self) -> float:
+        """As Drafter.usual_chance: it is ready at once."""
         return 0.0
 
     def catch_up(self, most_ms: float) -> None:
-        """As Drafter.catch_up: it is ready at once."""
+        """As Drafter.catch_up."""
 
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         """As Drafter.propose."""

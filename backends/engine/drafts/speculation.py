@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.drafts.choice import Offer, Pick, choose
@@ -17,8 +18,8 @@ from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import SpeculationStats
 
-# most drafts for one sequence
-MOST_DRAFTS = 64
+# most drafts for one sequence, whose step is of as many tokens and one
+MOST_DRAFTS = 63
 # an offer that promises fewer tokens than this is none
 _LEAST_OFFER = 1.05
 # steps grow no faster than this into sizes that were never tried
@@ -28,12 +29,19 @@ _CATCH_UP_SHARE = 0.25
 # a plain step now and then shows what plain steps take by now
 _PLAIN_EVERY = 128
 _FADE = 0.98
-# what seems not to pay is tried now and then, if it would where drafts cost nothing: with so many
-# drafts, for this share of the time, and at first for so many plain steps
+# what seems not to pay is tried now and then, if it would where drafts cost nothing: with up to so
+# many drafts, for this share of the time and for what drafts gained; that is so many plain steps at
+# first, and saved up to so many times as many; each try that did not pay doubles the steps until
+# the next, up to so many
 _PROBE_DRAFTS = 4
 _PROBE_TOKENS = 1.4
 _PROBE_SHARE = 0.01
-_PROBE_STEPS = 3
+_PROBE_STEPS, _PROBE_SAVED = 3, 3
+_MOST_REST, _PAYS = 64, 1.03
+# looking for drafts takes no more than this share of the time where it gains nothing, but is done
+# every so many steps at least
+_LOOK_SHARE = 0.01
+_LOOK_EVERY = 16
 
 
 @dataclass(slots=True)
@@ -64,15 +72,25 @@ class _Recent:
 
 @dataclass(slots=True)
 class _Own:
-    """What one sequence has had of it: ms of its steps, and of plain ones for the same tokens.
+    """What one sequence has had of it: its steps, and those with drafts for it.
 
-    by: tokens that each drafter proposed.
+    ms: of steps in which all were decoding; plain_ms: of plain ones for the same tokens. by: tokens
+    that each drafter proposed.
     """
 
     steps: int = 0
+    drafted: int = 0
     ms: float = 0.0
     plain_ms: float = 0.0
     by: Counter[str] = field(default_factory=Counter)
+
+
+class _Decoded(NamedTuple):
+    """One sequence's part in a step: what it got, and drafts for it."""
+
+    own: _Own
+    tokens: int
+    drafts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +109,8 @@ NO_DRAFTS = Drafting()
 class Speculation:
     """Decides before each step who drafts how much, by what was measured.
 
-    most: drafts for one sequence. why_none: what to say where there are no drafters.
+    most: drafts for one sequence. why_none: what to say where there are no drafters. looks_ahead:
+    whether plain steps are launched before they are asked for, as of Limits.
     """
 
     def __init__(
@@ -100,76 +119,118 @@ class Speculation:
         *,
         most: int = MOST_DRAFTS,
         why_none: str = "no drafter",
+        looks_ahead: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._drafters, self._most, self._clock = drafters, most, clock
+        self._looks_ahead = looks_ahead
         self._costs = StepCosts()
         self._recent = _Recent()
         self._since_plain = 0
+        self._is_probing = False
+        self._rest, self._resting = 1, 0  # steps between tries, and until the next
         self._to_lose_ms = 0.0
+        self._to_look_ms = 0.0
+        self._is_looking = False
         self._known: set[Sequence] = set()
         self._own: WeakKeyDictionary[Sequence, _Own] = WeakKeyDictionary()
         self._reason = "" if drafters else why_none
-        self._nothing_to_expect = _nothing_to_expect(drafters)
-        self._propose_ms = 0.0  # what proposing for the step that comes took
+        self._propose_ms = self._look_ms = 0.0  # what proposing, looking for the next step took
         self._steps = self._drafted = self._accepted = 0
 
-    def propose(self, seqs: Seq[Sequence], *, outputs: int) -> dict[Sequence, Proposal]:
-        """Drafts for the step that comes. seqs: all that decode. outputs: what it may sample."""
-        self._propose_ms = 0.0
+    def propose(
+        self, seqs: Seq[Sequence], *, outputs: int, beside_prompts: bool = False
+    ) -> dict[Sequence, Proposal]:
+        """Drafts for the step that comes.
+
+        seqs: all that decode. outputs: what it may sample. beside_prompts: it reads prompts too,
+        which leaves no arithmetic to spare.
+        """
+        self._propose_ms, self._is_probing, self._is_looking = 0.0, False, False
         self._forget_others(seqs)
-        if not self._drafters or not seqs:
+        if not self._drafters or not seqs or not self._may_look:
             return {}
+        self._is_looking = True
         started_s = self._clock()
-        tokens = min(outputs, _LEAP * self._costs.largest)
-        picks = self._pick(seqs, most=tokens - len(seqs))
+        self._costs.pass_by(keep_smallest=True)
+        if beside_prompts:
+            self._reason = "prompts first: one is being read"
+            picks = [Pick()] * len(seqs)
+        else:
+            picks = self._pick(seqs, outputs)
+        self._look_ms = self._ms_since(started_s)
+        drafts = self._proposals(seqs, picks)
+        for number, drafter in enumerate(self._drafters):
+            drafter.catch_up(self._preparing_ms(number, len(seqs)))
+        self._propose_ms = self._ms_since(started_s)
+        return drafts
+
+    def _proposals(self, seqs: Seq[Sequence], picks: Seq[Pick]) -> dict[Sequence, Proposal]:
+        """What was picked."""
         drafts: dict[Sequence, Proposal] = {}
+        if not any(pick.drafts for pick in picks):
+            return drafts
         for number, drafter in enumerate(self._drafters):
             wanted = [
                 (seq, pick.drafts)
                 for seq, pick in zip(seqs, picks, strict=True)
                 if pick.drafts and pick.drafter == number
             ]
-            if wanted:
-                found = drafter.propose(wanted)
-                pairs = zip(wanted, found, strict=True)
-                named = {seq: new for (seq, _), new in pairs if new.tokens}
-                for seq, new in named.items():
-                    self._own.setdefault(seq, _Own()).by[drafter.name] += len(new.tokens)
-                drafts |= named
-        for drafter in self._drafters:
-            drafter.catch_up(_CATCH_UP_SHARE * self._step_ms(len(seqs)))
-        if drafts:
-            self._propose_ms = (self._clock() - started_s) * 1e3
+            found = drafter.propose(wanted) if wanted else []
+            for (seq, _), new in zip(wanted, found, strict=True):
+                if new.tokens:
+                    self._own_of(seq).by[drafter.name] += len(new.tokens)
+                    drafts[seq] = new
         return drafts
 
-    def _pick(self, seqs: Seq[Sequence], *, most: int) -> list[Pick]:
+    @property
+    def _may_look(self) -> bool:
+        return self._to_look_ms >= 0
+
+    def _pick(self, seqs: Seq[Sequence], outputs: int) -> list[Pick]:
         none = [Pick()] * len(seqs)
-        if most < 1 or self._since_plain >= _PLAIN_EVERY:
+        if outputs <= len(seqs):
+            self._reason = f"no room: a step samples {outputs} tokens here, one of each sequence"
+            return none
+        most = min(outputs, _LEAP * self._costs.largest) - len(seqs)
+        # what plain steps of so few take must be known
+        if most < 1 or self._costs.smallest > len(seqs) or self._since_plain >= _PLAIN_EVERY:
             return none
         offers = [self._offers(seq, min(most, self._most)) for seq in seqs]
         if not any(offers):
-            self._reason = self._nothing_to_expect
+            self._reason = self._nothing_to_expect()
             return none
         picks = choose(offers, self._step_ms, self._draft_ms, most=most)
         if any(pick.drafts for pick in picks):
             return picks
-        self._reason = "drafts would cost more than they save"
-        return self._probe(offers, min(most, _PROBE_DRAFTS))
+        self._reason = "too dear: drafts would cost more than they save"
+        return self._probe(offers, most)
 
-    def _probe(self, offers: Seq[Seq[Offer]], drafts: int) -> list[Pick]:
-        """Try the best offer all the same, if there is time to lose."""
-        picks = [Pick()] * len(offers)
-        promised, at, drafter = max(
-            (offer.tokens[min(drafts, len(offer.tokens) - 1)], at, offer.drafter)
+    def _probe(self, offers: Seq[Seq[Offer]], most: int) -> list[Pick]:
+        """Try all the same what is most likely to pay, if there is time to lose and something to
+        learn from it."""
+        count = len(offers)
+        picks = [Pick()] * count
+        untried = [
+            (at, offer)
             for at, offered in enumerate(offers)
             for offer in offered
-        )
-        picks[at] = Pick(drafter, drafts)
-        plain_ms = self._step_ms(len(offers))
-        cost_ms = self._step_ms(len(offers) + drafts) + self._draft_ms(picks) - plain_ms
-        if promised < _PROBE_TOKENS or cost_ms > self._to_lose_ms:
-            return [Pick()] * len(offers)
+            if self._drafters[offer.drafter].must_be_tried
+        ]
+        self._resting -= bool(untried)
+        if self._resting > 0 or not untried:
+            return picks
+        plain_ms, best = self._step_ms(count), 0.0
+        for drafts in range(1, min(most, _PROBE_DRAFTS) + 1):
+            at, offer = max(untried, key=lambda one: one[1].upto(drafts))
+            cost_ms = self._step_ms(count + drafts) - plain_ms
+            cost_ms += drafts * self._draft_ms(offer.drafter, 1)
+            promised = offer.upto(drafts)
+            value = promised / (plain_ms + cost_ms)
+            if promised >= _PROBE_TOKENS and cost_ms <= self._to_lose_ms and value > best:
+                picks, best = [Pick()] * count, value
+                picks[at] = Pick(offer.drafter, min(drafts, len(offer.tokens) - 1))
+                self._is_probing = True
         return picks
 
     def _offers(self, seq: Sequence, most: int) -> list[Offer]:
@@ -180,59 +241,99 @@ class Speculation:
         ]
         return [offer for offer in offers if offer.tokens[-1] >= _LEAST_OFFER]
 
+    def _preparing_ms(self, number: int, sequences: int) -> float:
+        """How long a drafter may prepare: there is time to lose, or it would pay once it is
+        ready."""
+        drafter, step_ms = self._drafters[number], self._step_ms(sequences)
+        chance = drafter.usual_chance()
+        if not chance:
+            return 0.0
+        offer = Offer.of(number, [chance] * _PROBE_DRAFTS)
+        if self._to_lose_ms > 0 or any(
+            pick.drafts
+            for pick in choose([[offer]], self._step_ms, self._draft_ms, most=_PROBE_DRAFTS)
+        ):
+            return _CATCH_UP_SHARE * step_ms
+        return 0.0
+
+    def _ms_since(self, started_s: float) -> float:
+        return (self._clock() - started_s) * 1e3
+
     def _step_ms(self, tokens: int) -> float:
         return self._costs.ms(tokens) or 0.0
 
-    def _draft_ms(self, picks: list[Pick]) -> float:
-        return sum(
-            drafter.cost_ms([p.drafts for p in picks if p.drafts and p.drafter == number])
-            for number, drafter in enumerate(self._drafters)
-        )
+    def _draft_ms(self, drafter: int, sequences: int) -> float:
+        return self._drafters[drafter].draft_ms(sequences) if sequences else 0.0
 
     def observe(self, chunks: Seq[Chunk], step_ms: float) -> None:
         """Enter a finished step; to be called when its tokens are in their sequences."""
         if not self._drafters:
             return
-        came = [_came(chunk) for chunk in chunks]
+        started_s = self._clock()
+        # a sequence that lost its place computes what it had said anew
         decoding = [
-            (chunk, len(tokens))
-            for chunk, tokens in zip(chunks, came, strict=True)
-            if chunk.samples and chunk.start >= chunk.seq.num_prompt
+            _Decoded(self._own_of(chunk.seq), _num_came(chunk), chunk.num_drafts)
+            for chunk in chunks
+            if chunk.samples
+            and chunk.start >= chunk.seq.num_prompt
+            and len(chunk) == 1 + chunk.num_drafts
         ]
-        drafted = sum(chunk.num_drafts for chunk, _ in decoding)
+        drafted = 0
+        for one in decoding:
+            one.own.steps += 1
+            one.own.drafted += bool(one.drafts)
+            drafted += one.drafts
         if len(decoding) == len(chunks):
             self._enter(decoding, drafted, step_ms)
         elif not decoding:
             self._costs.observe_prompt(sum(map(len, chunks)), step_ms)
-        self._steps += bool(drafted)
-        self._drafted += drafted
-        self._accepted += sum(count - 1 for chunk, count in decoding if chunk.num_drafts)
-        for chunk, tokens in zip(chunks, came, strict=True):
-            if tokens:
+        if drafted:
+            self._steps += 1
+            self._drafted += drafted
+            self._accepted += sum(one.tokens - 1 for one in decoding if one.drafts)
+        if not self._is_looking:
+            return
+        for chunk in chunks:
+            if chunk.samples and (count := _num_came(chunk)):
+                tokens = chunk.seq.tokens[-count:]
                 for drafter in self._drafters:
                     drafter.learn(chunk.seq, tokens)
+        self._to_look_ms -= 0 if drafted else self._look_ms + self._ms_since(started_s)
 
-    def _enter(self, decoding: Seq[tuple[Chunk, int]], drafted: int, step_ms: float) -> None:
+    def _enter(self, decoding: Seq[_Decoded], drafted: int, step_ms: float) -> None:
         """A step of sequences that were all decoding."""
-        sequences, tokens = len(decoding), sum(count for _, count in decoding)
+        sequences, tokens = len(decoding), sum(one.tokens for one in decoding)
         if not self._costs.largest:
-            self._to_lose_ms = _PROBE_STEPS * step_ms
-        self._costs.observe(sequences + drafted, step_ms)
+            self._to_lose_ms = self._to_look_ms = _PROBE_STEPS * step_ms
+        # the plain step that was launched ahead in its place was computed in vain before it
+        in_vain = self._looks_ahead and drafted and not self._since_plain
+        own_ms = step_ms - self._step_ms(sequences) if in_vain else step_ms
+        self._costs.observe(sequences + drafted, max(own_ms, step_ms / 2))
         self._since_plain = self._since_plain + 1 if drafted else 0
-        ms = step_ms + self._propose_ms
-        plain_ms = ms if not drafted else tokens / sequences * self._step_ms(sequences)
-        for chunk, count in decoding:
-            own = self._own.setdefault(chunk.seq, _Own())
-            own.steps += 1
-            own.ms += ms
-            own.plain_ms += ms if not drafted else count * self._step_ms(sequences)
-        gained_ms = _PROBE_SHARE * ms - max(0.0, ms - plain_ms)
-        self._to_lose_ms = min(
-            self._to_lose_ms + gained_ms, _PROBE_STEPS * self._step_ms(sequences)
-        )
+        ms, plain_step_ms = step_ms + self._propose_ms, self._step_ms(sequences)
+        plain_ms = tokens / sequences * plain_step_ms if drafted else step_ms
+        for one in decoding:
+            one.own.ms += ms
+            one.own.plain_ms += one.tokens * plain_step_ms if drafted else step_ms
+        if self._is_probing:
+            self._rest = 1 if plain_ms > _PAYS * ms else min(2 * self._rest, _MOST_REST)
+            self._resting = self._rest
+        most_ms = _PROBE_STEPS * plain_step_ms
+        to_lose_ms = self._to_lose_ms + _PROBE_SHARE * ms + plain_ms - ms
+        # one step that something else delayed must not forbid trying for long
+        self._to_lose_ms = max(-most_ms, min(to_lose_ms, _PROBE_SAVED * most_ms))
+        share_ms = _LOOK_SHARE * step_ms
+        to_look_ms = max(self._to_look_ms, (1 - _LOOK_EVERY) * share_ms) + share_ms
+        self._to_look_ms = min(to_look_ms + max(0.0, plain_ms - ms), most_ms)
         self._recent.add(
             drafting=bool(drafted), sequences=sequences, tokens=tokens, ms=ms, plain_ms=plain_ms
         )
+
+    def _own_of(self, seq: Sequence) -> _Own:
+        own = self._own.get(seq)
+        if own is None:
+            own = self._own[seq] = _Own()
+        return own
 
     def _forget_others(self, seqs: Seq[Sequence]) -> None:
         """Who decodes no more has ended, or lost its place."""
@@ -242,13 +343,19 @@ class Speculation:
                 drafter.forget(seq)
         self._known = now
 
+    def _nothing_to_expect(self) -> str:
+        text = "nothing to expect: the text does not repeat itself"
+        models = [drafter for drafter in self._drafters if drafter.name != NgramDrafter.name]
+        for model in models:
+            text += f", and {model.name} {model.failure or 'has not read it or is wrong here'}"
+        return text
+
     def of(self, seq: Sequence) -> Drafting:
         """What a sequence has had of it so far."""
         own = self._own.get(seq)
         if own is None or not own.ms:
             return Drafting(reason=self._reason)
-        # a step without drafts for anybody says that the reason held
-        reason = "" if seq.num_drafted else self._reason
+        reason = "" if 2 * own.drafted >= own.steps else self._reason
         by = tuple(name for name, _ in own.by.most_common())
         return Drafting(own.steps, own.plain_ms / own.ms, reason, by)
 
@@ -258,7 +365,7 @@ class Speculation:
         recent = self._recent
         share = recent.drafting / recent.steps if recent.steps else 0.0
         return SpeculationStats(
-            drafters=tuple(drafter.name for drafter in self._drafters),
+            drafters=tuple(drafter.name for drafter in self._drafters if not drafter.failure),
             share=share,
             reason="" if share >= 0.5 else self._reason,
             tokens_per_step=recent.tokens / recent.sequences if recent.sequences else 0.0,
@@ -274,12 +381,6 @@ class Speculation:
             drafter.close()
 
 
-def _nothing_to_expect(drafters: Seq[Drafter]) -> str:
-    models = [drafter.name for drafter in drafters if drafter.name != NgramDrafter.name]
-    beside = f", and {' and '.join(models)} has not read it or is wrong here" if models else ""
-    return f"nothing to expect: the text does not repeat itself{beside}"
-
-
-def _came(chunk: Chunk) -> list[int]:
-    """What the sequence has got from this chunk."""
-    return chunk.seq.tokens[chunk.start + len(chunk) - chunk.num_drafts :] if chunk.samples else []
+def _num_came(chunk: Chunk) -> int:
+    """Tokens that the sequence has got from this chunk, which samples."""
+    return len(chunk.seq.tokens) - (chunk.start + len(chunk) - chunk.num_drafts)

@@ -1,0 +1,62 @@
+"""What a smaller model's drafts gain a larger one, at acceptances that are set."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks.answers import decode_tok_s
+from benchmarks.gpu_parts.bench import Bench
+from benchmarks.gpu_parts.clock import Budget
+from benchmarks.gpu_parts.loaded import over, watched_runner
+from benchmarks.gpu_parts.report import Figures
+from benchmarks.gpu_parts.shapes import Shape
+from benchmarks.scripted import SAID, SCRIPTED, Scripted
+from benchmarks.session import Session
+from localgen.backends.cuda.runner import CudaRunner
+from localgen.backends.engine.drafts.model import ModelDrafter
+
+ACCEPTANCES = (0.5, 0.7, 0.9)
+
+
+def drafts(bench: Bench, budget: Budget) -> None:
+    """Both models at batch 1, beside the target alone."""
+    plan = bench.plan
+    kv_tokens = plan.alone.prompt + plan.alone.answer + 4096
+
+    def runner(shape: Shape, *, ahead: bool) -> CudaRunner:
+        loaded = bench.model(shape)
+        return watched_runner(
+            loaded.spec, loaded.weights, bench.device, kv_tokens=kv_tokens, ahead=ahead
+        )
+
+    # what comes after a draft is the target's to say
+    target, draft = runner(plan.plain, ahead=True), runner(plan.small, ahead=False)
+    prompt = bench.prompt(plan.plain, plan.alone.prompt)
+    vocab = plan.plain.spec.vocab
+    for alpha in ACCEPTANCES:
+        drafter = ModelDrafter(Scripted(draft, SAID, alpha), "scripted")
+        sessions = {
+            "plain": over(target, vocab),
+            f"drafts of {plan.small.name}": over(target, vocab, [drafter]),
+        }
+        sides = {
+            name: partial(_figures, session, prompt, plan.alone.answer)
+            for name, session in sessions.items()
+        }
+        for side in sides.values():
+            side()  # compiles, captures, and lets the engine find out what steps take
+        bench.rounds("drafts", f"acceptance {alpha:g}", sides, plan.rounds, budget)
+        for session in sessions.values():
+            session.stop()
+    for one in (target, draft):
+        one.close()
+
+
+def _figures(session: Session, prompt: list[int], tokens: int) -> Figures:
+    (answer,) = session.ask([prompt], tokens, SCRIPTED)
+    told = session.stats.speculation
+    return {
+        "decode_tok_s": decode_tok_s([answer]),
+        "tokens_a_step": told.tokens_per_step,
+        "speedup_as_told": told.speedup,
+    }

@@ -1,0 +1,26 @@
+"""A model file that is damaged: the error says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import TINY_GGUF
+
+from localgen.backends.errors import LoadFailed
+from localgen.backends.llamacpp.load import load
+from localgen.backends.models import Load, LoadOptions
+
+WHOLE = Path(TINY_GGUF).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"GGUF\x03\0\0\0garbage", b"<html>not here</html>", WHOLE[:2_000], WHOLE[:-1_000]],
+    ids=["header", "page", "metadata", "tensors"],
+)
+def test_what_to_do_with_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(LoadFailed, match="it is no whole GGUF file, fetch it again"):
+        load(Load("m", str(path), LoadOptions()), lambda share: None)
