@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import psutil
 
@@ -11,15 +10,11 @@ from localgen.quant.names import linear_shapes
 from localgen.quant.packing import layout_of
 from localgen.quant.passes import derived_bytes, statistics_bytes
 from localgen.quant.preflight import Ready
-from localgen.quant.recipe import Recipe
+from localgen.quant.recipe import Mode, Recipe
 from localgen.quant.scaling import junctions
 
 _BATCH_TOKENS = 2048
 _COPIES = 4
-
-
-# what a job does with a layer: as of Job
-Mode = Literal["round", "fold", "observe"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,64 +3,81 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
+
+# gguf is imported late: who only lists the types does without it
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, LlamaFileType
 
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """weight_type: of most matrices. needs_importance: it is garbage without an importance
-    matrix, and llama.cpp refuses to make it."""
+    """file, weight: gguf's names of the type and of that of most matrices. needs_importance: it is
+    garbage without an importance matrix, and llama.cpp refuses to make it."""
 
-    file_type: LlamaFileType
-    weight_type: GGMLQuantizationType
+    file: str
+    weight: str
     needs_importance: bool = False
+
+    @property
+    def file_type(self) -> LlamaFileType:
+        from gguf import LlamaFileType
+
+        return LlamaFileType[self.file]
+
+    @property
+    def weight_type(self) -> GGMLQuantizationType:
+        """Of most matrices."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType[self.weight]
 
     @property
     def bits(self) -> float:
         """Bits a weight of most matrices."""
+        from gguf import GGML_QUANT_SIZES
+
         values, size = GGML_QUANT_SIZES[self.weight_type]
         return 8 * size / values
 
 
-_F, _W = LlamaFileType, GGMLQuantizationType
 TYPES = {
-    "F32": GgufType(_F.ALL_F32, _W.F32),
-    "F16": GgufType(_F.MOSTLY_F16, _W.F16),
-    "BF16": GgufType(_F.MOSTLY_BF16, _W.BF16),
-    "Q8_0": GgufType(_F.MOSTLY_Q8_0, _W.Q8_0),
-    "Q6_K": GgufType(_F.MOSTLY_Q6_K, _W.Q6_K),
-    "Q5_K_M": GgufType(_F.MOSTLY_Q5_K_M, _W.Q5_K),
-    "Q5_K_S": GgufType(_F.MOSTLY_Q5_K_S, _W.Q5_K),
-    "Q5_1": GgufType(_F.MOSTLY_Q5_1, _W.Q5_1),
-    "Q5_0": GgufType(_F.MOSTLY_Q5_0, _W.Q5_0),
-    "Q4_K_M": GgufType(_F.MOSTLY_Q4_K_M, _W.Q4_K),
-    "Q4_K_S": GgufType(_F.MOSTLY_Q4_K_S, _W.Q4_K),
-    "Q4_1": GgufType(_F.MOSTLY_Q4_1, _W.Q4_1),
-    "Q4_0": GgufType(_F.MOSTLY_Q4_0, _W.Q4_0),
-    "MXFP4_MOE": GgufType(_F.MOSTLY_MXFP4_MOE, _W.MXFP4),
-    "IQ4_NL": GgufType(_F.MOSTLY_IQ4_NL, _W.IQ4_NL),
-    "IQ4_XS": GgufType(_F.MOSTLY_IQ4_XS, _W.IQ4_XS),
-    "Q3_K_L": GgufType(_F.MOSTLY_Q3_K_L, _W.Q3_K),
-    "Q3_K_M": GgufType(_F.MOSTLY_Q3_K_M, _W.Q3_K),
-    "Q3_K_S": GgufType(_F.MOSTLY_Q3_K_S, _W.Q3_K),
-    "IQ3_M": GgufType(_F.MOSTLY_IQ3_M, _W.IQ3_S),
-    "IQ3_S": GgufType(_F.MOSTLY_IQ3_S, _W.IQ3_S),
-    "IQ3_XS": GgufType(_F.MOSTLY_IQ3_XS, _W.IQ3_S, needs_importance=True),
-    "IQ3_XXS": GgufType(_F.MOSTLY_IQ3_XXS, _W.IQ3_XXS, needs_importance=True),
-    "Q2_K": GgufType(_F.MOSTLY_Q2_K, _W.Q2_K),
-    "Q2_K_S": GgufType(_F.MOSTLY_Q2_K_S, _W.Q2_K, needs_importance=True),
-    "IQ2_M": GgufType(_F.MOSTLY_IQ2_M, _W.IQ2_S, needs_importance=True),
-    "IQ2_S": GgufType(_F.MOSTLY_IQ2_S, _W.IQ2_XS, needs_importance=True),
-    "IQ2_XS": GgufType(_F.MOSTLY_IQ2_XS, _W.IQ2_XS, needs_importance=True),
-    "IQ2_XXS": GgufType(_F.MOSTLY_IQ2_XXS, _W.IQ2_XXS, needs_importance=True),
-    "TQ2_0": GgufType(_F.MOSTLY_TQ2_0, _W.TQ2_0),
-    "TQ1_0": GgufType(_F.MOSTLY_TQ1_0, _W.TQ1_0),
-    "Q1_0": GgufType(_F.MOSTLY_Q1_0, _W.Q1_0),
-    "IQ1_M": GgufType(_F.MOSTLY_IQ1_M, _W.IQ1_M, needs_importance=True),
-    "IQ1_S": GgufType(_F.MOSTLY_IQ1_S, _W.IQ1_S, needs_importance=True),
+    "F32": GgufType("ALL_F32", "F32"),
+    "F16": GgufType("MOSTLY_F16", "F16"),
+    "BF16": GgufType("MOSTLY_BF16", "BF16"),
+    "Q8_0": GgufType("MOSTLY_Q8_0", "Q8_0"),
+    "Q6_K": GgufType("MOSTLY_Q6_K", "Q6_K"),
+    "Q5_K_M": GgufType("MOSTLY_Q5_K_M", "Q5_K"),
+    "Q5_K_S": GgufType("MOSTLY_Q5_K_S", "Q5_K"),
+    "Q5_1": GgufType("MOSTLY_Q5_1", "Q5_1"),
+    "Q5_0": GgufType("MOSTLY_Q5_0", "Q5_0"),
+    "Q4_K_M": GgufType("MOSTLY_Q4_K_M", "Q4_K"),
+    "Q4_K_S": GgufType("MOSTLY_Q4_K_S", "Q4_K"),
+    "Q4_1": GgufType("MOSTLY_Q4_1", "Q4_1"),
+    "Q4_0": GgufType("MOSTLY_Q4_0", "Q4_0"),
+    "MXFP4_MOE": GgufType("MOSTLY_MXFP4_MOE", "MXFP4"),
+    "IQ4_NL": GgufType("MOSTLY_IQ4_NL", "IQ4_NL"),
+    "IQ4_XS": GgufType("MOSTLY_IQ4_XS", "IQ4_XS"),
+    "Q3_K_L": GgufType("MOSTLY_Q3_K_L", "Q3_K"),
+    "Q3_K_M": GgufType("MOSTLY_Q3_K_M", "Q3_K"),
+    "Q3_K_S": GgufType("MOSTLY_Q3_K_S", "Q3_K"),
+    "IQ3_M": GgufType("MOSTLY_IQ3_M", "IQ3_S"),
+    "IQ3_S": GgufType("MOSTLY_IQ3_S", "IQ3_S"),
+    "IQ3_XS": GgufType("MOSTLY_IQ3_XS", "IQ3_S", needs_importance=True),
+    "IQ3_XXS": GgufType("MOSTLY_IQ3_XXS", "IQ3_XXS", needs_importance=True),
+    "Q2_K": GgufType("MOSTLY_Q2_K", "Q2_K"),
+    "Q2_K_S": GgufType("MOSTLY_Q2_K_S", "Q2_K", needs_importance=True),
+    "IQ2_M": GgufType("MOSTLY_IQ2_M", "IQ2_S", needs_importance=True),
+    "IQ2_S": GgufType("MOSTLY_IQ2_S", "IQ2_XS", needs_importance=True),
+    "IQ2_XS": GgufType("MOSTLY_IQ2_XS", "IQ2_XS", needs_importance=True),
+    "IQ2_XXS": GgufType("MOSTLY_IQ2_XXS", "IQ2_XXS", needs_importance=True),
+    "TQ2_0": GgufType("MOSTLY_TQ2_0", "TQ2_0"),
+    "TQ1_0": GgufType("MOSTLY_TQ1_0", "TQ1_0"),
+    "Q1_0": GgufType("MOSTLY_Q1_0", "Q1_0"),
+    "IQ1_M": GgufType("MOSTLY_IQ1_M", "IQ1_M", needs_importance=True),
+    "IQ1_S": GgufType("MOSTLY_IQ1_S", "IQ1_S", needs_importance=True),
 }
 # those that the converter writes itself; llama.cpp makes the others from 16 bits
 WRITTEN = ("F32", "F16", "BF16", "Q8_0")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from localgen.quant.activations import Activations
 from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.card import card_text, write_card
 from localgen.quant.config_files import copy_files, write_config
-from localgen.quant.estimate import Estimate, Mode, estimate
+from localgen.quant.estimate import Estimate, estimate
 from localgen.quant.folding import fold_layer
 from localgen.quant.forward import LayerForward, embed
 from localgen.quant.importance import read_importance, write_importance
@@ -28,6 +29,7 @@ from localgen.quant.names import Tensors, names_of
 from localgen.quant.observing import observed
 from localgen.quant.packing import layout_of, pack, quantization_config
 from localgen.quant.preflight import Ready, check_weights
+from localgen.quant.recipe import Mode
 from localgen.quant.source import Source
 from localgen.quant.tensor_file import entry_of, write
 from localgen.quant.work_folder import WorkFolder
@@ -97,7 +99,7 @@ class Job:
             source, lambda done: on_progress(Progress("checking", done, source.size_bytes))
         )
         try:
-            self.work.open(self.ready.plan(checksum) | {"mode": self.mode}, resume=resume)
+            self.work.open(self.plan(checksum), resume=resume)
             return self._run(on_progress)
         except OSError as error:
             # numpy has no errno for a disk that is full
@@ -105,6 +107,24 @@ class Job:
                 f"cannot write to {self.work.path}: {error.strerror or error}; "
                 f"{_size(self._free()[0])} are free: make room and run again with --resume"
             ) from None
+
+    def plan(self, checksum: int) -> dict[str, Any]:
+        """What decides the files. checksum: of all weights."""
+        return self.ready.plan(checksum) | {"mode": self.mode}
+
+    def begun(self) -> bool:
+        """Whether an unfinished run lies there, which can be gone on with as far as can be known
+        before all weights were read. InvalidRequest: it cannot."""
+        begun = self.work.begun()
+        if begun is None:
+            return False
+        model = begun.get("model")
+        self.work.compare(self.plan(model.get("checksum", 0) if isinstance(model, dict) else 0))
+        return True
+
+    def free_bytes(self) -> int:
+        """Of the disk where the result will be."""
+        return self._free()[0]
 
     def _free(self) -> tuple[int, Path]:
         """Bytes free where the result will be, and the folder that was asked."""

@@ -9,6 +9,8 @@ from typing import Literal
 from localgen.backends.errors import InvalidRequest
 
 Method = Literal["rtn", "awq", "gptq", "smoothquant", "fp8"]
+# what a job does with a layer: as of Job
+Mode = Literal["round", "fold", "observe"]
 
 # widths that a method can write, its usual one first
 _BITS: dict[Method, tuple[int, ...]] = {
@@ -21,6 +23,11 @@ _BITS: dict[Method, tuple[int, ...]] = {
 
 
 METHODS = tuple(_BITS)
+
+
+def widths_of(method: Method) -> tuple[int, ...]:
+    """Bits that a method can make, its usual ones first."""
+    return _BITS[method]
 
 
 def bits_of(method: Method) -> int:

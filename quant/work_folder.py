@@ -33,7 +33,7 @@ class WorkFolder:
         """
         self.check(resume=resume)
         if (self.path / _PLAN).is_file():
-            self._compare(plan)
+            self.compare(plan)
             return
         self.path.mkdir(parents=True, exist_ok=True)
         with replacing(self.path / _PLAN) as path:
@@ -91,12 +91,20 @@ class WorkFolder:
     def _file(self, number: int) -> Path:
         return self.path / f"model-{number:05d}-of-{self._files:05d}.safetensors"
 
-    def _compare(self, plan: dict[str, Any]) -> None:
+    def begun(self) -> dict[str, Any] | None:
+        """The plan of a run that lies there unfinished, empty if it cannot be read; None: none
+        does."""
         try:
-            begun = json.loads((self.path / _PLAN).read_text(encoding="utf-8"))
+            found = json.loads((self.path / _PLAN).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError):
-            begun = {}
-        before, now = _flat(begun), _flat(plan)
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def compare(self, plan: dict[str, Any]) -> None:
+        """InvalidRequest: what lies there was begun with another plan."""
+        before, now = _flat(self.begun() or {}), _flat(plan)
         other = sorted(key for key in before | now if before.get(key) != now.get(key))
         if other:
             key = other[0]

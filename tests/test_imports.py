@@ -32,6 +32,12 @@ KNOWN_TO_THE_TUI = (
     "localgen.backends.models",
     "localgen.backends.errors",
     "localgen.backends.readings",
+    # how a quantization is asked for and followed; what computes is in a process of its own
+    "localgen.quant.gguf_types",
+    *(
+        f"localgen.quantizing.{name}"
+        for name in ("asked", "child", "choice", "events", "original", "originals", "table")
+    ),
 )
 # the process border speaks msgpack and starts whichever runner the model needs
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
@@ -89,7 +95,9 @@ def may_import(importer: str, imported: str) -> bool:
     if here == there:
         return True
     if here == "localgen.tui":
-        return imported.startswith(KNOWN_TO_THE_TUI)
+        return any(
+            imported == known or imported.startswith(f"{known}.") for known in KNOWN_TO_THE_TUI
+        )
     if FLOORS[here] == FLOORS[there]:
         return FLOORS[here] not in SEPARATE_FLOORS
     return FLOORS[there] < FLOORS[here] or importer in PROCESS_BORDER
@@ -119,6 +127,8 @@ def test_every_folder_is_seen() -> None:
         ("localgen.tui.app", "localgen.chats.inert", True),
         ("localgen.tui.app", "localgen.hub.pull", False),
         ("localgen.tui.app", "localgen.backends.engine.engine", False),
+        ("localgen.tui.app", "localgen.quantizing.child", True),
+        ("localgen.tui.app", "localgen.quantizing.making", False),
     ],
 )
 def test_the_rule(importer: str, imported: str, allowed: bool) -> None:
@@ -168,6 +178,22 @@ def test_the_command_line_starts_light(program: str) -> None:
     loaded = set(done.stdout.rpartition("MODULES")[2].split())
     assert "localgen.cli.main" in loaded
     assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_the_tui_computes_nothing() -> None:
+    program = (
+        "import sys, localgen.tui.chat.app\n"
+        "from localgen.quantizing.choice import Choice\n"
+        "Choice().asked(), Choice(method='GGUF', weighed='scales').asked()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "localgen.tui.quantize.screen" in loaded
+    assert {"torch", "tokenizers", "llama_cpp", "gguf", "numpy"} & loaded == set()
 
 
 def test_the_cuda_engine_needs_nothing_of_the_server() -> None:

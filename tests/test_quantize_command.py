@@ -35,7 +35,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("localgen.cli.quantize_steps.tokens_per_s", lambda path: None)
+    monkeypatch.setattr("localgen.quantizing.making.tokens_per_s", lambda path: None)
 
 
 def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

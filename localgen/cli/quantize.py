@@ -110,10 +110,10 @@ def command(
 
     names = list(models or ())
     flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
-    making = {**flags, "gguf": gguf, "bits": bits, "group-size": group_size, "calib": calib}
+    wanted = {**flags, "gguf": gguf, "bits": bits, "group-size": group_size, "calib": calib}
     _refuse_together(
         {"compare": compare, "recommend": recommend},
-        making | {"out": out, "resume": resume, "no-eval": no_eval},
+        wanted | {"out": out, "resume": resume, "no-eval": no_eval},
     )
     if recommend:
         from localgen.cli import quantize_advice
@@ -121,31 +121,33 @@ def command(
         quantize_advice.show(_one(names), as_json=json)
         return
     require_packages()
-    from localgen.cli import quantize_steps
+    from localgen.cli.quantize_events import Printer
     from localgen.quant.recipe import Calibration
-    from localgen.quantizing.asked import Asked
-    from localgen.quantizing.verdict import HeldOut
+    from localgen.quantizing import making, recipes
+    from localgen.quantizing.asked import Asked, HeldOut
 
     held_out = HeldOut(eval_text, eval_samples, seq_len)
     if compare:
-        quantize_steps.compare(names, held_out, device, as_json=json)
+        with Printer(as_json=json) as printer:
+            making.compare(names, held_out, device, printer)
         return
     path = Path(calib).expanduser() if calib not in (None, "builtin") else None
-    recipe = quantize_steps.recipe(flags, gguf, bits, group_size, act_order, calib is not None)
+    recipe = recipes.recipe(flags, gguf, bits, group_size, act_order, calib is not None)
     if calib is not None and not (recipe is not None and recipe.calibrated):
         raise InvalidRequest("--calib: --rtn and --fp8 look at no text")
     asked = Asked(
         model=_one(names),
         recipe=recipe,
         gguf=gguf,
-        mode="round" if gguf is None else "fold" if awq else "observe",
+        mode=recipes.mode_of(gguf, folds=awq),
         calibration=Calibration(path=path, samples=samples, seq_len=seq_len, seed=seed),
         out=out,
         device=device,
         resume=resume,
         held_out=None if no_eval else held_out,
     )
-    quantize_steps.make(asked, as_json=json)
+    with Printer(as_json=json) as printer:
+        making.make(asked, printer)
 
 
 def _refuse_together(shows: dict[str, bool], making: dict[str, object]) -> None:

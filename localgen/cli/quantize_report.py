@@ -1,4 +1,4 @@
-"""How far a quantization is, and what came of it: lines and bars on stderr, a table on stdout."""
+"""How far a quantization is, in lines and bars on stderr, and its verdict as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -15,14 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from localgen.chats.inert import one_line
 from localgen.chats.report import size
 from localgen.cli import tables
-from localgen.quantizing.verdict import Row
+from localgen.quantizing.table import Row
 
 # without a terminal, a line this often
 _LINE_S = 10.0
 
 
 class Steps:
-    """A bar on a terminal with the time left, now and then a line elsewhere. Used as a context."""
+    """A bar on a terminal with the time left, now and then a line elsewhere."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
@@ -31,18 +30,11 @@ class Steps:
         self._first = 0
         self._told_s = self._started_s = time.monotonic()
         self._task: Any = None
-
-    def __enter__(self) -> Steps:
         if self._bar is not None:
             self._bar.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def end(self) -> None:
+        """Nothing more is drawn."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -82,40 +74,9 @@ def minutes(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60:02} s" if whole >= 60 else f"{seconds:.0f} s"
 
 
-def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Columns that nothing is known of are left out."""
-    head = ("MODEL", "SIZE", "BITS/WEIGHT", "PERPLEXITY", "KL", "TOKENS/S")
-    lines = [head, *(_cells(row, rows[0]) for row in rows)]
-    known = [index for index in range(len(head)) if any(line[index] != "–" for line in lines[1:])]
-    return [tuple(line[index] for index in known) for line in lines]
-
-
-def markdown(rows: Sequence[Row]) -> list[str]:
-    """The same for a model card."""
-    head, *lines = table(rows)
-    return [
-        "| " + " | ".join(cells) + " |"
-        for cells in (tuple(map(str.lower, head)), ("---",) * len(head), *lines)
-    ]
-
-
 def as_json(rows: Sequence[Row], **more: Any) -> str:
     """One object: the rows, and what else there is to say."""
     return tables.json_text({"models": [asdict(row) for row in rows]} | more, indent=2)
-
-
-def _cells(row: Row, first: Row) -> tuple[str, ...]:
-    perplexity = "–" if row.perplexity is None else f"{row.perplexity:.3f}"
-    if row.perplexity is not None and first.perplexity and row is not first:
-        perplexity += f" ({100 * (row.perplexity / first.perplexity - 1):+.2f} %)"
-    return (
-        row.name,
-        size(row.size_bytes),
-        f"{row.bits_per_weight:.2f}",
-        perplexity,
-        "–" if row.kl is None else f"{row.kl:.4f}",
-        "–" if row.tokens_per_s is None else f"{row.tokens_per_s:.1f}",
-    )
 
 
 def _count(number: int, unit: str) -> str:

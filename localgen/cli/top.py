@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
     # Textual draws on stderr
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise InvalidRequest("top needs a terminal: localgen ps lists models without one")
+    gc.disable()  # what is imported stays: Shell collects again once it is painted
     from localgen.config import Settings
     from localgen.tui.shell import Shell
     from localgen.tui.themes import ThemeChoice

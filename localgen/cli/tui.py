@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import closing
 
@@ -35,6 +36,7 @@ def command(
         raise InvalidRequest("tui needs a terminal: localgen run answers prompts without one")
     if there is not None:
         there.key()  # said now, not on the screen
+    gc.disable()  # what is imported stays: Shell collects again once it is painted
     from localgen.chats.sessions import Sessions
     from localgen.chats.writers import Writer
     from localgen.config import Settings
@@ -59,10 +61,12 @@ def command(
     ):
         house = House(
             store=store,
-            make_client=lambda: client_of(there, lambda line: None),
+            make_client=lambda say: client_of(there, say),
             options=options,
             state_dir=settings.state_dir,
+            url="" if there is None else there.url,
+            model=model,
         )
         where = "this machine" if there is None else there.where
         choice = ThemeChoice(Shell.theme_file(settings.state_dir))
-        ChatApp(Desk(house, model), watch, where, choice, is_elsewhere=there is not None).run()
+        ChatApp(Desk(house), watch, where, choice).run()

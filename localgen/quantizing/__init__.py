@@ -1,1 +1,1 @@
-"""What `localgen quantize` does between the command and quant/: names, verdicts, advice."""
+"""Quantization between who asks for it and quant/: names, one run and its events, verdicts."""

@@ -12,6 +12,7 @@ from localgen.backends.memory.shape import ModelShape
 from localgen.hub.fit import Place, Room
 from localgen.planning.footprint import Runner, footprint, kept_bytes
 from localgen.quant.checkpoint import Checkpoint, read_json
+from localgen.quantizing.events import Advice
 
 # bits of a weight in the linears, scales and zeros among them
 _GROUPS_OF_128 = {4: 4.16, 3: 3.15, 8: 8.19}
@@ -41,17 +42,6 @@ _WAYS = (
     Way("--gptq --bits 3", _GROUPS_OF_128[3], True, "clear loss; widened to 16 bits when it runs"),
     Way("--awq --gguf Q3_K_M", 3.9, False, "clear loss; takes calibration"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One way for one model. need_bytes: with a useful context. place: None: it does not fit."""
-
-    option: str
-    size_bytes: int
-    need_bytes: int
-    place: Place | None
-    trade: str
 
 
 def advice(folder: Path, room: Room) -> list[Advice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from localgen.backends.cuda.tokenizer import HfTokenizer
@@ -12,34 +12,11 @@ from localgen.quant import evaluate
 from localgen.quant.calibration import held_out_windows
 from localgen.quant.evaluate_gguf import gguf_loss, gguf_size
 from localgen.quant.source import Source
+from localgen.quantizing.asked import HeldOut
+from localgen.quantizing.table import Row
 
 # model, steps done, steps in all
 OnLayer = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One model. perplexity, kl, tokens_per_s: None where not measured, or where it cannot be.
-
-    kl: from the first row's model, in nats. bits_per_weight: of everything in its files.
-    """
-
-    name: str
-    path: str
-    size_bytes: int
-    bits_per_weight: float
-    perplexity: float | None = None
-    kl: float | None = None
-    tokens_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """What to measure on. path: None: the text that ships with localgen."""
-
-    path: Path | None = None
-    windows: int = 16
-    length: int = 512
 
 
 def rows(

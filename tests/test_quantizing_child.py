@@ -1,0 +1,237 @@
+"""Quantizing in a process of its own: looked at, followed, stopped, gone on with, orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+from tui_quantize import Quantizing
+
+from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound, OutOfMemory
+from localgen.interpreter import python_environment
+from localgen.quant.recipe import Calibration, Recipe
+from localgen.quantizing import child as children
+from localgen.quantizing.asked import Asked, HeldOut
+from localgen.quantizing.child import Child
+from localgen.quantizing.events import (
+    Advised,
+    At,
+    Event,
+    Made,
+    Needs,
+    Stopped,
+    Unfinished,
+    Verdict,
+)
+from localgen.tui.quantize.workshop import Workshop
+
+Kind = TypeVar("Kind")
+ENOUGH_S = 120.0
+RTN = Asked(
+    model="tiny",
+    recipe=Recipe(method="rtn"),
+    gguf=None,
+    mode="round",
+    calibration=Calibration(samples=24),
+    out=None,
+    device="cpu",
+    resume=False,
+    held_out=HeldOut(windows=2, length=64),
+)
+GPTQ = replace(RTN, recipe=Recipe(method="gptq"), held_out=None)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+def followed(asked: Asked, *, looks: bool = False) -> list[Event]:
+    work = Child(asked, looks=looks)
+    try:
+        return list(work.events())
+    finally:
+        work.end()
+
+
+def the(kind: type[Kind], told: list[Event]) -> Kind:
+    """The one event of a kind."""
+    (found,) = [event for event in told if isinstance(event, kind)]
+    return found
+
+
+def begun() -> Child:
+    """A run that has finished a layer and has some to go."""
+    work = Child(GPTQ)
+    for event in work.events():
+        if isinstance(event, At) and event.step == "quantizing" and event.done >= 1:
+            return work
+    raise AssertionError("it ended too soon")
+
+
+def is_alive(pid: int) -> bool:
+    """Also where nobody collects orphans."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_run_to_its_verdict(tmp_path: Path) -> None:
+    told = followed(RTN)
+    needs, made = the(Needs, told), the(Made, told)
+    assert needs.memory_bytes is not None
+    assert 0.5 < needs.memory_bytes / made.peak_bytes < 1.5
+    assert (made.path, made.layers, made.resumed) == ("tiny-rtn-4bit", 6, 0)
+    original, result = the(Verdict, told).rows
+    assert (original.name, result.name) == ("tiny", "tiny-rtn-4bit")
+    assert result.kl is not None
+    assert result.kl > 0
+    assert (tmp_path / "tiny-rtn-4bit/config.json").is_file()
+    steps = [event.step for event in told if isinstance(event, At)]
+    assert list(dict.fromkeys(steps)) == [
+        "checking weights",
+        "quantizing",
+        "measuring tiny",
+        "measuring tiny-rtn-4bit",
+    ]
+
+
+def test_a_look_writes_nothing(tmp_path: Path) -> None:
+    told = followed(GPTQ, looks=True)
+    assert the(Needs, told).what == "gptq, 4 bits in groups of 128"
+    assert "--gptq" in [way.option for way in the(Advised, told).ways]
+    assert not [event for event in told if isinstance(event, At | Made | Unfinished)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_look_at_a_calibrated_gguf_file() -> None:
+    asked = replace(GPTQ, recipe=Recipe(method="awq", group_size=32), gguf="Q4_K_M", mode="fold")
+    file, calibration = [event for event in followed(asked, looks=True) if isinstance(event, Needs)]
+    assert (file.what, file.memory_bytes) == ("Q4_K_M", None)
+    assert file.out == calibration.out == "tiny-Q4_K_M.gguf"
+    assert calibration.memory_bytes is not None
+    assert calibration.output_bytes is None
+
+
+def test_stopped_and_gone_on_with(tmp_path: Path) -> None:
+    work = begun()
+    work.stop()
+    stopped = the(Stopped, list(work.events()))
+    work.end()
+    assert 1 <= stopped.done < stopped.total == 6
+    assert the(Unfinished, followed(GPTQ, looks=True)) == Unfinished(stopped.done, 6)
+    other = replace(GPTQ, recipe=Recipe(method="gptq", bits=3), out=Path("tiny-gptq-4bit"))
+    with pytest.raises(InvalidRequest, match="was begun with another"):
+        followed(other, looks=True)
+    with pytest.raises(InvalidRequest, match="has an unfinished run"):
+        followed(GPTQ)
+    made = the(Made, followed(replace(GPTQ, resume=True)))
+    assert made.resumed == stopped.done
+    assert [path.name for path in tmp_path.glob("tiny*")] == ["tiny-gptq-4bit"]
+
+
+def test_killed_as_where_memory_is_full(tmp_path: Path) -> None:
+    work = begun()
+    assert work.memory_bytes() is not None
+    os.kill(work.pid, signal.SIGKILL)
+    with pytest.raises(OutOfMemory, match="was killed"):
+        list(work.events())
+    work.end()
+    assert work.memory_bytes() is None
+    assert the(Unfinished, followed(GPTQ, looks=True)).done >= 1
+
+
+def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, test_quantizing_child as tests\n"
+        "work = tests.begun()\n"
+        "print(work.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = python_environment()
+    tests = str(Path(__file__).parent)
+    environment["PYTHONPATH"] = os.pathsep.join([tests, environment.get("PYTHONPATH", "")])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_alive(pid)
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + ENOUGH_S
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.05)
+    assert the(Unfinished, followed(GPTQ, looks=True)).done >= 1
+
+
+def test_errors_keep_their_kind() -> None:
+    with pytest.raises(ModelNotFound, match="no model 'no-such'"):
+        followed(replace(RTN, model="no-such"), looks=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise SystemExit('no room')", "ended with status 1: no room"),
+        ("import os; os.abort()", "ended by signal 6: without a word"),
+    ],
+)
+def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr(children, "python_command", lambda *_: command)
+    with pytest.raises(LoadFailed, match=said):
+        followed(RTN)
+
+
+def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "python_command", lambda *_: ["/no/such/program"])
+    with pytest.raises(LoadFailed, match="no process can be started: No such file"):
+        followed(RTN)
+
+
+def test_on_the_screen(tmp_path: Path) -> None:
+    """The real process behind the real screen."""
+    tui = Quantizing(tmp_path)
+    tui.workshop = tui.app.workshop = Workshop(tmp_path)
+
+    async def scene() -> None:
+        try:
+            async with tui.running() as pilot:
+                await pilot.press("f10")
+                await tui.until(lambda: len(tui.app.screen_stack) == 2)
+                tui.screen._form.take(method="rtn", is_measured=False)
+                await pilot.pause()
+                await tui.until(lambda: tui.is_reckoned)
+                assert tui.screen._estimate.reckoning.error == ""
+                await pilot.pause()
+                assert "suits this machine best" in tui.screen_text()
+                await tui.begin(pilot)
+                await tui.ended(pilot)
+                assert "✓ tiny-rtn-4bit" in tui.screen_text()
+        finally:
+            tui.close()
+
+    asyncio.run(scene())
+    assert (tmp_path / "tiny-rtn-4bit/config.json").is_file()
