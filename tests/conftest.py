@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,11 @@ from hf_folders import TINY
 
 if TYPE_CHECKING:
     from llama_files import LlamaFile
+    from textual.pilot import Pilot
+    from tui_chats import MakeTui, Play, Tui
 
 # a shell's background job ignores Ctrl+C, and so would every program that a test starts
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-if TYPE_CHECKING:
-    from llama_files import LlamaFile
 
 
 @pytest.fixture
@@ -47,3 +46,57 @@ def open_model() -> Iterator[Callable[..., LlamaFile]]:
     yield open_one
     for model in opened:
         model.close()
+
+
+@pytest.fixture
+def make_tui(tmp_path: Path) -> Iterator[MakeTui]:
+    """Makes tuis on one store, each for scripts and options, and closes them."""
+    from tui_chats import Tui
+
+    made: list[Tui] = []
+
+    def one(*scripts: object, **options: object) -> Tui:
+        made.append(Tui(tmp_path, *scripts, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def snap_tui(make_tui: MakeTui, snap_compare: Callable[..., bool]) -> Callable[..., None]:
+    """Plays a scene in a tui of these scripts and compares the picture, with cursors at rest."""
+    from textual.widgets import Input, TextArea
+
+    from localgen.tui.chat.prompt import Prompt
+
+    def run(scene: Play, size: tuple[int, int], *scripts: Sequence[object]) -> None:
+        tui = make_tui(*scripts)
+
+        async def before(pilot: Pilot[None]) -> None:
+            await tui.until(lambda: tui.main.opened)
+            await pilot.pause()
+            tui.main.query_one(Prompt).cursor_blink = False
+            await scene(tui, pilot)
+            for area in tui.app.screen.query(TextArea):
+                area.cursor_blink = False
+            for field in tui.app.screen.query(Input):
+                field.cursor_blink = False
+            await pilot.pause()
+
+        assert snap_compare(tui.app, terminal_size=size, run_before=before)
+
+    return run
+
+
+@pytest.fixture
+def two_originals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The quantize screen finds two models and torch, and looks at a choice without a pause."""
+    from localgen.quantizing.originals import Original
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("localgen.tui.quantize.workshop.require_packages", lambda: None)
+    monkeypatch.setattr("localgen.tui.quantize.screen.PAUSE_S", 0.0)
+    here = [Original("tiny", 22_976_512, "built-in"), Original("./other", 5_000_000, "here")]
+    monkeypatch.setattr("localgen.tui.quantize.screen.originals", lambda: here)

@@ -204,7 +204,7 @@ def test_deleted_and_restored(one: Program, other: Program) -> None:
     kept = one.sessions.create(replace(NEW, conversation=Conversation(None, (Turn("q", "a"),))))
     one.sessions.delete(kept.id)
     assert one.sessions.all() == []
-    assert one.sessions.transcripts() == []
+    assert other.sessions.all() == []
     for gone in (other.sessions.read, other.sessions.delete):
         with pytest.raises(SessionGone):
             gone(kept.id)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +16,8 @@ from serving import MANY_WORDS, House, house, wait_until
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.models import LoadOptions
 from localgen.backends.types import Message, SamplingParams
-from localgen.client import ModelClient, RemoteClient
+from localgen.client import Client, ModelClient, RemoteClient
+from localgen.client.launch import start_lock
 from localgen.client.remote.endpoint import Endpoint
 
 ASKED = [Message("user", MANY_WORDS)]
@@ -31,7 +35,7 @@ def server() -> Iterator[PlainServer]:
         yield running
 
 
-def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[], bool]) -> None:
+def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[], object]) -> None:
     """Cut the client while the call waits. The call has to end with an error."""
     failures: list[Exception] = []
 
@@ -76,6 +80,30 @@ def test_cut_while_a_model_loads(served: House) -> None:
         lambda: client.load(model, LoadOptions(), progress.append),
         lambda: bool(progress),
     )
+
+
+def test_cut_while_a_server_starts_leaves_it_alone(served: House) -> None:
+    pid = served.folder / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    client = Client(served.settings, server_command=[sys.executable, "-c", code])
+    cut_during(client, client.connect, lambda: pid.exists() and pid.read_text())
+    started = int(pid.read_text())
+    os.kill(started, 0)  # raises if it is gone
+    os.kill(started, signal.SIGKILL)
+
+
+def test_a_server_whose_client_was_cut_serves_the_next(served: House) -> None:
+    said: list[str] = []
+    cut, following = served.client(said.append), served.client(said.append)
+    cut_during(cut, cut.connect, lambda: said)
+    following.connect()
+    assert following.health() is not None
+
+
+def test_cut_while_another_client_starts_the_server(served: House) -> None:
+    with start_lock(served.settings, lambda: False):
+        client, before = served.client(), time.monotonic()
+        cut_during(client, client.connect, lambda: time.monotonic() - before > 0.1)
 
 
 def test_cut_another_server_before_its_first_word(server: PlainServer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import top_script
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from textual.content import Content
 
 from localgen.backends.readings import MachineUse, ReadCost
+from localgen.backends.types import SpeculationStats
 from localgen.client.snapshot import Latency, Snapshot, Totals
 from localgen.tui import figures
 from localgen.tui.gauges.bandwidth import BandwidthGauge
@@ -153,7 +156,7 @@ def test_the_batch_is_what_the_steps_of_the_last_seconds_had() -> None:
 def test_what_no_model_tells_is_not_known() -> None:
     found = Record().read(0, Snapshot(kind="vLLM"))
     assert found.rates.running is None
-    assert found.latencies == Latencies(ttft_ms=(None,), itl_ms=(None,))
+    assert found.latencies == Latencies()
     assert found.bandwidth.share is None
 
 
@@ -167,7 +170,23 @@ def test_models_add_up_and_the_busiest_has_the_latency() -> None:
         found = record.read(second, top_script.snapshot(idle, busy))
     assert found.rates.decode_per_s == pytest.approx(30)
     assert (found.rates.running, found.rates.waiting) == (2, 1)
-    assert found.latencies.ttft.last_ms == 7
+    assert (found.latencies.model, found.latencies.ttft.last_ms) == ("a", 7)
+
+
+def test_the_latencies_of_one_model_are_no_history_of_another() -> None:
+    record = Record()
+    for second in range(6):
+        busy, slow = ("a", "b") if second < 3 else ("b", "a")
+        found = record.read(
+            second,
+            top_script.snapshot(
+                top_script.model(busy, running=2, ttft=Latency(last_ms=ord(busy))),
+                top_script.model(slow, running=0, ttft=Latency(last_ms=ord(slow))),
+            ),
+        )
+    assert found.latencies.model == "b"
+    assert set(found.latencies.ttft_ms) == {ord("b")}
+    assert len(found.latencies.ttft_ms) == 6
 
 
 def bandwidth(*costs: ReadCost) -> BandwidthUse:
@@ -221,6 +240,63 @@ def test_plots_get_a_sample_every_half_second() -> None:
 def lines(gauge: object, reading: object, width: int = 36, height: int = 10) -> list[str]:
     drawn = gauge.lines(reading, width, height)  # type: ignore[attr-defined]
     return [line.plain for line in drawn]
+
+
+@pytest.mark.parametrize(
+    ("gauge", "part", "scale"),
+    [
+        (SpeedGauge(), Rates(decode=(None, 30.0, 61.5), prefill=(None, 2_000_000.0)), "61.5"),
+        (SpeedGauge(), Rates(decode=(3.0,), prefill=(0.0, 2_000_000.0)), "2.00M"),
+        (LatencyGauge(), Latencies(ttft_ms=(300.0, 1234.0), itl_ms=(20.0,)), "1.23 s"),
+        (LatencyGauge(), Latencies(ttft_ms=(1.0,), itl_ms=(20.0, 41.4)), "41.4 ms"),
+        (BandwidthGauge(), BandwidthUse(shares=(0.1, 0.425)), "42%"),
+    ],
+)
+def test_each_plot_says_what_its_top_and_its_foot_are(
+    gauge: object, part: object, scale: str
+) -> None:
+    drawn = lines(gauge, part, 130, 12)  # a column for each sample
+    top = next(at for at, line in enumerate(drawn) if line.strip().startswith(scale))
+    assert "█" in drawn[top]
+    foot = next(line for line in drawn[top + 1 :] if line.strip().startswith("0 "))
+    assert foot.index("0") == drawn[top].index(scale) + len(scale) - 1
+
+
+def test_a_plot_of_nothing_has_no_scale() -> None:
+    drawn = lines(SpeedGauge(), Rates(decode=(None, None), prefill=(0.0,)), 60, 9)
+    assert drawn[1:4] == [" " * 60] * 3
+    assert drawn[5].strip() == ""
+    assert drawn[7].split() == ["0", "▁"]
+
+
+def test_the_frames_say_of_what_model_and_of_what_process() -> None:
+    found = top_script.reading()
+    assert LatencyGauge().frame(found.latencies) == ("llama-8b", "")
+    assert MemoryGauge().frame(found.memory) == ("", "server 80.0 MB")
+    assert MemoryGauge().frame(Memory()) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        (18, ["RAM", *["GPU", "busy"] * 8]),
+        (10, ["RAM", *["GPU"] * 8]),
+        (6, ["RAM", *["GPU"] * 3, "5"]),
+        (3, ["RAM", "8"]),
+        (2, ["RAM"]),
+    ],
+)
+def test_gpus_that_have_no_room_are_counted(rows: int, wanted: list[str]) -> None:
+    gpus = tuple(replace(top_script.GPU, index=index) for index in range(8))
+    machine = replace(top_script.MACHINE, gpus=gpus)
+    memory = Memory(models=(memory_of(top_script.model()),), machine=machine)
+    drawn = lines(MemoryGauge(), memory, 60, rows)
+    assert len(drawn) <= rows
+    found = drawn[next(at for at, line in enumerate(drawn) if line.startswith("RAM")) :]
+    assert [line.split()[0] for line in found] == wanted
+    if wanted[-1] == "5":
+        assert found[-1].startswith("5 more GPUs ")
+        assert found[-1].endswith(" 465 of 750 GB")
 
 
 def test_gauges_fit_where_they_stand() -> None:
@@ -289,6 +365,25 @@ def test_a_share_of_the_cache_is_shown_where_that_is_all() -> None:
     told = top_script.model(kv_tokens=None, kv_used=None, kv_cached=None, kv_free=None)
     drawn = lines(MemoryGauge(), Memory(models=(memory_of(told),)))
     assert drawn[1].endswith("37%")
+
+
+def test_what_another_server_writes_is_inert_in_every_gauge() -> None:
+    evil = "\x1b[2J\x9b1m\u202e"
+    told = top_script.model(
+        evil,
+        read=replace(cost(), medium=evil, how=evil),
+        speculation=SpeculationStats(drafters=(evil,), share=0.5),
+        totals=Totals(steps=1),
+    )
+    found = Record().read(0, top_script.snapshot(told))
+    drawn = [
+        *lines(BandwidthGauge(), found.bandwidth),
+        *lines(DraftsGauge(), found.drafts),
+        *lines(MemoryGauge(), found.memory),
+        found.latencies.model,
+    ]
+    assert sum("␛[2J" in line for line in drawn) == 4
+    assert not set("\x1b\x9b\u202e") & set("".join(drawn))
 
 
 def test_names_of_other_servers_are_inert() -> None:

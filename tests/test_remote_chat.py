@@ -74,7 +74,7 @@ def test_reasoning_shows_and_is_not_sent_back(chat: Chat, server: PlainServer) -
 
 def test_what_only_our_own_server_has(chat: Chat) -> None:
     screen = chat.type("/set ctx 100", "/show template", "/stats", "/show info", "/model")
-    assert "/set ctx: this model is on another server" in screen
+    assert "ctx: this model is on another server" in screen
     assert "which does not tell its chat template" in screen
     assert "does not say what it is doing" in screen
     assert "context   4,096\n" in screen

@@ -256,13 +256,17 @@ def test_what_drafts_did() -> None:
         draft_speedup=1.94,
     )
     told = answer(timings=drafted, completion_tokens=41)
-    assert "41 tokens at 41.2/s (1.9× by drafts, 60 % right) · " in report.answer_line(told)
+    assert "41 tokens at 41.2/s (1.9× by drafts, 60 % right, 4.0 a step) · " in report.answer_line(
+        told
+    )
     assert "drafts:     50 tokens, 60 % right, 4.0 tokens a step, 1.94× plain decoding" in (
         report.verbose_lines(told, 0.0)
     )
     none = replace(TIMINGS, draft_reason="switched off")
     assert "drafts:     none: switched off" in report.verbose_lines(answer(timings=none), 0.0)
     assert "draft" not in report.answer_line(answer(timings=none))
+    useless = replace(TIMINGS, draft_reason="nothing to expect: the text does not repeat itself")
+    assert "41.2/s (no drafts: nothing to expect) · " in report.answer_line(answer(timings=useless))
 
 
 def test_a_wait_in_the_queue_is_told() -> None:

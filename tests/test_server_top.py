@@ -237,6 +237,16 @@ def test_files_that_do_not_tell(tmp_path: Path) -> None:
     assert read_cost(ModelFile("b", path, 4, (path,), "file"), model_info(), ()) is None
 
 
+def test_a_model_that_cannot_be_reckoned_leaves_the_rest_of_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(read_costs, "shape_of", fail)
+    assert read_cost(TINY, model_info(), ()) is None
+
+
 def test_costs_are_found_once_and_again_only_while_the_limit_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from serving import MANY_WORDS, House, house, in_thread
 
@@ -98,17 +99,29 @@ def built() -> Iterator[House]:
         yield made
 
 
+def is_cut_off(built: House) -> bool:
+    """Whether the server goes while it is asked."""
+    try:
+        built.chat(built.model(token_s=0.02), MANY_WORDS)
+    except (httpx.RemoteProtocolError, httpx.ReadError):
+        return True
+    return False
+
+
 def test_it_waits_for_a_server_and_shows_what_that_does(built: House) -> None:
+    cuts: list[bool] = []
     with top(built) as screen:
         screen.until("WAITING")
         screen.until("localgen serve starts one")
         assert not built.settings.socket_path.exists(), "it starts none"
         process = built.start()
         screen.until("LIVE")
-        in_thread(lambda: built.chat(built.model(token_s=0.02), MANY_WORDS))
+        asking = in_thread(lambda: cuts.append(is_cut_off(built)))
         screen.until("echo")
         process.send_signal(signal.SIGKILL)
         screen.until("LOST")
+        asking.join(10)
+        assert cuts == [True]
         screen.press("q")
         assert screen.ended() == 0
 

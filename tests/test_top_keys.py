@@ -2,70 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
-
 import pytest
+from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Static
-from top_script import ENDED, LIVE, ScriptedWatch, model, reading, request, snapshot, top_app
+from textual.widgets._footer import FooterKey
+from top_script import (
+    ENDED,
+    LIVE,
+    ScriptedWatch,
+    column,
+    model,
+    notifications,
+    reading,
+    request,
+    run,
+    snapshot,
+    table,
+    until,
+)
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.client.snapshot import Snapshot
 from localgen.tui.confirm import Confirm
 from localgen.tui.feed import Seen
 from localgen.tui.shell import KeyHelp, Shell, TooSmall
-from localgen.tui.themes import DARK, LIGHT, MONOCHROME, NAMES, ThemeChoice
+from localgen.tui.themes import LIGHT, NAMES
 from localgen.tui.top.app import TopApp
-from localgen.tui.top.banner import Banner, Notice
+from localgen.tui.top.banner import Banner
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.requests import COLUMNS
 from localgen.tui.top.table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
-
-Script = Callable[[Pilot[None], TopApp], Coroutine[Any, Any, None]]
-
-
-def run(
-    script: Script,
-    watch: ScriptedWatch | None = None,
-    size: tuple[int, int] = (120, 40),
-    **settings: float,
-) -> None:
-    """Play keys on a running program whose server is as scripted; by default it is busy."""
-
-    async def play() -> None:
-        app = top_app(watch or ScriptedWatch([snapshot()]), **settings)
-        async with app.run_test(size=size) as pilot:
-            await until(pilot, lambda: app.reading.snapshot.kind == "localgen")
-            found = table(app)
-            await until(pilot, lambda: not found.display or found.content_size.height > 0)
-            await pilot.pause()
-            await script(pilot, app)
-
-    asyncio.run(play())
-
-
-async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if true():
-            return
-        await pilot.pause(0.01)
-    raise AssertionError("it did not come true in time")
-
-
-def table(app: TopApp) -> RequestTable:
-    dashboard = next(each for each in app.screen_stack if isinstance(each, Dashboard))
-    return dashboard.query_one(RequestTable)
-
-
-def column(app: TopApp, key: str) -> list[str]:
-    """The texts of a column from top to bottom."""
-    found = table(app)
-    return [found.get_cell(row.key, key).plain for row in found.ordered_rows]
 
 
 def test_the_table_lists_what_waits_first_and_what_has_ended_last() -> None:
@@ -87,8 +55,9 @@ def test_s_sorts_by_the_next_column_and_r_turns_it_round() -> None:
         await pilot.press("s", "s", "s")  # prompt, cached, answer
         await pilot.pause()
         assert column(app, "answer") == ["90", "17", "0", "0", "120", "90", "60", "30"]
-        await pilot.press("r")
-        await pilot.pause()
+        for key in ("r", "S", "r"):
+            await pilot.press(key)
+            await pilot.pause()
         assert column(app, "answer") == ["0", "0", "17", "90", "30", "60", "90", "120"]
         for _ in keys:
             await pilot.press("s")
@@ -110,6 +79,18 @@ def test_a_click_on_a_heading_sorts_by_it() -> None:
     run(script)
 
 
+def test_up_and_down_choose_a_request() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        seen = []
+        for key in ("down", "down", "up"):
+            await pilot.press(key)
+            found = table(app).under_cursor
+            seen.append(found and found.state_text)
+        assert seen == ["prefill 58%", "decoding", "prefill 58%"]
+
+    run(script)
+
+
 def test_the_cursor_stays_on_its_request() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("down", "down")
@@ -125,7 +106,8 @@ def test_the_cursor_stays_on_its_request() -> None:
     run(script)
 
 
-def test_enter_opens_a_timeline_that_lives_and_escape_closes_it() -> None:
+@pytest.mark.parametrize("key", ["escape", "enter", "q"])
+def test_enter_opens_a_timeline_that_lives_and_these_close_it(key: str) -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("down", "down", "enter")
         await pilot.pause()
@@ -137,8 +119,10 @@ def test_enter_opens_a_timeline_that_lives_and_escape_closes_it() -> None:
         app.post_message(Seen(reading(last=snapshot(model(sessions=(newer,))))))
         await pilot.pause()
         assert "121 tokens" in str(app.screen.query_one(Static).content)
-        await pilot.press("escape")
+        await pilot.press(key)
+        await pilot.pause()
         assert isinstance(app.screen, Dashboard)
+        assert app.is_running
 
     run(script)
 
@@ -153,7 +137,7 @@ def test_a_click_on_the_row_of_the_cursor_opens_its_timeline() -> None:
     run(script)
 
 
-@pytest.mark.parametrize("keys", [("y",), ("tab", "enter")])
+@pytest.mark.parametrize("keys", [("y",), ("tab", "enter"), ("right", "enter"), ("left", "enter")])
 def test_c_cancels_after_a_question(keys: tuple[str, ...]) -> None:
     watch = ScriptedWatch([snapshot()])
 
@@ -168,7 +152,7 @@ def test_c_cancels_after_a_question(keys: tuple[str, ...]) -> None:
     run(script, watch)
 
 
-@pytest.mark.parametrize("keys", [("n",), ("escape",), ("enter",)])
+@pytest.mark.parametrize("keys", [("n",), ("escape",), ("enter",), ("right", "left", "enter")])
 def test_the_question_can_be_denied_and_enter_takes_nothing_away(keys: tuple[str, ...]) -> None:
     watch = ScriptedWatch([snapshot()])
 
@@ -192,18 +176,15 @@ def test_a_mouse_can_confirm() -> None:
     run(script, watch)
 
 
-def test_c_in_a_timeline_means_that_request() -> None:
+@pytest.mark.parametrize("key", ["c", "delete"])
+def test_c_in_a_timeline_means_that_request(key: str) -> None:
     watch = ScriptedWatch([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        await pilot.press("down", "down", "down", "enter", "c", "y")
+        await pilot.press("down", "down", "down", "enter", key, "y")
         await until(pilot, lambda: watch.cancelled == [LIVE[1].request_id])
 
     run(script, watch)
-
-
-def notifications(app: TopApp) -> list[str]:
-    return [each.message for each in app._notifications]
 
 
 def test_what_has_ended_is_not_cancelled() -> None:
@@ -287,18 +268,20 @@ def test_leaving(key: str) -> None:
 @pytest.mark.parametrize("key", ["question_mark", "f1"])
 def test_help_names_every_key(key: str) -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        described = {
-            active.binding.description
-            for active in app.screen.active_bindings.values()
-            if active.binding.description and active.binding.action != "command_palette"
-        }
+        bindings = (*Shell.BINDINGS, *Dashboard.BINDINGS, *RequestTable.BINDINGS)
+        described = {each.description for each in bindings if isinstance(each, Binding)}
         await pilot.press(key)
         assert isinstance(app.screen, KeyHelp)
         text = str(app.screen.query_one(Static).content)
         assert [says for says in described if says not in text] == []
         assert "Cancel" in described
-        await pilot.press("escape")
-        assert isinstance(app.screen, Dashboard)
+        for close in ("escape", "q", "enter", "f1", "question_mark"):
+            if not isinstance(app.screen, KeyHelp):
+                await pilot.press(key)
+            await pilot.press(close)
+            await pilot.pause()
+            assert isinstance(app.screen, Dashboard), close
+        assert app.is_running
 
     run(script)
 
@@ -316,43 +299,6 @@ def test_the_palette_offers_every_command_and_theme() -> None:
         await until(pilot, lambda: app.theme == LIGHT)
 
     run(script)
-
-
-def test_f2_takes_the_next_theme_and_it_is_kept(tmp_path: Path) -> None:
-    path = Shell.theme_file(tmp_path / "state")
-
-    async def play() -> None:
-        app = top_app(choice=ThemeChoice(path, {}))
-        async with app.run_test() as pilot:
-            assert app.theme == DARK
-            await pilot.press("f2")
-            await pilot.pause()
-            assert app.theme == LIGHT
-
-    asyncio.run(play())
-    assert json.loads(path.read_text()) == {"theme": LIGHT}
-    assert ThemeChoice(path, {}).read() == LIGHT
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"theme": "pink"}', b"[]", b"\xff\xfe"])
-def test_a_damaged_choice_is_none(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "tui.json"
-    path.write_bytes(content)
-    assert ThemeChoice(path, {}).read() == DARK
-
-
-def test_a_choice_that_cannot_be_kept_is_no_reason_to_stop(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    ThemeChoice(tmp_path / "file" / "tui.json", {}).keep(LIGHT)
-    assert (tmp_path / "file").read_text() == ""
-
-
-def test_no_color_means_monochrome_and_changes_nothing_that_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "tui.json"
-    choice = ThemeChoice(path, {"NO_COLOR": "1"})
-    assert choice.read() == MONOCHROME
-    choice.keep(MONOCHROME)
-    assert not path.exists()
 
 
 def test_a_terminal_that_gets_too_small_and_large_again() -> None:
@@ -391,39 +337,14 @@ def test_a_server_that_does_not_list_requests_says_so() -> None:
     run(script)
 
 
-def test_lost_and_back() -> None:
-    watch = ScriptedWatch(
-        [snapshot(), ServerUnavailable("the server went away")],
-        [ServerUnavailable("no server answers")],
-        [snapshot()],
-    )
-
+def test_the_foot_of_the_screen_is_for_the_mouse() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        await until(pilot, lambda: app.screen.query_one(Banner).status == "LOST")
-        assert "trying again" in str(app.screen.query_one(Notice).content).lower()
-        assert app.screen.query_one(Notice).display
-        assert table(app).row_count == len(LIVE) + len(ENDED), "what was seen last stays"
-        await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
-        assert not app.screen.query_one(Notice).display
-        assert notifications(app) == ["The server is back."]
+        for says in ("Timeline", "Cancel", "Keys", "palette"):
+            keys = [key for key in app.screen.query(FooterKey) if key.description == says]
+            await pilot.mouse_down(keys[0])
+            await until(pilot, lambda: not isinstance(app.screen, Dashboard))
+            await pilot.click(offset=(1, 1))  # beside it
+            await until(pilot, lambda: isinstance(app.screen, Dashboard))
+            await pilot.pause()
 
-    run(script, watch, first_retry_s=0.7)
-
-
-def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
-    failures = [[ServerUnavailable("no server answers")] for _ in range(4)]
-    watch = ScriptedWatch(*failures, [snapshot()])
-
-    async def play() -> None:
-        app = top_app(watch)
-        async with app.run_test(size=(120, 40)) as pilot:
-            await until(pilot, lambda: bool(str(app.screen.query_one(Notice).content)))
-            assert app.screen.query_one(Banner).status == "WAITING"
-            assert "localgen serve starts one" in str(app.screen.query_one(Notice).content)
-            for _ in range(4):
-                await pilot.press("t")
-                await pilot.pause(0.02)
-            await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
-            assert notifications(app) == [], "it was not lost before"
-
-    asyncio.run(play())
+    run(script)

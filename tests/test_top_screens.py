@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import top_script
 from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
 from top_script import reading, snapshot, top_app
 
 from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
@@ -76,6 +78,38 @@ def test_confirm(snap_compare: Compare, size: tuple[int, int]) -> None:
 @SIZES
 def test_keys(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(top_app(), terminal_size=size, run_before=show("question_mark"))
+
+
+@SIZES
+def test_palette(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def run(pilot: Pilot[Any]) -> None:
+        await show("ctrl+p")(pilot)
+        while not pilot.app.screen.query_one(OptionList).option_count:
+            await pilot.pause(0.01)
+        pilot.app.screen.query_one(Input).cursor_blink = False
+        await pilot.pause()
+
+    assert snap_compare(top_app(), terminal_size=size, run_before=run)
+
+
+@SIZES
+def test_paused(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(top_app(), terminal_size=size, run_before=show("space"))
+
+
+@SIZES
+def test_another_version(snap_compare: Compare, size: tuple[int, int]) -> None:
+    newer = snapshot(top_script.model(totals=top_script.totals(60.5)), version="9.8.7")
+    assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=newer)))
+
+
+@SIZES
+def test_many_gpus_and_models(snap_compare: Compare, size: tuple[int, int]) -> None:
+    gpus = tuple(replace(top_script.GPU, index=index) for index in range(8))
+    machine = replace(top_script.MACHINE, gpus=gpus)
+    models = (top_script.model(), top_script.model("qwen3-4b", running=0, sessions=()))
+    many = snapshot(*models, machine=machine)
+    assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=many)))
 
 
 @SIZES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ class Terminals:
 
     def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "tmux")
+        self.client = Client(Settings(runtime_dir=folder / "run", state_dir=folder / "state"))
         self._environment = os.environ | {
             "LOCALGEN_STATE_DIR": str(folder / "state"),
             "LOCALGEN_RUNTIME_DIR": str(folder / "run"),
@@ -83,7 +85,7 @@ def terminals() -> Iterator[Terminals]:
         made = Terminals(folder)
         yield made
         made.close()
-        Client(Settings(runtime_dir=folder / "run", state_dir=folder / "state")).shutdown()
+        made.client.shutdown()
 
 
 def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
@@ -110,3 +112,25 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     terminals.run("again", "tui")
     found = terminals.until("again", lambda screen: "Tell me another" in screen)
     assert "Tell me a story" in found
+
+
+def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
+    terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500")
+    terminals.until("chats", lambda screen: "Ask something" in screen)
+    terminals.press("chats", "Tell me a story", "Enter")
+    terminals.until("chats", lambda screen: re.search("▸ .*tok/s", screen))
+    health = terminals.client.health()
+    assert health is not None
+    os.kill(health.pid, signal.SIGKILL)
+    lost = terminals.until("chats", lambda screen: "Ctrl+R asks again" in screen)
+    assert "broken off" in lost
+    assert "Traceback" not in lost
+    terminals.until("chats", lambda screen: "LOST" in screen.split("\n")[0])
+    terminals.press("chats", "and you?")
+    terminals.until("chats", lambda screen: "and you?" in screen)  # it can be typed in
+    terminals.press("chats", "C-r")
+    again = terminals.until("chats", lambda screen: re.search("▸ .*tok/s", screen))
+    assert "and you?" in again
+    terminals.until("chats", lambda screen: "LIVE" in screen.split("\n")[0])
+    # what there was goes once the new answer is whole
+    terminals.until("chats", lambda screen: "broken off" not in screen)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
+import top_script
 from scripted_client import answer
 from textual.pilot import Pilot
-from textual.widgets import Input, OptionList, TextArea
-from tui_chats import Tui
+from textual.widgets import OptionList, TextArea
+from tui_chats import PacedClient, Tui
 
-from localgen.backends.errors import ServerUnavailable
-from localgen.chats.options import ModelOptions
+from localgen.backends.errors import LoadFailed, ServerUnavailable
+from localgen.backends.models import ModelInfo
 from localgen.client import Text, pulling
 from localgen.client.pulling import Offer
 from localgen.tui.chat.compare import Column, CompareScreen
+from localgen.tui.chat.models import Cancelled
+from localgen.tui.confirm import Confirm
+from localgen.tui.dialog import Sheet
+from localgen.tui.feed import Seen
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
-Compare = Callable[..., bool]
-Scene = Callable[[Tui, Pilot[None]], Awaitable[None]]
 ANSWER = """Sorting keeps *equal* elements in their order:
 
 1. **Stable** sorts do.
@@ -46,31 +49,6 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulling, "offers", lambda: offers)
 
 
-@pytest.fixture
-def check(tmp_path: Path, snap_compare: Compare) -> Iterator[Callable[..., None]]:
-    made: list[Tui] = []
-
-    def run(scene: Scene, size: tuple[int, int], *scripts: object) -> None:
-        tui = Tui(tmp_path, *scripts, options=ModelOptions())  # type: ignore[arg-type]
-        made.append(tui)
-
-        async def before(pilot: Pilot[None]) -> None:
-            await tui.until(lambda: tui.main.opened)
-            tui.prompt.cursor_blink = False
-            await scene(tui, pilot)
-            for area in tui.app.screen.query(TextArea):
-                area.cursor_blink = False
-            for field in tui.app.screen.query(Input):
-                field.cursor_blink = False
-            await pilot.pause()
-
-        assert snap_compare(tui.app, terminal_size=size, run_before=before)
-
-    yield run
-    for tui in made:
-        tui.close()
-
-
 async def talk(tui: Tui, pilot: Pilot[None]) -> None:
     """Two sessions, the second with an answer of many parts."""
     await tui.ask(pilot, "Name a colour")
@@ -82,20 +60,20 @@ SCRIPTS = (("Blue.", answer()), (THOUGHT, ANSWER, answer(completion_tokens=123))
 
 
 @SIZES
-def test_empty(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_empty(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.pause()
 
-    check(scene, size)
+    snap_tui(scene, size)
 
 
 @SIZES
-def test_conversation(check: Callable[..., None], size: tuple[int, int]) -> None:
-    check(talk, size, *SCRIPTS)
+def test_conversation(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    snap_tui(talk, size, *SCRIPTS)
 
 
 @SIZES
-def test_writing_in_two_sessions(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_writing_in_two_sessions(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for number, text in enumerate(("Tell me a story", "Count to ten"), 1):
             if number > 1:
@@ -107,67 +85,67 @@ def test_writing_in_two_sessions(check: Callable[..., None], size: tuple[int, in
         await pilot.pause()
 
     never = threading.Event()
-    check(scene, size, ("Once upon", " a time", never), ("One, **two**,", " three", never))
+    snap_tui(scene, size, ("Once upon", " a time", never), ("One, **two**,", " three", never))
 
 
 @SIZES
-def test_broken_off(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_broken_off(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "Tell me a story")
 
-    check(scene, size, ("Once upon a", ServerUnavailable("the server went away in mid-answer")))
+    snap_tui(scene, size, ("Once upon a", ServerUnavailable("the server went away in mid-answer")))
 
 
 @SIZES
-def test_suggestions(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_suggestions(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press(*"/s")
 
-    check(scene, size)
+    snap_tui(scene, size)
 
 
 @SIZES
-def test_settings(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_settings(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         await pilot.press("ctrl+t", *"0.5", "down", "x", "enter")
         await tui.settled(pilot)
 
-    check(scene, size, *SCRIPTS)
+    snap_tui(scene, size, *SCRIPTS)
 
 
 @SIZES
-def test_models(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_models(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("ctrl+o")
         await tui.until(lambda: tui.app.screen.query(OptionList).first().option_count == 3)
 
-    check(scene, size)
+    snap_tui(scene, size)
 
 
 @SIZES
-def test_search(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_search(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         await pilot.press("ctrl+f", *"st")
         await tui.until(lambda: tui.app.screen.query(OptionList).first().option_count)
 
-    check(scene, size, *SCRIPTS)
+    snap_tui(scene, size, *SCRIPTS)
 
 
 @SIZES
-def test_compare_setup(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_compare_setup(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("ctrl+b")
         await pilot.pause()
         tui.app.screen.query_one(TextArea).text = "tiny\ntiny top-k=many\n"
         await pilot.press("ctrl+s")
 
-    check(scene, size)
+    snap_tui(scene, size)
 
 
 @SIZES
-def test_comparison(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_comparison(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("ctrl+b")
         await pilot.pause()
@@ -178,27 +156,160 @@ def test_comparison(check: Callable[..., None], size: tuple[int, int]) -> None:
         await tui.until(lambda: all(each.opened.last for each in tui.app.screen.query(Column)))
         await tui.settled(pilot)
 
-    check(scene, size, (ANSWER, answer()), (ANSWER, answer()))
+    snap_tui(scene, size, (ANSWER, answer()), (ANSWER, answer()))
 
 
 @SIZES
-def test_rename(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_rename(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         await pilot.press("f3")
         await pilot.pause()
 
-    check(scene, size, *SCRIPTS)
+    snap_tui(scene, size, *SCRIPTS)
 
 
-def test_the_smallest(check: Callable[..., None]) -> None:
-    check(talk, (60, 20), *SCRIPTS)
+@SIZES
+def test_keys(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.press("?")
+        await pilot.pause()
+
+    snap_tui(scene, size)
+
+
+@SIZES
+def test_a_long_text(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "/show parameters")
+        await pilot.press("enter")
+        await tui.until(lambda: isinstance(tui.app.screen, Sheet))
+
+    snap_tui(scene, size)
+
+
+@SIZES
+def test_confirm(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await talk(tui, pilot)
+        await pilot.press("f8")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+
+    snap_tui(scene, size, *SCRIPTS)
+
+
+@SIZES
+def test_palette(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await talk(tui, pilot)
+        await pilot.press("ctrl+p")
+        await tui.until(lambda: tui.app.screen.query(OptionList).first().option_count)
+
+    snap_tui(scene, size, *SCRIPTS)
+
+
+async def pick(tui: Tui, pilot: Pilot[None], name: str, says: str) -> None:
+    """Take a model, and wait until it is told how that goes."""
+    await pilot.press("ctrl+o")
+    await tui.until(lambda: tui.app.screen.query(OptionList).first().option_count == 3)
+    await pilot.press(*name, "enter")
+    await tui.until(lambda: says in tui.screen_text())
+
+
+@SIZES
+def test_fetching_a_model(
+    snap_tui: Callable[..., None], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def pull(name: str, on_bytes: Callable[[int, int], None]) -> str:
+        with suppress(Cancelled):
+            while not ended.wait(0.01):
+                on_bytes(1_200_000_000, 4_900_000_000)
+        return name
+
+    monkeypatch.setattr(pulling, "can_pull", lambda name: True)
+    monkeypatch.setattr(pulling, "pull", pull)
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pick(tui, pilot, "llama-8b", "1.2 GB of 4.9 GB")
+
+    try:
+        snap_tui(scene, size)
+    finally:
+        ended.set()
+
+
+@SIZES
+def test_loading_a_model(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        tui.gate_loads()
+        await pick(tui, pilot, "other", "50%")
+
+    snap_tui(scene, size)
+
+
+@SIZES
+def test_a_model_that_does_not_load(
+    snap_tui: Callable[..., None], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> ModelInfo:
+        raise LoadFailed("cannot load other: tensor 3 ends after the file does: fetch it again")
+
+    monkeypatch.setattr(PacedClient, "load", load)
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pick(tui, pilot, "other", "fetch it again")
+
+    snap_tui(scene, size)
+
+
+@SIZES
+def test_a_thought(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "Which sorts are stable?")
+        await pilot.press("f5")
+
+    snap_tui(scene, size, (THOUGHT, "Merge sort.", answer()))
+
+
+@SIZES
+def test_gauges(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "Name a colour")
+        if size[0] < 100:
+            await pilot.press("f6")
+            await pilot.pause()
+        tui.app.post_message(Seen(top_script.reading()))
+        await pilot.pause()
+
+    snap_tui(scene, size, ("Blue.", answer()))
+
+
+def test_the_largest(snap_tui: Callable[..., None]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await talk(tui, pilot)
+        tui.app.post_message(Seen(top_script.reading()))
+        await pilot.pause()
+
+    snap_tui(scene, (250, 80), *SCRIPTS)
+
+
+def test_too_small(snap_tui: Callable[..., None]) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.pause()
+
+    snap_tui(scene, (59, 20))
+
+
+def test_the_smallest(snap_tui: Callable[..., None]) -> None:
+    snap_tui(talk, (60, 20), *SCRIPTS)
 
 
 @pytest.mark.parametrize("theme", ["light", "high-contrast", "monochrome"])
-def test_themes(check: Callable[..., None], theme: str) -> None:
+def test_themes(snap_tui: Callable[..., None], theme: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.app.theme = theme
         await talk(tui, pilot)
 
-    check(scene, (120, 40), *SCRIPTS)
+    snap_tui(scene, (120, 40), *SCRIPTS)

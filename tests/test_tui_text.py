@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
 from textual.widgets.markdown import MarkdownFence
-from tui_chats import Tui
+from tui_chats import PacedClient, Tui, play, press
 
-from localgen.client import Text
+from localgen.client import ModelCard, Text, pulling
 from localgen.tui.chat.markdown import ModelMarkdown
 from localgen.tui.chat.turn_view import TurnView
 
-Play = Callable[[Tui, Pilot[None]], Awaitable[None]]
-
+SIZE = (120, 60)
 HOSTILE = (
     "\x1b]0;owned\x07 \x1b[2J \x9b31m [red]not red[/] [@click=app.quit]x[/] \u202eevil\u202c ok"
 )
+# what is left of bytes that are no UTF-8: a reader's replacements, and its escapes
+BROKEN = b"caf\xe9 \xff\xfe \xed\xa0\x80".decode(errors="replace") + "\ud800 \udcff end"
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 MARKDOWN = """# Title [b]
 
 A *word* in **bold**, `code [x]`
@@ -50,17 +52,6 @@ text
 """
 
 
-def play(tui: Tui, scene: Play) -> None:
-    async def run() -> None:
-        try:
-            async with tui.running((120, 60)) as pilot:
-                await scene(tui, pilot)
-        finally:
-            tui.close()
-
-    asyncio.run(run())
-
-
 def test_escapes_and_markup_are_shown(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, HOSTILE)
@@ -75,7 +66,7 @@ def test_escapes_and_markup_are_shown(tmp_path: Path) -> None:
         await pilot.pause()
         assert "[b]thought[/b]␛" in tui.screen_text()
 
-    play(Tui(tmp_path, (Text("", 1, "[b]thought[/b]\x1b"), HOSTILE, answer())), scene)
+    play(Tui(tmp_path, (Text("", 1, "[b]thought[/b]\x1b"), HOSTILE, answer())), scene, SIZE)
 
 
 def test_hostile_names_and_errors(tmp_path: Path) -> None:
@@ -88,7 +79,55 @@ def test_hostile_names_and_errors(tmp_path: Path) -> None:
         await tui.ask(pilot, "/switch [red]x[/]\x1b")
         await tui.until(lambda: "no session [red]x[/]␛" in tui.screen_text())
 
-    play(Tui(tmp_path, (ZeroDivisionError("[red]it[/] \x1b[2J broke"),)), scene)
+    play(Tui(tmp_path, (ZeroDivisionError("[red]it[/] \x1b[2J broke"),)), scene, SIZE)
+
+
+def test_text_that_is_no_text_is_shown_and_kept(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, f"{BROKEN}?")
+        shown = tui.screen_text()
+        shown.encode()  # what a terminal is sent
+        # in the session's name, the prompt and the answer
+        assert shown.count("caf\ufffd") >= 3
+        assert shown.count("\ufffd \ufffd end") >= 2
+        assert tui.opened.unkept == ""
+        await pilot.press("f5")
+        await pilot.pause()
+        tui.screen_text().encode()
+        await tui.ask(pilot, "/rename \ud800x")
+        await tui.until(lambda: "\ufffdx" in tui.screen_text())
+
+    async def again(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.until(lambda: len(tui.desk.listed) > 0)
+        await press(tui, pilot, "ctrl+down")
+        assert "\ufffd \ufffd end" in tui.screen_text()
+
+    script = (Text("", 1, f"{BROKEN} thought"), BROKEN[:9], BROKEN[9:], answer())
+    play(Tui(tmp_path, script), scene, SIZE)
+    play(Tui(tmp_path), again, SIZE)
+
+
+def test_names_of_a_hostile_server_are_inert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = ModelCard("\x1b]0;m\x07[red]x", "\x1b[2J", 1, "\x1b[31mloaded", "\x9b1mhere")
+    monkeypatch.setattr(PacedClient, "models", lambda self: [card])
+    monkeypatch.setattr(pulling, "offers", list)
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "ctrl+o")
+        await tui.until(lambda: "]0;m" in tui.screen_text())
+        assert not CONTROLS.search(tui.screen_text())
+        await press(tui, pilot, "escape")
+        await tui.until(lambda: tui.app.acts.models)
+        await pilot.press(*"/model ")
+        await tui.until(lambda: "]0;m" in tui.screen_text())
+        assert not CONTROLS.search(tui.screen_text())
+        await pilot.press("tab")
+        await pilot.pause()
+        assert not CONTROLS.search(tui.screen_text())
+
+    play(Tui(tmp_path), scene, SIZE)
 
 
 def test_markdown_is_drawn_and_hides_nothing(tmp_path: Path) -> None:
@@ -107,7 +146,7 @@ def test_markdown_is_drawn_and_hides_nothing(tmp_path: Path) -> None:
         fence = tui.main.query(MarkdownFence).first()
         assert len({str(span.style) for span in fence._highlighted_code.spans}) > 2
 
-    play(Tui(tmp_path, (MARKDOWN, answer())), scene)
+    play(Tui(tmp_path, (MARKDOWN, answer())), scene, SIZE)
 
 
 def blocks(widget: ModelMarkdown) -> list[str]:
@@ -149,4 +188,4 @@ def test_a_stream_ends_as_the_whole_would(tmp_path: Path, seed: int) -> None:
         assert streamed == blocks(whole)
         assert len(streamed) > 20
 
-    play(Tui(tmp_path, (*pieces, answer())), scene)
+    play(Tui(tmp_path, (*pieces, answer())), scene, SIZE)

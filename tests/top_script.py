@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
+
+from textual.pilot import Pilot
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.readings import EndedRequest, GpuUse, MachineUse, ReadCost
@@ -14,6 +17,10 @@ from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
 from localgen.tui.gauges.history import Record
 from localgen.tui.gauges.readings import Reading
 from localgen.tui.top.app import TopApp
+from localgen.tui.top.dashboard import Dashboard
+from localgen.tui.top.table import RequestTable
+
+Script = Callable[[Pilot[None], TopApp], Coroutine[Any, Any, None]]
 
 GPU = GpuUse(
     index=0,
@@ -208,3 +215,46 @@ def top_app(watch: ScriptedWatch | None = None, **settings: Any) -> TopApp:
         "localgen chat or localgen serve starts one.",
         **({"first_retry_s": 0.05} | settings),
     )
+
+
+def run(
+    script: Script,
+    watch: ScriptedWatch | None = None,
+    size: tuple[int, int] = (120, 40),
+    **settings: float,
+) -> None:
+    """Play keys on a running program whose server is as scripted; by default it is busy."""
+
+    async def play() -> None:
+        app = top_app(watch or ScriptedWatch([snapshot()]), **settings)
+        async with app.run_test(size=size) as pilot:
+            await until(pilot, lambda: app.reading.snapshot.kind == "localgen")
+            found = table(app)
+            await until(pilot, lambda: not found.display or found.content_size.height > 0)
+            await pilot.pause()
+            await script(pilot, app)
+
+    asyncio.run(play())
+
+
+async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if true():
+            return
+        await pilot.pause(0.01)
+    raise AssertionError("it did not come true in time")
+
+
+def table(app: TopApp) -> RequestTable:
+    dashboard = next(each for each in app.screen_stack if isinstance(each, Dashboard))
+    return dashboard.query_one(RequestTable)
+
+
+def column(app: TopApp, key: str) -> list[str]:
+    """The texts of a column from top to bottom."""
+    found = table(app)
+    return [found.get_cell(row.key, key).text for row in found.ordered_rows]
+
+
+def notifications(app: TopApp) -> list[str]:
+    return [each.message for each in app._notifications]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from scripted_client import ScriptedClient
 from textual.pilot import Pilot
+from textual.widgets import Static
 
 from localgen.backends.errors import ServerUnavailable
+from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.chats.conversation import Turn
 from localgen.chats.options import ModelOptions
+from localgen.chats.session import Progress
 from localgen.chats.sessions import Sessions
 from localgen.chats.writers import Writer
 from localgen.client import ModelCard, Text
@@ -23,25 +27,48 @@ from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.open_session import House, OpenSession
 from localgen.tui.chat.prompt import Prompt
+from localgen.tui.feed import Watch
 
 Say = str | Text | BaseException | threading.Event
+
+Play = Callable[["Tui", Pilot[None]], Awaitable[None]]
+MakeTui = Callable[..., "Tui"]
 
 
 class PacedClient(ScriptedClient):
     """A scripted client whose script may hold an Event: it waits there until it is set, or cut."""
 
-    def __init__(self, scripts: Sequence[Sequence[object]] = ()) -> None:
+    def __init__(
+        self, scripts: Sequence[Sequence[object]] = (), say: Callable[[str], None] = print
+    ) -> None:
         super().__init__()
         self.scripts = list(scripts)  # type: ignore[arg-type]
+        self.say = say
         self.was_cut = threading.Event()
         self.closed = False
+        self.load_gate: threading.Event | None = None
+
+    def load(
+        self,
+        model: str | None,
+        options: LoadOptions,
+        on_progress: Progress = print,
+        keep_alive: str | None = None,
+    ) -> ModelInfo:
+        """Waits at half for the gate, if there is one."""
+        info = super().load(model, options, on_progress, keep_alive)
+        self._wait(self.load_gate)
+        return info
+
+    def _wait(self, gate: threading.Event | None) -> None:
+        while gate is not None and not gate.wait(0.01):
+            if self.was_cut.is_set():
+                raise ServerUnavailable("the connection was cut")
 
     def _play(self, script):  # type: ignore[no-untyped-def]
         for tokens, step in enumerate(script, 1):
             if isinstance(step, threading.Event):
-                while not step.wait(0.01):
-                    if self.was_cut.is_set():
-                        raise ServerUnavailable("the connection was cut")
+                self._wait(step)
                 continue
             if self.was_cut.is_set():
                 raise ServerUnavailable("the connection was cut")
@@ -81,9 +108,12 @@ class Tui:
         *scripts: Sequence[object],
         model: str | None = None,
         options: ModelOptions | None = None,
+        watch: Callable[[], Watch] = NoWatch,
+        url: str = "",
     ) -> None:
         self.scripts: list[Sequence[object]] = list(scripts)
         self.clients: list[PacedClient] = []
+        self.load_gate: threading.Event | None = None
         self._s = 1000.0
         self.writer = Writer(folder / "writers")
         self.store = Sessions(folder / "sessions.db", self.writer, now=self._now)
@@ -92,10 +122,12 @@ class Tui:
             make_client=self._client,
             options=options or ModelOptions(),
             state_dir=folder,
+            url=url,
+            model=model,
             clock=lambda: 0.0,
         )
-        self.desk = Desk(self.house, model)
-        self.app = ChatApp(self.desk, NoWatch, "this machine", first_retry_s=1000.0)
+        self.desk = Desk(self.house)
+        self.app = ChatApp(self.desk, watch, "this machine", first_retry_s=1000.0)
 
     @property
     def main(self) -> MainScreen:
@@ -109,6 +141,11 @@ class Tui:
     @property
     def prompt(self) -> Prompt:
         return self.app.screen.query_one(Prompt)
+
+    @property
+    def prompt_text(self) -> str:
+        """What is typed on the main screen."""
+        return self.main.query_one(Prompt).text
 
     @property
     def asked(self) -> list[str]:
@@ -126,6 +163,13 @@ class Tui:
             await self.until(lambda: self.main.opened is not None)
             await pilot.pause()
             yield pilot
+
+    def gate_loads(self) -> threading.Event:
+        """From now on models are loaded no further than half until this is set."""
+        self.load_gate = threading.Event()
+        for client in self.clients:
+            client.load_gate = self.load_gate
+        return self.load_gate
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Wait until it is so."""
@@ -170,8 +214,9 @@ class Tui:
         # a worker that waits for a dialog is not done before somebody answers
         return len(self.app.screen_stack) > 1
 
-    def _client(self) -> PacedClient:
-        client = PacedClient()
+    def _client(self, say: Callable[[str], None]) -> PacedClient:
+        client = PacedClient(say=say)
+        client.url, client.load_gate = self.house.url, self.load_gate
         client.scripts = self.scripts  # type: ignore[assignment]
         self.clients.append(client)
         return client
@@ -179,3 +224,44 @@ class Tui:
     def _now(self) -> float:
         self._s += 1.0
         return self._s
+
+
+def play(tui: Tui, scene: Play, size: tuple[int, int] = (120, 40)) -> None:
+    async def run() -> None:
+        try:
+            async with tui.running(size) as pilot:
+                await scene(tui, pilot)
+        finally:
+            tui.close()
+
+    asyncio.run(run())
+
+
+def told(tui: Tui) -> str:
+    return str(tui.main.query_one("#told", Static).content)
+
+
+def turns(tui: Tui) -> list[Turn]:
+    return list(tui.opened.session.conversation.turns)
+
+
+async def press(tui: Tui, pilot: Pilot[None], *keys: str) -> None:
+    await pilot.press(*keys)
+    await tui.settled(pilot)
+
+
+def wait(condition: Callable[[], object]) -> None:
+    """Where there is no screen."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def settle(tui: Tui, opened: OpenSession) -> Turn:
+    """The turn of the answer that grows in a session."""
+    assert opened.last is not None
+    assert opened.last.ended.wait(10)
+    tui.desk.settle()
+    assert opened.answering is None
+    return opened.session.conversation.turns[-1]

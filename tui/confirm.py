@@ -8,11 +8,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
+from localgen.tui.dialog import Dialog
 
-class Confirm(ModalScreen[bool]):
+
+class Confirm(Dialog[bool]):
     """Yes or no. The key that takes nothing away has the focus."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -21,7 +22,6 @@ class Confirm(ModalScreen[bool]):
         Binding("left,right", "app.focus_next", "Other button", show=False),
     ]
     DEFAULT_CSS = """
-    Confirm { align: center middle; background: $background 60%; }
     Confirm > Vertical {
         width: 56; max-width: 95%; height: auto; padding: 1 2;
         border: round $warning; background: $surface;

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from textual.message import Message
 
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.client.snapshot import Snapshot
 from localgen.tui.gauges.history import Record
 from localgen.tui.gauges.readings import Reading
@@ -40,11 +40,23 @@ class Seen(Message):
 
 
 class Lost(Message):
-    """Nobody answers. retry_s: seconds until the next try; tries: so far, from 1."""
+    """Nothing is heard of it. retry_s: seconds until the next try; tries: so far, from 1.
 
-    def __init__(self, why: str, retry_s: float, tries: int) -> None:
+    has_left: it took its leave. is_silent: it answers, and tells nothing of itself.
+    """
+
+    def __init__(
+        self,
+        why: str,
+        retry_s: float,
+        tries: int,
+        *,
+        has_left: bool = False,
+        is_silent: bool = False,
+    ) -> None:
         super().__init__()
         self.why, self.retry_s, self.tries = why, retry_s, tries
+        self.has_left, self.is_silent = has_left, is_silent
 
 
 class Feed:
@@ -90,6 +102,7 @@ class Feed:
         tries = 0
         while not self._stop.is_set():
             why = "the server has left"
+            fault: Exception | None = None
             try:
                 if self._watch is None:
                     self._watch = self._make()
@@ -97,11 +110,14 @@ class Feed:
                     tries = 0
                     self._say(Seen(seen))
             except LocalgenError as error:
-                why = error.message
+                why, fault = error.message, error
             except Exception as error:  # a reading that we cannot make shall not end the program
-                why = f"a defect of localgen ({type(error).__name__}: {error})"
+                why, fault = f"a defect of localgen ({type(error).__name__}: {error})", error
             tries += 1
-            self._wait(why, tries)
+            retry_s = min(LAST_RETRY_S, self._first_retry_s * 2 ** min(tries - 1, 10))
+            is_silent = isinstance(fault, InvalidRequest)
+            self._say(Lost(why, retry_s, tries, has_left=fault is None, is_silent=is_silent))
+            self._wait(retry_s)
 
     def _readings(self, watch: Watch) -> Iterator[Reading]:
         record, last_s = Record(), None
@@ -113,9 +129,7 @@ class Feed:
             if self._stop.is_set():
                 return
 
-    def _wait(self, why: str, tries: int) -> None:
-        retry_s = min(LAST_RETRY_S, self._first_retry_s * 2 ** min(tries - 1, 10))
-        self._say(Lost(why, retry_s, tries))
+    def _wait(self, retry_s: float) -> None:
         self._now.clear()
         if not self._stop.is_set():
             self._now.wait(retry_s)

@@ -12,9 +12,9 @@ def rate(per_s: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits that matter: `1,234`, `456`, `45.6`, `4.56`, `0`."""
-    if value is None:
-        return UNKNOWN
+    """Three digits that matter: `1,234`, `456`, `45.6`, `4.56`, `0`; from a million on `1.23M`."""
+    if value is None or value >= 999_999.5:
+        return count(value)
     if value == 0:
         return "0"
     if value >= 99.95:

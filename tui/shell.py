@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -9,16 +10,28 @@ from typing import ClassVar
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import ActiveBinding, Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.command import CommandPalette
 from textual.content import Content
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
+from textual.geometry import Size
 from textual.screen import ModalScreen, Screen
 from textual.theme import BUILTIN_THEMES
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
+from localgen.chats.inert import inert
+from localgen.tui.dialog import Sheet
+from localgen.tui.terminal import Terminal
 from localgen.tui.themes import NAMES, THEMES, ThemeChoice
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 20
-_KEY_COLUMNS = 16
+_KEY_COLUMNS = 19
+
+
+def _collect_again() -> None:
+    """Look for garbage from now on, but not among all that was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 class TooSmall(ModalScreen[None]):
@@ -32,6 +45,11 @@ class TooSmall(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         yield Static(self._text(self.app.size.width, self.app.size.height), markup=False)
 
+    def on_screen_resume(self) -> None:
+        """What stood before it is gone: is it still true?"""
+        if not is_too_small(self.app.size):
+            self.dismiss()
+
     def on_resize(self, event: events.Resize) -> None:
         self.query_one(Static).update(self._text(event.size.width, event.size.height))
 
@@ -39,40 +57,37 @@ class TooSmall(ModalScreen[None]):
         return f"{columns}×{rows} is too small\n{LEAST_COLUMNS}×{LEAST_ROWS} is enough"
 
 
-class KeyHelp(ModalScreen[None]):
+def is_too_small(size: Size) -> bool:
+    """Whether there is no room for the screens."""
+    return size.width < LEAST_COLUMNS or size.height < LEAST_ROWS
+
+
+class KeyHelp(Sheet):
     """Every key that does something where it was asked for, with what it does."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,f1,q,enter", "dismiss", "Close", show=False)
-    ]
     DEFAULT_CSS = """
-    KeyHelp { align: center middle; background: $background 60%; }
-    KeyHelp VerticalScroll {
-        width: 60; max-width: 90%; height: auto; max-height: 90%; padding: 1 2;
-        border: round $primary; background: $surface; border-title-color: $primary;
-    }
+    KeyHelp VerticalScroll { width: 60; max-width: 90%; padding: 1 2; }
     """
 
     def __init__(self, keys: list[tuple[str, str]], notes: str = "") -> None:
-        super().__init__()
-        self._keys = keys
-        self._notes = notes
-
-    def compose(self) -> ComposeResult:
         lines = [
-            Content.assemble((f"{key:<{_KEY_COLUMNS}}", "bold $accent"), says)
-            for key, says in self._keys
+            Content.assemble((f"{key:<{_KEY_COLUMNS}}", "bold $accent"), says) for key, says in keys
         ]
-        if self._notes:
-            lines += [Content(""), Content.styled(self._notes, "$muted")]
-        with VerticalScroll() as box:
-            box.border_title = "Keys"
-            box.border_subtitle = "Esc closes"
-            yield Static(Content("\n").join(lines))
+        if notes:
+            lines += [Content(""), Content.styled(notes, "$muted")]
+        super().__init__("Keys", Content("\n").join(lines))
 
-    def on_click(self, event: events.Click) -> None:
-        if event.widget is self:
-            self.dismiss()
+
+def _is_common(active: ActiveBinding) -> bool:
+    """Whether it is one of the dozens of keys that do what they do in other programs too."""
+    common = {
+        (binding.action, binding.description)
+        for kind in type(active.node).__mro__
+        if kind.__module__.startswith("textual.")
+        for binding in vars(kind).get("BINDINGS", ())
+        if isinstance(binding, Binding)
+    }
+    return (active.binding.action, active.binding.description) in common
 
 
 class Shell(App[None]):
@@ -84,12 +99,16 @@ class Shell(App[None]):
 
     HELP_NOTES: ClassVar[str] = ""
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark,f1", "keys", "Keys", key_display="?"),
+        # first what always does: in the middle of a text ? is a character
+        Binding("f1", "keys", "Keys", key_display="F1", priority=True),
+        Binding("question_mark", "keys", "Keys"),
         Binding("f2", "next_theme", "Next theme", show=False),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
     ]
     CSS = """
     Screen { background: $background; color: $foreground; }
+    ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
+    Footer.-compact FooterKey.-command-palette { margin-right: 0; padding-right: 1; }
     """
 
     def __init__(self, choice: ThemeChoice | None = None) -> None:
@@ -102,28 +121,47 @@ class Shell(App[None]):
         for name in BUILTIN_THEMES:
             self.unregister_theme(name)
 
+    async def on_event(self, event: events.Event) -> None:
+        """A line has no use for control characters, and would draw them as they are."""
+        if isinstance(event, events.Paste) and isinstance(self.focused, Input):
+            event.text = inert(event.text)
+        await super().on_event(event)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """As it is shown: what a model writes shall not be obeyed where it is pasted either."""
+        super().copy_to_clipboard(inert(text))
+
     def on_mount(self) -> None:
         """From now on what is chosen is kept."""
         self.theme_changed_signal.subscribe(self, lambda theme: self._choice.keep(theme.name))
+        if not gc.isenabled():  # as the commands leave it, for a screen that is there sooner
+            self.call_after_refresh(_collect_again)
 
     @staticmethod
     def theme_file(state_dir: Path) -> Path:
         """Where the theme that was chosen last is kept."""
         return state_dir / "tui.json"
 
+    def get_driver_class(self) -> type[Driver]:
+        """Our own where Textual would take the one that it is made of."""
+        found = super().get_driver_class()
+        return Terminal if found is LinuxDriver else found
+
     def on_resize(self, event: events.Resize) -> None:
         """Hide everything behind TooSmall while there is no room for it."""
-        small = event.size.width < LEAST_COLUMNS or event.size.height < LEAST_ROWS
-        shown = isinstance(self.screen, TooSmall)
+        small, shown = is_too_small(event.size), isinstance(self.screen, TooSmall)
         if small and not shown:
             self.push_screen(TooSmall())
         elif shown and not small:
             self.pop_screen()
 
     def action_keys(self) -> None:
-        """Show the keys of the screen and of what has the focus."""
-        if not isinstance(self.screen, KeyHelp | TooSmall):
-            self.push_screen(KeyHelp(self._known_keys(self.screen), self.HELP_NOTES))
+        """Show the keys of the screen and of what has the focus; or close them."""
+        if isinstance(self.screen, KeyHelp):
+            self.screen.dismiss()
+        elif not isinstance(self.screen, TooSmall | CommandPalette):
+            notes = "" if self.screen.is_modal else self.HELP_NOTES
+            self.push_screen(KeyHelp(self._known_keys(self.screen), notes))
 
     def action_next_theme(self) -> None:
         """Take the next of the themes."""
@@ -132,9 +170,9 @@ class Shell(App[None]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """What the palette offers: every binding that has a description, and each theme."""
         offered = set()
-        for active in screen.active_bindings.values():
+        for active in self._told_of(screen):
             says = active.binding.description
-            if says and says not in offered and active.binding.action != "command_palette":
+            if says not in offered and active.binding.action != "command_palette":
                 offered.add(says)
                 yield SystemCommand(says, f"Key: {self._key_of(active)}", self._run_of(active))
         for name in NAMES:
@@ -143,15 +181,21 @@ class Shell(App[None]):
     def _known_keys(self, screen: Screen[object]) -> list[tuple[str, str]]:
         """Keys and what they do, several for the same in one line; those of the footer first."""
         keys: dict[str, list[str]] = {}
-        known = sorted(screen.active_bindings.values(), key=lambda active: not active.binding.show)
-        for active in known:
+        for active in sorted(self._told_of(screen), key=lambda active: not active.binding.show):
             is_palette = active.binding.action == "command_palette"
             says = "Everything by its name" if is_palette else active.binding.description
-            if says:
-                shown = keys.setdefault(says, [])
-                if self._key_of(active) not in shown:
-                    shown.append(self._key_of(active))
+            shown = keys.setdefault(says, [])
+            if self._key_of(active) not in shown:
+                shown.append(self._key_of(active))
         return [(" ".join(shown), says) for says, shown in keys.items()]
+
+    def _told_of(self, screen: Screen[object]) -> list[ActiveBinding]:
+        """Bindings with a description, without what every text field, list or screen has."""
+        return [
+            active
+            for active in screen.active_bindings.values()
+            if active.binding.description and (active.node is self or not _is_common(active))
+        ]
 
     def _key_of(self, active: ActiveBinding) -> str:
         return self.get_key_display(active.binding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.models import DraftInfo, ModelInfo
@@ -86,7 +86,7 @@ def _set(session: Session, argument: str, _: Progress) -> Outcome:
     if what == "ctx":
         return _set_ctx(session, rest)
     if what == "verbose" and rest in ("", "on", "off"):
-        session.options = replace(session.options, verbose=rest != "off")
+        session.set(verbose=rest != "off")
         return Say(f"verbose {'on' if session.options.verbose else 'off'}")
     raise InvalidRequest(f"/set {argument}: give {COMMANDS['/set'].usage}")
 
@@ -95,8 +95,7 @@ def _set_parameter(session: Session, rest: str) -> Outcome:
     name, _, text = rest.partition(" ")
     if not name or not text.strip():
         raise InvalidRequest("/set parameter: give a name and a value, or default for the value")
-    params = parameters.with_parameter(session.options.params, name, text.strip())
-    session.options = replace(session.options, params=params)
+    session.set_parameter(name, text.strip())
     field = parameters.field_name(name)
     rows = parameter_rows(session)
     return Say(next(f"{row} = {value}" for row, value, _ in rows if row == field))
@@ -106,22 +105,32 @@ def parameter_rows(session: Session) -> list[tuple[str, str, str]]:
     """Name, value in force and whose it is, of each sampling parameter of a session."""
     # another server has defaults of its own, which it does not tell
     known = session.info
-    base = SamplingParams() if known is not None and known.url else BASE_SAMPLING
+    base = SamplingParams() if session.is_elsewhere else BASE_SAMPLING
     usual = SamplingParams() if known is None else known.sampling
     return parameters.rows(session.options.params, usual, base)
 
 
 def _set_ctx(session: Session, text: str) -> Outcome:
-    if session.model.url:
-        raise InvalidRequest("/set ctx: this model is on another server, which settles its context")
-    if text != "default" and not (text.isdecimal() and int(text) > 0):
-        raise InvalidRequest(f"/set ctx {text}: give a number of tokens, or default")
-    ctx = None if text == "default" else int(text)
-    if ctx is not None and ctx > session.model.ctx:
-        limit = session.model.ctx
-        raise InvalidRequest(f"/set ctx {ctx:,}: {session.model.name} is loaded with {limit:,}")
-    session.options = replace(session.options, ctx=ctx)
+    session.set(ctx=ctx_of(session, text))
     return Say(f"context {session.options.ctx or session.model.ctx:,} tokens")
+
+
+def ctx_of(session: Session, text: str) -> int | None:
+    """The context in tokens that a user asks for; None: as large as the model has.
+
+    InvalidRequest: no such number, more than is loaded, or not ours to say.
+    """
+    info = session.info
+    if session.is_elsewhere:
+        raise InvalidRequest("ctx: this model is on another server, which settles its context")
+    if text == "default":
+        return None
+    # a number of many digits would take its time, and there is no such context
+    if not (text.isdecimal() and len(text) < 12 and int(text) > 0):
+        raise InvalidRequest(f"ctx {text}: give a number of tokens, or default")
+    if info is not None and int(text) > info.ctx:
+        raise InvalidRequest(f"ctx {int(text):,}: {info.name} is loaded with {info.ctx:,}")
+    return int(text)
 
 
 def _show(session: Session, argument: str, _: Progress) -> Outcome:
@@ -199,7 +208,7 @@ def _load(session: Session, argument: str, _: Progress) -> Outcome:
         return Say(f"saved chats: {names}")
     chat = saved.load(saved.chat_path(_unquoted(argument), session.state_dir))
     session.change(chat.conversation)
-    session.options = replace(session.options, params=chat.params)
+    session.set(params=chat.params)
     lines = [f"loaded {report.count(len(chat.conversation.turns), 'turn')}"]
     if chat.model != session.name:
         lines.append(f"held with {chat.model}, this is {session.name}: /model changes that")

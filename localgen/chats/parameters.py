@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 
+from localgen.backends.engine import sampling
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -25,12 +26,21 @@ ALIASES = {
 _UNSET = ("default", "none", "unset")
 
 
-def with_parameter(params: SamplingParams, name: str, text: str) -> SamplingParams:
-    """The parameters with one set from text; `default` unsets it. InvalidRequest says what fits."""
+def with_parameter(
+    params: SamplingParams, name: str, text: str, *, checked: bool = False
+) -> SamplingParams:
+    """The parameters with one set from text; `default` unsets it. InvalidRequest says what fits.
+
+    checked: whether it has to make sense to our engines; other servers have rules of their own.
+    """
     field = field_name(name)
     default = getattr(SamplingParams(), field)
     value: Any = default if text.lower() in _UNSET else _value(field, text)
-    return replace(params, **{field: value})
+    changed = replace(params, **{field: value})
+    if checked and value != default:  # what is taken back cannot make it worse
+        sampling.check(changed.with_defaults(BASE_SAMPLING))
+        sampling.check_asked(changed)
+    return changed
 
 
 def field_name(name: str) -> str:

@@ -146,24 +146,29 @@ def _context(answer: Answer) -> list[str]:
 
 
 def _drafts(timings: Timings) -> str:
-    """What drafts did, if there were any."""
+    """What drafts did, or in a word why there were none though they are on."""
     if not timings.draft_n:
-        return ""
+        why, explained, _ = timings.draft_reason.partition(": ")
+        return f" (no drafts: {why})" if explained else ""
     # repositories have long names
     models = [name.rpartition("/")[2] for name in timings.draft_by if name != TEXT_DRAFTER]
     whose = f" of {', '.join(models)}" if models else ""
-    return f" ({timings.draft_speedup:.1f}× by drafts{whose}, {_right(timings)} right)"
+    each = f"{_per_step(timings):.1f} a step"
+    return f" ({timings.draft_speedup:.1f}× by drafts{whose}, {_right(timings)} right, {each})"
 
 
 def _drafts_at_length(timings: Timings) -> str:
     if not timings.draft_n:
         return f"none: {timings.draft_reason}" if timings.draft_reason else "none"
-    per_step = (timings.predicted_n - 1) / max(1, timings.draft_steps)
     by = f" by {', '.join(timings.draft_by)}" if timings.draft_by else ""
     return (
         f"{count(timings.draft_n, 'token')}{by}, {_right(timings)} right, "
-        f"{per_step:.1f} tokens a step, {timings.draft_speedup:.2f}× plain decoding"
+        f"{_per_step(timings):.1f} tokens a step, {timings.draft_speedup:.2f}× plain decoding"
     )
+
+
+def _per_step(timings: Timings) -> float:
+    return (timings.predicted_n - 1) / max(1, timings.draft_steps)
 
 
 def _right(timings: Timings) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.models import DRAFT_WORDS, ModelInfo
+from localgen.chats import parameters
 from localgen.chats.conversation import Conversation, Turn
 from localgen.chats.options import ModelOptions
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from localgen.client import Answer, ModelClient, Text
 
 FIRST_BRANCH = "main"
+# what a user calls our model where no other is named
+BUILT_IN = "tiny"
 
 Progress = Callable[[float], None]
 
@@ -26,7 +30,8 @@ class Session:
     def __init__(self, client: ModelClient, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
         self.state_dir = state_dir
-        self.options = options
+        self._options = options
+        self._options_lock = threading.Lock()
         self.branches = {FIRST_BRANCH: Conversation(options.system)}
         self.branch = FIRST_BRANCH
         self.info: ModelInfo | None = None
@@ -34,6 +39,23 @@ class Session:
             None  # what the user calls the model; other files may share its name
         )
         self.last: Answer | None = None
+
+    @property
+    def options(self) -> ModelOptions:
+        """Changed by set() and set_parameter() alone, as a model may be loading meanwhile."""
+        return self._options
+
+    def set(self, **changes: Any) -> None:
+        """Change these fields of the options; the others stay what they are by now."""
+        with self._options_lock:
+            self._options = replace(self._options, **changes)
+
+    def set_parameter(self, name: str, text: str) -> None:
+        """Set a sampling parameter from text; `default` unsets it. InvalidRequest: what fits."""
+        with self._options_lock:
+            before, is_ours = self._options.params, not self.is_elsewhere
+            params = parameters.with_parameter(before, name, text, checked=is_ours)
+            self._options = replace(self._options, params=params)
 
     @property
     def conversation(self) -> Conversation:
@@ -47,27 +69,46 @@ class Session:
         return self.info
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether the models are those of another server."""
+        return bool(self.client.url)
+
+    @property
     def name(self) -> str:
         """What the model is called, loaded or not."""
-        return self.info.name if self.info is not None else self.asked or "the built-in model"
+        default = "the server's model" if self.is_elsewhere else "the built-in model"
+        return self.info.name if self.info is not None else self.asked or default
+
+    @property
+    def asked_name(self) -> str:
+        """The name by which the user can ask for this model again; empty: not known yet."""
+        if self.is_elsewhere:
+            return self.asked or (self.info.name if self.info is not None else "")
+        return self.asked or BUILT_IN
 
     @property
     def ctx(self) -> int | None:
         """The limit of prompt and answer in tokens; None: another server does not tell."""
         known = self.info.ctx if self.info is not None else 0
-        return self.options.ctx or known or None
+        return self._asked_ctx or known or None
+
+    @property
+    def _asked_ctx(self) -> int | None:
+        """None: no limit of the user's, or a server that settles its context itself."""
+        return None if self.is_elsewhere else self.options.ctx
 
     def load(self, name: str | None, on_progress: Progress) -> ModelInfo:
         """Load a model and talk to it from now on; on an error the old one stays."""
-        wanted = self.options
-        if self.info is not None and name != self.asked:
+        load, is_another = self.options.load, self.info is not None and name != self.asked
+        if is_another:
             # a template, a context and a draft model are chosen for one model and would be wrong
             # for the next
-            draft = wanted.load.draft if wanted.load.draft in DRAFT_WORDS else None
-            load = replace(wanted.load, chat_template=None, ctx=None, draft=draft)
-            wanted = replace(wanted, ctx=None, load=load)
-        self.info = self.client.load(name, wanted.load, on_progress, wanted.keep_alive)
-        self.asked, self.options = name, wanted
+            draft = load.draft if load.draft in DRAFT_WORDS else None
+            load = replace(load, chat_template=None, ctx=None, draft=draft)
+        self.info = self.client.load(name, load, on_progress, self.options.keep_alive)
+        self.asked = name
+        if is_another:
+            self.set(load=load, ctx=None)
         return self.info
 
     def ensure_loaded(self, on_progress: Progress) -> None:
@@ -79,19 +120,27 @@ class Session:
         self.client.connect()
         self.load(self.asked, on_progress)
 
-    def stream(self, prompt: str) -> Generator[Text | Answer, None, None]:
-        """An answer to a prompt; the conversation changes only through answered()."""
+    def stream(self, prompt: str, *, again: bool = False) -> Generator[Text | Answer, None, None]:
+        """An answer to a prompt; the conversation changes only through answered().
+
+        again: as if the last turn had not been.
+        """
+        said = self.conversation.undo() if again else self.conversation
         return self.client.chat(
             self.asked,
-            self.conversation.asking(prompt, with_reasoning=self._wants_reasoning()),
+            said.asking(prompt, with_reasoning=self._wants_reasoning()),
             self.options.params,
-            ctx=self.options.ctx,
+            ctx=self._asked_ctx,
             priority=self.options.priority,
         )
 
-    def answered(self, turn: Turn, answer: Answer | None) -> None:
-        """Keep a turn. answer: None where it was stopped before the server could say more."""
-        self.change(self.conversation.with_turn(turn))
+    def answered(self, turn: Turn, answer: Answer | None, *, again: bool = False) -> None:
+        """Keep a turn. answer: None where it was stopped before the server could say more.
+
+        again: in place of the last turn.
+        """
+        said = self.conversation.undo() if again else self.conversation
+        self.change(said.with_turn(turn))
         self.last = answer
 
     def change(self, conversation: Conversation) -> None:

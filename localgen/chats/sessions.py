@@ -51,6 +51,7 @@ _SCHEMA = (
         PRIMARY KEY (session, writer)
     )
     """,
+    "ALTER TABLE sessions ADD COLUMN server TEXT NOT NULL DEFAULT ''",
 )
 
 
@@ -70,12 +71,14 @@ class SessionBusy(InvalidRequest):
 class Kept:
     """A session as it was read. model: as the user calls it; None: the built-in one.
 
+    server: the URL of the one whose model it is; empty: ours.
     growing: the turn that another program is writing; it is not part of the conversation yet.
     """
 
     id: int
     name: str = ""
     model: str | None = None
+    server: str = ""
     params: SamplingParams = SamplingParams()
     ctx: int | None = None
     conversation: Conversation = _NOTHING_SAID
@@ -145,18 +148,17 @@ class Sessions:
             )
             assert made.lastrowid is not None
             new = replace(kept, id=made.lastrowid, revision=0, growing=None)
-            self._write(sqlite, new, Conversation())
-            return new
+            return self._write(sqlite, new, Conversation())
 
     def change(self, kept: Kept) -> Kept:
         """Put other contents in place of those that were read as this revision."""
         with self._database.writing() as sqlite:
             before = self._require_same(sqlite, kept)
             new = replace(kept, revision=kept.revision + 1)
-            self._write(sqlite, new, before.conversation)
-            return new
+            return self._write(sqlite, new, before.conversation)
 
     def rename(self, session: int, name: str) -> None:
+        """Other programs take the name over with the next thing they write."""
         with self._database.writing() as sqlite:
             _require_there(sqlite, session)
             sqlite.execute("UPDATE sessions SET name = ? WHERE id = ?", (_plain(name), session))
@@ -167,9 +169,9 @@ class Sessions:
             before = self._require_same(sqlite, kept)
             place, turn = len(kept.conversation.turns), Turn(prompt, "", stopped=True)
             new = replace(kept, revision=kept.revision + 1)
-            self._write(sqlite, new, before.conversation)
+            begun = self._write(sqlite, new, before.conversation)
             _insert(sqlite, kept.id, place, turn, self._writer.name)
-            return new
+            return begun
 
     def grow(self, kept: Kept, turn: Turn) -> None:
         """What there is of the answer by now."""
@@ -185,8 +187,7 @@ class Sessions:
                 conversation=kept.conversation.with_turn(turn),
                 revision=kept.revision + 1,
             )
-            self._touch(sqlite, new)
-            return new
+            return self._touch(sqlite, new)
 
     def delete(self, session: int) -> None:
         """Out of the list; restore() brings it back within a month."""
@@ -228,15 +229,15 @@ class Sessions:
             )
             return list(dict.fromkeys(row[0] for row in rows))[::-1]
 
-    def transcripts(self) -> list[tuple[int, str, int, Turn]]:
-        """Session, its name, place and turn, of everything that was said."""
+    def turns(self, session: int) -> list[Turn]:
+        """What was said in a session, as far as it is there."""
         with self._database.reading() as sqlite:
             rows = sqlite.execute(
-                "SELECT session, name, place, prompt, answer, stopped, reasoning, served "
-                "FROM turns JOIN sessions ON session = id WHERE deleted_s IS NULL "
-                "ORDER BY changed_s DESC, id DESC, place"
+                "SELECT prompt, answer, stopped, reasoning, served "
+                "FROM turns WHERE session = ? ORDER BY place",
+                (session,),
             )
-            return [(row[0], row[1], row[2], _turn(row[3:])) for row in rows]
+            return [_turn(row) for row in rows]
 
     def _grows(self, writer: str | None) -> bool:
         """Whether the writer of a turn that is not whole still runs."""
@@ -281,36 +282,37 @@ class Sessions:
         if done.rowcount != 1:
             raise SessionGone(f"{kept.name or 'the session'} is gone, its answer was not kept")
 
-    def _write(self, sqlite: sqlite3.Connection, kept: Kept, before: Conversation) -> None:
+    def _write(self, sqlite: sqlite3.Connection, kept: Kept, before: Conversation) -> Kept:
         """kept instead of what was there before; turns that stay are not written again."""
         same = _same_turns(before.turns, kept.conversation.turns)
         sqlite.execute("DELETE FROM turns WHERE session = ? AND place >= ?", (kept.id, same))
         for place, turn in enumerate(kept.conversation.turns[same:], same):
             _insert(sqlite, kept.id, place, turn, None)
-        self._touch(sqlite, kept)
+        return self._touch(sqlite, kept)
 
-    def _touch(self, sqlite: sqlite3.Connection, kept: Kept) -> None:
+    def _touch(self, sqlite: sqlite3.Connection, kept: Kept) -> Kept:
+        """Write all but the turns; what is there then. A name, once given, is rename()'s alone."""
         system = kept.conversation.system
         sqlite.execute(
-            "UPDATE sessions SET name = ?, model = ?, system = ?, params = ?, ctx = ?, "
-            "revision = ?, changed_s = ? WHERE id = ?",
+            "UPDATE sessions SET name = CASE name WHEN '' THEN ? ELSE name END, model = ?, "
+            "server = ?, system = ?, params = ?, ctx = ?, revision = ?, changed_s = ? "
+            "WHERE id = ?",
             (
-                _plain(kept.name),
-                kept.model,
+                *(_plain(kept.name), kept.model, kept.server),
                 None if system is None else _plain(system),
                 msgspec.json.encode(kept.params).decode(),
-                kept.ctx,
-                kept.revision,
-                self._now(),
-                kept.id,
+                *(kept.ctx, kept.revision, self._now(), kept.id),
             ),
         )
+        named = sqlite.execute("SELECT name FROM sessions WHERE id = ?", (kept.id,))
+        return replace(kept, name=named.fetchone()[0])
 
 
 def _read(sqlite: sqlite3.Connection, session: int) -> Kept:
     _require_there(sqlite, session)
-    name, model, system, params, ctx, revision = sqlite.execute(
-        "SELECT name, model, system, params, ctx, revision FROM sessions WHERE id = ?", (session,)
+    name, model, server, system, params, ctx, revision = sqlite.execute(
+        "SELECT name, model, server, system, params, ctx, revision FROM sessions WHERE id = ?",
+        (session,),
     ).fetchone()
     rows = sqlite.execute(
         "SELECT prompt, answer, stopped, reasoning, served, writer FROM turns "
@@ -319,9 +321,8 @@ def _read(sqlite: sqlite3.Connection, session: int) -> Kept:
     ).fetchall()
     whole = tuple(_turn(row) for row in rows if row[5] is None)
     growing = next((_turn(row) for row in rows if row[5] is not None), None)
-    return Kept(
-        session, name, model, _params(params), ctx, Conversation(system, whole), revision, growing
-    )
+    said = Conversation(system, whole)
+    return Kept(session, name, model, server, _params(params), ctx, said, revision, growing)
 
 
 def _params(text: str) -> SamplingParams:

@@ -46,6 +46,8 @@ class Client:
     server_command: what starts a server.
     """
 
+    url = ""
+
     def __init__(
         self,
         settings: Settings | None = None,
@@ -200,13 +202,16 @@ class Client:
         if self.health() is None:
             return False
         self._post("/v1/shutdown", {})
-        if not wait_for_end(self._settings):
+        if not wait_for_end(self._settings, self._is_cut):
             raise ServerUnavailable(f"the server does not end: see {self._log}")
         return True
 
     @property
     def _log(self) -> str:
         return str(self._settings.log_path)
+
+    def _is_cut(self) -> bool:
+        return self._sockets.is_cut
 
     def _connections(self) -> httpx.Client:
         # the socket is on this machine: no proxy, and an answer takes as long as it takes
@@ -220,11 +225,14 @@ class Client:
         )
 
     def _start(self) -> None:
-        with start_lock(self._settings):
-            if self.health() is not None:
+        def answers() -> bool:
+            return self.health() is not None
+
+        with start_lock(self._settings, self._is_cut):
+            if answers():
                 return  # another client was faster
             self._say("starting the server")
-            start_server(self._settings, self._server_command, lambda: self.health() is not None)
+            start_server(self._settings, self._server_command, answers, self._is_cut)
 
     def _meet_other_version(self, found: Health) -> None:
         ours = f"localgen {localgen.__version__}"

@@ -13,8 +13,10 @@ from localgen.client.answers import Answer, ModelCard, Text
 class ModelClient(Protocol):
     """Client speaks to our own server, RemoteClient to any at a URL.
 
-    Methods raise LocalgenError.
+    Methods raise LocalgenError. url: the other server; empty: ours.
     """
+
+    url: str
 
     def close(self) -> None:
         """Close the connections; a request that runs on one is cancelled."""

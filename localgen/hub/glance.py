@@ -18,20 +18,44 @@ _PREFIX = "models--"
 
 def cached_names() -> list[str]:
     """`user/repo:QUANT` of each GGUF file in the cache, `user/repo` of each folder of weights."""
-    try:
-        repos = sorted(_cache().glob(f"{_PREFIX}*"))
-    except OSError:
-        return []
-    return list(dict.fromkeys(name for repo in repos for name in _names(repo)))
+    return list(dict.fromkeys(name for repo in _repos() for name in _names(repo)))
+
+
+def cached_folders() -> list[tuple[str, Path]]:
+    """`user/repo` and the folder of weights of each model in Hugging Face's format."""
+    return [
+        (_name(repo), snapshot)
+        for repo in _repos()
+        for snapshot in _snapshots(repo)
+        if _has_weights(snapshot)
+    ]
 
 
 def _names(repo: Path) -> Iterator[str]:
-    name = repo.name.removeprefix(_PREFIX).replace("--", "/")
-    for snapshot in sorted((repo / "snapshots").glob("*")):
+    for snapshot in _snapshots(repo):
         for path in models_in(snapshot.rglob("*.gguf")):
-            yield f"{name}:{quants.quant_of(stem_of(path))}"
-        if (snapshot / "config.json").exists() and any(snapshot.glob("*.safetensors")):
-            yield name
+            yield f"{_name(repo)}:{quants.quant_of(stem_of(path))}"
+        if _has_weights(snapshot):
+            yield _name(repo)
+
+
+def _repos() -> list[Path]:
+    try:
+        return sorted(_cache().glob(f"{_PREFIX}*"))
+    except OSError:
+        return []
+
+
+def _name(repo: Path) -> str:
+    return repo.name.removeprefix(_PREFIX).replace("--", "/")
+
+
+def _snapshots(repo: Path) -> list[Path]:
+    return sorted((repo / "snapshots").glob("*"))
+
+
+def _has_weights(snapshot: Path) -> bool:
+    return (snapshot / "config.json").exists() and any(snapshot.glob("*.safetensors"))
 
 
 def _cache() -> Path:

@@ -5,41 +5,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from localgen.backends.errors import LocalgenError
 from localgen.chats import commands
 from localgen.chats.inert import one_line
+from localgen.chats.sessions import Kept
 from localgen.tui.chat.ask_text import AskText
 from localgen.tui.chat.compare import CompareScreen, CompareSetup
 from localgen.tui.chat.desk import Desk, Hit
 from localgen.tui.chat.export import export
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.models import ModelPicker
-from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.open_session import UNNAMED, OpenSession, Stopped
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.shelf import SessionShelf
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.variants import Variant
 from localgen.tui.confirm import Confirm
+from localgen.tui.quantize.screen import QuantizeScreen
+from localgen.tui.quantize.workshop import Workshop
 
 Tell = Callable[..., None]
+# commands that are keys as well
+_ACTIONS = {"/regen": "again", "/help": "keys", "/bye": "quit", "/quantize": "quantize"}
 
 
 class Acts:
-    """On the main screen of an app. tell: says something to the user; is_elsewhere: as ChatApp."""
+    """On the main screen of an app. tell: says something to the user."""
 
-    def __init__(self, main: MainScreen, desk: Desk, tell: Tell, *, is_elsewhere: bool) -> None:
+    def __init__(self, main: MainScreen, desk: Desk, tell: Tell) -> None:
         self.models: list[str] = []
         self._main, self._desk, self._tell = main, desk, tell
-        self._is_elsewhere = is_elsewhere
-        self._deleted: list[int] = []
+        self._ways_back: list[Callable[[], Awaitable[object]]] = []
 
     @property
     def opened(self) -> OpenSession:
-        """The session on the screen."""
+        """The session on the screen. What needs it is not offered before there is one."""
         assert self._main.opened is not None
         return self._main.opened
 
@@ -54,10 +58,12 @@ class Acts:
 
     async def show(self, get: Callable[[], OpenSession]) -> bool:
         """Go to the session that is got in a thread; whether there is one."""
+        self._main.turn_away()
         try:
             opened = await asyncio.to_thread(get)
         except LocalgenError as error:
             self._tell(error.message, fault=True)
+            await self._main.turn_back()
             return False
         await self._main.show(opened)
         return True
@@ -101,30 +107,27 @@ class Acts:
 
     async def delete(self, session: int) -> None:
         """When the user is sure."""
-        name = one_line(self._name(session)) or "this session"
-        question = f"Delete {name}? F9 brings it back while the program runs."
+        name = one_line(self._name(session)) or UNNAMED
+        question = f"Delete “{name}”? F9 brings it back while the program runs."
         if not await self._main.app.push_screen_wait(Confirm(question, yes="Delete", no="Keep")):
             return
         before = [listed.id for listed in self._desk.listed]
         if not await self.do(lambda: self._desk.delete(session)):
             return
-        self._deleted.append(session)
+        self._ways_back.append(lambda: self._undelete(session))
         self._tell("deleted; F9 brings it back")
         if self.opened.id == session:
-            self._main.opened = None  # its draft went with it
             at = before.index(session) if session in before else 0
             rest = [listed.id for listed in self._desk.listed]
             near = rest[min(at, len(rest) - 1)] if rest else None
             await self.show(lambda: self._desk.first() if near is None else self._desk.get(near))
 
     async def restore(self) -> None:
-        """What was deleted last."""
-        if not self._deleted:
+        """What was deleted last: a session, or turns of one."""
+        if not self._ways_back:
             self._tell("nothing was deleted since the program began")
             return
-        session = self._deleted.pop()
-        if await self.do(lambda: self._desk.restore(session)):
-            await self.open(session)
+        await self._ways_back.pop()()
 
     async def export(self, path: str = "") -> None:
         """path: asked for if it is not given."""
@@ -150,8 +153,7 @@ class Acts:
     async def pick_model(self, wanted: str = "") -> None:
         """wanted: loaded at once, if there is a model of that name."""
         opened = self.opened
-        shelf = SessionShelf(opened, is_elsewhere=self._is_elsewhere)
-        picker = ModelPicker(shelf, wanted, opened.session.asked or "tiny")
+        picker = ModelPicker(SessionShelf(opened), wanted, opened.session.asked_name)
         name = await self._main.app.push_screen_wait(picker)
         if name is not None and opened.session.info is not None:
             self._tell("\n".join((f"now {name}", *opened.session.info.notes)))
@@ -161,8 +163,13 @@ class Acts:
     async def compare(self) -> None:
         """Ask what is to be compared, then show it."""
         opened = self.opened
-        model = shlex.quote(opened.session.asked or "tiny")
-        setup = CompareSetup(f"{model}\n{model} temperature=0\n", opened.session.options.params)
+        session = opened.session
+        model = shlex.quote(session.asked_name) if session.asked_name else "MODEL"
+        setup = CompareSetup(
+            f"{model}\n{model} temperature=0\n",
+            session.options.params,
+            is_elsewhere=session.is_elsewhere,
+        )
         compared: list[Variant] | None = await self._main.app.push_screen_wait(setup)
         if compared is None:
             return
@@ -174,16 +181,66 @@ class Acts:
         columns = list(zip(made, (each.label for each in compared), strict=True))
         await self._main.app.push_screen(CompareScreen(columns, self._tell))
 
+    async def quantize(self, workshop: Workshop) -> None:
+        """Show the screen; then a session with what was made there, if that is wanted."""
+        if not await self.do(workshop.require):
+            return
+        made: str | None = await self._main.app.push_screen_wait(QuantizeScreen(workshop))
+        if made is not None:
+            await self.new()
+            await self.pick_model(str(Path(made).absolute()))
+
     async def obey(self, opened: OpenSession, line: str) -> None:
         """A command of the session itself."""
+        before = opened.copy()
         try:
-            outcome = await asyncio.to_thread(opened.obey, line, lambda share: None)
+            outcome = await asyncio.to_thread(opened.obey, line)
+        except Stopped:
+            self._tell("stopped")
+            return
         except LocalgenError as error:
             self._tell(error.message, fault=True)
             return
-        if isinstance(outcome, commands.Say):
-            self._tell(outcome.text)
+        after = opened.copy()
+        said = outcome.text if isinstance(outcome, commands.Say) else ""
+        kept = len(before.conversation.turns)
+        if after.conversation.turns[:kept] != before.conversation.turns:
+            self._ways_back.append(lambda: self._put_back(opened, before, after))
+            said = f"{said}; F9 brings back what was there"
+        self._tell(said, title=one_line(line))
         self._main.show_settings()
+
+    async def obey_own(self, name: str, argument: str) -> None:
+        """One of the commands that only this program has, or has in its own way."""
+        match name:
+            case "/new":
+                await self.new()
+            case "/rename":
+                await self.rename(self.opened.id, argument)
+            case "/fork":
+                await self.fork(self.opened.id, argument)
+            case "/switch":
+                await self.switch(argument)
+            case "/delete":
+                await self.delete(self.opened.id)
+            case "/search":
+                await self.search(argument)
+            case "/export":
+                await self.export(argument)
+            case "/compare":
+                await self.compare()
+            case "/model":
+                await self.pick_model(argument)
+            case _:
+                await self._main.app.run_action(_ACTIONS[name])
+
+    async def _undelete(self, session: int) -> None:
+        if await self.do(lambda: self._desk.restore(session)):
+            await self.open(session)
+
+    async def _put_back(self, opened: OpenSession, before: Kept, after: Kept) -> None:
+        if await self.show(lambda: self._desk.put_back(opened, before, after)):
+            self._tell("it is as it was")
 
     async def _look_up_models(self, opened: OpenSession) -> None:
         with contextlib.suppress(LocalgenError):  # a completion has no place to say so

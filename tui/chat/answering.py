@@ -27,13 +27,20 @@ class Answering:
     """Asks a session's model and gathers what comes. Only its thread writes to it.
 
     tokens: so far; estimated: or about so many. load_share: how much of the model is loaded, while
-    it has to be. error: why there is no whole answer. ended: set last of all.
+    it has to be. error: why there is no whole answer. ended: set last of all. again: it is to take
+    the place of the last turn's answer.
     """
 
     def __init__(
-        self, session: Session, prompt: str, clock: Callable[[], float] = time.monotonic
+        self,
+        session: Session,
+        prompt: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        again: bool = False,
     ) -> None:
         self.prompt = prompt
+        self.again = again
         self.tokens = 0
         self.estimated = False
         self.load_share: float | None = None
@@ -147,7 +154,7 @@ class Answering:
     def _stream(self) -> None:
         self._session.ensure_loaded(self._loading)
         self.load_share = None
-        with closing(self._session.stream(self.prompt)) as events:
+        with closing(self._session.stream(self.prompt, again=self.again)) as events:
             for event in events:
                 match event:
                     case Text():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from asyncio import Lock
 from collections.abc import Callable, Coroutine
 from typing import ClassVar, Literal
 
@@ -14,21 +16,23 @@ from textual.screen import Screen
 from textual.widgets import TextArea
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.chats import commands, parameters, saved
+from localgen.chats import commands, saved
 from localgen.chats.inert import inert, one_line
-from localgen.tui.chat import slash
+from localgen.tui.chat import leaving, slash
 from localgen.tui.chat.acts import Acts
 from localgen.tui.chat.compare import CompareScreen
 from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.editor import edited
 from localgen.tui.chat.main_screen import MainScreen
-from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt
+from localgen.tui.chat.server_state import seen
 from localgen.tui.chat.session_list import SessionList
-from localgen.tui.chat.settings import CTX, SYSTEM, SettingsPanel
+from localgen.tui.chat.settings import SettingsPanel, Typed
 from localgen.tui.confirm import Confirm
 from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
 from localgen.tui.gauges.panel import Gauges
+from localgen.tui.quantize.screen import QuantizeScreen
+from localgen.tui.quantize.workshop import Workshop
 from localgen.tui.shell import Shell
 from localgen.tui.themes import ThemeChoice
 
@@ -37,20 +41,19 @@ _TWICE_S = 2.0
 _HISTORY = 500
 _ON_THE_MAIN_SCREEN = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
-    *("step", "rename", "fork", "delete", "restore", "copy"),
+    *("step", "rename", "fork", "delete", "restore", "copy", "again", "quantize"),
 )
 
 
 class ChatApp(Shell):
-    """desk: the sessions. watch: makes the way to look at the server. where: what it is called.
-
-    is_elsewhere: the server is not ours, which fetches its models itself.
-    """
+    """desk: the sessions. watch: makes the way to look at the server. where: what it is called."""
 
     TITLE = "localgen tui"
     HELP_NOTES = (
         "Enter sends, Ctrl+J, Alt+Enter or Shift+Enter begins a line.\n"
         "Up and Down go through earlier prompts; Tab completes commands.\n"
+        "Ctrl+A and Ctrl+E go to the ends of a line, Ctrl+W, Ctrl+U and Ctrl+K delete a word,\n"
+        "what is before and what is behind; Ctrl+Z undoes.\n"
         "In the list of sessions: r renames, f forks, d deletes.\n\n"
         + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash.table())
     )
@@ -72,6 +75,8 @@ class ChatApp(Shell):
         Binding("f8", "delete", "Delete the session", show=False),
         Binding("f9", "restore", "Bring back what was deleted", show=False),
         Binding("ctrl+y", "copy", "Copy the last answer", show=False),
+        Binding("f12", "retry", "Look at the server now", show=False),
+        Binding("f10", "quantize", "Quantize a model", show=False),
     ]
 
     def __init__(
@@ -81,21 +86,25 @@ class ChatApp(Shell):
         where: str,
         choice: ThemeChoice | None = None,
         *,
-        is_elsewhere: bool = False,
         first_retry_s: float = FIRST_RETRY_S,
+        workshop: Workshop | None = None,
     ) -> None:
         super().__init__(choice)
         self.desk = desk
         self._feed = Feed(watch, self.post_message, first_retry_s=first_retry_s)
         self._stopped_s = float("-inf")
-        self._was_seen = self._is_leaving = False
+        self._is_leaving = False
+        self._settling, self._keeping, self._setting = Lock(), Lock(), Lock()
         names = slash.Names(
             models=lambda: self.acts.models,
             chats=lambda: saved.names(desk.house.state_dir),
             sessions=lambda: [listed.name for listed in desk.listed if listed.name],
         )
         self.main = MainScreen(desk, where, names)
-        self.acts = Acts(self.main, desk, self.tell, is_elsewhere=is_elsewhere)
+        self.workshop = workshop or Workshop(
+            desk.house.state_dir, is_elsewhere=bool(desk.house.url)
+        )
+        self.acts = Acts(self.main, desk, self.tell)
 
     def get_default_screen(self) -> Screen[None]:
         """The only one that is no dialog, but for comparisons."""
@@ -103,45 +112,74 @@ class ChatApp(Shell):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """What is about the session on the main screen is offered there only."""
-        return action not in _ON_THE_MAIN_SCREEN or self.main.is_current
+        is_there = self.main.is_shown and self.main.opened is not None
+        return action not in _ON_THE_MAIN_SCREEN or is_there
 
-    async def on_ready(self) -> None:
+    def on_ready(self) -> None:
         """Paint first, then look at the server."""
-        await self.main.show(await asyncio.to_thread(self.desk.first))
-        prompts = await asyncio.to_thread(self.desk.house.store.prompts, _HISTORY)
-        self.main.query_one(Prompt).remember(prompts)
         self.set_interval(TICK_S, self.tick)
         self.set_interval(KEEP_S, self.keep)
         self._feed.start()
+        self.keep()
+        self._remember()
 
     def on_unmount(self) -> None:
         self._feed.stop()
+
+    # the store may be locked for seconds: whatever waits for it does so in a worker, as keys would
+    # wait for what the app waits for
+
+    @work(group="remember")
+    async def _remember(self) -> None:
+        with contextlib.suppress(LocalgenError):  # there is a prompt without a history
+            prompts = await asyncio.to_thread(self.desk.house.store.prompts, _HISTORY)
+            self.main.query_one(Prompt).remember(prompts)
 
     async def tick(self) -> None:
         """What has grown since the last time, on whatever screen is shown."""
         if self._is_leaving or not self.screen_stack:
             return
+        for opened, line in self.desk.hear():
+            name = "" if opened is self.main.opened else f"{opened.name}: "
+            self.notify(one_line(f"{name}{line}"), timeout=10, markup=False)
         if any(not each.is_answering for each in self.desk.answering):
-            await asyncio.to_thread(self.desk.settle)
+            self._settle()
         if isinstance(self.screen, CompareScreen):
             await self.screen.sync()
-        elif self.main.is_current:
+        elif isinstance(self.screen, QuantizeScreen):
+            self.screen.sync()
+        elif self.main.is_shown:
             await self.main.sync()
+        self._tell_of_work()
 
-    @work(exclusive=True, group="keep")
+    def _tell_of_work(self) -> None:
+        if self.main.is_shown:
+            run = self.workshop.run if self.workshop.is_running else None
+            self.main.show_work("" if run is None else f"{run.line()} · F10")
+        if not isinstance(self.screen, QuantizeScreen) and (news := self.workshop.news()):
+            self.tell(news)
+
+    @work(group="settle")
+    async def _settle(self) -> None:
+        if not self._settling.locked():
+            async with self._settling:
+                await self.acts.do(self.desk.settle)
+
+    @work(group="keep")
     async def keep(self) -> None:
         """Write what has grown; take over what other programs have written."""
-        if self._is_leaving:
+        if self._is_leaving or self._keeping.locked():
             return
-        await self.acts.do(self.desk.keep)
-        opened = self.main.opened
-        if opened is not None and opened.id not in self.desk.open:
-            await self.main.show(await asyncio.to_thread(self.desk.first))
+        async with self._keeping:
+            await self.acts.do(self.desk.keep)
+            opened = self.main.opened
+            if opened is None or opened.id not in self.desk.open:
+                await self.acts.show(self.desk.first)
 
-    def tell(self, message: str, *, fault: bool = False) -> None:
-        """Say it where the user looks."""
-        if self.main.is_current:
-            self.main.tell(inert(message), fault=fault)
+    def tell(self, message: str, *, fault: bool = False, title: str = "") -> None:
+        """Say it where the user looks. title: of a long one."""
+        if self.main.is_shown:
+            self.main.tell(inert(message), fault=fault, title=title)
         else:
             severe: Literal["error", "information"] = "error" if fault else "information"
             self.notify(one_line(message), severity=severe, timeout=6, markup=False)
@@ -149,7 +187,7 @@ class ChatApp(Shell):
     # --- what widgets ask for ---
 
     def on_prompt_sent(self, event: Prompt.Sent) -> None:
-        if self.main.opened is None:
+        if self.main.holds_back():
             return
         self.main.tell("")
         if commands.is_command(event.text):
@@ -176,35 +214,7 @@ class ChatApp(Shell):
         if own is None:
             self._later(self.acts.obey(self.acts.opened, line))
         else:
-            self._obey(*own)
-
-    def _obey(self, name: str, argument: str) -> None:
-        acts = self.acts
-        match name:
-            case "/new":
-                self._later(acts.new())
-            case "/rename":
-                self._later(acts.rename(acts.opened.id, argument))
-            case "/fork":
-                self._later(acts.fork(acts.opened.id, argument))
-            case "/switch":
-                self._later(acts.switch(argument))
-            case "/delete":
-                self._later(acts.delete(acts.opened.id))
-            case "/search":
-                self._later(acts.search(argument))
-            case "/export":
-                self._later(acts.export(argument))
-            case "/compare":
-                self._later(acts.compare())
-            case "/model":
-                self._later(acts.pick_model(argument))
-            case "/regen":
-                self.action_again()
-            case "/help":
-                self.action_keys()
-            case "/bye":
-                self.call_later(self.action_quit)
+            self._later(self.acts.obey_own(*own))
 
     def on_session_list_wanted(self, event: SessionList.Wanted) -> None:
         match event.action:
@@ -218,26 +228,37 @@ class ChatApp(Shell):
             case "delete":
                 self._later(self.acts.delete(event.session))
 
-    async def on_settings_panel_changed(self, event: SettingsPanel.Changed) -> None:
+    def on_settings_panel_changed(self, event: SettingsPanel.Changed) -> None:
+        self._set(event.typed)
+
+    @work(group="set")
+    async def _set(self, typed: Typed) -> None:
         panel = self.main.query_one(SettingsPanel)
-        try:
-            await asyncio.to_thread(_change, self.acts.opened, event.setting, event.text)
-            panel.refuse("")
-        except LocalgenError as error:
-            panel.refuse(inert(error.message))
-        self.main.show_settings()
+        async with self._setting:  # in the order in which they were left
+            opened = self.desk.open.get(typed.session)
+            if opened is None:
+                return
+            try:
+                await asyncio.to_thread(opened.set, typed.setting, typed.text)
+            except LocalgenError as error:
+                panel.refused(typed, inert(error.message))
+            else:
+                panel.taken(typed)
+            self.main.show_settings()
 
     def on_seen(self, message: Seen) -> None:
         """A reading of the server, at most four times a second."""
-        if self.main.server == "LOST":
+        if self.main.server.status == "LOST":
             self.notify("The server is back.", timeout=4)
-        self._was_seen, self.main.server = True, "LIVE"
+        is_elsewhere = bool(self.desk.house.url)
+        self.main.server = seen(message.reading.snapshot, is_elsewhere=is_elsewhere)
         if self.main.is_whole:
             self.main.query_one(Gauges).reading = message.reading
 
     def on_lost(self, message: Lost) -> None:
-        """Nobody answers; the feed tries again."""
-        self.main.server = "LOST" if self._was_seen else "WAITING"
+        """Nothing was heard of it; the feed tries again."""
+        is_elsewhere = bool(self.desk.house.url)
+        self.main.server = self.main.server.after(message, is_elsewhere=is_elsewhere)
 
     # --- keys ---
 
@@ -246,6 +267,9 @@ class ChatApp(Shell):
 
     def action_model(self) -> None:
         self._on_main(self.acts.pick_model)
+
+    def action_quantize(self) -> None:
+        self._on_main(lambda: self.acts.quantize(self.workshop))
 
     def action_search(self) -> None:
         self._on_main(self.acts.search)
@@ -272,12 +296,15 @@ class ChatApp(Shell):
         self._on_main(lambda: self.acts.step(by))
 
     def action_settings(self) -> None:
-        if self.main.is_current:
+        if self.main.is_shown:
             self.main.toggle_settings()
+
+    def action_retry(self) -> None:
+        self._feed.retry()
 
     def action_stop(self) -> None:
         """Copy what is selected; or stop the answer; or leave, at the second time."""
-        if isinstance(self.screen, CompareScreen):
+        if isinstance(self.screen, CompareScreen | QuantizeScreen):
             self.screen.action_stop()
             return
         selected = self.screen.get_selected_text() or _selected_in(self.focused)
@@ -295,7 +322,7 @@ class ChatApp(Shell):
     @work(group="ask")
     async def action_again(self) -> None:
         """Ask the last prompt again."""
-        if not self.main.is_current:
+        if not self.main.is_shown:
             return
         opened = self.acts.opened
         session = opened.session
@@ -314,11 +341,11 @@ class ChatApp(Shell):
 
     def action_editor(self) -> None:
         """The prompt in $EDITOR, as in the chat in a terminal."""
-        if not self.main.is_current:
+        if not self.main.is_shown:
             return
         prompt = self.main.query_one(Prompt)
         try:
-            with self.suspend():
+            with self.suspend(), self.desk.keeping(KEEP_S):
                 text = edited(prompt.whole)
         except SuspendNotSupported:
             self.tell("this terminal cannot be lent to an editor", fault=True)
@@ -328,17 +355,15 @@ class ChatApp(Shell):
             prompt.put(text)
 
     async def action_quit(self) -> None:
-        """Leave; ask first if answers are being written."""
-        count = len(self.desk.answering)
-        if not count:
+        """Leave; ask first if that ends or loses something."""
+        question = leaving.question(self.desk, self.screen_stack, self.workshop)
+        if not question:
             self._leave()
         elif not isinstance(self.screen, Confirm):
-            self._leave_if_sure(count)
+            self._leave_if_sure(question)
 
     @work(group="leave")
-    async def _leave_if_sure(self, count: int) -> None:
-        what = "1 answer is" if count == 1 else f"{count} answers are"
-        question = f"{what} still being written. Leave and stop? What is there is kept."
+    async def _leave_if_sure(self, question: str) -> None:
         if await self.push_screen_wait(Confirm(question, yes="Leave", no="Stay")):
             self._leave()
 
@@ -348,29 +373,21 @@ class ChatApp(Shell):
         opened = self.main.opened
         if opened is not None:
             opened.draft = self.main.query_one(Prompt).whole
+            for typed in self.main.query_one(SettingsPanel).changed():
+                if opened.id == typed.session:
+                    with contextlib.suppress(LocalgenError):
+                        await asyncio.to_thread(opened.set, typed.setting, typed.text)
+        self.workshop.stop()
         await asyncio.to_thread(self.desk.close)
         self.exit()
 
     def _on_main(self, act: Callable[[], Coroutine[object, object, None]]) -> None:
         """Only where there is nothing before the main screen."""
-        if self.main.is_current and self.main.opened is not None:
+        if self.main.is_shown and self.main.opened is not None:
             self._later(act())
 
     def _later(self, act: Coroutine[object, object, None]) -> None:
         self.run_worker(act, group="acts")
-
-
-def _change(opened: OpenSession, setting: str, text: str) -> None:
-    """Take over a setting of the panel. InvalidRequest: it does not do."""
-    if setting == SYSTEM:
-        opened.set_system(text)
-    elif setting == CTX:
-        if text != "default" and not (text.isdecimal() and int(text) > 0):
-            raise InvalidRequest(f"ctx {text}: give a number of tokens, or nothing")
-        opened.set_ctx(None if text == "default" else int(text))
-    else:
-        params = opened.session.options.params
-        opened.set_params(parameters.with_parameter(params, setting, text))
 
 
 def _selected_in(widget: object) -> str:

@@ -8,16 +8,16 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
+from localgen.tui.dialog import Dialog
 
-class AskText(ModalScreen[str | None]):
+
+class AskText(Dialog[str | None]):
     """None: never mind."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Never mind")]
     DEFAULT_CSS = """
-    AskText { align: center middle; background: $background 60%; }
     AskText > Vertical {
         width: 60; max-width: 95%; height: auto; padding: 1 2;
         border: round $primary; background: $surface; border-subtitle-color: $text-muted;

@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, HorizontalScroll, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen, Screen
+from textual.screen import Screen
 from textual.widgets import Button, Footer, Static, TextArea
 
 from localgen.backends.errors import LocalgenError
@@ -20,11 +20,13 @@ from localgen.chats import report
 from localgen.chats.inert import inert, one_line
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt
-from localgen.tui.chat.transcript import Transcript
+from localgen.tui.chat.transcript import READING, Transcript
 from localgen.tui.chat.variants import Variant, variants
+from localgen.tui.dialog import Dialog
+from localgen.tui.text_field import TextField
 
 
-class CompareSetup(ModalScreen[list[Variant] | None]):
+class CompareSetup(Dialog[list[Variant] | None]):
     """Asks what is to be compared."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -32,7 +34,6 @@ class CompareSetup(ModalScreen[list[Variant] | None]):
         Binding("ctrl+s", "go", "Compare these", priority=True),
     ]
     DEFAULT_CSS = """
-    CompareSetup { align: center middle; background: $background 60%; }
     CompareSetup > Vertical {
         width: 76; max-width: 95%; height: auto; max-height: 90%; padding: 0 1;
         border: round $primary; background: $surface; border-title-color: $primary;
@@ -44,9 +45,9 @@ class CompareSetup(ModalScreen[list[Variant] | None]):
     CompareSetup Button { margin-left: 2; }
     """
 
-    def __init__(self, text: str, params: SamplingParams) -> None:
+    def __init__(self, text: str, params: SamplingParams, *, is_elsewhere: bool = False) -> None:
         super().__init__()
-        self._text, self._params = text, params
+        self._text, self._params, self._is_elsewhere = text, params, is_elsewhere
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -57,7 +58,7 @@ class CompareSetup(ModalScreen[list[Variant] | None]):
                 "goes on from this one.",
                 markup=False,
             )
-            yield TextArea(self._text, compact=True, show_line_numbers=False)
+            yield TextField(self._text, compact=True, show_line_numbers=False)
             yield Static("", id="fault", markup=False)
             with Horizontal():
                 yield Button("Never mind", id="no", compact=True)
@@ -74,7 +75,8 @@ class CompareSetup(ModalScreen[list[Variant] | None]):
 
     def action_go(self) -> None:
         try:
-            self.dismiss(variants(self.query_one(TextArea).text, self._params))
+            text = self.query_one(TextArea).text
+            self.dismiss(variants(text, self._params, is_elsewhere=self._is_elsewhere))
         except LocalgenError as error:
             self.query_one("#fault", Static).update(Content(one_line(error.message)))
 
@@ -95,20 +97,20 @@ class Column(Vertical):
     def __init__(self, opened: OpenSession, label: str) -> None:
         super().__init__()
         self.opened = opened
-        self._transcript = Transcript()
+        self.transcript = Transcript()
         self._speed_line = Static("ready", classes="speed", markup=False)
         self.border_title = Content(one_line(label))
         self._said = ""
 
     def compose(self) -> ComposeResult:
-        yield self._transcript
+        yield self.transcript
         yield self._speed_line
 
     async def on_mount(self) -> None:
-        await self._transcript.show(self.opened)
+        await self.transcript.show(self.opened)
 
     async def sync(self) -> None:
-        await self._transcript.sync()
+        await self.transcript.sync()
         said = self._speed()
         if said != self._said:
             self._said = said
@@ -139,6 +141,7 @@ class CompareScreen(Screen[None]):
         Binding("escape", "back", "Back"),
         Binding("ctrl+c", "stop", "Stop all", priority=True),
         Binding("ctrl+r", "again", "Ask again"),
+        *READING,
     ]
     DEFAULT_CSS = """
     CompareScreen HorizontalScroll { height: 1fr; }
@@ -154,12 +157,19 @@ class CompareScreen(Screen[None]):
             for opened, label in self._opened:
                 yield Column(opened, label)
         yield Prompt(lambda text: [])
-        yield Footer(compact=True, show_command_palette=False)
+        yield Footer(compact=True)
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)
         prompt.placeholder = f"Ask all {len(self._opened)}"
         prompt.focus()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """What its prompt would fold is not here."""
+        return action not in ("toggle_gauges", "toggle_sessions")
+
+    def on_screen_resume(self) -> None:
+        self.refresh_bindings()  # those of the main screen are gone only now
 
     async def sync(self) -> None:
         for column in self.query(Column):
@@ -186,6 +196,23 @@ class CompareScreen(Screen[None]):
         stopped = [opened.stop() for opened, _ in self._opened]
         if not any(stopped):
             self._tell("nothing is being written; Esc goes back, Ctrl+Q leaves")
+
+    def action_thought(self) -> None:
+        for transcript in self.query(Transcript):
+            transcript.toggle_thought()
+
+    def action_scroll(self, by: int) -> None:
+        """All of them, as they are compared; by its own keys the one that has the focus."""
+        for transcript in self.query(Transcript):
+            transcript.page(by)
+
+    async def action_earlier(self) -> None:
+        for transcript in self.query(Transcript):
+            await transcript.to_beginning()
+
+    async def action_latest(self) -> None:
+        for transcript in self.query(Transcript):
+            await transcript.show_latest()
 
     def action_back(self) -> None:
         self.dismiss(None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
@@ -28,18 +31,33 @@ class Hit:
 class Desk:
     """Its methods may be called from any thread, and take their time."""
 
-    def __init__(self, house: House, model: str | None = None) -> None:
+    def __init__(self, house: House) -> None:
         self.house = house
         self.listed: list[Listed] = []
-        self.open: dict[int, OpenSession] = {}
-        self._model = model
+        self._opened: list[OpenSession] = []
+        self._opening = threading.Lock()
         self._changes = -1
         self.reload()
 
     @property
+    def open(self) -> dict[int, OpenSession]:
+        """The open ones by their ids; a session may get another one when it is kept."""
+        return {each.id: each for each in tuple(self._opened)}
+
+    @property
     def answering(self) -> list[OpenSession]:
         """Those in which an answer is being written."""
-        return [each for each in self.open.values() if each.answering is not None]
+        return [each for each in tuple(self._opened) if each.answering is not None]
+
+    @property
+    def busy(self) -> list[OpenSession]:
+        """Those in which a command runs, or a model is loaded for one."""
+        return [each for each in tuple(self._opened) if each.busy]
+
+    @property
+    def unkept(self) -> list[OpenSession]:
+        """Those of which something is not on the disk."""
+        return [each for each in tuple(self._opened) if each.unkept]
 
     def reload(self) -> None:
         """Read the list again."""
@@ -50,7 +68,8 @@ class Desk:
         options = self.house.options
         blank = Kept(
             0,
-            model=self._model,
+            model=self.house.model,
+            server=self.house.url,
             params=options.params,
             ctx=options.ctx,
             conversation=Conversation(options.system),
@@ -65,10 +84,12 @@ class Desk:
 
     def get(self, session: int) -> OpenSession:
         """A session by its id, opened if it is not. SessionGone."""
-        if session not in self.open:
-            kept = self.house.store.read(session)
-            self.open[session] = OpenSession(kept, self.house)
-        return self.open[session]
+        with self._opening:
+            found = self.open.get(session)
+            if found is None:
+                found = OpenSession(self.house.store.read(session), self.house)
+                self._opened.append(found)
+            return found
 
     def fork(self, source: OpenSession, name: str = "") -> OpenSession:
         """A copy to go on in."""
@@ -77,26 +98,35 @@ class Desk:
 
     def compare(self, source: OpenSession, compared: list[Variant]) -> list[OpenSession]:
         """A session for each, which goes on from what was said in one."""
-        return [self._create(kept) for kept in sessions(source.copy(), compared)]
+        base = replace(source.copy(), server=self.house.url)
+        return [self._create(kept) for kept in sessions(base, compared)]
+
+    def put_back(self, opened: OpenSession, before: Kept, after: Kept) -> OpenSession:
+        """Take back what a command did; where the talk went on, as a session of its own."""
+        if opened.id in self.open and opened.put_back(before, after):
+            return opened
+        return self._create(replace(before, name=self._free_name(opened.name), growing=None))
 
     def rename(self, session: int, name: str) -> None:
         """InvalidRequest: a name without a letter."""
         name = one_line(name)
         if not name:
             raise InvalidRequest("a session needs a name")
-        self.house.store.rename(session, name)
-        if session in self.open:
-            found = self.open[session]
-            found.kept = replace(found.kept, name=name)
+        found = self.open.get(session)
+        if found is not None:
+            found.rename(name)
+        else:
+            self.house.store.rename(session, name)
         self.reload()
 
     def delete(self, session: int) -> None:
         """Out of the list; restore() brings it back. InvalidRequest: an answer grows in it."""
-        if session in self.open and self.open[session].answering is not None:
+        found = self.open.get(session)
+        if found is not None and (found.answering is not None or found.busy):
             raise InvalidRequest("an answer is being written in it: stop it first")
         self.house.store.delete(session)
-        found = self.open.pop(session, None)
         if found is not None:
+            self._forget(found)
             found.session.client.close()
         self.reload()
 
@@ -106,7 +136,7 @@ class Desk:
 
     def settle(self) -> list[OpenSession]:
         """Make turns of answers that have ended; the sessions of those."""
-        done = [each for each in self.answering if each.answering and each.answering.ended.is_set()]
+        done = [each for each in self.answering if not each.is_answering]
         for each in done:
             each.settle()
         if done:
@@ -118,23 +148,58 @@ class Desk:
 
         To be called about once a second: that is as much as a killed program loses.
         """
-        for each in list(self.open.values()):
+        for each in tuple(self._opened):
             each.save()
         changes = self.house.store.changes()
-        # a program that is killed writes no change
-        if changes == self._changes and not any(each.is_growing for each in self.listed):
+        listed = {each.id for each in self.listed}
+        if (
+            changes == self._changes
+            and self.open.keys() <= listed
+            # a program that is killed writes no change
+            and not any(each.is_growing for each in self.listed)
+        ):
             return False
         self._changes = changes
         self.reload()
-        for each in list(self.open.values()):
+        for each in tuple(self._opened):
             try:
                 each.refresh()
             except SessionGone:
-                self.open.pop(each.id, None)
+                self._forget(each)
         return True
 
-    def search(self, text: str) -> list[Hit]:
-        """Where a text occurs, in any letter case: names, prompts, answers."""
+    @contextlib.contextmanager
+    def keeping(self, every_s: float) -> Iterator[None]:
+        """Keep what grows from another thread, while this one waits for something."""
+        over = threading.Event()
+
+        def run() -> None:
+            while not over.wait(every_s):
+                with contextlib.suppress(LocalgenError):
+                    self.settle()
+                    self.keep()
+
+        thread = threading.Thread(target=run, name="keep", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def hear(self) -> list[tuple[OpenSession, str]]:
+        """What sessions have to say by now, and which."""
+        heard = []
+        for each in tuple(self._opened):
+            while each.said:
+                heard.append((each, each.said.popleft()))
+        return heard
+
+    def search(self, text: str, is_over: Callable[[], bool] = lambda: False) -> list[Hit]:
+        """Where a text occurs, in any letter case: names, prompts, answers.
+
+        is_over: whether nobody waits for it any more.
+        """
         wanted = text.casefold().strip()
         if not wanted:
             return []
@@ -143,29 +208,35 @@ class Desk:
             for listed in self.listed
             if wanted in listed.name.casefold()
         ]
-        for session, name, place, turn in self.house.store.transcripts():
-            if len(hits) >= MOST_HITS:
+        # a session at a time: whoever writes need not wait for the whole
+        for listed in self.listed:
+            if len(hits) >= MOST_HITS or is_over():
                 break
-            excerpt = _excerpt(turn, wanted)
-            if excerpt is not None:
-                hits.append(Hit(session, name, place, excerpt))
-        return hits
+            for place, turn in enumerate(self.house.store.turns(listed.id)):
+                excerpt = _excerpt(turn, wanted)
+                if excerpt is not None:
+                    hits.append(Hit(listed.id, listed.name, place, excerpt))
+        return hits[:MOST_HITS]
 
     def close(self) -> None:
         """Stop what runs, keep everything."""
-        for each in self.answering:
+        for each in tuple(self._opened):
             each.stop()
-        for each in list(self.open.values()):
+        for each in tuple(self._opened):
             try:
                 each.close()
             except LocalgenError:
                 continue  # it was said while the program ran
 
+    def _forget(self, opened: OpenSession) -> None:
+        with contextlib.suppress(ValueError):  # another thread was faster
+            self._opened.remove(opened)
+
     def _create(self, kept: Kept) -> OpenSession:
-        made = self.house.store.create(kept)
-        self.open[made.id] = OpenSession(made, self.house)
+        made = OpenSession(self.house.store.create(kept), self.house)
+        self._opened.append(made)
         self.reload()
-        return self.open[made.id]
+        return made
 
     def _free_name(self, name: str) -> str:
         taken = {listed.name for listed in self.listed}

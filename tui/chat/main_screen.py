@@ -15,34 +15,54 @@ from textual.widgets import Footer, Static, TextArea
 
 from localgen.chats import commands, report
 from localgen.chats.inert import one_line
+from localgen.chats.session import BUILT_IN
 from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt, Suggestions
+from localgen.tui.chat.server_state import ServerState
 from localgen.tui.chat.session_list import Row, SessionList
 from localgen.tui.chat.settings import SettingsPanel
 from localgen.tui.chat.slash import Names, completions, suggestions
-from localgen.tui.chat.transcript import Transcript
+from localgen.tui.chat.transcript import READING, Transcript
+from localgen.tui.dialog import Sheet
 from localgen.tui.gauges.drawing import spread
 from localgen.tui.gauges.panel import Gauges
+from localgen.tui.notice import Notice
 
 _LIST_COLUMNS, _GAUGES_COLUMNS = 76, 118
-_STYLES = {"LIVE": "$success", "LOST": "$error", "WAITING": "dim"}
+_MOST_TOLD = 12
+_STYLES = {"LIVE": "$success", "LOST": "$error", "WAITING": "dim", "NO FIGURES": "$warning"}
+
+
+class WorkLine(Static):
+    """What goes on behind the chats; a click shows it."""
+
+    DEFAULT_CSS = """
+    WorkLine { height: 1; padding: 0 2; color: $accent; text-wrap: nowrap; text-overflow: ellipsis;
+        display: none; }
+    """
+
+    def show(self, line: str) -> None:
+        self.display = bool(line)
+        if str(self.content) != line:
+            self.update(Content(line))
+
+    async def on_click(self) -> None:
+        await self.run_action("app.quantize")
 
 
 class MainScreen(Screen[None]):
     """Shows the session `opened`. sync() is called many times a second while answers grow.
 
-    server: LIVE, LOST or WAITING; told: what was last said to the user, above the prompt.
+    server: how it stands with it; told: what was last said to the user, above the prompt.
     """
 
+    # gauges need some lines each
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (22, "-mid"), (27, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f7", "toggle_sessions", "Sessions: show or fold", show=False),
         Binding("f6", "toggle_gauges", "Gauges: show or fold", show=False),
-        Binding("f5", "thought", "Thoughts of the last answer", show=False),
-        Binding("pageup", "scroll(-1)", "Scroll back", show=False),
-        Binding("pagedown", "scroll(1)", "Scroll on", show=False),
-        Binding("ctrl+home", "earlier", "Earlier turns", show=False),
-        Binding("ctrl+end", "latest", "The latest turn", show=False),
+        *READING,
         Binding("ctrl+l", "list", "To the list of sessions", show=False),
         Binding("escape", "prompt", "Back to the prompt", show=False),
     ]
@@ -50,14 +70,14 @@ class MainScreen(Screen[None]):
     MainScreen #title { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap; }
     MainScreen #body { height: 1fr; }
     MainScreen #centre { width: 1fr; height: 1fr; }
-    MainScreen #told { height: auto; max-height: 12; padding: 0 2; color: $text-muted;
-        display: none; }
+    MainScreen #told { height: auto; padding: 0 2; color: $text-muted; display: none; }
     MainScreen #told.-shown { display: block; }
     MainScreen #told.-fault { color: $error; }
     MainScreen #status { height: 1; padding: 0 2; color: $text-muted; text-wrap: nowrap;
         text-overflow: ellipsis; }
     MainScreen #status.-fault { color: $error; }
     MainScreen Gauges { width: 38; display: none; }
+    MainScreen.-stale Gauges { opacity: 60%; }
     MainScreen SettingsPanel { display: none; }
     MainScreen.-gauges Gauges { display: block; }
     MainScreen.-settings SettingsPanel { display: block; }
@@ -65,7 +85,7 @@ class MainScreen(Screen[None]):
     MainScreen SessionList { display: none; }
     MainScreen.-sessions SessionList { display: block; }
     """
-    server: reactive[str] = reactive("WAITING")
+    server: reactive[ServerState] = reactive(ServerState())
 
     def __init__(self, desk: Desk, where: str, names: Names) -> None:
         super().__init__()
@@ -75,26 +95,31 @@ class MainScreen(Screen[None]):
         self._list, self._transcript = SessionList(), Transcript()
         self._title_line = Static(id="title", markup=False)
         self._status_line = Static(id="status", markup=False)
+        self._work_line = WorkLine(markup=False)
+        self._is_between = self._is_early = False
         self._wants: dict[str, bool] = {}
         self._title = ("", "", 0)
         self._status = ""
 
     def compose(self) -> ComposeResult:
         yield self._title_line
+        yield Notice()
         with Horizontal(id="body"):
             yield self._list
             with Vertical(id="centre"):
                 yield self._transcript
                 yield Static(id="told", markup=False)
                 yield Suggestions()
+                yield self._work_line
                 yield self._status_line
                 yield Prompt(lambda text: completions(text, self._names))
             yield Gauges()
             yield SettingsPanel()
-        yield Footer(compact=True, show_command_palette=False)
+        yield Footer(compact=True)
 
     def on_mount(self) -> None:
         self.query_one(Prompt).focus()
+        self._show_server()  # it may have been known before
 
     def on_resize(self, event: events.Resize) -> None:
         self._fold(event.size.width)
@@ -104,17 +129,47 @@ class MainScreen(Screen[None]):
         """Whether its widgets are there: not before it is shown, nor when the program ends."""
         return self.is_attached and bool(self.query(Prompt))
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether it can be seen: Textual says is_current of what lies below any screen too."""
+        top = self.app.screen
+        return self.is_current and (top is self or top.styles.background.a < 1)
+
+    def turn_away(self) -> None:
+        """From now on what is typed is meant for the session that is shown next."""
+        if self.opened is not None and not self._is_between:
+            prompt = self.query_one(Prompt)
+            self.opened.draft = prompt.whole
+            self._is_between = True
+            prompt.put("")
+
+    async def turn_back(self) -> None:
+        """There is none to be shown."""
+        if self.opened is not None and self._is_between:
+            await self.show(self.opened)
+
     async def show(self, opened: OpenSession) -> None:
         """Go to a session; what is typed stays with the one it was typed in."""
+        if self.has_class("-settings"):
+            self.query_one(SettingsPanel).leave()
+        self.turn_away()
         prompt = self.query_one(Prompt)
-        if self.opened is not None:
-            self.opened.draft = prompt.whole
-        if self.opened is not None or not prompt.text:  # what was typed before the first one stays
-            prompt.put(opened.draft)
-        self.opened = opened
+        typed = prompt.whole
+        self.opened, self._is_between = opened, False
+        if opened.draft:  # else what was typed meanwhile is there already
+            prompt.put(opened.draft + typed)
+        self.refresh_bindings()  # some keys need a session
         await self._transcript.show(opened)
         self.show_settings()
         await self.sync()
+        if self._is_early:
+            self._is_early = False
+            prompt.action_send()
+
+    def holds_back(self) -> bool:
+        """Whether what was sent waits for the session that is shown next."""
+        self._is_early = self.opened is None or self._is_between
+        return self._is_early
 
     async def sync(self) -> None:
         """What is new in the session and in the list."""
@@ -125,12 +180,25 @@ class MainScreen(Screen[None]):
         self._show_title()
         self._show_status()
 
-    def tell(self, message: str, *, fault: bool = False) -> None:
-        """Some lines above the prompt, until the next prompt."""
+    def tell(self, message: str, *, fault: bool = False, title: str = "") -> None:
+        """Some lines above the prompt, until the next prompt; what is longer gets a sheet.
+
+        title: of the sheet.
+        """
+        text = Content(message)
+        width = self.query_one("#centre").size.width - 4
+        most = min(_MOST_TOLD, self.size.height // 3)
+        if width > 0 and text.get_height({}, width) > most:
+            self.app.push_screen(Sheet(title or self.app.title, text))
+            message, text = "", Content("")
         told = self.query_one("#told", Static)
-        told.update(Content(message))
+        told.update(text)
         told.set_class(bool(message), "-shown")
         told.set_class(fault, "-fault")
+
+    def show_work(self, line: str) -> None:
+        """What goes on behind the chats; empty: nothing."""
+        self._work_line.show(one_line(line))
 
     def show_settings(self) -> None:
         """The settings in force in the panel."""
@@ -138,9 +206,9 @@ class MainScreen(Screen[None]):
             return
         session = self.opened.session
         rows = commands.parameter_rows(session)
-        ctx = str(session.options.ctx or "")
+        ctx = None if session.is_elsewhere else str(session.options.ctx or "")
         system = session.conversation.system or ""
-        self.query_one(SettingsPanel).show(system, ctx, rows)
+        self.query_one(SettingsPanel).show(self.opened.id, system, ctx, rows)
 
     def toggle_settings(self) -> None:
         """Open the panel of settings, or close it."""
@@ -154,15 +222,16 @@ class MainScreen(Screen[None]):
             self.query_one(Prompt).focus()
 
     def watch_server(self) -> None:
-        """Said in the first line."""
+        """Said in the first line, and what is wrong below; old figures are dimmed."""
         if self.is_whole:
             self._show_title()
+            self._show_server()
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
         prompt = event.text_area
         if not isinstance(prompt, Prompt):
             return
-        if self.opened is not None:
+        if self.opened is not None and not self._is_between:
             self.opened.draft = prompt.whole
         self.query_one(Suggestions).offer(suggestions(prompt.text, self._names)[:50])
 
@@ -185,19 +254,13 @@ class MainScreen(Screen[None]):
         self._transcript.toggle_thought()
 
     def action_scroll(self, by: int) -> None:
-        transcript = self._transcript
-        if by < 0:
-            transcript.scroll_page_up(animate=False)
-        else:
-            transcript.scroll_page_down(animate=False)
+        self._transcript.page(by)
 
     async def action_earlier(self) -> None:
-        transcript = self._transcript
-        if not await transcript.show_earlier():
-            transcript.scroll_home(animate=False)
+        await self._transcript.to_beginning()
 
-    def action_latest(self) -> None:
-        self._transcript.anchor()
+    async def action_latest(self) -> None:
+        await self._transcript.show_latest()
 
     def action_list(self) -> None:
         if not self.has_class("-sessions"):
@@ -214,29 +277,27 @@ class MainScreen(Screen[None]):
 
     def _fold(self, width: int) -> None:
         """Show what there is room for, unless the user has said otherwise."""
-        settings = self.has_class("-settings")
-        room = {
-            "-sessions": width >= (_GAUGES_COLUMNS if settings else _LIST_COLUMNS),
-            "-gauges": width >= _GAUGES_COLUMNS,
-        }
-        for part, fits in room.items():
-            self.set_class(self._wants.get(part, fits), part)
-        self._list.styles.width = 28 if width >= 100 else 22
+        gauges = self._wants.get("-gauges", width >= _GAUGES_COLUMNS)
+        side = gauges or self.has_class("-settings")
+        least = _GAUGES_COLUMNS if side else _LIST_COLUMNS
+        self.set_class(gauges, "-gauges")
+        self.set_class(self._wants.get("-sessions", width >= least), "-sessions")
+        self._list.styles.width = 28 if width >= 100 else 24
         # room for the transcript first: the rest covers what it has to
         self.query_one(SettingsPanel).styles.width = min(44, max(30, width - 34))
 
     def _rows(self) -> list[Row]:
-        rows = []
+        assert self.opened is not None
+        rows, open_now = [], self._desk.open
+        default = "the server's" if self.opened.session.is_elsewhere else BUILT_IN
         for listed in self._desk.listed:
-            opened = self._desk.open.get(listed.id)
-            turns, state = listed.turns, ""
-            if opened is not None and opened.answering is not None:
-                state = opened.answering.progress()
-            elif listed.is_growing:
+            opened = open_now.get(listed.id)
+            state = _state_of(opened) if opened is not None else ""
+            if not state and listed.is_growing:
                 state = "writing elsewhere"
             name = opened.name if opened is not None else listed.name
             model = opened.session.asked if opened is not None else listed.model
-            rows.append(Row(listed.id, name, model or "tiny", turns, state))
+            rows.append(Row(listed.id, name, model or default, listed.turns, state))
         return rows
 
     def _show_title(self) -> None:
@@ -244,7 +305,8 @@ class MainScreen(Screen[None]):
             return
         session = self.opened.session
         model = report.model_line(session.info) if session.info else session.name
-        title = (f"{self.opened.name}  {one_line(model)}", self.server, self.size.width)
+        status = self.server.status
+        title = (f"{self.opened.name}  {one_line(model)}", status, self.size.width)
         if title == self._title:
             return
         self._title = title
@@ -254,10 +316,15 @@ class MainScreen(Screen[None]):
             (f"  {one_line(model)}", "dim"),
         )
         # at the right it must not be pushed out by a long name
-        right = Content.styled(f"● {self.server} {self._where}", _STYLES[self.server])
+        right = Content.styled(f"● {status} {self._where}", _STYLES[status])
         room = max(20, self.size.width - 2 - right.cell_length - 1)
         line = spread(left.truncate(room, ellipsis=True), right, self.size.width - 2)
         self._title_line.update(line)
+
+    def _show_server(self) -> None:
+        self.query_one(Notice).say(self.server.notice)
+        is_old = not self.server.is_live and self.query_one(Gauges).reading.snapshot.kind
+        self.set_class(bool(is_old), "-stale")
 
     def _show_status(self) -> None:
         assert self.opened is not None
@@ -270,19 +337,32 @@ class MainScreen(Screen[None]):
         line.set_class(fault, "-fault")
 
 
+def _state_of(opened: OpenSession) -> str:
+    """What an open session does, in few words."""
+    answering = opened.answering  # another thread may settle it meanwhile
+    if answering is not None:
+        return answering.progress()
+    return "not saved" if opened.unkept else ""
+
+
 def status_of(opened: OpenSession) -> tuple[str, bool]:
     """What the session does, in a line; whether it is a fault."""
+    answering, busy, share = opened.answering, opened.busy, opened.load_share
     if opened.unkept:
         return f"not saved: {one_line(opened.unkept)}", True
-    if opened.answering is not None:
-        return one_line(opened.answering.line()), False
-    if opened.busy:
-        return one_line(opened.busy), False
+    if answering is not None or busy:
+        line = busy if answering is None else answering.line()
+        parts = (
+            opened.news if answering is None or not answering.tokens else "",
+            line,
+            "" if answering is not None or share is None else f"loading {share:.0%}",
+        )
+        return one_line(" · ".join(part for part in parts if part)), False
     if opened.kept.growing is not None:
         return "another localgen tui writes an answer here", False
     last = opened.last
     if last is not None and last.error and not last.is_stopping:
-        return f"{one_line(last.error)} · Ctrl+R asks again", True
+        return f"Ctrl+R asks again · {one_line(last.error)}", True  # what to do is never cut off
     used, limit = opened.session.used_tokens(), opened.session.ctx
     exact = opened.session.last is not None
     context = f"context {'' if exact else '~'}{used:,}" + (f"/{limit:,}" if limit else "")

@@ -13,15 +13,16 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, ProgressBar, Static
-from textual.widgets.option_list import Option
 
 from localgen.backends.errors import LocalgenError, ModelNotFound
 from localgen.chats import report
 from localgen.chats.inert import one_line
 from localgen.client import ModelCard
 from localgen.client.pulling import Offer
+from localgen.tui.picker import Picker, has_words, named_row
+
+_LOOKING = "looking"
 
 
 class Cancelled(Exception):
@@ -59,22 +60,12 @@ class Choice:
     is_here: bool
 
 
-class ModelPicker(ModalScreen[str | None]):
-    """Closes with the name of the model that was loaded."""
+class ModelPicker(Picker[str]):
+    """Closes with the name of the model that was loaded. is_busy: one is loaded or fetched."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Stop, or close"),
-        Binding("down", "move(1)", "Next", show=False),
-        Binding("up", "move(-1)", "Before", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Stop, or close")]
     DEFAULT_CSS = """
-    ModelPicker { align: center middle; background: $background 60%; }
-    ModelPicker > Vertical {
-        width: 90%; max-width: 90; height: 80%; padding: 0 1;
-        border: round $primary; background: $surface; border-title-color: $primary;
-    }
-    ModelPicker Input { margin: 0 0 1 0; }
-    ModelPicker OptionList { height: 1fr; border: none; background: $surface; padding: 0; }
+    ModelPicker > Vertical { max-width: 90; }
     ModelPicker #told { height: auto; color: $text-muted; }
     ModelPicker #told.-fault { color: $error; }
     ModelPicker ProgressBar { display: none; width: 1fr; }
@@ -86,9 +77,9 @@ class ModelPicker(ModalScreen[str | None]):
         super().__init__()
         self._shelf, self._wanted, self._current = shelf, wanted, current
         self._choices: list[Choice] = []
-        self._shown: list[Choice] = []
         self._cancelled = threading.Event()
-        self._is_busy = False
+        self.is_busy = False
+        self._loaded: str | None = None
         self._asked_to_pull = ""
 
     def compose(self) -> ComposeResult:
@@ -102,11 +93,10 @@ class ModelPicker(ModalScreen[str | None]):
                 select_on_focus=False,
             )
             yield OptionList(markup=False)
-            yield Static("looking", id="told", markup=False)
+            yield Static(_LOOKING, id="told", markup=False)
             yield ProgressBar(total=1.0, show_eta=False)
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).can_focus = False
         self.look()
         if self._wanted:
             self.take(self._wanted)
@@ -120,8 +110,11 @@ class ModelPicker(ModalScreen[str | None]):
         except LocalgenError as error:
             self._tell(error.message, fault=True)
             return
+        if not self.is_open:
+            return
         self._choices = [*_here(cards), *_elsewhere(cards, offers)]
-        if not self._is_busy:
+        # why the model that was wanted cannot be had is not to be wiped away
+        if str(self.query_one("#told", Static).content) == _LOOKING:
             self._tell("")
         self._fill(self.query_one(Input).value)
 
@@ -130,45 +123,41 @@ class ModelPicker(ModalScreen[str | None]):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         typed = event.value.strip()
-        at = self.query_one(OptionList).highlighted
         exact = any(choice.name == typed for choice in self._choices)
-        if at is not None and self._shown and not exact:
-            self.take(self._shown[at].name)
+        if self.highlighted is not None and not exact:
+            self.take(self.highlighted)
         elif typed:
             self.take(typed)
 
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.take(self._shown[event.option_index].name)
-
-    def action_move(self, by: int) -> None:
-        found = self.query_one(OptionList)
-        if by > 0:
-            found.action_cursor_down()
-        else:
-            found.action_cursor_up()
+    def on_screen_resume(self) -> None:
+        """What stood before it is gone."""
+        if self._loaded is not None:
+            self.dismiss(self._loaded)
 
     def action_leave(self) -> None:
-        if self._is_busy:
-            self._cancelled.set()
-            self._shelf.stop_loading()
+        if self.is_busy:
+            self._stop()
         else:
             self.dismiss(None)
 
-    def take(self, name: str) -> None:
+    def take(self, chosen: str) -> None:
         """Load a model, fetched first where it is in the list as one to be fetched."""
-        if self._is_busy:
+        if self.is_busy:
             return
-        offered = next((each for each in self._choices if each.name == name), None)
-        is_sure = self._asked_to_pull == name or (offered is not None and not offered.is_here)
-        self._is_busy = True
+        offered = next((each for each in self._choices if each.name == chosen), None)
+        is_sure = self._asked_to_pull == chosen or (offered is not None and not offered.is_here)
+        self.is_busy = True
         self.add_class("-busy")
         self._cancelled.clear()
-        self._fetch_and_load(name, is_sure)
+        self._fetch_and_load(chosen, is_sure)
 
     @work(exclusive=True, group="take")
     async def _fetch_and_load(self, name: str, pull: bool) -> None:
         try:
             await asyncio.to_thread(self._get, name, pull)
+        except asyncio.CancelledError:  # the program ends, and would wait for the thread
+            self._stop()
+            raise
         except Cancelled:
             self._tell(f"stopped: {one_line(name)} goes on from there when it is fetched again")
         except ModelNotFound as error:
@@ -177,10 +166,17 @@ class ModelPicker(ModalScreen[str | None]):
             said = "stopped" if self._cancelled.is_set() else error.message
             self._tell(said, fault=not self._cancelled.is_set())
         else:
-            self.dismiss(name)
+            self._loaded = name
         finally:
-            self._is_busy = False
+            self.is_busy = False
             self.remove_class("-busy")
+        # only what stands before everything can be closed
+        if self._loaded is not None and self.app.screen is self:
+            self.dismiss(self._loaded)
+
+    def _stop(self) -> None:
+        self._cancelled.set()
+        self._shelf.stop_loading()
 
     async def _offer(self, name: str, error: ModelNotFound) -> None:
         if await asyncio.to_thread(self._shelf.can_pull, name):
@@ -192,9 +188,11 @@ class ModelPicker(ModalScreen[str | None]):
     def _get(self, name: str, pull: bool) -> None:
         """In a thread."""
         if pull and self._shelf.can_pull(name):
-            self.app.call_from_thread(self._tell, f"asking the hub for {one_line(name)}")
+            self.call_later(self._tell, f"asking the hub for {one_line(name)}")
             self._shelf.pull(name, lambda here, total: self._on_bytes(name, here, total))
-        self.app.call_from_thread(self._tell, f"loading {one_line(name)}")
+        if self._cancelled.is_set():
+            raise Cancelled
+        self.call_later(self._tell, f"loading {one_line(name)}")
         self._shelf.load(name, self._on_share)
 
     def _on_bytes(self, name: str, here: int, total: int) -> None:
@@ -202,34 +200,28 @@ class ModelPicker(ModalScreen[str | None]):
             raise Cancelled
         share = here / total if total else 1.0
         line = f"fetching {one_line(name)}: {report.size(here)} of {report.size(total)}"
-        self.app.call_from_thread(self._progress, share, line)
+        self.call_later(self._progress, share, line)
 
     def _on_share(self, share: float) -> None:
-        self.app.call_from_thread(self._progress, share, None)
+        self.call_later(self._progress, share, None)
 
     def _progress(self, share: float, line: str | None) -> None:
+        if not self.is_busy:  # it was on its way when the work ended
+            return
         self.query_one(ProgressBar).update(progress=share)
         if line is not None:
             self._tell(line)
 
-    def _fill(self, text: str) -> None:
-        wanted = text.casefold().split()
-        self._shown = [
-            choice
-            for choice in self._choices
-            if all(part in f"{choice.name} {choice.about}".casefold() for part in wanted)
+    def _fill(self, typed: str) -> None:
+        found = [
+            choice for choice in self._choices if has_words(f"{choice.name} {choice.about}", typed)
         ]
-        found = self.query_one(OptionList)
-        found.clear_options()
-        found.add_options([Option(self._drawn(choice)) for choice in self._shown])
-        names = [choice.name for choice in self._shown]
-        at = names.index(self._current) if self._current in names else 0
-        found.highlighted = at if self._shown else None
+        self.show(((choice.name, self._drawn(choice)) for choice in found), self._current)
 
     def _drawn(self, choice: Choice) -> Content:
-        mark = "● " if choice.name == self._current else "  "
         style = "bold" if choice.is_here else "dim"
-        return Content.assemble(mark, (one_line(choice.name), style), (f"  {choice.about}", "dim"))
+        is_current = choice.name == self._current
+        return named_row(choice.name, choice.about, is_current=is_current, style=style)
 
     def _tell(self, message: str, *, fault: bool = False) -> None:
         told = self.query_one("#told", Static)

@@ -12,8 +12,11 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.keys import Keys
 from textual.message import Message
-from textual.widgets import OptionList, TextArea
+from textual.widgets import OptionList
 from textual.widgets.option_list import Option
+
+from localgen.chats.inert import inert
+from localgen.tui.text_field import TextField
 
 # Alt+Enter as terminals send it; Textual would take it for Enter
 cast(dict[str, object], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (Keys.ControlJ,)
@@ -22,7 +25,7 @@ FOLDED_CHARS = 4_000
 _FOLD = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
 
 
-class Prompt(TextArea):
+class Prompt(TextField):
     """Posts Sent at Enter. completions: what may follow a text that begins with a slash."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -60,7 +63,7 @@ class Prompt(TextArea):
             compact=False,
             show_line_numbers=False,
             highlight_cursor_line=False,
-            placeholder="Ask something, or / for commands",
+            placeholder="Ask something, / for commands, ? for keys",
         )
         self._completions = completions
         self._pastes: dict[int, str] = {}
@@ -126,10 +129,20 @@ class Prompt(TextArea):
             return
         self._recall(self._place + 1)
 
+    def check_consume_key(self, key: str, character: str | None = None) -> bool:
+        """Characters are typed; but what asks for the keys does so where nothing is typed yet."""
+        return not self._asks_for_keys(key) and super().check_consume_key(key, character)
+
+    def _asks_for_keys(self, key: str) -> bool:
+        return key == "question_mark" and not self.text
+
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
             event.prevent_default().stop()
             self.action_send()
+        elif self._asks_for_keys(event.key):
+            event.prevent_default().stop()
+            await self.run_action("app.keys")
         elif event.key == "shift+\r":  # how xterm and tmux spell Shift+Enter where they tell it
             event.prevent_default().stop()
             self.action_newline()
@@ -177,7 +190,8 @@ class Suggestions(OptionList):
 
 
 def _row(text: str, meaning: str, width: int) -> Content:
-    return Content.assemble((f"{text:<{width}}", "bold $foreground"), f"  {meaning}")
+    name = (f"{inert(text):<{width}}", "bold $foreground")
+    return Content.assemble(name, f"  {meaning}")
 
 
 def _common(found: list[str]) -> str:

@@ -15,6 +15,9 @@ from localgen.chats import report
 from localgen.chats.inert import one_line
 from localgen.tui.chat.open_session import UNNAMED
 
+# for the mouse, at the foot of the list
+_ACTIONS = " ".join(f"[@click=ask('{act}')][u]{act}[/][/]" for act in ("rename", "fork", "delete"))
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -40,10 +43,13 @@ class SessionList(OptionList):
     SessionList {
         width: 28; height: 1fr; border: round $border; padding: 0; background: $background;
         border-title-color: $primary; border-title-style: bold; scrollbar-size-vertical: 1;
+        border-subtitle-color: $text-muted;
         text-wrap: nowrap; text-overflow: ellipsis;
     }
     SessionList:focus { border: round $primary; }
     """
+
+    FOCUS_ON_CLICK = False  # what is typed next is a prompt
 
     class Wanted(Message):
         """action: open, rename, fork or delete."""
@@ -56,6 +62,7 @@ class SessionList(OptionList):
     def __init__(self) -> None:
         super().__init__(id="sessions", markup=False)
         self.border_title = "Sessions"
+        self.border_subtitle = _ACTIONS
         self._rows: list[Row] = []
         self._current = 0
 
@@ -67,7 +74,7 @@ class SessionList(OptionList):
         moved = current != self._current
         under = self._id_under_cursor()
         self._rows, self._current = rows, current
-        self.border_subtitle = f"{len(rows):,}" if len(rows) > 9 else ""
+        self.border_title = f"Sessions {len(rows):,}" if len(rows) > 9 else "Sessions"
         if same_ids:
             for row in rows:
                 self.replace_option_prompt(str(row.id), self._drawn(row))
@@ -97,7 +104,7 @@ class SessionList(OptionList):
 
     def _drawn(self, row: Row) -> Content:
         mark = "▌" if row.id == self._current else " "
-        about = [one_line(row.model), report.count(row.turns, "turn")] if row.turns else [row.model]
+        about = [one_line(row.model), *([report.count(row.turns, "turn")] if row.turns else [])]
         second = (f"▸ {row.state}", "$success") if row.state else (" · ".join(about), "dim")
         name = one_line(row.name) or UNNAMED
         return Content.assemble(

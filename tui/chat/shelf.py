@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from localgen.backends.errors import InvalidRequest
+from localgen.chats.session import BUILT_IN
 from localgen.client import ModelCard, pulling
 from localgen.client.pulling import Offer
-from localgen.tui.chat.open_session import OpenSession
-
-_BUILT_IN = "tiny"
+from localgen.tui.chat.open_session import OpenSession, Stopped
 
 
 class SessionShelf:
-    """is_elsewhere: another server, which fetches its models itself."""
+    """Another server fetches its models itself."""
 
-    def __init__(self, opened: OpenSession, *, is_elsewhere: bool) -> None:
+    def __init__(self, opened: OpenSession) -> None:
         self._opened = opened
-        self._is_elsewhere = is_elsewhere
+        self._is_elsewhere = opened.session.is_elsewhere
 
     def cards(self) -> list[ModelCard]:
         return self._opened.session.client.models()
@@ -34,7 +33,12 @@ class SessionShelf:
         return pulling.pull(name, on_bytes)
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:
-        self._opened.use_model(None if name == _BUILT_IN else name, on_progress)
+        """InvalidRequest: the user has ended it."""
+        built_in = name == BUILT_IN and not self._is_elsewhere
+        try:
+            self._opened.use_model(None if built_in else name, on_progress)
+        except Stopped as stopped:
+            raise InvalidRequest("stopped") from stopped
 
     def stop_loading(self) -> None:
-        self._opened.stop_loading()
+        self._opened.stop_command()

@@ -18,6 +18,7 @@ OWN = {
     "/search": ("[TEXT]", "finds a text in all sessions"),
     "/export": ("[PATH]", "writes the transcript: Markdown, or .json for /load"),
     "/compare": ("", "sends one prompt to several models or settings"),
+    "/quantize": ("", "makes a smaller model of one in 16 bits"),
     "/model": ("[NAME]", "goes on with another model; chooses one without a name"),
     "/regen": ("", "asks the last prompt again"),
     "/help": ("", "the keys and these commands"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from textual import events
+from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
@@ -13,6 +15,14 @@ from localgen.tui.chat.answering import Answering, Position
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.turn_view import TurnView
 
+# what screens with transcripts bind
+READING = (
+    Binding("f5", "thought", "Thoughts of the last answer", show=False),
+    Binding("pageup", "scroll(-1)", "Scroll back", show=False),
+    Binding("pagedown", "scroll(1)", "Scroll on", show=False),
+    Binding("ctrl+home", "earlier", "Earlier turns", show=False),
+    Binding("ctrl+end", "latest", "The latest turn", show=False),
+)
 # a long conversation is drawn from here on, the rest when it is asked for
 _TURNS_SHOWN = 12
 # long answers take longer to draw: so many more characters, so much longer between two repaints
@@ -34,17 +44,25 @@ class Transcript(VerticalScroll):
         self._opened: OpenSession | None = None
         self._views: list[TurnView] = []
         self._first = 0
+        self._shows_end = True
         self._live: TurnView | None = None
         self._answering: Answering | None = None
+        self._begun: Answering | None = None  # which has been on the screen, and may be no more
         self._read = Position()
         self._next_s = 0.0
-        self._chars = 0
+        self._chars = self._height = 0
         self._lock = asyncio.Lock()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Stay at the end: what gets another height is scrolled by the old one at first."""
+        if event.container_size.height != self._height:
+            self._height = event.container_size.height
+            self.refresh(layout=True)
 
     async def show(self, opened: OpenSession) -> None:
         """Another session."""
         async with self._lock:
-            self._opened = opened
+            self._opened, self._begun = opened, None
             await self._rebuild(max(0, len(_turns(opened)) - _TURNS_SHOWN))
         await self.sync()
 
@@ -61,7 +79,8 @@ class Transcript(VerticalScroll):
         async with self._lock:
             if self._first == 0:
                 return False
-            await self._rebuild(max(0, self._first - _TURNS_SHOWN))
+            last = None if self._shows_end else self._count
+            await self._rebuild(max(0, self._first - _TURNS_SHOWN), last)
             self.release_anchor()
             self.scroll_home(animate=False)
             return True
@@ -69,12 +88,19 @@ class Transcript(VerticalScroll):
     async def go_to(self, place: int) -> None:
         """Scroll to a turn of the session."""
         async with self._lock:
-            if place < self._first:
-                await self._rebuild(place)
+            if not self._first <= place < self._count:
+                # a long conversation is not drawn as a whole for one turn of it
+                await self._rebuild(max(0, place - 1), place + _TURNS_SHOWN)
             at = place - self._first
             if at < len(self._views):
                 self.release_anchor()
                 self.call_after_refresh(self._views[at].scroll_visible, animate=False, top=True)
+
+    async def show_latest(self) -> None:
+        """Go to the end, and stay there."""
+        async with self._lock:
+            await self._show_end()
+            self.anchor()
 
     def toggle_thought(self) -> None:
         """Open or close what was thought before the last answer."""
@@ -82,16 +108,33 @@ class Transcript(VerticalScroll):
         if views:
             views[-1].toggle_thought()
 
+    async def to_beginning(self) -> None:
+        """To the first turn that is drawn, or to some before it if there are any."""
+        if not await self.show_earlier():
+            self.scroll_home(animate=False)
+
+    def page(self, by: int) -> None:
+        """Scroll so many pages on."""
+        page = self.scrollable_content_region.height
+        self.scroll_to(y=self.scroll_y + by * page, animate=False)
+
     async def _follow_answer(self, opened: OpenSession) -> None:
         answering = opened.answering
         if answering is not self._answering and answering is not None:
+            is_new = answering is not self._begun
+            if is_new:
+                await self._show_end()
+            elif not self._shows_end:  # what is read stands before it
+                return
+            self._begun = answering
             await self._follow_turns(opened)
             await self._end_live(None)
             self._answering, self._read, self._chars, self._next_s = answering, Position(), 0, 0.0
             self._live = TurnView(Turn(answering.prompt, ""))
             await self._clear_notes()
             await self.mount(self._live)
-            self.anchor()
+            if is_new:
+                self.anchor()
         if self._live is None or self._answering is None:
             return
         if time.monotonic() < self._next_s and not self._answering.ended.is_set():
@@ -111,7 +154,7 @@ class Transcript(VerticalScroll):
         same = [view.turn for view in self._views] == list(turns[self._first : self._count])
         if len(turns) < self._count or not same:
             await self._rebuild(max(0, len(turns) - _TURNS_SHOWN))
-        elif len(turns) > self._count:
+        elif len(turns) > self._count and self._shows_end:
             new = [TurnView(turn) for turn in turns[self._count :]]
             self._views += new
             await self._clear_notes()
@@ -137,23 +180,24 @@ class Transcript(VerticalScroll):
         await live.finish(turn)
         self._views.append(live)
 
-    async def _rebuild(self, first: int) -> None:
+    async def _show_end(self) -> None:
+        if self._opened is not None and not self._shows_end:
+            await self._rebuild(max(0, len(_turns(self._opened)) - _TURNS_SHOWN))
+
+    async def _rebuild(self, first: int, last: int | None = None) -> None:
+        """Draw the turns from first on, to before last; None: to the end, and what comes there."""
         assert self._opened is not None
-        self._live, self._answering, self._first = None, None, first
         turns = _turns(self._opened)
-        self._views = [TurnView(turn) for turn in turns[first:]]
+        self._live, self._answering, self._first = None, None, first
+        self._shows_end = last is None or last >= len(turns)
+        self._views = [TurnView(turn) for turn in turns[first:last]]
+        later = len(turns) - self._count
+        above = f"{first:,} earlier turns: Ctrl+Home shows them" if first else ""
+        below = f"{later:,} later turns: Ctrl+End shows them" if later else ""
         with self.app.batch_update():
             await self.remove_children()
-            await self.mount_all([*self._notes(len(turns)), *self._views])
+            await self.mount_all([*_note(above if turns else _EMPTY), *self._views, *_note(below)])
         self.anchor()
-
-    def _notes(self, turns: int) -> list[Static]:
-        if self._first:
-            count = f"{self._first:,} earlier turns: Home shows them"
-            return [Static(count, classes="note", markup=False)]
-        if not turns:
-            return [Static(_EMPTY, classes="note", markup=False)]
-        return []
 
     async def _clear_notes(self) -> None:
         if self._first == 0:
@@ -163,6 +207,10 @@ class Transcript(VerticalScroll):
 _EMPTY = (
     "Nothing has been said yet. Type below, Enter sends. /help lists the commands, F1 the keys."
 )
+
+
+def _note(text: str) -> list[Static]:
+    return [Static(text, classes="note", markup=False)] if text else []
 
 
 def _turns(opened: OpenSession) -> tuple[Turn, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import SamplingParams
 from localgen.chats import parameters
+from localgen.chats.session import BUILT_IN
 from localgen.chats.sessions import Kept
 
 MOST = 8
@@ -22,10 +23,10 @@ class Variant:
     label: str
 
 
-def variants(text: str, params: SamplingParams) -> list[Variant]:
+def variants(text: str, params: SamplingParams, *, is_elsewhere: bool = False) -> list[Variant]:
     """One of each line: a model, then NAME=VALUE settings. params: what they start from.
 
-    InvalidRequest names the line.
+    is_elsewhere: the models are another server's. InvalidRequest names the line.
     """
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 2 <= len(lines) <= MOST:
@@ -33,7 +34,7 @@ def variants(text: str, params: SamplingParams) -> list[Variant]:
     found = []
     for number, line in lines:
         try:
-            found.append(_variant(line, params))
+            found.append(_variant(line, params, is_elsewhere))
         except InvalidRequest as error:
             raise InvalidRequest(f"line {number}: {error.message}") from error
     return found
@@ -55,7 +56,7 @@ def sessions(base: Kept, compared: list[Variant]) -> list[Kept]:
     ]
 
 
-def _variant(line: str, params: SamplingParams) -> Variant:
+def _variant(line: str, params: SamplingParams, is_elsewhere: bool) -> Variant:
     try:
         model, *settings = shlex.split(line)
     except ValueError as error:
@@ -64,5 +65,6 @@ def _variant(line: str, params: SamplingParams) -> Variant:
         name, equals, value = setting.partition("=")
         if not equals or not value:
             raise InvalidRequest(f"{setting}: give NAME=VALUE, such as temperature=0")
-        params = parameters.with_parameter(params, name, value)
-    return Variant(None if model == "tiny" else model, params, " ".join([model, *settings]))
+        params = parameters.with_parameter(params, name, value, checked=not is_elsewhere)
+    named = None if model == BUILT_IN and not is_elsewhere else model
+    return Variant(named, params, " ".join([model, *settings]))

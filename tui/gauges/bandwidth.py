@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
+from localgen.chats.inert import one_line
 from localgen.tui import figures
 from localgen.tui.gauges.drawing import bar, spread
 from localgen.tui.gauges.gauge import Gauge, history
@@ -29,10 +30,11 @@ class BandwidthGauge(Gauge[BandwidthUse]):
             spread(left, right, width),
             Content.styled(bar(reading.share, width), "$success"),
         ]
-        told = ": ".join(part for part in (reading.medium, reading.why) if part)
+        told = one_line(": ".join(part for part in (reading.medium, reading.why) if part))
         if told:
             lines.append(Content.styled(told, "$muted"))
-        return [*lines, *history(reading.shares, width, height - len(lines), "$success")]
+        rows = height - len(lines)
+        return [*lines, *history(reading.shares, width, rows, "$success", figures.percent)]
 
 
 def _rate(per_s: float | None) -> str:

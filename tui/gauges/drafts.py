@@ -19,16 +19,16 @@ class DraftsGauge(Gauge[DraftsReading]):
     def lines(self, reading: DraftsReading, width: int, height: int) -> list[Content]:
         """Where nothing is drafted it says why, as far as the server does."""
         stats = reading.stats
-        who = ", ".join(stats.drafters) if stats else ""
+        who = one_line(", ".join(stats.drafters)) if stats else ""
         lines = [_line("drafts", who or ("none" if stats else figures.UNKNOWN))]
         if stats and (stats.share or not stats.reason):
             lines.append(
                 Content.assemble(
                     ("right ", "$muted"),
                     (figures.percent(reading.acceptance), "bold"),
-                    ("  a step ", "$muted"),
+                    (" a step ", "$muted"),
                     (figures.number(stats.tokens_per_step or None), "bold"),
-                    ("  speed ×", "$muted"),
+                    (" speed ×", "$muted"),
                     (figures.number(stats.speedup or None), "bold"),
                 )
             )

@@ -32,6 +32,12 @@ def plot(values: Sequence[float | None], width: int, rows: int, *, samples: int)
     return lines
 
 
+def highest(values: Sequence[float | None], width: int, *, samples: int) -> float | None:
+    """What the top of such a plot stands for; None: no value is known."""
+    columns = _columns(values, max(1, math.ceil(samples / max(1, width))))[-width:]
+    return max((value for value in columns if value is not None), default=None)
+
+
 def _columns(values: Sequence[float | None], each: int) -> list[float | None]:
     # from the newest on: the last column is the one that is still growing
     columns: list[float | None] = []

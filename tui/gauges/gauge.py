@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from localgen.tui.gauges.drawing import plot
+from localgen.tui.gauges.drawing import highest, plot
 from localgen.tui.gauges.readings import History
 
 # half seconds: a minute
 _SAMPLES = 120
+_SCALE = 7
 _Reading = TypeVar("_Reading")
 
 
@@ -32,11 +33,17 @@ class Gauge(Widget, Generic[_Reading]):
 
     def __init__(self, title: str, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self.border_title = title
+        self.border_title = self._title = title
+        self._framed = ("", "")
         self._drawn = ""
 
     def watch_reading(self) -> None:
         """Repaint if it looks otherwise: painting takes longer than finding out."""
+        if self.reading is not None and (frame := self.frame(self.reading)) != self._framed:
+            self._framed = frame
+            of, foot = frame
+            title = Content.assemble(self._title, (f" of {of}" if of else "", "not bold $muted"))
+            self.border_title, self.border_subtitle = title, Content(foot)
         if self._drawing().plain != self._drawn:
             self.refresh()
 
@@ -53,13 +60,33 @@ class Gauge(Widget, Generic[_Reading]):
         lines = self.lines(self.reading, width, height)
         return Content("\n").join(lines[:height])
 
+    def frame(self, reading: _Reading) -> tuple[str, str]:
+        """What the reading is of, and what stands at the foot of the frame; inert."""
+        return "", ""
+
     def lines(self, reading: _Reading, width: int, height: int) -> Sequence[Content]:
         """The reading in so many columns and rows; plots take the rows that are left."""
         return ()
 
 
-def history(values: History, width: int, rows: int, style: str) -> list[Content]:
-    """A plot of the last minute, or of more where it is wide."""
+def history(
+    values: History, width: int, rows: int, style: str, text: Callable[[float], str]
+) -> list[Content]:
+    """A plot of the last minute, or of more where it is wide.
+
+    text: of a value. At the left of the plot stands what its top is, and its bottom, zero.
+    """
     if rows < 1:
         return []
-    return [Content.styled(line, style) for line in plot(values, width, rows, samples=_SAMPLES)]
+    room = max(1, width - _SCALE - 1)
+    most = highest(values, room, samples=_SAMPLES)
+    scale = [""] * rows
+    if most is not None:
+        scale[-1] = "0"
+        if most:
+            scale[0] = text(most)
+    plotted = plot(values, room, rows, samples=_SAMPLES)
+    return [
+        Content.assemble((f"{mark:>{_SCALE}} ", "$muted"), (line, style))
+        for mark, line in zip(scale, plotted, strict=True)
+    ]

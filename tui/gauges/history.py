@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import TypeVar
 
+from localgen.chats.inert import one_line
 from localgen.client.snapshot import ModelSnapshot, Snapshot, Totals
 from localgen.tui.gauges.readings import (
     BandwidthUse,
@@ -89,13 +90,15 @@ class Record:
         self._growth: dict[str, Growth] = {}
         self._sampled_s: float | None = None
         self._decode, self._prefill = Track(), Track()
-        self._ttft, self._itl, self._share = Track(), Track(), Track()
+        self._share = Track()
+        # TTFT and ITL of each model: those of two are no history of one
+        self._latency: dict[str, tuple[Track, Track]] = {}
 
     def read(self, now_s: float, snapshot: Snapshot) -> Reading:
         """Enter a snapshot; what the gauges draw now. now_s: a clock that never goes back."""
         models = snapshot.models
         for model in models:
-            self._growth.setdefault(model.id or model.name, Growth()).add(now_s, model.totals)
+            self._growth.setdefault(_key(model), Growth()).add(now_s, model.totals)
         decode, prefill = (
             self._per_s(models, "generated_tokens"),
             self._per_s(models, "prompt_tokens"),
@@ -105,8 +108,7 @@ class Record:
         if self._is_time(now_s):
             self._decode.add(decode)
             self._prefill.add(prefill)
-            self._ttft.add(busiest.ttft.last_ms if busiest else None)
-            self._itl.add(busiest.itl.last_ms if busiest else None)
+            self._sample_latency(models)
             self._share.add(bandwidth.share)
         return Reading(
             snapshot=snapshot,
@@ -119,12 +121,7 @@ class Record:
                 decode=self._decode.values,
                 prefill=self._prefill.values,
             ),
-            latencies=Latencies(
-                ttft=busiest.ttft if busiest else Latencies().ttft,
-                itl=busiest.itl if busiest else Latencies().itl,
-                ttft_ms=self._ttft.values,
-                itl_ms=self._itl.values,
-            ),
+            latencies=self._latencies(busiest),
             bandwidth=bandwidth,
             memory=Memory(
                 models=tuple(map(memory_of, models)),
@@ -141,8 +138,28 @@ class Record:
         self._sampled_s = now_s
         return True
 
+    def _sample_latency(self, models: Iterable[ModelSnapshot]) -> None:
+        before, self._latency = self._latency, {}
+        for model in models:
+            tracks = before.get(_key(model)) or (Track(), Track())
+            tracks[0].add(model.ttft.last_ms)
+            tracks[1].add(model.itl.last_ms)
+            self._latency[_key(model)] = tracks
+
+    def _latencies(self, model: ModelSnapshot | None) -> Latencies:
+        if model is None:
+            return Latencies()
+        ttft, itl = self._latency.get(_key(model)) or (Track(), Track())
+        return Latencies(
+            model=one_line(model.name),
+            ttft=model.ttft,
+            itl=model.itl,
+            ttft_ms=ttft.values,
+            itl_ms=itl.values,
+        )
+
     def _growth_of(self, model: ModelSnapshot) -> Growth:
-        return self._growth[model.id or model.name]
+        return self._growth[_key(model)]
 
     def _business(self, model: ModelSnapshot) -> tuple[float, float, float]:
         grown = self._growth_of(model).since("generated_tokens", _SLOW_S)
@@ -207,6 +224,10 @@ class Record:
             prefix_hits=growth.ratio("prefix_hits", "prefix_queries", _SLOW_S),
             preemptions=model.totals.preemptions,
         )
+
+
+def _key(model: ModelSnapshot) -> str:
+    return model.id or model.name
 
 
 def _sum(values: Iterable[_Number | None]) -> _Number | None:

@@ -18,6 +18,10 @@ class LatencyGauge(Gauge[Latencies]):
     def __init__(self) -> None:
         super().__init__("Latency", id="latency")
 
+    def frame(self, reading: Latencies) -> tuple[str, str]:
+        """Which model it is of."""
+        return reading.model, ""
+
     def lines(self, reading: Latencies, width: int, height: int) -> list[Content]:
         """The plots share what the table leaves."""
         rows = max(0, height - 3)
@@ -28,9 +32,9 @@ class LatencyGauge(Gauge[Latencies]):
         return [
             Content.styled(heading, "$muted"),
             _row("TTFT", reading.ttft, names, each, "$accent"),
-            *history(reading.ttft_ms, width, rows // 2, "$accent"),
+            *history(reading.ttft_ms, width, rows // 2, "$accent", figures.duration),
             _row("ITL", reading.itl, names, each, "$primary"),
-            *history(reading.itl_ms, width, (rows + 1) // 2, "$primary"),
+            *history(reading.itl_ms, width, (rows + 1) // 2, "$primary", figures.duration),
         ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.content import Content
 
 from localgen.backends.readings import GpuUse, MachineUse
@@ -20,11 +22,16 @@ class MemoryGauge(Gauge[Memory]):
     def __init__(self) -> None:
         super().__init__("Memory", id="memory")
 
+    def frame(self, reading: Memory) -> tuple[str, str]:
+        """What the server itself takes, beside the processes of its models."""
+        known = reading.server_bytes is not None
+        return "", f"server {figures.size(reading.server_bytes)}" if known else ""
+
     def lines(self, reading: Memory, width: int, height: int) -> list[Content]:
         """Models, each in three lines or fewer; the machine below them."""
         models = reading.models or ()
         # a line for each model at least, as far as that leaves one for the machine
-        machine = _machine(reading, width)[: max(1, height - max(1, len(models)))]
+        machine = _machine(reading, width, max(1, height - max(1, len(models))))
         room = height - len(machine)
         if not models:
             says = "no model is loaded" if reading.models is not None else ""
@@ -86,13 +93,19 @@ def _legend(used: float, cached: float, free: float, width: int) -> Content:
     )  # fmt: skip
 
 
-def _machine(reading: Memory, width: int) -> list[Content]:
+def _machine(reading: Memory, width: int, rows: int) -> list[Content]:
+    """Main memory, then each GPU in two lines, or in one; those without room together."""
     machine = reading.machine
     if machine is None:
         return []
+    gpus, room = machine.gpus, rows - 1
+    each = 2 if 2 * len(gpus) <= room else 1
+    shown = len(gpus) if len(gpus) <= room else max(0, room - 1)
     lines = [_ram(machine, width)]
-    for gpu in machine.gpus:
-        lines += _gpu(gpu, width)
+    lines += [line for gpu in gpus[:shown] for line in _gpu(gpu, width)[:each]]
+    if shown < len(gpus) and room:
+        count = f"{len(gpus) - shown} more" if shown else f"{len(gpus)}"
+        lines.append(_together(gpus[shown:], f"{count} GPU{'s' if len(gpus) > 1 else ''} ", width))
     return lines
 
 
@@ -124,6 +137,13 @@ def _gpu(gpu: GpuUse, width: int) -> list[Content]:
         _filled(f"GPU {gpu.index} ", share, text, width),
         spread(Content("  ".join(facts)), named, width),
     ]
+
+
+def _together(gpus: Sequence[GpuUse], name: str, width: int) -> Content:
+    """The memory of several."""
+    used, total = sum(gpu.used_bytes for gpu in gpus), sum(gpu.total_bytes for gpu in gpus)
+    text = Content(f" {figures.part_of(used, total)}")
+    return _filled(name, used / total if total else None, text, width)
 
 
 def _filled(name: str, share: float | None, text: Content, width: int) -> Content:

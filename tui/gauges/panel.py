@@ -24,6 +24,7 @@ class Gauges(Vertical):
     Gauges > #bandwidth { height: 1fr; min-height: 4; }
     Gauges > #memory { height: 2fr; min-height: 5; }
     Gauges > #drafts { height: 5; }
+    .-mid Gauges > #drafts, .-short Gauges > #drafts, .-short Gauges > #bandwidth { display: none; }
     """
     reading: var[Reading] = var(Reading())
 

@@ -28,8 +28,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Of the model that is busiest."""
+    """Of the model that is busiest, with what was seen of that one; model: its name, inert."""
 
+    model: str = ""
     ttft: Latency = field(default_factory=Latency)
     itl: Latency = field(default_factory=Latency)
     ttft_ms: History = ()

@@ -7,7 +7,7 @@ from textual.content import Content
 from localgen.tui import figures
 from localgen.tui.gauges.drawing import spread
 from localgen.tui.gauges.gauge import Gauge, history
-from localgen.tui.gauges.readings import History, Rates
+from localgen.tui.gauges.readings import Rates
 
 
 class SpeedGauge(Gauge[Rates]):
@@ -19,8 +19,8 @@ class SpeedGauge(Gauge[Rates]):
     def lines(self, reading: Rates, width: int, height: int) -> list[Content]:
         """The plots share what the three lines of figures leave."""
         rows = max(0, height - 3)
-        decode = _line("decode", reading.decode_per_s, "$success", _highest(reading.decode), width)
-        prefill = _line("prefill", reading.prefill_per_s, "$secondary", "", width)
+        decode = _line("decode", reading.decode_per_s, "$success")
+        prefill = _line("prefill", reading.prefill_per_s, "$secondary")
         counts = Content.assemble(
             ("running ", "$muted"),
             (figures.count(reading.running), "bold"),
@@ -30,22 +30,16 @@ class SpeedGauge(Gauge[Rates]):
         batch = Content.assemble((figures.number(reading.batch), "bold"), (" a step", "$muted"))
         return [
             decode,
-            *history(reading.decode, width, (rows + 1) // 2, "$success"),
+            *history(reading.decode, width, (rows + 1) // 2, "$success", figures.rate),
             prefill,
-            *history(reading.prefill, width, rows // 2, "$secondary"),
+            *history(reading.prefill, width, rows // 2, "$secondary", figures.rate),
             spread(counts, batch, width),
         ]
 
 
-def _line(name: str, per_s: float | None, style: str, right: str, width: int) -> Content:
-    left = Content.assemble(
+def _line(name: str, per_s: float | None, style: str) -> Content:
+    return Content.assemble(
         (f"{name:<8}", "$muted"),
         (f"{figures.rate(per_s):>7}", f"bold {style}"),
         (" tok/s", "$muted"),
     )
-    return spread(left, Content.styled(right, "$muted"), width)
-
-
-def _highest(values: History) -> str:
-    highest = max((value for value in values if value), default=None)
-    return f"↑ {figures.rate(highest)}" if highest else ""

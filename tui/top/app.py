@@ -34,7 +34,8 @@ class TopApp(Shell):
 
     TITLE = "localgen top"
     HELP_NOTES = (
-        "A click on a heading sorts by it. █ used  ▓ kept prefixes  ░ free.\n"
+        "↑ and ↓ choose a request. A click on a heading sorts by it.\n"
+        "█ used  ▓ kept prefixes  ░ free.\n"
         "— is what the server does not tell."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -83,7 +84,7 @@ class TopApp(Shell):
             self.notify("The server is back.", timeout=4)
         if not self._is_paused:
             self.reading = message.reading
-            self._dashboard.say("LIVE")
+        self._dashboard.say("PAUSED" if self._is_paused else "LIVE")
 
     def on_lost(self, message: Lost) -> None:
         """Nobody answers: said, and tried again."""

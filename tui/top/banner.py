@@ -5,7 +5,6 @@ from __future__ import annotations
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
-from textual.widgets import Static
 
 import localgen
 from localgen.chats.inert import one_line
@@ -66,24 +65,3 @@ def facts_of(snapshot: Snapshot) -> tuple[str, ...]:
     count = len(snapshot.models)
     facts.append("1 model" if count == 1 else f"{count} models")
     return (*facts, *map(one_line, snapshot.notes))
-
-
-class Notice(Static):
-    """What is wrong and what to do; there only while something is."""
-
-    DEFAULT_CSS = """
-    Notice { display: none; height: auto; padding: 0 1; color: $warning; background: $surface; }
-    Notice.-shown { display: block; }
-    """
-
-    def __init__(self) -> None:
-        super().__init__(markup=False)
-        self._said = ""
-
-    def say(self, text: str) -> None:
-        """This; nothing: all is well."""
-        if text == self._said:  # an update lays the whole screen out anew
-            return
-        self._said = text
-        self.update(Content(text))
-        self.set_class(bool(text), "-shown")

@@ -16,7 +16,8 @@ from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
 from localgen.tui.gauges.readings import Reading
 from localgen.tui.gauges.speed import SpeedGauge
-from localgen.tui.top.banner import Banner, Notice
+from localgen.tui.notice import Notice
+from localgen.tui.top.banner import Banner
 from localgen.tui.top.requests import rows_of
 from localgen.tui.top.table import RequestTable
 
@@ -78,7 +79,7 @@ class Dashboard(Screen[None]):
             box.border_title = "Requests"
             yield RequestTable()
             yield Static(_NO_REQUESTS, id="empty", markup=False)
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         """Follow what the application reads."""

@@ -138,7 +138,7 @@ COLUMNS = (
     ),
     Column("age", "Age", 7, 104, lambda r: figures.clock(r.age_s), lambda r: r.age_s),
     Column("client", "Client", 18, 120, lambda r: r.client, lambda r: r.client, is_number=False),
-    Column("id", "Id", 14, 160, lambda r: r.id[:12], lambda r: r.id, is_number=False),
+    Column("id", "Id", 14, 160, lambda r: one_line(r.id)[:12], lambda r: r.id, is_number=False),
 )
 
 

@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable
 
+from localgen.tui.top.cell import Cell
 from localgen.tui.top.requests import COLUMNS, Column, RequestRow, sorted_rows
 
 _LEAST_MODEL = 12
@@ -18,7 +19,7 @@ _MOST_MODEL = 40
 _FIGURES_S = 0.95
 
 
-class RequestTable(DataTable[Text]):
+class RequestTable(DataTable[Cell]):
     """Rows of requests. The cursor stays on its request, wherever that moves."""
 
     class Chosen(Message):
@@ -147,15 +148,9 @@ class RequestTable(DataTable[Text]):
                 if before != now:
                     self.update_cell(key, column.key, cell)
 
-    def _cells(self, key: str, texts: tuple[str, ...]) -> list[Text]:
+    def _cells(self, key: str, texts: tuple[str, ...]) -> list[Cell]:
         style = "" if self._rows[key].is_live else "dim"
         return [
-            Text(
-                text,
-                style,
-                justify="right" if column.is_number else "left",
-                no_wrap=True,
-                overflow="ellipsis",
-            )
+            Cell(text, style, column.is_number)
             for column, text in zip(self._shown_columns, texts, strict=True)
         ]

@@ -8,10 +8,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from localgen.chats.inert import one_line
 from localgen.tui import figures
+from localgen.tui.dialog import Dialog
 from localgen.tui.gauges.readings import Reading
 from localgen.tui.top.requests import RequestRow, rows_of
 
@@ -85,12 +86,12 @@ def _summary(row: RequestRow, whole_ms: float) -> list[Content]:
         ("context", f"{figures.count(used)} of {figures.count(row.ctx or None)}"),
         ("drafts right", figures.percent(row.acceptance)),
         ("client", row.client or figures.UNKNOWN),
-        ("id", row.id),
+        ("id", one_line(row.id)),
     ]
     return [Content.assemble((f"{name:<{_NAME}}", "$muted"), (value, "")) for name, value in facts]
 
 
-class TimelineScreen(ModalScreen[None]):
+class TimelineScreen(Dialog[None]):
     """The timeline of a request, followed while it lives."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -98,7 +99,6 @@ class TimelineScreen(ModalScreen[None]):
         Binding("c,delete", "app.cancel_request", "Cancel"),
     ]
     DEFAULT_CSS = """
-    TimelineScreen { align: center middle; background: $background 60%; }
     TimelineScreen Vertical {
         width: 90%; max-width: 110; height: auto; max-height: 95%; padding: 0 1;
         border: round $primary; background: $surface; border-title-color: $primary;

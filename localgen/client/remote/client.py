@@ -38,6 +38,7 @@ class RemoteClient:
         *,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
+        self.url = endpoint.url
         self._endpoint = endpoint
         self._say = say
         self._connection = Connection(endpoint, endpoint.key(), say, sleep)

@@ -1,0 +1,52 @@
+"""Cells of the table of requests: exactly as wide as their column, whatever stands in them."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.text import Text
+
+from localgen.tui.top.cell import Cell
+
+TEXTS = ("", "llama-8b", "12,345", "日本語のモデル", "e\u0301tude", "[bold]not markup[/]")
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 5, 8, 30])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("is_right", [False, True])
+def test_it_fills_its_column(text: str, width: int, is_right: bool) -> None:
+    fitted = Cell(text, is_right=is_right).fitted(width)
+    assert cell_len(fitted) == width
+    if cell_len(text) <= width:
+        assert fitted.strip() == text
+    elif width:
+        assert fitted.endswith("…")
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize("text", TEXTS)
+def test_it_looks_as_a_text_of_the_library(text: str, is_right: bool) -> None:
+    def drawn(cell: Cell | Text) -> str:
+        console = Console(file=StringIO(), width=12, force_terminal=True, color_system="truecolor")
+        return "".join(
+            segment.text
+            for line in console.render_lines(cell, console.options.update(no_wrap=True))
+            for segment in line
+        )
+
+    justify = "right" if is_right else "left"
+    text_of_rich = Text(text, "dim", justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    assert drawn(Cell(text, "dim", is_right)) == drawn(text_of_rich)
+
+
+def test_its_style_and_its_width() -> None:
+    console = Console(file=StringIO(), width=12)
+    ((segment,),) = console.render_lines(Cell("ab", "dim"), console.options.update(width=4))
+    assert segment.text == "ab  "
+    assert segment.style is not None
+    assert segment.style.dim
+    assert Measurement.get(console, console.options, Cell("日本")) == Measurement(4, 4)

@@ -1,0 +1,78 @@
+"""A server that `localgen top` does not find, or no longer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from textual.pilot import Pilot
+from top_script import (
+    ENDED,
+    LIVE,
+    ScriptedWatch,
+    notifications,
+    run,
+    snapshot,
+    table,
+    top_app,
+    until,
+)
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.tui.notice import Notice
+from localgen.tui.top.app import TopApp
+from localgen.tui.top.banner import Banner
+
+
+def test_lost_and_back() -> None:
+    watch = ScriptedWatch(
+        [snapshot(), ServerUnavailable("the server went away")],
+        [ServerUnavailable("no server answers")],
+        [snapshot()],
+    )
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await until(pilot, lambda: app.screen.query_one(Banner).status == "LOST")
+        assert "trying again" in str(app.screen.query_one(Notice).content).lower()
+        assert app.screen.query_one(Notice).display
+        assert table(app).row_count == len(LIVE) + len(ENDED), "what was seen last stays"
+        await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
+        assert not app.screen.query_one(Notice).display
+        assert notifications(app) == ["The server is back."]
+
+    run(script, watch, first_retry_s=0.7)
+
+
+def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
+    watch = ScriptedWatch([snapshot(), ServerUnavailable("the server went away")], [snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("space")
+        dashboard = app.screen
+        await until(pilot, lambda: dashboard.query_one(Banner).status == "LOST")
+        assert dashboard.has_class("-stale")
+        await until(pilot, lambda: dashboard.query_one(Banner).status == "PAUSED")
+        assert not dashboard.has_class("-stale")
+        assert not dashboard.query_one(Notice).display
+        await pilot.press("space")
+        assert dashboard.query_one(Banner).status == "LIVE"
+
+    run(script, watch, first_retry_s=0.7)
+
+
+def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
+    failures = [[ServerUnavailable("no server answers")] for _ in range(4)]
+    watch = ScriptedWatch(*failures, [snapshot()])
+
+    async def play() -> None:
+        app = top_app(watch)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: bool(str(app.screen.query_one(Notice).content)))
+            assert app.screen.query_one(Banner).status == "WAITING"
+            assert "localgen serve starts one" in str(app.screen.query_one(Notice).content)
+            for _ in range(4):
+                await pilot.press("t")
+                await pilot.pause(0.02)
+            await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
+            assert notifications(app) == [], "it was not lost before"
+
+    asyncio.run(play())

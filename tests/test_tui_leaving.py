@@ -1,0 +1,145 @@
+"""Leaving the program, a load or a dialog: nothing gets lost, nothing stays behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+from tui_chats import Tui, play, press
+
+from localgen.backends.errors import DiskFull
+from localgen.chats.sessions import Sessions
+from localgen.tui.chat.models import ModelPicker
+from localgen.tui.confirm import Confirm
+from localgen.tui.shell import TooSmall
+
+
+def test_leaving_asks_about_what_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DiskFull("the disk is full")
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        with monkeypatch.context() as full:
+            for name in ("begin", "change", "end", "grow"):
+                full.setattr(Sessions, name, refuse)
+            await tui.ask(pilot, "precious")
+            unkept = tui.opened
+            await press(tui, pilot, "ctrl+n")
+            await tui.until(lambda: tui.opened is not unkept)
+            await tui.app.tick()
+            await pilot.pause()
+            row = next(row for row in tui.main._rows() if row.id == unkept.id)
+            assert row.state == "not saved"
+            await pilot.press("ctrl+q")
+            await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+            await pilot.pause()
+            shown = " ".join(tui.screen_text().split())
+            assert "precious is not saved" in shown
+            assert "would be lost: the disk" in shown
+            await pilot.press("n")
+            await pilot.pause()
+        await tui.until(lambda: not unkept.unkept)  # there is room again
+        await pilot.press("ctrl+q")
+        await tui.until(lambda: not tui.app.is_running)
+        assert [turn.answer for turn in tui.store.read(unkept.id).conversation.turns] == [
+            "re: precious"
+        ]
+
+    play(Tui(tmp_path), scene)
+
+
+async def begin_to_load(tui: Tui, pilot: Pilot[None]) -> ModelPicker:
+    """In the picker."""
+    await pilot.press("ctrl+o")
+    await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
+    picker = tui.app.screen
+    assert isinstance(picker, ModelPicker)
+    await tui.until(lambda: picker.query_one(OptionList).option_count)
+    await pilot.press(*"other", "enter")
+    await tui.until(lambda: tui.clients[0].record.loaded)
+    return picker
+
+
+def test_leaving_while_the_picker_loads(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        tui.gate_loads()
+        await begin_to_load(tui, pilot)
+        await pilot.press("ctrl+q")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await pilot.pause()
+        assert "/model other is not done yet" in tui.screen_text()
+        await pilot.press("y")
+        await tui.until(lambda: not tui.app.is_running)
+        assert tui.clients[0].was_cut.is_set()
+
+    # asyncio.run() joins its threads: a load that nobody ends would hang here
+    play(Tui(tmp_path), scene)
+
+
+def test_escape_ends_a_load_in_the_picker(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        tui.gate_loads()
+        await begin_to_load(tui, pilot)
+        await pilot.press("escape")
+        await tui.until(lambda: "stopped" in tui.screen_text())
+        await press(tui, pilot, "escape")
+        assert tui.opened.session.asked is None
+        assert tui.load_gate is not None
+        tui.load_gate.set()
+        await tui.ask(pilot, "q")  # by a client that was not cut
+        assert tui.opened.session.conversation.turns[-1].answer == "re: q"
+
+    play(Tui(tmp_path), scene)
+
+
+def test_ctrl_c_ends_a_command_that_loads(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        tui.gate_loads()
+        await tui.type(pilot, "/show info")
+        await pilot.press("enter")
+        await tui.until(lambda: "/show info · loading 50%" in tui.screen_text())
+        await pilot.press("ctrl+q")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await pilot.press("n", "ctrl+c")
+        await tui.until(lambda: not tui.opened.busy)
+        await tui.until(lambda: "stopped" in tui.screen_text())
+        assert tui.app.is_running
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_load_that_ends_behind_something_closes_its_picker(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        gate = tui.gate_loads()
+        picker = await begin_to_load(tui, pilot)
+        await pilot.resize_terminal(50, 15)
+        await tui.until(lambda: isinstance(tui.app.screen, TooSmall))
+        gate.set()
+        await tui.until(lambda: not picker.is_busy)
+        await pilot.pause()
+        assert isinstance(tui.app.screen, TooSmall)
+        await pilot.resize_terminal(120, 40)
+        await tui.until(lambda: tui.app.screen is tui.main)
+        assert tui.opened.session.asked == "other"
+        await press(tui, pilot, "escape")
+
+    play(Tui(tmp_path), scene)
+
+
+def test_what_stands_before_too_small_does_not_keep_it(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.resize_terminal(50, 15)
+        await tui.until(lambda: isinstance(tui.app.screen, TooSmall))
+        small = tui.app.screen
+        await pilot.press("ctrl+p")
+        await tui.until(lambda: tui.app.screen is not small)
+        await pilot.resize_terminal(120, 40)
+        await pilot.pause()
+        await pilot.press("escape")
+        await tui.until(lambda: tui.app.screen is tui.main)
+
+    play(Tui(tmp_path), scene)

@@ -1,0 +1,227 @@
+"""The tui by the mouse alone: a click on what stands on the screen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from scripted_client import answer
+from textual.command import CommandPalette
+from textual.pilot import Pilot
+from textual.widgets import Collapsible, Input
+from tui_chats import PacedClient, Tui, play, press
+
+from localgen.client import Text, pulling
+from localgen.tui.chat.ask_text import AskText
+from localgen.tui.chat.compare import CompareScreen, CompareSetup
+from localgen.tui.chat.models import ModelPicker
+from localgen.tui.chat.search import SearchScreen
+from localgen.tui.chat.settings import SettingsPanel
+from localgen.tui.confirm import Confirm
+from localgen.tui.dialog import Dialog
+from localgen.tui.gauges.panel import Gauges
+from localgen.tui.shell import KeyHelp
+
+
+@pytest.fixture(autouse=True)
+def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "offers", list)
+
+
+async def click(tui: Tui, pilot: Pilot[None], text: str) -> None:
+    """Where this text stands first on the screen, from the top."""
+    await pilot.pause()
+    rows = tui.screen_text().split("\n")
+    y = next(y for y, row in enumerate(rows) if text in row)
+    where = (cell_len(rows[y][: rows[y].index(text)]) + 1, y)
+    if y < len(rows) - 1:
+        await pilot.click(offset=where)
+    else:  # a pilot would click on what the press has opened too; a terminal does not
+        await pilot.mouse_down(offset=where)
+    await pilot.pause()
+
+
+def shows(tui: Tui, screen: type) -> Callable[[], bool]:
+    return lambda: isinstance(tui.app.screen, screen)
+
+
+@pytest.mark.parametrize(
+    ("text", "screen"),
+    [
+        ("Model", ModelPicker),
+        ("Search", SearchScreen),
+        ("Compare", CompareSetup),
+        ("Keys", KeyHelp),
+        ("palette", CommandPalette),
+    ],
+)
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_the_foot_of_the_screen(
+    tmp_path: Path, text: str, screen: type, size: tuple[int, int]
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.press(*"typed")
+        await click(tui, pilot, text)
+        await tui.until(shows(tui, screen))
+        assert tui.prompt_text == "typed"
+
+    play(Tui(tmp_path), scene, size)
+
+
+def test_settings_open_and_close(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        panel = tui.main.query_one(SettingsPanel)
+        await click(tui, pilot, "Settings")
+        assert panel.display
+        await click(tui, pilot, "^t")
+        assert not panel.display
+
+    play(Tui(tmp_path), scene)
+
+
+def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "one")
+        first = tui.opened.id
+        await click(tui, pilot, "^n")
+        await tui.until(lambda: tui.opened.id != first)
+        await tui.ask(pilot, "two")
+        await click(tui, pilot, "one")
+        await tui.until(lambda: tui.opened.id == first)
+        assert tui.prompt.has_focus
+        await click(tui, pilot, "rename")
+        await tui.until(shows(tui, AskText))
+        tui.app.screen.query_one(Input).value = "eins"
+        await press(tui, pilot, "enter")
+        assert tui.opened.name == "eins"
+        assert tui.prompt.has_focus
+        await click(tui, pilot, "fork")
+        await tui.until(lambda: tui.opened.name == "eins (2)")
+        await click(tui, pilot, "delete")
+        await tui.until(shows(tui, Confirm))
+        await click(tui, pilot, "Delete (y)")
+        await tui.until(lambda: tui.opened.name != "eins (2)")
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize(
+    ("name", "done"),
+    [
+        ("Copy the last answer", lambda tui: tui.app.clipboard == "re: one"),
+        ("Save as a file", lambda tui: isinstance(tui.app.screen, AskText)),
+        ("Gauges: show or fold", lambda tui: not tui.main.query_one(Gauges).display),
+        ("Ask again", lambda tui: tui.asked == ["one", "one"]),
+    ],
+)
+def test_the_palette_has_a_place_to_click_for_what_has_a_key(
+    tmp_path: Path, name: str, done: Callable[[Tui], bool]
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "one")
+        await click(tui, pilot, "palette")
+        await tui.until(lambda: name in tui.screen_text())
+        await click(tui, pilot, name)
+        await tui.until(lambda: done(tui))
+
+    play(Tui(tmp_path), scene, (120, 100))
+
+
+def test_a_suggestion_is_taken(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.press(*"/ex")
+        await click(tui, pilot, "/export")
+        assert tui.prompt.text == "/export "
+        assert tui.prompt.has_focus
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_thought_is_unfolded(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        await click(tui, pilot, "thought, 2 words")
+        assert not tui.main.query_one(Collapsible).collapsed
+        assert "deep thought" in tui.screen_text()
+
+    play(Tui(tmp_path, (Text("", 1, "deep thought"), "a", answer())), scene)
+
+
+def test_models_and_settings_are_compared(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await click(tui, pilot, "Compare")
+        await tui.until(shows(tui, CompareSetup))
+        await pilot.click("#yes")
+        await tui.until(shows(tui, CompareScreen))
+        await click(tui, pilot, "Back")
+        await tui.until(lambda: tui.main.is_active)
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_model_is_taken_from_the_list(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await click(tui, pilot, "Model")
+        await tui.until(lambda: "4.9 GB" in tui.screen_text())
+        await click(tui, pilot, "other")
+        await tui.until(lambda: tui.main.is_active)
+        assert tui.opened.session.asked == "other"
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize("key", ["f1", "f3", "f8", "ctrl+f", "ctrl+o", "ctrl+b"])
+def test_a_click_beside_a_dialog_closes_it(tmp_path: Path, key: str) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        name = tui.opened.name
+        await press(tui, pilot, key)
+        await tui.until(shows(tui, Dialog))
+        await pilot.click(offset=(1, 1))
+        await tui.until(lambda: tui.main.is_active)
+        assert tui.opened.name == name
+
+    play(Tui(tmp_path), scene, (120, 40))
+
+
+def test_what_comes_when_a_dialog_is_closed_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+
+    def late(*_: object) -> list[object]:
+        gate.wait(10)
+        return []
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        monkeypatch.setattr(tui.desk, "search", late)
+        monkeypatch.setattr(PacedClient, "models", late)
+        for key in ("ctrl+f", "ctrl+o"):
+            await press(tui, pilot, key)
+            await tui.until(shows(tui, Dialog))
+            screen = tui.app.screen
+            await pilot.press("escape")
+            await tui.until(lambda: tui.main.is_active)
+            assert isinstance(screen, Dialog)
+            assert not screen.is_open
+        gate.set()
+        await pilot.pause(0.2)
+        assert tui.app.is_running
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize(("answer_", "stays"), [("Stay (n)", True), ("Leave (y)", False)])
+def test_leaving_is_confirmed(tmp_path: Path, answer_: str, stays: bool) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens)
+        await pilot.press("ctrl+q")
+        await tui.until(shows(tui, Confirm))
+        await click(tui, pilot, answer_)
+        await tui.until(lambda: tui.main.is_active if stays else not tui.app.is_running)
+
+    play(Tui(tmp_path, ("half", threading.Event())), scene)

@@ -1,0 +1,262 @@
+"""A quantization on the screen: its keys, its end, and what can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Static
+from tui_quantize import (
+    BEGUN,
+    DONE,
+    LOOK,
+    NEEDS,
+    NEVER,
+    RUNNING,
+    UNFINISHED,
+    Quantizing,
+    play,
+    reckoned,
+    told,
+    wait_for_layers,
+)
+
+from localgen.backends.errors import OutOfMemory
+from localgen.quantizing.choice import Choice
+from localgen.quantizing.events import At, Made, Verdict
+from localgen.quantizing.table import Row
+from localgen.tui.chat.main_screen import WorkLine
+from localgen.tui.chat.models import ModelPicker
+from localgen.tui.confirm import Confirm
+from localgen.tui.quantize.screen import QuantizeScreen
+
+pytestmark = pytest.mark.usefixtures("two_originals")
+
+
+def picker_told(tui: Quantizing) -> str:
+    return str(tui.app.screen.query_one("#told", Static).content)
+
+
+def test_by_mouse(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        # ● rtn  ○ awq  ○ gptq
+        await pilot.click("#control-method", offset=(15, 0))
+        await pilot.pause()
+        assert tui.screen._form.choice.method == "gptq"
+        await reckoned(tui, pilot, 2)
+        await pilot.click("#run")
+        await tui.until(lambda: tui.workshop.is_running)
+        await wait_for_layers(tui, 2)
+        await tui.beat(pilot)
+        await pilot.click("#stop")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await pilot.pause()
+        await pilot.click("#yes")
+        await tui.ended(pilot)
+
+    play(Quantizing(tmp_path, runs=(RUNNING,)), scene)
+
+
+def test_a_run_to_its_verdict(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await wait_for_layers(tui, 2)
+        await tui.beat(pilot)
+        shown = tui.screen_text()
+        assert "layer 3 of 6" in shown
+        assert "40s left" in shown
+        assert "498 MB, about 534 MB at most" in shown
+        assert tui.screen._form.disabled
+        more.set()
+        await tui.ended(pilot)
+        shown = tui.screen_text()
+        assert "3.201" in shown
+        assert "+2.49 %" in shown
+        assert not tui.screen._form.disabled
+        await pilot.press("ctrl+r")
+        await pilot.pause()
+        assert len(tui.asked_runs) == 1
+        tui.screen._form.take(bits=3)
+        await reckoned(tui, pilot, 2)
+        assert "3.201" not in tui.screen_text()
+
+    more = threading.Event()
+    play(Quantizing(tmp_path, runs=((*BEGUN, more, *DONE),)), scene)
+
+
+def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await wait_for_layers(tui, 2)
+        await pilot.press("ctrl+c")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await pilot.pause()
+        assert "can be gone on with" in tui.screen_text()
+        await pilot.press("n")
+        await pilot.pause()
+        assert tui.workshop.is_running
+        await pilot.press("ctrl+c")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await pilot.press("y")
+        await tui.ended(pilot)
+        await reckoned(tui, pilot, 2)
+        await tui.beat(pilot)
+        shown = tui.screen_text()
+        assert "2 of 6 layers are done" in shown
+        assert "Go on (Ctrl+R)" in shown
+        await tui.begin(pilot)
+        await tui.ended(pilot)
+        assert [asked.resume for asked in tui.asked_runs] == [False, True]
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert "nothing is being quantized" in told(tui)
+
+    play(Quantizing(tmp_path, (LOOK, UNFINISHED), (RUNNING, (*BEGUN, *DONE))), scene)
+
+
+def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        tui.screen._form.take(method="GGUF")
+        await reckoned(tui, pilot, 2)
+        await tui.begin(pilot)
+        await pilot.press("ctrl+c")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await pilot.pause()
+        assert "begun anew the next time" in " ".join(tui.screen_text().replace("│", "").split())
+        await pilot.press("y")
+        await tui.ended(pilot)
+        await tui.until(lambda: "Nothing of it is kept" in tui.screen_text())
+
+    play(Quantizing(tmp_path, runs=((NEEDS, At("rounding", 3, 9, "tensors"), NEVER),)), scene)
+
+
+def test_it_goes_on_behind_the_chats(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await wait_for_layers(tui, 2)
+        await pilot.press("escape")
+        await pilot.pause()
+        await tui.beat(pilot)
+        assert tui.main.is_shown
+        line = tui.main.query_one(WorkLine)
+        assert line.display
+        assert str(line.content) == "quantizing tiny-awq-4bit: layer 3 of 6, 40s left · F10"
+        await pilot.click(WorkLine)
+        await tui.until(lambda: isinstance(tui.app.screen, QuantizeScreen))
+        await tui.beat(pilot)
+        assert "layer 3 of 6" in tui.screen_text()
+        await pilot.press("escape")
+        await pilot.pause()
+        more.set()
+        await tui.ended(pilot)
+        assert not line.display
+        assert "tiny-awq-4bit is made · F10 shows it" in tui.screen_text()
+        await tui.open(pilot)
+        assert "3.201" in tui.screen_text()
+
+    more = threading.Event()
+    play(Quantizing(tmp_path, runs=((*BEGUN, more, *DONE),)), scene)
+
+
+def test_a_chat_with_the_result(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+t")
+        await pilot.pause()
+        assert isinstance(tui.app.screen, QuantizeScreen)
+        await tui.begin(pilot)
+        await tui.ended(pilot)
+        await pilot.press("ctrl+t")
+        await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
+        # the scripted server has no such model
+        await tui.until(lambda: f"no model '{tmp_path}/tiny-awq-4bit'" in picker_told(tui))
+        await asyncio.sleep(0.1)
+        assert "no model" in picker_told(tui)
+
+    play(Quantizing(tmp_path, runs=((*BEGUN, *DONE),)), scene)
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+def test_leaving_asks(tmp_path: Path, answer: str) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await wait_for_layers(tui, 2)
+        await pilot.press("ctrl+q")
+        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await pilot.pause()
+        assert "tiny-awq-4bit is being made (layer 3 of 6)" in tui.screen_text()
+        await pilot.press(answer)
+        work = tui.works[-1]
+        if answer == "y":
+            await tui.until(work.is_stopped.is_set)
+        else:
+            await pilot.pause()
+            assert tui.workshop.is_running
+
+    play(Quantizing(tmp_path, runs=(RUNNING,)), scene)
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("it was killed"), RuntimeError("odd")])
+def test_a_run_that_fails_can_be_run_again(tmp_path: Path, error: Exception) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        tui.screen._form.take(bits=3, out="mine")
+        await reckoned(tui, pilot, 2)
+        await tui.begin(pilot)
+        await tui.ended(pilot)
+        await reckoned(tui, pilot, 3)
+        assert str(error) in tui.screen_text()
+        assert tui.screen._form.choice == Choice(bits=3, out="mine")
+        await tui.begin(pilot)
+        await tui.ended(pilot)
+        assert "Verdict" in tui.screen_text()
+
+    play(Quantizing(tmp_path, runs=((*BEGUN, error), (*BEGUN, *DONE))), scene)
+
+
+def test_a_result_that_could_not_be_measured(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await tui.ended(pilot)
+        shown = tui.screen_text()
+        assert "not measured: the memory is full" in shown
+        assert "Chat with it" in shown
+
+    script = (NEEDS, Made("tiny-awq-4bit"), OutOfMemory("the memory is full"))
+    play(Quantizing(tmp_path, runs=(script,)), scene)
+
+
+def test_names_are_inert(tmp_path: Path) -> None:
+    """What a folder is called is neither markup nor a command to the terminal."""
+
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await tui.ended(pilot)
+        shown = tui.screen_text()
+        assert "\x1b" not in shown
+        assert "[red]x" in shown
+
+    rows = (Row("tiny", "t", 2, 16.0), Row("[red]x\x1b]2;y\x07", "r", 1, 4.0))
+    made = Made("[red]x\x1b]2;y\x07")
+    play(Quantizing(tmp_path, runs=((NEEDS, made, Verdict(rows)),)), scene)
+
+
+def test_the_time_left_is_smoothed(tmp_path: Path) -> None:
+    """One slow layer does not make all of them slow."""
+
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await wait_for_layers(tui, 4)
+        run = tui.workshop.run
+        assert run is not None
+        assert run.left_s is not None
+        assert 4 * 10 < run.left_s < 4 * 30
+        tui.clock.now_s += 10.0
+        before = run.left_s
+        tui.clock.now_s += 1000.0
+        assert 0 < run.left_s <= before
+
+    layers = [At("quantizing", done, 8, "layers") for done in range(5)]
+    steps = (layers[0], 10.0, layers[1], 10.0, layers[2], 10.0, layers[3], 30.0, layers[4], NEVER)
+    play(Quantizing(tmp_path, runs=((NEEDS, *steps),)), scene)

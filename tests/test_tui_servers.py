@@ -1,0 +1,131 @@
+"""The tui and its server: another one, one that is lost, what is said of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripted_client import answer
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+from top_script import reading, snapshot
+from tui_chats import NoWatch, Tui, play, press
+
+from localgen.client.snapshot import Snapshot
+from localgen.tui.chat.models import ModelPicker
+from localgen.tui.chat.settings import SettingsPanel
+from localgen.tui.feed import Lost, Seen
+from localgen.tui.gauges.panel import Gauges
+from localgen.tui.notice import Notice
+
+
+def test_another_server_settles_its_context(tmp_path: Path) -> None:
+    async def local(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "here")
+        tui.opened.set("ctx", "512")
+
+    async def remote(tui: Tui, pilot: Pilot[None]) -> None:
+        (here,) = (listed.id for listed in tui.desk.listed if listed.turns)
+        await tui.app.acts.open(here)
+        assert tui.store.read(here).server == ""  # it was only looked at
+        await tui.ask(pilot, "there")
+        assert tui.clients[-1].record.asked[-1].ctx is None
+        assert tui.clients[-1].record.asked[-1].model == "other"
+        assert tui.store.read(here).server == "http://far/v1"
+        await press(tui, pilot, "ctrl+t")
+        panel = tui.main.query_one(SettingsPanel)
+        assert not panel.query_one("#set-ctx").display
+        assert panel.query_one("#set-temperature").display
+
+    play(Tui(tmp_path), local)
+    play(Tui(tmp_path, url="http://far/v1", model="other"), remote)
+
+
+def test_a_model_of_another_server_may_be_called_tiny(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+o")
+        await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
+        await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count)
+        await pilot.press(*"tiny", "enter")
+        await tui.until(lambda: tui.app.screen is tui.main)
+        assert tui.opened.session.asked == "tiny"
+
+    async def unnamed(tui: Tui, pilot: Pilot[None]) -> None:
+        assert "tiny" not in tui.screen_text()
+        assert "the built-in model" not in tui.screen_text()
+        assert "the server's model" in tui.screen_text()
+
+    play(Tui(tmp_path, url="http://far/v1"), unnamed)
+    play(Tui(tmp_path, url="http://far/v1"), scene)
+
+
+@pytest.mark.parametrize(
+    ("lost", "url", "status", "said"),
+    [
+        (Lost("it was killed", 2.0, 1), "", "LOST", "it was killed. Trying again in 2 s"),
+        (Lost("the server has left", 2.0, 1, has_left=True), "", "WAITING", ""),
+        (Lost("no /metrics", 2.0, 1, is_silent=True), "http://far/v1", "NO FIGURES", "no /metrics"),
+    ],
+)
+def test_how_it_stands_with_the_server(
+    tmp_path: Path, lost: Lost, url: str, status: str, said: str
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        tui.app.post_message(Seen(reading()))
+        await tui.until(lambda: "● LIVE" in tui.screen_text())
+        assert not tui.main.query_one(Notice).display
+        tui.app.post_message(lost)
+        await tui.until(lambda: f"● {status}" in tui.screen_text())
+        await pilot.pause()
+        notice = tui.main.query_one(Notice)
+        assert notice.display is bool(said)
+        assert said in tui.screen_text()
+        assert tui.main.query_one(Gauges).styles.opacity < 1
+        tui.app.post_message(Seen(reading()))
+        await tui.until(lambda: "● LIVE" in tui.screen_text())
+        await pilot.pause()
+        assert not notice.display
+        assert tui.main.query_one(Gauges).styles.opacity == 1
+
+    play(Tui(tmp_path, url=url), scene)
+
+
+def test_a_server_elsewhere_that_was_never_seen(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.until(lambda: "no server. Trying again in 5 s, F12: now" in tui.screen_text())
+        seen = threading.Event()
+
+        def see(_: NoWatch) -> Iterator[Snapshot]:
+            seen.set()
+            yield snapshot()
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(NoWatch, "snapshots", see)
+            await pilot.press("f12")
+            await tui.until(seen.is_set)
+
+    play(Tui(tmp_path, url="http://far/v1"), scene)
+
+
+def test_what_a_client_says_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        client = tui.clients[0]
+
+        def connect() -> None:
+            client.say("the running server is 9.8.7, this is 0.1.0: restarting it")
+
+        monkeypatch.setattr(client, "connect", connect)
+        tui.prompt.insert("q")
+        await pilot.press("enter")
+        said = "the running server is 9.8.7, this is 0.1.0: restarting it"
+        await tui.until(lambda: f"{said} · waiting" in tui.screen_text())
+        (toast,) = tui.app._notifications
+        assert toast.message == said
+        gate.set()
+        await tui.settled(pilot)
+
+    play(Tui(tmp_path, (gate, "a", answer())), scene, (200, 60))

@@ -1,0 +1,119 @@
+"""The side panel of settings: whose a setting is, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from scripted_client import answer
+from textual.pilot import Pilot
+from textual.widgets import Input, TextArea
+from tui_chats import Tui, play, press
+
+from localgen.backends.types import SamplingParams
+from localgen.tui.chat.open_session import OpenSession
+
+
+async def two_sessions(tui: Tui, pilot: Pilot[None]) -> tuple[OpenSession, OpenSession]:
+    """The second is on the screen."""
+    await tui.ask(pilot, "one")
+    first = tui.opened
+    await tui.open_new(pilot)
+    await tui.ask(pilot, "two")
+    return first, tui.opened
+
+
+def field(tui: Tui, name: str) -> Input:
+    return tui.main.query_one(f"#set-{name} Input", Input)
+
+
+@pytest.mark.parametrize("away", ["ctrl+down", "ctrl+n"])
+def test_a_setting_is_of_the_session_it_was_typed_in(tmp_path: Path, away: str) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        _, second = await two_sessions(tui, pilot)
+        await press(tui, pilot, "ctrl+t")
+        await pilot.press(*"0.5", away)
+        await tui.until(lambda: tui.opened is not second)
+        await press(tui, pilot, "escape")
+        assert second.session.options.params == SamplingParams(temperature=0.5)
+        assert tui.opened.session.options.params == SamplingParams()
+        assert tui.store.read(tui.opened.id).params == SamplingParams()
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_system_prompt_is_of_the_session_it_was_typed_in(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        _, second = await two_sessions(tui, pilot)
+        await press(tui, pilot, "ctrl+t")
+        tui.main.query_one("#system", TextArea).focus()
+        await pilot.press(*"be brief", "ctrl+n")
+        await tui.until(lambda: tui.opened is not second)
+        assert tui.main.query_one("#system", TextArea).text == ""
+        await press(tui, pilot, "escape")
+        assert second.session.conversation.system == "be brief"
+        assert tui.opened.session.conversation.system is None
+
+    play(Tui(tmp_path), scene)
+
+
+def test_what_is_typed_into_a_setting_is_kept_by_leaving(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "ctrl+t")
+        await pilot.press(*"0.5", "ctrl+q")
+        await tui.until(lambda: not tui.app.is_running)
+        assert tui.store.read(tui.opened.id).params.temperature == 0.5
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "why"),
+    [
+        ("temperature", "warm", "give a number"),
+        ("temperature", "-5", "temperature is -5, it must be 0 to 100"),
+        ("ctx", "999999", "ctx 999,999: tiny is loaded with 2,048"),
+    ],
+)
+def test_what_is_refused_stays_in_its_field(
+    tmp_path: Path, setting: str, text: str, why: str
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        _, second = await two_sessions(tui, pilot)
+        await press(tui, pilot, "ctrl+t")
+        field(tui, setting).focus()
+        await press(tui, pilot, *text, "tab")
+        assert field(tui, setting).value == text
+        await press(tui, pilot, "ctrl+down")
+        assert tui.opened is not second
+        assert field(tui, setting).value == ""
+        await press(tui, pilot, "ctrl+up")
+        assert field(tui, setting).value == text
+        assert why in str(tui.main.query_one("#fault").render())
+        field(tui, setting).value = ""
+        field(tui, setting).focus()
+        await press(tui, pilot, "tab")
+        assert not tui.main.query_one("#fault").display
+        assert second.session.options.params == SamplingParams()
+        assert second.session.options.ctx is None
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_system_prompt_may_be_set_while_an_answer_is_written(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "q")
+        await pilot.press("enter", "ctrl+t")
+        tui.main.query_one("#system", TextArea).focus()
+        await pilot.press(*"be brief", "tab")
+        await tui.until(lambda: tui.opened.session.conversation.system == "be brief")
+        gate.set()
+        await tui.settled(pilot)
+        kept = tui.store.read(tui.opened.id).conversation
+        assert (kept.system, len(kept.turns)) == ("be brief", 1)
+        assert tui.main.query_one("#system", TextArea).text == "be brief"
+
+    play(Tui(tmp_path, ("a", gate, answer())), scene)

@@ -1,0 +1,117 @@
+"""A store that is slow or fails: the keys wait for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from scripted_client import answer
+from textual.pilot import Pilot
+from tui_chats import Tui, play
+
+from localgen.chats.database import StoreFailed
+from localgen.chats.sessions import Sessions
+from localgen.tui.chat.desk import Desk
+from localgen.tui.chat.open_session import OpenSession
+
+
+def test_keys_before_there_is_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, first = threading.Event(), Desk.first
+
+    def later(desk: Desk) -> OpenSession:
+        gate.wait()
+        return first(desk)
+
+    monkeypatch.setattr(Desk, "first", later)
+    tui = Tui(tmp_path)
+
+    async def run() -> None:
+        try:
+            async with tui.app.run_test(size=(120, 40)) as pilot:
+                await pilot.press("ctrl+y", "ctrl+r", "f3", "f4", "f8", "ctrl+o", "ctrl+t")
+                await pilot.press("escape", *"typed", "enter")
+                assert tui.prompt.text == "typed"
+                gate.set()
+                await tui.until(lambda: tui.main.opened is not None)
+                await tui.until(lambda: tui.asked == ["typed"])
+                await tui.settled(pilot)
+                assert tui.prompt.text == ""
+        finally:
+            gate.set()
+            tui.close()
+
+    asyncio.run(run())
+
+
+def test_a_store_that_fails_is_a_sentence_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults, first, reload = [1], Desk.first, Desk.reload
+
+    def failing_first(desk: Desk) -> OpenSession:
+        if faults:
+            raise StoreFailed(f"locked {faults.pop()}")
+        return first(desk)
+
+    monkeypatch.setattr(Desk, "first", failing_first)
+
+    def failing_reload(desk: Desk) -> None:
+        if faults:
+            raise StoreFailed(f"locked {faults.pop()}")
+        reload(desk)
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        assert "locked 1" in tui.screen_text()  # running() has waited for a second try
+        monkeypatch.setattr(Desk, "reload", failing_reload)
+        tui.prompt.insert("q")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.opened.answering)
+        faults.append(2)
+        gate.set()
+        await tui.until(lambda: not faults)
+        await tui.until(lambda: tui.opened.session.conversation.turns)
+        assert tui.app.is_running
+
+    gate = threading.Event()
+    play(Tui(tmp_path, ("a", gate, answer())), scene)
+
+
+@pytest.mark.parametrize("method", ["end", "change"])
+def test_keys_do_not_wait_for_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    gate, entered, real = threading.Event(), threading.Event(), getattr(Sessions, method)
+
+    def slow(*arguments: object) -> object:
+        entered.set()
+        gate.wait()
+        return real(*arguments)
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        monkeypatch.setattr(Sessions, method, slow)
+        if method == "end":
+            tui.prompt.insert("q")
+            await pilot.press("enter")
+        else:
+            await pilot.press("ctrl+t", *"0.5", "escape")
+        await tui.until(entered.is_set)
+        try:
+            tui.prompt.focus()
+            await asyncio.wait_for(pilot.press(*"typed"), 30)
+            assert tui.prompt.text == "typed"
+        finally:
+            gate.set()
+        await tui.settled(pilot)
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_search_that_nobody_waits_for_ends(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "needle")
+        assert len(tui.desk.search("needle")) == 2
+        assert [hit.place for hit in tui.desk.search("needle", lambda: True)] == [None]
+
+    play(Tui(tmp_path), scene)

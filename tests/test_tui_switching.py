@@ -1,0 +1,117 @@
+"""What is typed while another session is on its way, and what is read while one is written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from tui_chats import Tui, play, told
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.chats.conversation import Conversation, Turn
+from localgen.chats.sessions import Kept
+from localgen.tui.chat.desk import Hit
+from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.search import SearchScreen
+from localgen.tui.chat.transcript import Transcript
+
+
+def test_what_is_typed_meanwhile_is_for_the_next_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "first")
+        before, first = tui.opened, tui.desk.first
+        await tui.type(pilot, "half")
+        gate = threading.Event()
+
+        def slow() -> OpenSession:
+            gate.wait(60)
+            return first()
+
+        monkeypatch.setattr(tui.desk, "first", slow)
+        await pilot.press("ctrl+n")
+        await pilot.pause()
+        await pilot.press(*"second", "enter")
+        assert before.draft == "half"
+        assert tui.asked == ["first"]
+        gate.set()
+        await tui.until(lambda: len(tui.asked) == 2)
+        await tui.settled(pilot)
+        assert tui.opened is not before
+        assert [turn.prompt for turn in tui.opened.session.conversation.turns] == ["second"]
+        assert [turn.prompt for turn in before.session.conversation.turns] == ["first"]
+        await pilot.press("ctrl+down")
+        await tui.until(lambda: tui.opened is before)
+        await pilot.pause()
+        assert tui.prompt.text == "half"
+
+    play(Tui(tmp_path), scene)
+
+
+def test_what_is_typed_stays_where_no_session_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        gate = threading.Event()
+
+        def none() -> OpenSession:
+            gate.wait(60)
+            raise ServerUnavailable("it is locked")
+
+        monkeypatch.setattr(tui.desk, "first", none)
+        await tui.type(pilot, "half ")
+        await pilot.press("ctrl+n")
+        await pilot.pause()
+        await pilot.press(*"more")
+        gate.set()
+        await tui.until(lambda: "it is locked" in told(tui))
+        await tui.settled(pilot)
+        assert tui.prompt.text == "half more"
+        assert tui.opened.draft == "half more"
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize("way", ["hit", "ctrl+home"])
+def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str) -> None:
+    gates = [threading.Event(), threading.Event(), threading.Event()]
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        said = tuple(Turn(f"prompt {number}", "words\n\n" * 3) for number in range(60))
+        made = tui.store.create(Kept(0, name="long", conversation=Conversation(None, said)))
+        await tui.app.acts.open(made.id)
+        await tui.type(pilot, "new")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens)
+        await tui.app.tick()
+        transcript = tui.main.query_one(Transcript)
+        if way == "hit":
+            await pilot.press("ctrl+f")
+            await tui.until(lambda: isinstance(tui.app.screen, SearchScreen))
+            tui.app.screen.dismiss(Hit(made.id, "long", 3, ""))
+            await tui.until(lambda: "prompt 3" in tui.screen_text())
+        else:
+            await pilot.press("ctrl+home")
+            await tui.until(lambda: "prompt 36" in tui.screen_text())
+        await pilot.pause()
+        read = tui.screen_text().split("╭─ Speed")[0]
+        y = transcript.scroll_y
+        gates[0].set()
+        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens >= 3)
+        for _ in range(3):
+            await tui.app.tick()
+            await pilot.pause()
+        assert transcript.scroll_y == y
+        assert tui.screen_text().split("╭─ Speed")[0] == read
+        await pilot.press("ctrl+end")
+        await tui.app.tick()
+        await pilot.pause()
+        assert "some more" in tui.screen_text()
+        gates[1].set()
+        await tui.settled(pilot)
+        assert "the end" in tui.screen_text()
+
+    play(Tui(tmp_path, ("begun ", gates[0], "some more ", gates[1], "the end")), scene)

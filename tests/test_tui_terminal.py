@@ -1,0 +1,94 @@
+"""What a terminal sends: a paste is a text, whatever is in it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from textual.events import Key, Paste
+from textual.message import Message
+
+from localgen.tui.terminal import InputParser, Terminal
+from localgen.tui.themes import ThemeChoice
+from localgen.tui.top.app import TopApp
+
+# what Textual's own parser takes for Ctrl+G, Ctrl+Q, Enter, a start and a half of an end
+HOSTILE = "a\x1b[31mred\x1b[0m\x1b\x1b]0;x\x07 \x11\r\x1b[200~ \x1b[20 \x1b[201 \x9b\u20ac\nz"
+
+
+def pieces(*data: str) -> list[Message]:
+    parser = InputParser()
+    return [message for each in data for message in parser.feed(each)]
+
+
+def texts(messages: list[Message]) -> list[str]:
+    """Keys and pastes by what they are."""
+    return [
+        f"paste {each.text}" if isinstance(each, Paste) else each.key
+        for each in messages
+        if isinstance(each, Key | Paste)
+    ]
+
+
+def test_a_paste_is_one_text_wherever_it_is_cut() -> None:
+    sent = f"k\x1b[200~{HOSTILE}\x1b[201~\x1b[A"
+    expected = ["k", f"paste {HOSTILE}", "up"]
+    assert texts(pieces(sent)) == expected
+    for at in range(1, len(sent)):
+        assert texts(pieces(sent[:at], sent[at:])) == expected, at
+    assert texts(pieces(*sent)) == expected
+
+
+def test_two_pastes_and_what_is_typed_between() -> None:
+    sent = "\x1b[200~\x1b[31mone\x1b[201~x\x1b[200~two\x1b\x1b[201~\r"
+    assert texts(pieces(sent)) == ["paste \x1b[31mone", "x", "paste two\x1b", "enter"]
+
+
+def test_a_paste_of_100_kb_in_reads_of_4_kb() -> None:
+    text = "a line with \x1b[1mcolour\x1b[0m\n" * 4_000
+    sent = f"\x1b[200~{text}\x1b[201~"
+    assert texts(pieces(*(sent[at : at + 4096] for at in range(0, len(sent), 4096)))) == [
+        f"paste {text}"
+    ]
+
+
+def test_keys_are_what_they_were() -> None:
+    assert texts(pieces("a\x11\x1b[A\x1b[1;5B\r")) == ["a", "ctrl+q", "up", "ctrl+down", "enter"]
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_bytes_that_are_no_text_end_nothing(pipe: tuple[int, int]) -> None:
+    heard: list[Message] = []
+    is_over = threading.Event()
+
+    class Heard(Terminal):
+        def __init__(self) -> None:
+            self.fileno, self.exit_event = pipe[0], is_over
+
+        def process_message(self, message: Message) -> None:
+            heard.append(message)
+            if texts([message]) == ["q"]:
+                is_over.set()
+
+    thread = threading.Thread(target=Heard().run_input_thread, daemon=True)
+    thread.start()
+    os.write(pipe[1], b"\xff\x1b[200~caf\xc3")
+    os.write(pipe[1], b"\xa9 \xe9\x1b[201~q")
+    assert is_over.wait(30)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert texts(heard)[1:] == ["paste caf\u00e9 \ufffd", "q"]
+
+
+def test_programs_read_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textual.constants.DRIVER", None)
+    assert TopApp(lambda: None, "", "", ThemeChoice(None)).driver_class is Terminal  # type: ignore

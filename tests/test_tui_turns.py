@@ -1,0 +1,97 @@
+"""Turns of a session: brought back, written by two programs, drawn where one looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from tui_chats import Tui, play, press
+
+from localgen.chats.conversation import Conversation, Turn
+from localgen.chats.sessions import Kept
+from localgen.tui.chat.transcript import Transcript
+from localgen.tui.chat.turn_view import TurnView
+
+
+@pytest.mark.parametrize("line", ["/clear", "/undo 2", "/undo"])
+def test_f9_brings_back_turns(tmp_path: Path, line: str) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        for text in "ab":
+            await tui.ask(pilot, text)
+        before = tui.opened.session.conversation
+        await tui.ask(pilot, line)
+        await tui.until(lambda: "F9 brings back" in tui.screen_text())
+        assert len(tui.opened.session.conversation.turns) < 2
+        await press(tui, pilot, "f9")
+        assert tui.opened.session.conversation == before
+        assert tui.store.read(tui.opened.id).conversation == before
+
+    play(Tui(tmp_path), scene)
+
+
+def test_turns_that_come_back_take_nothing_away(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "a")
+        session = tui.opened.id
+        await tui.ask(pilot, "/clear")
+        await tui.until(lambda: "F9 brings back" in tui.screen_text())
+        await tui.ask(pilot, "b")
+        await press(tui, pilot, "f9")
+        await tui.until(lambda: tui.opened.id != session)
+        assert [turn.prompt for turn in tui.opened.session.conversation.turns] == ["a"]
+        assert [turn.prompt for turn in tui.store.read(session).conversation.turns] == ["b"]
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
+    other = Tui(tmp_path)
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "one")
+        mine, session = tui.opened, tui.opened.id
+        theirs = other.desk.get(session)
+        theirs.ask("theirs")
+        assert theirs.last is not None
+        await tui.until(theirs.last.ended.is_set)
+        theirs.settle()
+        mine.set("temperature", "0.5")  # it was not seen yet
+        assert mine.id != session
+        await tui.until(lambda: mine.id in [listed.id for listed in tui.desk.listed])
+        await tui.settled(pilot)
+        assert tui.opened is mine
+        assert tui.desk.open[mine.id] is mine
+        assert any("goes on as one (2)" in each.message for each in tui.app._notifications)
+        await press(tui, pilot, "ctrl+l", "down", "enter")
+        await tui.until(lambda: tui.opened.id == session)
+        assert [t.prompt for t in tui.opened.session.conversation.turns] == ["one", "theirs"]
+
+    try:
+        play(Tui(tmp_path), scene)
+    finally:
+        other.close()
+
+
+def test_going_to_an_early_turn_draws_only_what_is_near(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        turns = tuple(Turn(f"prompt {number}", "a") for number in range(60))
+        made = tui.store.create(Kept(0, name="long", conversation=Conversation(None, turns)))
+        await tui.app.acts.open(made.id)
+        transcript = tui.main.query_one(Transcript)
+        await transcript.go_to(3)
+        await pilot.pause()
+        assert "prompt 3" in tui.screen_text()
+        assert len(tui.main.query(TurnView)) < 20
+        assert "later turns: Ctrl+End shows them" in str(transcript.query(".note").last().render())
+        await transcript.sync()
+        assert len(tui.main.query(TurnView)) < 20
+        await press(tui, pilot, "ctrl+end")
+        assert "prompt 59" in tui.screen_text()
+        await transcript.go_to(3)
+        await tui.ask(pilot, "new")  # an answer is shown wherever one was
+        assert "re: new" in tui.screen_text()
+        assert "prompt 59" in tui.screen_text()
+        assert len(tui.main.query(TurnView)) < 20
+
+    play(Tui(tmp_path), scene)

@@ -1,0 +1,76 @@
+"""What stands on the quantize screen names no option that the screen has not."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import localgen.quantizing
+from localgen import quant
+from localgen.tui.quantize.wording import on_screen
+
+# what the screen's child may say; the rest of the folders reads options or draws tables
+SPEAKING = [
+    *(path for folder in quant.__path__ for path in Path(folder).rglob("*.py")),
+    *(
+        Path(folder) / name
+        for folder in localgen.quantizing.__path__
+        for name in ("gguf_file.py", "streamed.py")
+    ),
+]
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+_OF_A_COMMAND = re.compile(r"localgen (?:quantize|tui)[^,;:()]*|its --seq-len")
+
+
+def messages(path: Path) -> list[str]:
+    """Every text of a file that is said with an option in it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.JoinedStr):
+                pieces = [each.value if isinstance(each, ast.Constant) else "X"
+                          for each in part.values]  # fmt: skip
+                found.append("".join(map(str, pieces)))
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                found.append(part.value)
+    parsers = ("add_argument", "parse_args")
+    return [] if any(each in path.read_text() for each in parsers) else found
+
+
+def options_in(text: str) -> list[str]:
+    return _OPTION.findall(_OF_A_COMMAND.sub("", text))
+
+
+def test_every_message_speaks_of_the_screen() -> None:
+    said = {text for path in SPEAKING for text in messages(path) if _OPTION.search(text)}
+    assert len(said) > 8
+    left = {text: options_in(on_screen(text)) for text in said if options_in(on_screen(text))}
+    # a part of a longer text, which is in the list too
+    whole = {text for text in left if not any(text != each and text in each for each in said)}
+    assert not whole
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "tiny-awq is there already: remove it, or give another --out",
+            "tiny-awq is there already: remove it, or give another name under Result",
+        ),
+        (
+            "1 GB are free: make room and run again with --resume",
+            "1 GB are free: make room and press Ctrl+R to go on",
+        ),
+        ("groups of 128 do not: use --group-size 64 or 32", "groups of 128 do not: use groups of "
+         "64 or 32"),
+        ("--out x: there is no folder /y", "Result x: there is no folder /y"),
+        ("a model called my--out", "a model called my--out"),
+    ],
+)  # fmt: skip
+def test_options_are_called_by_their_fields(said: str, shown: str) -> None:
+    assert on_screen(said) == shown

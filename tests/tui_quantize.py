@@ -1,0 +1,234 @@
+"""A tui whose quantizations play from a script, for its tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from textual.pilot import Pilot
+from textual.widgets import Static
+from tui_chats import NoWatch, Tui
+
+from localgen.quantizing.asked import Asked
+from localgen.quantizing.events import (
+    Advice,
+    Advised,
+    At,
+    Event,
+    Made,
+    Needs,
+    Note,
+    Stopped,
+    Unfinished,
+    Verdict,
+)
+from localgen.quantizing.table import Row
+from localgen.tui.chat.app import ChatApp
+from localgen.tui.quantize.screen import QuantizeScreen
+from localgen.tui.quantize.workshop import Workshop
+
+Play = Callable[["Quantizing", Pilot[None]], Awaitable[None]]
+# an event is told, a number of seconds passes, a threading.Event is waited for
+Step = Event | float | BaseException | threading.Event
+NEEDS = Needs(
+    model="tiny",
+    what="awq, 4 bits in groups of 128",
+    out="tiny-awq-4bit",
+    source_bytes=22_976_512,
+    output_bytes=9_412_000,
+    states_bytes=67_108_864,
+    memory_bytes=534_000_000,
+    free_bytes=3_210_000_000,
+    disk_bytes=143_629_728,
+    disk_free_bytes=24_100_000_000,
+)
+WAYS = (
+    Advice("--gguf Q8_0", 12_400_000, 91_000_000, "CPU", "hardly any loss; no calibration"),
+    Advice("--fp8", 12_100_000, 90_000_000, None, "hardly any loss; no calibration"),
+    Advice("--awq --gguf Q4_K_M", 9_600_000, 88_000_000, "CPU", "small loss; takes calibration"),
+    Advice("--awq", 9_400_000, 87_000_000, None, "small loss; read by most engines"),
+)
+LOOK: tuple[Step, ...] = (Advised(WAYS, "--gguf Q8_0"), NEEDS)
+UNFINISHED: tuple[Step, ...] = (*LOOK, Unfinished(2, 6))
+ROWS = (
+    Row("tiny", "/m/tiny", 22_976_512, 32.0, 3.1234, None, 812.3),
+    Row("tiny-awq-4bit", "tiny-awq-4bit", 9_412_345, 13.11, 3.2012, 0.0123, None),
+)
+BEGUN: tuple[Step, ...] = (
+    NEEDS,
+    At("checking weights", 22_976_512, 22_976_512, "bytes"),
+    At("quantizing", 0, 6, "layers"),
+    10.0,
+    At("quantizing", 1, 6, "layers"),
+    10.0,
+    At("quantizing", 2, 6, "layers"),
+)
+NEVER = threading.Event()
+RUNNING: tuple[Step, ...] = (*BEGUN, NEVER)
+DONE: tuple[Step, ...] = (
+    Made("tiny-awq-4bit", 6, 0, 62.0, 10.3, 512_000_000, 534_000_000),
+    Note("it runs on GPUs (no NVIDIA GPU was found here); --backend cuda --device cpu runs it"),
+    At("measuring tiny-awq-4bit", 6, 6, "steps"),
+    Verdict(ROWS),
+)
+
+
+class ScriptedWork:
+    """Plays a script; when it is stopped, the rest is left out, and `Stopped` told of layers."""
+
+    def __init__(self, script: Sequence[Step], clock: Clock) -> None:
+        self.is_stopped, self.is_ended = threading.Event(), threading.Event()
+        self._script, self._clock = script, clock
+        self._at: At | None = None
+
+    def events(self) -> Iterator[Event]:
+        for step in self._script:
+            match step:
+                case threading.Event():
+                    while not step.wait(0.005):
+                        if self.is_ended.is_set():
+                            return
+                        if self.is_stopped.is_set():
+                            if self._at is not None and self._at.unit == "layers":
+                                yield Stopped(self._at.done, self._at.total)
+                            return
+                case float():
+                    self._clock.now_s += step
+                case BaseException():
+                    raise step
+                case _:
+                    self._at = step if isinstance(step, At) else self._at
+                    yield step
+
+    def stop(self) -> None:
+        self.is_stopped.set()
+
+    def end(self) -> None:
+        self.is_ended.set()
+
+    def memory_bytes(self) -> int:
+        return 498_000_000
+
+
+class Clock:
+    """Goes on by the script alone."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Quantizing(Tui):
+    """looks, runs: scripts, one after the other; of looks the last one for ever."""
+
+    def __init__(
+        self,
+        folder: Path,
+        looks: Sequence[Sequence[Step]] = (LOOK,),
+        runs: Sequence[Sequence[Step]] = (),
+        *,
+        is_elsewhere: bool = False,
+    ) -> None:
+        super().__init__(folder)
+        self.looks, self.runs = list(looks), list(runs)
+        self.asked_looks: list[Asked] = []
+        self.asked_runs: list[Asked] = []
+        self.works: list[ScriptedWork] = []
+        self.clock = Clock()
+        self.workshop = Workshop(folder, self._start, self.clock, is_elsewhere=is_elsewhere)
+        self.app = ChatApp(
+            self.desk, NoWatch, "this machine", first_retry_s=1000.0, workshop=self.workshop
+        )
+
+    @property
+    def screen(self) -> QuantizeScreen:
+        screen = self.app.screen
+        assert isinstance(screen, QuantizeScreen)
+        return screen
+
+    @property
+    def is_reckoned(self) -> bool:
+        return self.screen._estimate.reckoning.is_whole
+
+    @asynccontextmanager
+    async def shown(self, size: tuple[int, int] = (120, 40)) -> AsyncIterator[Pilot[None]]:
+        """With the screen open, and reckoned."""
+        async with self.running(size) as pilot:
+            await self.open(pilot)
+            yield pilot
+
+    async def open(self, pilot: Pilot[None]) -> None:
+        await pilot.press("f10")
+        await self.until(lambda: isinstance(self.app.screen, QuantizeScreen))
+        await pilot.pause()
+        await self.until(lambda: self.is_reckoned or not self.screen._estimate.display)
+        await pilot.pause()
+
+    async def beat(self, pilot: Pilot[None]) -> None:
+        """What the program does many times a second."""
+        await self.app.tick()
+        await pilot.pause()
+
+    async def begin(self, pilot: Pilot[None]) -> None:
+        """Press the key that runs it, until it does."""
+        before = self.workshop.run
+        await pilot.press("ctrl+r")
+        await self.until(lambda: self.workshop.run is not before)
+        await self.beat(pilot)
+
+    async def ended(self, pilot: Pilot[None]) -> None:
+        run = self.workshop.run
+        assert run is not None
+        await self.until(run.ended.is_set)
+        await self.beat(pilot)
+
+    def close(self) -> None:
+        for work in self.works:
+            work.end()
+        super().close()
+
+    def _start(self, asked: Asked, looks: bool) -> ScriptedWork:
+        if looks:
+            self.asked_looks.append(asked)
+            script = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        else:
+            self.asked_runs.append(asked)
+            script = self.runs.pop(0)
+        self.works.append(ScriptedWork(script, self.clock))
+        return self.works[-1]
+
+
+async def wait_for_layers(tui: Quantizing, done: int) -> None:
+    """Until a run has come so far."""
+
+    def is_there() -> bool:
+        run = tui.workshop.run
+        return run is not None and run.at is not None and run.at.done >= done
+
+    await tui.until(is_there)
+    await asyncio.sleep(0)
+
+
+def play(tui: Quantizing, scene: Play, size: tuple[int, int] = (120, 40)) -> None:
+    async def run() -> None:
+        try:
+            async with tui.shown(size) as pilot:
+                await scene(tui, pilot)
+        finally:
+            tui.close()
+
+    asyncio.run(run())
+
+
+def told(tui: Quantizing) -> str:
+    return str(tui.screen.query_one("#told", Static).content)
+
+
+async def reckoned(tui: Quantizing, pilot: Pilot[None], looks: int) -> None:
+    """Until so many looks were taken, and the last one has come to its end."""
+    await tui.until(lambda: len(tui.asked_looks) >= looks and tui.is_reckoned)
+    await pilot.pause()

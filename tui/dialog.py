@@ -1,0 +1,63 @@
+"""What stands before a screen until it is closed."""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+_Result = TypeVar("_Result")
+
+
+class Dialog(ModalScreen[_Result]):
+    """Its keys are in the key help too. A click beside it is what Esc is."""
+
+    DEFAULT_CSS = """
+    Dialog { align: center middle; background: $background 60%; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f1", "app.keys", "Keys", show=False, key_display="F1"),
+        # not told of: where a text is typed, it is a character like any other
+        Binding("question_mark", "app.keys", show=False),
+    ]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still is there: what it waited for may come when it has been closed."""
+        return self in self.app.screen_stack
+
+    async def on_click(self, event: events.Click) -> None:
+        if event.widget is self:
+            leave = self.active_bindings["escape"]
+            await self.app.run_action(leave.binding.action, leave.node)
+
+
+class Sheet(Dialog[None]):
+    """A text of any length, to be scrolled."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter", "dismiss", "Close", show=False)
+    ]
+    DEFAULT_CSS = """
+    Sheet VerticalScroll {
+        width: 90%; max-width: 110; height: auto; max-height: 90%; padding: 0 1;
+        border: round $primary; background: $surface; border-title-color: $primary;
+        border-subtitle-color: $text-muted; scrollbar-size-vertical: 1;
+    }
+    """
+
+    def __init__(self, title: str, text: Content) -> None:
+        super().__init__()
+        self._title, self._text = title, text
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = Content(self._title)
+            box.border_subtitle = "Esc closes"
+            yield Static(self._text)

@@ -1,0 +1,83 @@
+"""Choosing from a list that is searched by typing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, TypeVar
+
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
+
+from localgen.chats.inert import one_line
+from localgen.tui.dialog import Dialog
+
+_Chosen = TypeVar("_Chosen")
+
+
+class Picker(Dialog[_Chosen | None]):
+    """A box with an Input, which has the keys, and below it an OptionList of what was found."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss(None)", "Close"),
+        Binding("down", "move(1)", "Next", show=False),
+        Binding("up", "move(-1)", "Before", show=False),
+    ]
+    DEFAULT_CSS = """
+    Picker > Vertical {
+        width: 90%; height: 80%; padding: 0 1;
+        border: round $primary; background: $surface; border-title-color: $primary;
+    }
+    Picker Input { margin: 0 0 1 0; }
+    Picker OptionList { height: 1fr; border: none; background: $surface; padding: 0; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: list[_Chosen] = []
+
+    @property
+    def highlighted(self) -> _Chosen | None:
+        """What the highlighted row stands for."""
+        at = self.query_one(OptionList).highlighted
+        return None if at is None else self._shown[at]
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).can_focus = False
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.take(self._shown[event.option_index])
+
+    def action_move(self, by: int) -> None:
+        """Highlight the row below (1) or above (-1)."""
+        found = self.query_one(OptionList)
+        if by > 0:
+            found.action_cursor_down()
+        else:
+            found.action_cursor_up()
+
+    def take(self, chosen: _Chosen) -> None:
+        """What choosing a row does: close with it."""
+        self.dismiss(chosen)
+
+    def show(self, rows: Iterable[tuple[_Chosen, Content]], current: _Chosen | None = None) -> None:
+        """List these, each with how it is drawn. Highlighted is current, or else the first."""
+        listed = list(rows)
+        self._shown = [chosen for chosen, _ in listed]
+        found = self.query_one(OptionList)
+        found.clear_options()
+        found.add_options([Option(drawn) for _, drawn in listed])
+        at = self._shown.index(current) if current in self._shown else 0
+        found.highlighted = at if listed else None
+
+
+def has_words(text: str, typed: str) -> bool:
+    """Whether each word that was typed is in a text, in any letter case."""
+    return all(word in text.casefold() for word in typed.casefold().split())
+
+
+def named_row(name: str, about: str, *, is_current: bool, style: str = "bold") -> Content:
+    """A name and what is said of it; a mark is at the current one."""
+    mark = "● " if is_current else "  "
+    return Content.assemble(mark, (one_line(name), style), (f"  {one_line(about)}", "dim"))

@@ -1,0 +1,67 @@
+"""A quantization while it goes on: the step, a bar, the time left, memory against the estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from textual.content import Content
+from textual.widgets import Static
+
+from localgen.chats.inert import one_line
+from localgen.tui import figures
+from localgen.tui.gauges.drawing import bar, spread
+from localgen.tui.quantize.run import Run
+
+_NAME_COLUMNS = 10
+_LATEST_NOTES = 6
+
+
+class ProgressPanel(Static):
+    """Draws a run, anew only when it looks otherwise."""
+
+    DEFAULT_CSS = """
+    ProgressPanel {
+        height: auto; border: round $primary; padding: 0 1; border-title-color: $primary;
+        border-title-style: bold; display: none;
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self.border_title = "Quantizing"
+        self._drawn = Content("")
+
+    def show(self, run: Run) -> None:
+        drawing = Content("\n").join(_lines(run, self.content_size.width))
+        if drawing.plain != self._drawn.plain:
+            self._drawn = drawing
+            self.update(drawing)
+
+
+def _lines(run: Run, width: int) -> Iterable[Content]:
+    yield Content.styled(f"{one_line(run.choice.model)} → {one_line(run.name)}", "bold")
+    yield Content("")
+    step = "stopping" if run.is_stopping else run.step
+    left = "" if run.left_s is None else f"{figures.clock(run.left_s)} left"
+    yield spread(Content(one_line(step)), Content.styled(left, "bold"), width)
+    share = None if run.at is None or not run.at.total else run.at.done / run.at.total
+    percent = figures.percent(share) if share is not None else ""
+    yield Content.assemble((bar(share, max(4, width - 5)), "$primary"), f"{percent:>5}")
+    yield Content("")
+    yield from _memory_lines(run)
+    yield _line("so far", figures.clock(run.took_s))
+    for note in run.notes[-_LATEST_NOTES:]:
+        yield Content.styled(one_line(note), "$muted")
+
+
+def _memory_lines(run: Run) -> Iterable[Content]:
+    estimated = None if run.needs is None else run.needs.memory_bytes
+    if estimated is None:  # as llama.cpp does it: a tensor at a time
+        return
+    memory = run.memory_bytes()
+    text = f"{figures.size(memory)}, about {figures.size(estimated)} at most"
+    yield _line("memory", text)
+
+
+def _line(name: str, text: str) -> Content:
+    return Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), text)

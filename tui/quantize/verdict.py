@@ -1,0 +1,103 @@
+"""How a quantization ended: the verdict on the result, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from textual.content import Content
+from textual.widgets import Static
+
+from localgen.chats.inert import one_line
+from localgen.quantizing.table import Row, table
+from localgen.tui import figures
+from localgen.tui.quantize.run import Run
+
+_NAME_COLUMNS, _FIGURE_COLUMNS = 13, 11
+
+
+class VerdictPanel(Static):
+    """Draws a run that has ended."""
+
+    DEFAULT_CSS = """
+    VerdictPanel {
+        height: auto; border: round $success; padding: 0 1; border-title-color: $success;
+        border-title-style: bold; display: none;
+    }
+    VerdictPanel.-unmade { border: round $warning; border-title-color: $warning; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+
+    def show(self, run: Run) -> None:
+        if run.made is not None:
+            self.border_title = "Verdict"
+        else:
+            self.border_title = "It was not made" if run.error else "Stopped"
+        self.set_class(run.made is None, "-unmade")
+        self.update(Content("\n").join(_lines(run)))
+
+
+def _lines(run: Run) -> Iterable[Content]:
+    if run.made is None:
+        yield from _unmade_lines(run)
+        return
+    yield Content.styled(f"✓ {one_line(run.made.path)}", "bold $success")
+    if run.rows:
+        yield Content("")
+        yield from table_lines(run.rows)
+    elif run.error:
+        yield Content.styled(f"✗ not measured: {one_line(run.error)}", "$error")
+    else:
+        yield Content("It is whole; it was stopped before it was measured.")
+    yield Content("")
+    yield Content.styled(_took(run), "$muted")
+    for note in run.notes:
+        yield Content.styled(one_line(note), "$muted")
+
+
+def _unmade_lines(run: Run) -> Iterable[Content]:
+    if run.error:
+        yield Content.styled(f"✗ {one_line(run.error)}", "$error")
+        return
+    stopped = run.stopped
+    yield Content(
+        "Nothing of it is kept." if stopped is None else _done(stopped.done, stopped.total)
+    )
+
+
+def _done(done: int, total: int) -> str:
+    return f"{done} of {total} layers are done, and can be gone on with."
+
+
+def table_lines(rows: Sequence[Row]) -> Iterable[Content]:
+    """The table of `localgen quantize`, a line for each figure: names are long."""
+    head, *cells = table(rows)
+    titles = ("original", "result")
+    yield Content.styled(
+        " " * _NAME_COLUMNS + "".join(f"{title:<{_FIGURE_COLUMNS}}" for title in titles),
+        "bold $muted",
+    )
+    for name, *figures_of in zip(head[1:], *(row[1:] for row in cells), strict=True):
+        parts = [figure.partition(" (") for figure in figures_of]
+        yield _line(name if name == "KL" else name.lower(), [figure for figure, _, _ in parts])
+        change = parts[-1][2].removesuffix(")")
+        if change:
+            yield _line("  change", ["", change])
+
+
+def _line(name: str, cells: Sequence[str]) -> Content:
+    text = "".join(f"{cell:<{_FIGURE_COLUMNS}}" for cell in cells)
+    return Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), text.rstrip())
+
+
+def _took(run: Run) -> str:
+    took = f"took {figures.clock(run.took_s)}"
+    made = run.made
+    if made is None or made.layers is None:
+        return took
+    resumed = f", {made.resumed} were there" if made.resumed else ""
+    return (
+        f"{took}: {made.layers} layers in {figures.clock(made.seconds)}{resumed}; at most "
+        f"{figures.size(made.peak_bytes)} of memory, {figures.size(made.estimated_bytes)} estimated"
+    )

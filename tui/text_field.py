@@ -1,0 +1,18 @@
+"""A text of several lines that is typed or pasted."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.widgets import TextArea
+
+from localgen.chats.inert import inert
+
+
+class TextField(TextArea):
+    """Draws nothing that a terminal obeys; what is in it stays as it was pasted."""
+
+    def get_line(self, line_index: int) -> Text:
+        """As it is drawn."""
+        line = super().get_line(line_index)
+        line.plain = inert(line.plain)
+        return line
