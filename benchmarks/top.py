@@ -6,20 +6,11 @@ python -m benchmarks.top [--seconds 20] [--quick]
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import multiprocessing
-import os
-import pty
-import re
-import select
-import signal
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,21 +19,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import localgen
 from benchmarks.measure import ModelLine, Report
+from benchmarks.terminal import Screen
 from localgen.backends.readings import EndedRequest, MachineUse, ReadCost
 from localgen.backends.types import EngineStats, Phases, SequenceStats, SpeculationStats
 from localgen.config import Settings
-from localgen.interpreter import python_command, python_environment
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = ((120, 40), (200, 60))
 TOKENS_PER_S, SESSIONS, ENDED = 1000, 8, 50
 _PERIOD_S = 0.25
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-_ESCAPES = re.compile(rb"\x1b(?:\[[0-9;?<>=]*[a-zA-Z$]|[()=>].?)")
 # what is measured on the way to a steady state does not count
 _SETTLE_S = 5.0
 _ROUNDS = 5
@@ -157,44 +145,6 @@ def _scripted(*, busy: bool) -> Iterator[Settings]:
             server.join()
 
 
-class Screen:
-    """`localgen top` on a pseudo-terminal."""
-
-    def __init__(self, settings: Settings, columns: int, rows: int) -> None:
-        self._fd, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self.started_s = time.monotonic()
-        self._process = subprocess.Popen(
-            python_command("localgen.cli.main", "top"),
-            env=python_environment() | settings.environment() | {"TERM": "xterm-256color"},
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self.usage = psutil.Process(self._process.pid)
-        self.received = 0
-
-    def read(self, until_s: float, wanted: bytes | None = None) -> float | None:
-        """Read what is painted; the moment at which `wanted` was, None: it was not."""
-        seen = b""
-        while (left_s := until_s - time.monotonic()) > 0:
-            if not select.select([self._fd], [], [], left_s)[0]:
-                break
-            received = os.read(self._fd, 1 << 16)
-            self.received += len(received)
-            seen = (seen + _ESCAPES.sub(b"", received))[-20_000:]
-            if wanted is not None and wanted in seen:
-                return time.monotonic()
-        return None
-
-    def press(self, key: bytes) -> None:
-        os.write(self._fd, key)
-
-    def close(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        os.close(self._fd)
-
-
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Of one round. cpu: share of a core. written_per_s: bytes to the terminal."""
@@ -207,7 +157,7 @@ class Figures:
 
 
 def _round(settings: Settings, size: tuple[int, int], seconds: float, *, keys: int) -> Figures:
-    screen = Screen(settings, *size)
+    screen = Screen(settings, size, "top")
     try:
         painted_s = screen.read(screen.started_s + 30, b"Requests")
         assert painted_s is not None, "nothing was painted"

@@ -1,5 +1,5 @@
-"""Makes docs/chat.svg, tui.svg and top.svg from the real programs: `python docs/screenshot.py
-[NAME…]`. Needs tmux."""
+"""Makes docs/chat.svg, tui.svg, top.svg and quantize.svg from the real programs:
+`python docs/screenshot.py [NAME…]`. Needs tmux, and for quantize what quantizing needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTIONS = (
     "Tell me a story.",
 )
 LONG = "Tell me a very long story about a fox, a bear and the sea."
-WAIT_S = 30.0
+WAIT_S, RUN_S, STOP_S = 30.0, 600.0, 5.0
 
 
 def tmux(*arguments: str) -> str:
@@ -45,22 +45,23 @@ class Screen:
         return f"screen-{self.name}"
 
     def run(self, folder: str, *arguments: str) -> None:
-        """Start localgen in it. folder: for its server and its state."""
+        """Start localgen in it. folder: for its server and its state, and to work in."""
         places = [f"{name}={folder}" for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME")]
+        places.append(f"PYTHONPATH={Path(__file__).parents[1]}")
         environment = [word for place in places for word in ("-e", place)]
         tmux(
             *("new-session", "-d", "-s", self.session),
             *("-x", str(self.columns), "-y", str(self.rows)),
-            *(*environment, "-e", "COLORTERM=truecolor"),
+            *(*environment, "-e", "COLORTERM=truecolor", "-c", folder),
             " ".join([LOCALGEN, *arguments]),
         )
 
     def type(self, *keys: str) -> None:
         tmux("send-keys", "-t", self.session, *keys)
 
-    def shows(self, of: Callable[[str], bool]) -> None:
+    def shows(self, of: Callable[[str], bool], *, wait_s: float = WAIT_S) -> None:
         """Wait until the screen is so. TimeoutError."""
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + wait_s
         while not of(tmux("capture-pane", "-p", "-t", self.session)):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{self.name} does not show what it should")
@@ -123,7 +124,19 @@ def top(folder: str) -> None:
     screen.draw()
 
 
-SCENES = {"chat": chat, "tui": tui, "top": top}
+def quantize(folder: str) -> None:
+    """The built-in model to its verdict."""
+    screen = Screen("quantize", 120, 36)
+    screen.run(folder, "tui")
+    screen.shows(lambda text: "Type below" in text)
+    screen.type("F10")
+    screen.shows(lambda text: "suits this machine" in text)
+    screen.type("C-r")
+    screen.shows(lambda text: "KL" in text, wait_s=RUN_S)
+    screen.draw()
+
+
+SCENES = {"chat": chat, "tui": tui, "top": top, "quantize": quantize}
 
 
 def main() -> None:
@@ -133,6 +146,9 @@ def main() -> None:
         try:
             SCENES[name](folder)
         finally:
+            # the server outlives the terminals
+            Screen("end", 80, 24).run(folder, "stop")
+            time.sleep(STOP_S)
             subprocess.run(["tmux", "-L", "localgen-screenshot", "kill-server"], check=False)
             shutil.rmtree(folder, ignore_errors=True)
 
