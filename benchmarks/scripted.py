@@ -62,12 +62,6 @@ class Counted(Watched):
         self._proposed: dict[Sequence, list[int]] = {}
         self.right = self.wrong = 0
 
-    @property
-    def acceptance(self) -> float:
-        """Share of the drafts that were right, of those that had only right ones before them."""
-        tried = self.right + self.wrong
-        return self.right / tried if tried else 0.0
-
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         proposals = super().propose(wanted)
         self._proposed = {
@@ -82,6 +76,14 @@ class Counted(Watched):
                 break
             self.right += 1
         super().learn(seq, came)
+
+
+def acceptance(counted: Seq[Counted]) -> float:
+    """Share of all their drafts that were right, of those that had only right ones before them; 0:
+    there were none."""
+    right = sum(one.right for one in counted)
+    tried = right + sum(one.wrong for one in counted)
+    return right / tried if tried else 0.0
 
 
 class Insisting(Watched):

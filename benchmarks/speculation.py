@@ -20,7 +20,7 @@ from benchmarks import replay, step_curve
 from benchmarks.answers import Answer
 from benchmarks.measure import RATE, Report
 from benchmarks.pairs import BACKENDS, Pair, load_pair
-from benchmarks.scripted import SAID, SCRIPTED, Counted, Insisting, Scripted
+from benchmarks.scripted import SAID, SCRIPTED, Counted, Insisting, Scripted, acceptance
 from benchmarks.session import GREEDY, Session
 from benchmarks.step_curve import Curve
 from localgen.backends.engine.drafts.drafter import Drafter
@@ -129,16 +129,18 @@ class Bench:
         rounds = self.plan.curve_rounds
         return step_curve.measure(runner, self.pair.vocab, context=context, rounds=rounds)
 
-    def compare(self, case: Case, insisted: Seq[int] = ()) -> Counted | None:
-        """Rates of all sides, in turn. The first answers, from which drafters learn, are not
-        measured. insisted: numbers of drafts that are made in every step, on sides of their own."""
+    def compare(self, case: Case, insisted: Seq[int] = ()) -> float:
+        """Rates of all sides, in turn; the share of drafts that were right. The first answers, from
+        which drafters learn, are not measured. insisted: numbers of drafts that are made in every
+        step, on sides of their own: these try so many more that they alone count."""
         print(case.name, file=sys.stderr, flush=True)
         make = case.drafter
-        counted = Counted(make()) if make else None
-        sides = {PLAIN: self._session([]), case.other: self._session([counted] if counted else [])}
+        drafters = [Counted(make())] if make else []
+        sides = {PLAIN: self._session([]), case.other: self._session(drafters)}
         if make:
             for drafts in insisted:
-                sides[f"{drafts} drafts"] = self._session([Insisting(make(), drafts)])
+                drafters.append(Counted(Insisting(make(), drafts)))
+                sides[f"{drafts} drafts"] = self._session(drafters[-1:])
         rates: dict[str, list[float]] = {side: [] for side in sides}
         same, a_step = [], []
         for prompt, answer in case.texts:
@@ -160,11 +162,13 @@ class Bench:
         for side, values in rates.items():
             self.report.add(case.name, side, RATE, values)
         self.report.add(case.name, "same text", "of the answers", same)
-        if counted:
-            self.report.add(case.name, "acceptance", "", [counted.acceptance])
-            self.report.add(case.name, "tokens a step", "", a_step)
-            self.report.add(case.name, "speed-up as the engine has it", "", [told.speedup])
-        return counted
+        if not drafters:
+            return 0.0
+        alpha = acceptance(drafters[1:] or drafters)
+        self.report.add(case.name, "acceptance", "", [alpha])
+        self.report.add(case.name, "tokens a step", "", a_step)
+        self.report.add(case.name, "speed-up as the engine has it", "", [told.speedup])
+        return alpha
 
     def _ask(self, session: Session, case: Case, times: int) -> list[Seq[Answer]]:
         prompts = [prompt for prompt, _ in case.texts]
@@ -285,10 +289,9 @@ def _real(bench: Bench, curve: Curve, encode: Callable[[str], list[int]]) -> Non
             bench.plan.alone,
             bench.plan.rounds,
         )
-        counted = bench.compare(case, bench.insisted)
-        assert counted
-        drafts, most = step_curve.best(curve, counted.acceptance, bench.draft_ms)
-        bench.expected(case, counted.acceptance, drafts)
+        alpha = bench.compare(case, bench.insisted)
+        drafts, most = step_curve.best(curve, alpha, bench.draft_ms)
+        bench.expected(case, alpha, drafts)
         bench.reached(case, drafts, most)
         bench.of_fixed(case, bench.insisted)
 

@@ -77,13 +77,40 @@ def noisy(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -
         if reply.tokens == reference.tokens:
             assert reply.text == reference.text
             continue
-        pairs = zip(reply.tokens, reference.tokens, strict=False)
-        at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        at = _parting(reply, reference)
         best, second = reference.logprobs[at].top
         assert best.logprob - second.logprob < noise, (reply.text, reference.text)
         assert reply.tokens[at] in (best.token_id, second.token_id)
         count += 1
     return count
+
+
+def moved(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -> int:
+    """Number of drawn answers that differ; asserts that each could: where they part, both were
+    drawn from the same probabilities, within `noise`. How many a machine's rounding moves over the
+    border between two tokens is known only roughly; drawing anew would move nearly all."""
+    count = 0
+    for reply, reference in zip(replies, references, strict=True):
+        if reply.tokens == reference.tokens:
+            assert reply.text == reference.text
+            continue
+        count += 1
+        at = _parting(reply, reference)
+        if at < min(len(reply.tokens), len(reference.tokens)):  # none of the two ended there
+            ours, theirs = (
+                {t.token_id: t.logprob for t in r.logprobs[at].top} for r in (reply, reference)
+            )
+            for token in ours.keys() & theirs.keys():
+                assert abs(ours[token] - theirs[token]) < noise, (reply.text, reference.text)
+            assert ours.keys() & theirs.keys()
+    return count
+
+
+def _parting(one: Reply, other: Reply) -> int:
+    """The first position that differs."""
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    both = min(len(one.tokens), len(other.tokens))
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), both)
 
 
 class LoadedBench:

@@ -9,7 +9,7 @@ import pytest
 from drafting import RIGHT, WRONG, Guesser, decoding
 
 from benchmarks import replay, speculation, step_curve
-from benchmarks.scripted import Counted, Insisting
+from benchmarks.scripted import Counted, Insisting, acceptance
 
 FLAT = dict.fromkeys(range(1, 65), 10.0)
 STEEP = {size: 10.0 * size for size in range(1, 65)}
@@ -47,7 +47,9 @@ def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
     counted.propose([(seq, 2)])
     counted.learn(seq, [RIGHT, RIGHT, RIGHT])
     assert (counted.right, counted.wrong) == (4, 1)
-    assert counted.acceptance == 0.8
+    assert acceptance([counted]) == 0.8
+    assert acceptance([counted, Counted(guesser)]) == 0.8
+    assert acceptance([]) == 0.0
 
 
 def test_drafts_that_are_made_whatever_is_expected() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from drafting import always_draft
-from models import Reply, noisy, questions
+from models import Reply, moved, noisy, questions
 from test_cuda_runner import TINY, CudaBench
 from test_llamacpp_drafts import COPY, GREEDY, SETTINGS
 
@@ -75,9 +75,8 @@ def test_the_same_answers(bench: CudaBench, plain: dict[str, list[Reply]], name:
     replies = bench.ask(CHATS, OURS[name])
     if OURS[name].temperature == 0:
         assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
-    else:  # rounding moves a draw that falls on the border between two tokens
-        same = sum(a.tokens == b.tokens for a, b in zip(replies, plain[name], strict=True))
-        assert same >= len(replies) - MAX_NOISY
+    else:
+        assert moved(replies, plain[name], NOISE) <= MAX_NOISY
     assert bench.stats.speculation.draft_tokens_total > 0
     for reply in replies:
         assert reply.finished.seed is not None

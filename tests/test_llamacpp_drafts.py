@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from drafting import DRAFTS, always_draft
-from models import TINY_GGUF, Bench, Reply, noisy, questions
+from models import TINY_GGUF, Bench, Reply, moved, noisy, questions
 
 from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.model import ModelDrafter
@@ -20,6 +20,7 @@ from localgen.backends.types import Message, SamplingParams
 
 # as in test_llamacpp_runner
 NOISE, MAX_NOISY = 0.02, 2
+MAX_MOVED = 8  # of 25
 CHATS = questions(24)
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=2)
 COPY = [
@@ -94,9 +95,8 @@ def test_the_same_answers(bench: Bench, plain: dict[str, list[Reply]], name: str
     replies = bench.ask([*CHATS, *COPY], SETTINGS[name])
     if SETTINGS[name].temperature == 0:
         assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
-    else:  # rounding moves a draw that falls on the border between two tokens
-        same = sum(a.tokens == b.tokens for a, b in zip(replies, plain[name], strict=True))
-        assert same >= len(replies) - MAX_NOISY
+    else:
+        assert moved(replies, plain[name], NOISE) <= MAX_MOVED
     told = bench.stats.speculation
     assert told.draft_tokens_total > 0
     timings = [reply.finished.timings for reply in replies]

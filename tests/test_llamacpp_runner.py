@@ -15,7 +15,7 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 import psutil
 import pytest
-from models import TINY_GGUF, Bench, Reply, noisy, questions
+from models import TINY_GGUF, Bench, Reply, moved, noisy, questions
 
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence as EngineSequence
@@ -27,6 +27,7 @@ from localgen.backends.types import Finished, Message, SamplingParams
 # logits of this model are of order 10; f16 KV and float32 sums leave differences of 1e-3
 NOISE = 0.02
 MAX_NOISY = 2  # of 40 answers
+MAX_MOVED = 5  # of 16 drawn ones
 
 GREEDY = SamplingParams(temperature=0, max_tokens=100, logprobs=2)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=80, logprobs=2, seed=7, ignore_eos=True)
@@ -126,9 +127,7 @@ def test_sampled_text_depends_on_the_seed_alone(bench: Bench) -> None:
     small = squeezed()
     for other in (bench, small):
         replies = other.ask(CHATS[:16], SAMPLED)
-        same = sum(a.tokens == b.tokens for a, b in zip(references, replies, strict=True))
-        # rounding can move a draw that falls on the border between two tokens
-        assert same >= len(references) - MAX_NOISY
+        assert moved(replies, references, NOISE) <= MAX_MOVED
     assert small.stats.num_preemptions_total > 0
     small.close()
     different = bench.ask(CHATS[:16], replace(SAMPLED, seed=8))

@@ -331,6 +331,27 @@ def test_a_size_that_is_not_tried_for_long_is_unknown_again() -> None:
     assert costs.curve() == []
 
 
+def test_what_rests_on_one_step_is_tried_again_before_long() -> None:
+    costs = StepCosts()
+    for size, ms in ((1, 10.0), (1, 10.0), (1, 10.0), (4, 14.0), (4, 14.0), (4, 14.0), (8, 900.0)):
+        costs.observe(size, ms)
+
+    def pass_by(steps: int, *, doubt: bool) -> None:
+        for _ in range(steps):
+            costs.pass_by(keep_smallest=True, doubt=doubt)
+
+    pass_by(48, doubt=False)
+    assert costs.ms(8) == 900.0, "there is no time for it"
+    pass_by(8, doubt=True)
+    assert [tokens for tokens, _ in costs.curve()] == [1, 4], "three steps say enough"
+    costs.observe(8, 20.0)
+    assert costs.ms(8) == 20.0, "the faster of two"
+    pass_by(48, doubt=True)
+    costs.observe(8, 22.0)
+    pass_by(96, doubt=True)
+    assert costs.ms(8) == 22.0, "the middle one of three"
+
+
 def test_one_step_that_something_else_delayed_says_nothing() -> None:
     costs = StepCosts()
     for ms in [2000.0, 10.0, 10.0, 900.0, 10.0]:

@@ -9,19 +9,26 @@ from statistics import median
 # the middle one of so many steps counts: one that something else delayed says nothing
 _KEPT = 5
 _OLD_STEPS, _LOOK_OVER = 500, 8
+# fewer steps than this are not believed for longer than that
+_SURE, _DOUBTED_STEPS = 3, 32
 
 
 class _Size:
-    """The latest steps of one size. last: when there was one."""
+    """The latest steps of one size. last: when there was one. is_doubted: whether to try it anew,
+    before anything is said of it."""
 
-    __slots__ = ("_steps", "last")
+    __slots__ = ("_steps", "is_doubted", "last")
 
     def __init__(self) -> None:
-        self.last = 0
+        self.last, self.is_doubted = 0, False
         self._steps: deque[float] = deque(maxlen=_KEPT)
 
+    @property
+    def is_sure(self) -> bool:
+        return len(self._steps) >= _SURE
+
     def add(self, ms: float, now: int) -> None:
-        self.last = now
+        self.last, self.is_doubted = now, False
         self._steps.append(ms)
 
     @property
@@ -46,38 +53,43 @@ class StepCosts:
 
     def observe(self, tokens: int, ms: float) -> None:
         """Enter a step in which all sequences were decoding."""
-        known = self._seen.get(tokens)
-        if known is None:
-            known = self._seen[tokens] = _Size()
-            known.add(ms, self._now)
-            self._sort()
+        known = self._seen.setdefault(tokens, _Size())
+        known.add(ms, self._now)
+        at = bisect_left(self._sizes, tokens)
+        if self._sizes[at : at + 1] == [tokens]:
+            self._ms[at] = known.ms
         else:
-            known.add(ms, self._now)
-            self._ms[bisect_left(self._sizes, tokens)] = known.ms
+            self._sort()
 
     def observe_prompt(self, tokens: int, ms: float) -> None:
         """Enter a step of prompt tokens alone: what many tokens take at least."""
         self._prompts.append((tokens, ms))
 
-    def pass_by(self, *, keep_smallest: bool) -> None:
+    def pass_by(self, *, keep_smallest: bool, doubt: bool = False) -> None:
         """A step of the engine goes by. What was slow long ago may not be: sizes not tried for
         long count as unknown.
 
-        keep_smallest: but for the one which all others are measured by.
+        keep_smallest: but for the one which all others are measured by. doubt: there is time to try
+        again what rests on a first step or two.
         """
         self._now += 1
         if self._now % _LOOK_OVER:
             return
-        old = [size for size, one in self._seen.items() if self._now - one.last > _OLD_STEPS]
-        if keep_smallest and old:
-            old = [size for size in old if size != self._sizes[0]]
-        for size in old:
-            del self._seen[size]
-        if old:
+        changed = False
+        for size, one in list(self._seen.items()):
+            age = self._now - one.last
+            if keep_smallest and size == self._sizes[0]:
+                continue
+            if age > _OLD_STEPS:
+                del self._seen[size]
+                changed = True
+            elif doubt and age > _DOUBTED_STEPS and not (one.is_sure or one.is_doubted):
+                one.is_doubted = changed = True
+        if changed:
             self._sort()
 
     def _sort(self) -> None:
-        self._sizes = sorted(self._seen)
+        self._sizes = sorted(size for size, one in self._seen.items() if not one.is_doubted)
         self._ms = [self._seen[size].ms for size in self._sizes]
 
     def curve(self) -> list[tuple[int, float]]:

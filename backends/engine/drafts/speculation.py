@@ -152,7 +152,7 @@ class Speculation:
             return {}
         self._is_looking = True
         started_s = self._clock()
-        self._costs.pass_by(keep_smallest=True)
+        self._costs.pass_by(keep_smallest=True, doubt=self._to_lose_ms > 0)
         if beside_prompts:
             self._reason = "prompts first: one is being read"
             picks = [Pick()] * len(seqs)
