@@ -136,7 +136,7 @@ class Bench:
         print(case.name, file=sys.stderr, flush=True)
         make = case.drafter
         drafters = [Counted(make())] if make else []
-        sides = {PLAIN: self._session([]), case.other: self._session(drafters)}
+        sides = {PLAIN: self._session([]), case.other: self._session(drafters[:])}
         if make:
             for drafts in insisted:
                 drafters.append(Counted(Insisting(make(), drafts)))
