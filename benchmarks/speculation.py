@@ -37,7 +37,7 @@ NO_ACCEPTANCE = 0.02
 STREAMS = 16
 EDITED = 1 / 40
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
-INSISTED = (1, 2, 3, 4, 7)
+INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
 PLAIN, DRAFTED, AGAIN = "plain", "drafts", "plain again"
 # an answer is computed in those places of the cache which the one before it left free: two after
 # one another have had both halves of it
@@ -258,8 +258,11 @@ def _copies(bench: Bench) -> None:
     for name, edited in (("a copy", 0.0), ("a copy with changes", EDITED)):
         text = replay.copies(size, bench.pair.vocab, edited=edited, seed=1)
         case = Case(name, NgramDrafter, GREEDY, [text], size, bench.plan.rounds)
-        bench.compare(case)
+        insisted = INSISTED_COPIES if bench.insisted else ()
+        bench.compare(case, insisted)
         bench.reached(case, *replay.best(curve, *text))
+        if insisted:
+            bench.of_fixed(case, insisted)
 
 
 def _drafted_by_model(bench: Bench, curve: Curve) -> None:

@@ -35,7 +35,7 @@ _FADE = 0.98
 # the next, up to so many
 _PROBE_DRAFTS = 4
 _PROBE_TOKENS = 1.4
-_PROBE_SHARE = 0.01
+_PROBE_SHARE = 0.0075
 _PROBE_STEPS, _PROBE_SAVED = 3, 3
 _MOST_REST, _PAYS = 64, 1.03
 # looking for drafts takes no more than this share of the time where it gains nothing, but is done
