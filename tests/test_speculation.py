@@ -239,6 +239,24 @@ class Short(Guesser):
         return super().chances(seq, min(1, most))
 
 
+def test_a_burst_of_slow_plain_steps_does_not_make_drafts_pay_for_long() -> None:
+    plain_ms = 25.0
+
+    def step_ms(tokens: int) -> float:
+        return plain_ms if tokens == 1 else 25.0 + 25.0 * (tokens - 1)
+
+    steps = Steps(Speculation([Guesser(0.9, ms=5.0, prior=0.9)], clock=still), step_ms)
+    steps.run([decoding()], 100)
+    assert sum(map(bool, steps.lengths[-50:])) < 5
+    plain_ms = 45.0
+    steps.run([decoding()], 8)
+    plain_ms = 25.0
+    steps.run([decoding()], 10)
+    assert any(steps.lengths[-10:]), "drafts seem to pay"
+    steps.run([decoding()], 200)
+    assert sum(map(bool, steps.lengths[-170:])) < 20
+
+
 def test_nothing_is_tried_that_was_not_offered() -> None:
     speculation = Speculation([Short(1.0, prior=0.6)], clock=still)
     steps = Steps(speculation, full)
@@ -333,22 +351,23 @@ def test_a_size_that_is_not_tried_for_long_is_unknown_again() -> None:
 
 def test_what_rests_on_one_step_is_tried_again_before_long() -> None:
     costs = StepCosts()
-    for size, ms in ((1, 10.0), (1, 10.0), (1, 10.0), (4, 14.0), (4, 14.0), (4, 14.0), (8, 900.0)):
+    for size, ms in [(1, 10.0)] * 3 + [(4, 14.0)] * 3 + [(8, 90.0), (16, 100.0)]:
         costs.observe(size, ms)
 
-    def pass_by(steps: int, *, doubt: bool) -> None:
+    def pass_by(steps: int, to_lose_ms: float) -> list[int]:
         for _ in range(steps):
-            costs.pass_by(keep_smallest=True, doubt=doubt)
+            costs.pass_by(keep_smallest=True, to_lose_ms=to_lose_ms)
+        return [tokens for tokens, _ in costs.curve()]
 
-    pass_by(48, doubt=False)
-    assert costs.ms(8) == 900.0, "there is no time for it"
-    pass_by(8, doubt=True)
-    assert [tokens for tokens, _ in costs.curve()] == [1, 4], "three steps say enough"
+    assert pass_by(48, 79.0) == [1, 4, 8, 16], "there is no time for any"
+    assert pass_by(8, 85.0) == [1, 4, 16], "three steps say enough, and the largest is too dear"
     costs.observe(8, 20.0)
     assert costs.ms(8) == 20.0, "the faster of two"
-    pass_by(48, doubt=True)
+    assert pass_by(8, 500.0) == [1, 4, 8], "one after the other"
+    assert pass_by(40, 500.0) == [1, 4, 8, 16], "nobody wanted to try it"
+    assert pass_by(8, 500.0) == [1, 4, 16]
     costs.observe(8, 22.0)
-    pass_by(96, doubt=True)
+    assert pass_by(96, 5.0) == [1, 4, 8, 16]
     assert costs.ms(8) == 22.0, "the middle one of three"
 
 

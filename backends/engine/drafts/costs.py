@@ -9,18 +9,18 @@ from statistics import median
 # the middle one of so many steps counts: one that something else delayed says nothing
 _KEPT = 5
 _OLD_STEPS, _LOOK_OVER = 500, 8
-# fewer steps than this are not believed for longer than that
+# fewer steps than this are not believed for longer than that, one size at a time
 _SURE, _DOUBTED_STEPS = 3, 32
 
 
 class _Size:
-    """The latest steps of one size. last: when there was one. is_doubted: whether to try it anew,
-    before anything is said of it."""
+    """The latest steps of one size. last: when there was one. is_doubted: whether it counts as
+    unknown, so that it is tried again; since when."""
 
-    __slots__ = ("_steps", "is_doubted", "last")
+    __slots__ = ("_steps", "is_doubted", "last", "since")
 
     def __init__(self) -> None:
-        self.last, self.is_doubted = 0, False
+        self.last, self.since, self.is_doubted = 0, 0, False
         self._steps: deque[float] = deque(maxlen=_KEPT)
 
     @property
@@ -65,28 +65,48 @@ class StepCosts:
         """Enter a step of prompt tokens alone: what many tokens take at least."""
         self._prompts.append((tokens, ms))
 
-    def pass_by(self, *, keep_smallest: bool, doubt: bool = False) -> None:
+    def pass_by(self, *, keep_smallest: bool, to_lose_ms: float = 0.0) -> None:
         """A step of the engine goes by. What was slow long ago may not be: sizes not tried for
         long count as unknown.
 
-        keep_smallest: but for the one which all others are measured by. doubt: there is time to try
-        again what rests on a first step or two.
+        keep_smallest: but for the one which all others are measured by. to_lose_ms: what another
+        try may cost of a size of which a step or two is all that is known.
         """
         self._now += 1
         if self._now % _LOOK_OVER:
             return
-        changed = False
-        for size, one in list(self._seen.items()):
-            age = self._now - one.last
-            if keep_smallest and size == self._sizes[0]:
-                continue
-            if age > _OLD_STEPS:
-                del self._seen[size]
-                changed = True
-            elif doubt and age > _DOUBTED_STEPS and not (one.is_sure or one.is_doubted):
-                one.is_doubted = changed = True
-        if changed:
+        kept = self._sizes[:1] if keep_smallest else []
+        old = [
+            size
+            for size, one in self._seen.items()
+            if self._now - one.last > _OLD_STEPS and size not in kept
+        ]
+        for size in old:
+            del self._seen[size]
+        if self._doubt(kept, to_lose_ms) or old:
             self._sort()
+
+    def _doubt(self, kept: list[int], to_lose_ms: float) -> bool:
+        """Doubt one size, or that one no longer if nobody has wanted it; whether one of these."""
+        doubted = next((one for one in self._seen.values() if one.is_doubted), None)
+        if doubted is not None:
+            if self._now - doubted.since <= _DOUBTED_STEPS:
+                return False
+            doubted.is_doubted, doubted.last = False, self._now
+            return True
+        unsure = [
+            one
+            for size, one in self._seen.items()
+            if not one.is_sure
+            and size not in kept
+            and self._now - one.last > _DOUBTED_STEPS
+            and one.ms - self._ms[0] <= to_lose_ms
+        ]
+        if not unsure:
+            return False
+        longest = min(unsure, key=lambda one: one.last)
+        longest.is_doubted, longest.since = True, self._now
+        return True
 
     def _sort(self) -> None:
         self._sizes = sorted(size for size, one in self._seen.items() if not one.is_doubted)

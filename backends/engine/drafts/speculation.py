@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,6 +12,7 @@ from localgen.backends.engine.drafts.choice import Offer, Pick, choose
 from localgen.backends.engine.drafts.costs import StepCosts
 from localgen.backends.engine.drafts.drafter import Drafter, Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.drafts.record import Drafting, Own, Recent
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import SpeculationStats
@@ -26,9 +25,11 @@ _LEAST_OFFER = 1.05
 _LEAP = 2
 # so much of a step's time goes to reading what is new to a draft model
 _CATCH_UP_SHARE = 0.25
-# a plain step now and then shows what plain steps take by now
-_PLAIN_EVERY = 128
-_FADE = 0.98
+# a plain step now and then shows what plain steps take by now, for this share of the time, but
+# every so many steps, at most and at least; one that took less than this of what was believed is
+# followed by others, until it is believed
+_PLAIN_SHARE, _PLAIN_EVERY = 0.01, (16, 64)
+_AS_BELIEVED = 0.9
 # what seems not to pay is tried now and then, if it would where drafts cost nothing: with up to so
 # many drafts, for this share of the time and for what drafts gained; that is so many plain steps at
 # first, and saved up to so many times as many; each try that did not pay doubles the steps until
@@ -44,66 +45,12 @@ _LOOK_SHARE = 0.01
 _LOOK_EVERY = 16
 
 
-@dataclass(slots=True)
-class _Recent:
-    """Sums over recent steps, old ones fading.
-
-    plain_ms: what plain steps would have taken for the same tokens.
-    """
-
-    steps: float = 0.0
-    drafting: float = 0.0
-    sequences: float = 0.0
-    tokens: float = 0.0
-    ms: float = 0.0
-    plain_ms: float = 0.0
-
-    def add(
-        self, *, drafting: bool, sequences: int, tokens: int, ms: float, plain_ms: float
-    ) -> None:
-        """Enter a step."""
-        self.steps = _FADE * self.steps + 1
-        self.drafting = _FADE * self.drafting + drafting
-        self.sequences = _FADE * self.sequences + sequences
-        self.tokens = _FADE * self.tokens + tokens
-        self.ms = _FADE * self.ms + ms
-        self.plain_ms = _FADE * self.plain_ms + plain_ms
-
-
-@dataclass(slots=True)
-class _Own:
-    """What one sequence has had of it: its steps, and those with drafts for it.
-
-    ms: of steps in which all were decoding; plain_ms: of plain ones for the same tokens. by: tokens
-    that each drafter proposed.
-    """
-
-    steps: int = 0
-    drafted: int = 0
-    ms: float = 0.0
-    plain_ms: float = 0.0
-    by: Counter[str] = field(default_factory=Counter)
-
-
 class _Decoded(NamedTuple):
     """One sequence's part in a step: what it got, and drafts for it."""
 
-    own: _Own
+    own: Own
     tokens: int
     drafts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """As Timings has it of one request."""
-
-    steps: int = 0
-    speedup: float = 0.0
-    reason: str = ""
-    by: tuple[str, ...] = ()
-
-
-NO_DRAFTS = Drafting()
 
 
 class Speculation:
@@ -125,15 +72,16 @@ class Speculation:
         self._drafters, self._most, self._clock = drafters, most, clock
         self._looks_ahead = looks_ahead
         self._costs = StepCosts()
-        self._recent = _Recent()
+        self._recent = Recent()
         self._since_plain = 0
+        self._is_plain_believed = True
         self._is_probing = False
         self._rest, self._resting = 1, 0  # steps between tries, and until the next
         self._to_lose_ms = 0.0
         self._to_look_ms = 0.0
         self._is_looking = False
         self._known: set[Sequence] = set()
-        self._own: WeakKeyDictionary[Sequence, _Own] = WeakKeyDictionary()
+        self._own: WeakKeyDictionary[Sequence, Own] = WeakKeyDictionary()
         self._reason = "" if drafters else why_none
         self._propose_ms = self._look_ms = 0.0  # what proposing, looking for the next step took
         self._steps = self._drafted = self._accepted = 0
@@ -152,7 +100,7 @@ class Speculation:
             return {}
         self._is_looking = True
         started_s = self._clock()
-        self._costs.pass_by(keep_smallest=True, doubt=self._to_lose_ms > 0)
+        self._costs.pass_by(keep_smallest=True, to_lose_ms=self._to_lose_ms)
         if beside_prompts:
             self._reason = "prompts first: one is being read"
             picks = [Pick()] * len(seqs)
@@ -194,7 +142,7 @@ class Speculation:
             return none
         most = min(outputs, _LEAP * self._costs.largest) - len(seqs)
         # what plain steps of so few take must be known
-        if most < 1 or self._costs.smallest > len(seqs) or self._since_plain >= _PLAIN_EVERY:
+        if most < 1 or self._costs.smallest > len(seqs) or self._is_time_for_plain:
             return none
         offers = [self._offers(seq, min(most, self._most)) for seq in seqs]
         if not any(offers):
@@ -205,6 +153,12 @@ class Speculation:
             return picks
         self._reason = "too dear: drafts would cost more than they save"
         return self._probe(offers, most)
+
+    @property
+    def _is_time_for_plain(self) -> bool:
+        least, most = _PLAIN_EVERY
+        every = (1 - 1 / max(1.0, self._recent.speedup)) / _PLAIN_SHARE
+        return not self._is_plain_believed or self._since_plain >= max(least, min(every, most))
 
     def _probe(self, offers: Seq[Seq[Offer]], most: int) -> list[Pick]:
         """Try all the same what is most likely to pay, if there is time to lose and something to
@@ -309,8 +263,10 @@ class Speculation:
         in_vain = self._looks_ahead and drafted and not self._since_plain
         own_ms = step_ms - self._step_ms(sequences) if in_vain else step_ms
         self._costs.observe(sequences + drafted, max(own_ms, step_ms / 2))
-        self._since_plain = self._since_plain + 1 if drafted else 0
         ms, plain_step_ms = step_ms + self._propose_ms, self._step_ms(sequences)
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        if not drafted:
+            self._is_plain_believed = step_ms >= _AS_BELIEVED * plain_step_ms
         plain_ms = tokens / sequences * plain_step_ms if drafted else step_ms
         for one in decoding:
             one.own.ms += ms
@@ -329,10 +285,10 @@ class Speculation:
             drafting=bool(drafted), sequences=sequences, tokens=tokens, ms=ms, plain_ms=plain_ms
         )
 
-    def _own_of(self, seq: Sequence) -> _Own:
+    def _own_of(self, seq: Sequence) -> Own:
         own = self._own.get(seq)
         if own is None:
-            own = self._own[seq] = _Own()
+            own = self._own[seq] = Own()
         return own
 
     def _forget_others(self, seqs: Seq[Sequence]) -> None:
@@ -369,7 +325,7 @@ class Speculation:
             share=share,
             reason="" if share >= 0.5 else self._reason,
             tokens_per_step=recent.tokens / recent.sequences if recent.sequences else 0.0,
-            speedup=recent.plain_ms / recent.ms if recent.ms else 0.0,
+            speedup=recent.speedup,
             drafting_steps_total=self._steps,
             draft_tokens_total=self._drafted,
             accepted_tokens_total=self._accepted,
