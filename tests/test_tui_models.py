@@ -101,6 +101,24 @@ def test_up_and_down_choose_while_a_name_is_typed(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
+def test_a_name_that_is_not_in_the_list(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "ctrl+o")
+        await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 2)
+        await pilot.press(*"oths")
+        await tui.until(lambda: "Enter looks for oths" in tui.screen_text())
+        await pilot.press("backspace")
+        await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 1)
+        assert "Enter looks for" not in tui.screen_text()
+        await pilot.press("s", "enter")
+        await tui.until(lambda: "no model 'oths' here" in tui.screen_text())
+        await pilot.press("backspace")
+        await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 1)
+        assert "no model 'oths' here" in tui.screen_text()
+
+    play(Tui(tmp_path), scene)
+
+
 FAULT = "other.gguf is damaged: \x1b[31m[red]tensor 3[/] ends after the file does"
 
 

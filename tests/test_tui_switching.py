@@ -75,6 +75,39 @@ def test_what_is_typed_stays_where_no_session_comes(
     play(Tui(tmp_path), scene)
 
 
+def test_two_steps_at_once_go_two_sessions_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is on its way still, and comes last: it is not to be shown."""
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        for number in range(3):
+            tui.store.create(Kept(0, name=f"session {number}", conversation=Conversation(None, ())))
+        await tui.app.acts.do(tui.desk.reload)
+        ids = [listed.id for listed in tui.desk.listed]
+        at = ids.index(tui.opened.id)
+        passed, wanted = ids[(at + 1) % len(ids)], ids[(at + 2) % len(ids)]
+        gate, get = threading.Event(), tui.desk.get
+        got = []
+
+        def slow(session: int) -> OpenSession:
+            if session == passed:
+                gate.wait(60)
+            got.append(session)
+            return get(session)
+
+        monkeypatch.setattr(tui.desk, "get", slow)
+        await pilot.press("ctrl+down", "ctrl+down")
+        await tui.until(lambda: tui.opened.id == wanted)
+        gate.set()
+        await tui.until(lambda: len(got) == 2)
+        await tui.settled(pilot)
+        assert got == [wanted, passed]
+        assert tui.opened.id == wanted
+
+    play(Tui(tmp_path), scene)
+
+
 @pytest.mark.parametrize("way", ["hit", "ctrl+home"])
 def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str) -> None:
     gates = [threading.Event(), threading.Event(), threading.Event()]

@@ -40,6 +40,8 @@ class Acts:
         self.models: list[str] = []
         self._main, self._desk, self._tell = main, desk, tell
         self._ways_back: list[Callable[[], Awaitable[object]]] = []
+        self._bound_for: int | None = None  # the session that is being opened
+        self._shows = 0
 
     @property
     def opened(self) -> OpenSession:
@@ -57,20 +59,29 @@ class Acts:
         return True
 
     async def show(self, get: Callable[[], OpenSession]) -> bool:
-        """Go to the session that is got in a thread; whether there is one."""
+        """Go to the session that is got in a thread; whether it was gone to: it was there, and no
+        other has been asked for since."""
         self._main.turn_away()
+        self._shows += 1
+        number = self._shows
         try:
             opened = await asyncio.to_thread(get)
         except LocalgenError as error:
             self._tell(error.message, fault=True)
-            await self._main.turn_back()
+            if number == self._shows:
+                await self._main.turn_back()
+            return False
+        if number != self._shows:
             return False
         await self._main.show(opened)
         return True
 
     async def open(self, session: int) -> None:
         self._main.tell("")
+        self._bound_for = session
         await self.show(lambda: self._desk.get(session))
+        if self._bound_for == session:
+            self._bound_for = None
 
     async def new(self) -> None:
         if await self.show(self._desk.first):
@@ -79,8 +90,9 @@ class Acts:
     async def step(self, by: int) -> None:
         """The next session of the list, or the one before."""
         ids = [listed.id for listed in self._desk.listed]
-        if self.opened.id in ids and len(ids) > 1:
-            await self.open(ids[(ids.index(self.opened.id) + by) % len(ids)])
+        start = self.opened.id if self._bound_for is None else self._bound_for
+        if start in ids and len(ids) > 1:
+            await self.open(ids[(ids.index(start) + by) % len(ids)])
 
     async def switch(self, name: str) -> None:
         """To a session by its name; without one, to the list."""

@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, HorizontalScroll, Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Button, Footer, Static, TextArea
+from textual.widgets import Button, Static, TextArea
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.types import SamplingParams
@@ -23,6 +23,7 @@ from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.transcript import READING, Transcript
 from localgen.tui.chat.variants import Variant, variants
 from localgen.tui.dialog import Dialog
+from localgen.tui.footer import Keys
 from localgen.tui.text_field import TextField
 
 
@@ -157,7 +158,7 @@ class CompareScreen(Screen[None]):
             for opened, label in self._opened:
                 yield Column(opened, label)
         yield Prompt(lambda text: [])
-        yield Footer(compact=True)
+        yield Keys(compact=True)
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)

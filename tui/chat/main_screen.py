@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.reactive import reactive
 from textual.screen import Screen
-from textual.widgets import Footer, Static, TextArea
+from textual.widgets import Static, TextArea
 
 from localgen.chats import commands, report
 from localgen.chats.inert import one_line
@@ -25,6 +25,7 @@ from localgen.tui.chat.settings import SettingsPanel
 from localgen.tui.chat.slash import Names, completions, suggestions
 from localgen.tui.chat.transcript import READING, Transcript
 from localgen.tui.dialog import Sheet
+from localgen.tui.footer import Keys
 from localgen.tui.gauges.drawing import spread
 from localgen.tui.gauges.panel import Gauges
 from localgen.tui.notice import Notice
@@ -115,7 +116,7 @@ class MainScreen(Screen[None]):
                 yield Prompt(lambda text: completions(text, self._names))
             yield Gauges()
             yield SettingsPanel()
-        yield Footer(compact=True)
+        yield Keys(compact=True)
 
     def on_mount(self) -> None:
         self.query_one(Prompt).focus()

@@ -22,7 +22,7 @@ from localgen.client import ModelCard
 from localgen.client.pulling import Offer
 from localgen.tui.picker import Picker, has_words, named_row
 
-_LOOKING = "looking"
+_LOOKING, _NONE_SO = "looking", "None of the list is called so."
 
 
 class Cancelled(Exception):
@@ -217,6 +217,9 @@ class ModelPicker(Picker[str]):
             choice for choice in self._choices if has_words(f"{choice.name} {choice.about}", typed)
         ]
         self.show(((choice.name, self._drawn(choice)) for choice in found), self._current)
+        told = str(self.query_one("#told", Static).content)
+        if self._choices and (not told or told.startswith(_NONE_SO)):
+            self._tell("" if found else f"{_NONE_SO} Enter looks for {one_line(typed.strip())}")
 
     def _drawn(self, choice: Choice) -> Content:
         style = "bold" if choice.is_here else "dim"

@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Button, Footer, Static
+from textual.widgets import Button, Static
 
 from localgen.backends.errors import LocalgenError
 from localgen.chats.inert import one_line
@@ -22,6 +22,7 @@ from localgen.quantizing.choice import Choice, option
 from localgen.quantizing.originals import originals
 from localgen.tui import figures
 from localgen.tui.confirm import Confirm
+from localgen.tui.footer import Keys
 from localgen.tui.quantize.estimate import EstimatePanel, Reckoning, with_event
 from localgen.tui.quantize.form import Form, Opener
 from localgen.tui.quantize.name_picker import NamePicker
@@ -100,7 +101,7 @@ class QuantizeScreen(Screen[str | None]):
             yield self._run
             yield self._stop
             yield self._talk
-        yield Footer(compact=True)
+        yield Keys(compact=True)
 
     def on_mount(self) -> None:
         self._is_whole = True

@@ -8,8 +8,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
+from localgen.tui.footer import Keys
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.drafts import DraftsGauge
 from localgen.tui.gauges.latency import LatencyGauge
@@ -79,7 +80,7 @@ class Dashboard(Screen[None]):
             box.border_title = "Requests"
             yield RequestTable()
             yield Static(_NO_REQUESTS, id="empty", markup=False)
-        yield Footer()
+        yield Keys()
 
     def on_mount(self) -> None:
         """Follow what the application reads."""

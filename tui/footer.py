@@ -1,0 +1,43 @@
+"""The keys that matter, at the bottom of a screen."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+from textual import events
+from textual.app import ComposeResult
+from textual.widgets import Footer
+from textual.widgets._footer import FooterKey
+
+_PALETTE = "-command-palette"
+
+
+class Keys(Footer):
+    """Textual's footer, with as many keys as there is room for: none is cut.
+
+    The palette, at the right, has all of them.
+    """
+
+    def compose(self) -> ComposeResult:
+        keys = [key for key in super().compose() if isinstance(key, FooterKey)]
+        fixed = [key for key in keys if key.has_class(_PALETTE)]
+        # a border stands before it, a space between its texts and one behind it
+        left = self.app.size.width - sum(_texts(key) + 3 for key in fixed)
+        for key in keys:
+            columns = self._columns(key)
+            # the space behind it may be the border's
+            if key not in fixed and columns - 1 <= left:
+                left -= columns
+                yield key
+        yield from fixed
+
+    def on_resize(self, event: events.Resize) -> None:
+        if self.query(FooterKey):
+            self.call_after_refresh(self.recompose)
+
+    def _columns(self, key: FooterKey) -> int:
+        """As wide as its two texts and what stands between and behind them."""
+        return _texts(key) + (2 if self.compact else 3)
+
+
+def _texts(key: FooterKey) -> int:
+    return cell_len(key.key_display) + cell_len(key.description)
