@@ -364,7 +364,7 @@ def test_what_rests_on_one_step_is_tried_again_before_long() -> None:
     costs.observe(8, 20.0)
     assert costs.ms(8) == 20.0, "the faster of two"
     assert pass_by(8, 500.0) == [1, 4, 8], "one after the other"
-    assert pass_by(40, 500.0) == [1, 4, 8, 16], "nobody wanted to try it"
+    assert pass_by(24, 500.0) == [1, 4, 8, 16], "nobody wanted to try it"
     assert pass_by(8, 500.0) == [1, 4, 16]
     costs.observe(8, 22.0)
     assert pass_by(96, 5.0) == [1, 4, 8, 16]

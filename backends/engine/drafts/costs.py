@@ -10,7 +10,7 @@ from statistics import median
 _KEPT = 5
 _OLD_STEPS, _LOOK_OVER = 500, 8
 # fewer steps than this are not believed for longer than that, one size at a time
-_SURE, _DOUBTED_STEPS = 3, 32
+_SURE, _DOUBTED_STEPS = 3, 16
 
 
 class _Size:
@@ -70,7 +70,8 @@ class StepCosts:
         long count as unknown.
 
         keep_smallest: but for the one which all others are measured by. to_lose_ms: what another
-        try may cost of a size of which a step or two is all that is known.
+        try may take, beyond a step of that one, of a size of which a step or two is all that is
+        known.
         """
         self._now += 1
         if self._now % _LOOK_OVER:

@@ -38,6 +38,8 @@ _PROBE_DRAFTS = 4
 _PROBE_TOKENS = 1.4
 _PROBE_SHARE = 0.0075
 _PROBE_STEPS, _PROBE_SAVED = 3, 3
+# as much of what a step takes longer is lost where it is worth a try: some of its tokens are right
+_RISKED = 0.25
 _MOST_REST, _PAYS = 64, 1.03
 # looking for drafts takes no more than this share of the time where it gains nothing, but is done
 # every so many steps at least
@@ -100,7 +102,7 @@ class Speculation:
             return {}
         self._is_looking = True
         started_s = self._clock()
-        self._costs.pass_by(keep_smallest=True, to_lose_ms=self._to_lose_ms)
+        self._costs.pass_by(keep_smallest=True, to_lose_ms=self._to_lose_ms / _RISKED)
         if beside_prompts:
             self._reason = "prompts first: one is being read"
             picks = [Pick()] * len(seqs)
