@@ -31,7 +31,7 @@ from localgen.backends.types import BASE_SAMPLING
 
 DRAWS, TOKENS = 50_000, 100
 # of a rule that is wrong fewer are enough
-FEW = 6_400
+FEW = 16_000
 LEAST_P, NEVER_P = 1e-3, 1e-9
 BINS = 64
 OFF = replace(BASE_SAMPLING, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
