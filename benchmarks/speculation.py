@@ -22,7 +22,7 @@ from benchmarks.measure import RATE, Report
 from benchmarks.pairs import BACKENDS, Pair, load_pair
 from benchmarks.scripted import SAID, SCRIPTED, Counted, Insisting, Scripted, acceptance
 from benchmarks.session import GREEDY, Session
-from benchmarks.step_curve import Curve
+from benchmarks.step_curve import Curve, Steps
 from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
@@ -113,9 +113,13 @@ class Bench:
         self.insisted = INSISTED if pair.encode else ()
         self._target = replay.Reciting(pair.target)
 
-    def curve(self, name: str, context: int) -> Curve:
-        """Steps of 1 to 64 tokens behind so many."""
-        found = self._steps(self.pair.target, context)
+    def steps(self, context: int) -> Steps:
+        """Steps of the target with 1 to 64 tokens behind so many."""
+        return self._steps(self.pair.target, context)
+
+    def curve(self, name: str, *measured: Steps) -> Curve:
+        """What these say together."""
+        found = {size: [ms for steps in measured for ms in steps[size]] for size in measured[0]}
         for size, values in found.items():
             self.report.add(f"step of {size} tokens, {name}", self.pair.name, "ms", values)
         return step_curve.medians(found)
@@ -125,7 +129,7 @@ class Bench:
         values = self._steps(self.pair.draft, context)[1]
         self.draft_ms = self.report.add("step of 1 token", "draft model", "ms", values).median
 
-    def _steps(self, runner: ModelRunner, context: int) -> dict[int, list[float]]:
+    def _steps(self, runner: ModelRunner, context: int) -> Steps:
         rounds = self.plan.curve_rounds
         return step_curve.measure(runner, self.pair.vocab, context=context, rounds=rounds)
 
@@ -239,51 +243,71 @@ def _tokens_per_step(asked: Seq[Seq[Answer]]) -> float:
 
 
 def run(bench: Bench) -> None:
-    """Everything, in order."""
+    """Everything, in order. Prices are asked before and after what is held against them: a machine
+    is not the same a few minutes later."""
     _copies(bench)
     # half an answer behind the prompt
     context = bench.plan.prompt + bench.plan.alone // 2
-    curve = bench.curve("short prompt", context)
+    before = bench.steps(context)
     bench.measure_draft(context)
-    _drafted_by_model(bench, curve)
+    found = _drafted_by_model(bench)
     if bench.pair.encode:
-        _real(bench, curve, bench.pair.encode)
+        found += _real(bench, bench.pair.encode)
+    curve = bench.curve("short prompt", before, bench.steps(context))
+    for case, alpha in found:
+        drafts, most = step_curve.best(curve, alpha, bench.draft_ms)
+        bench.expected(case, alpha, drafts)
+        bench.reached(case, drafts, most)
+        if bench.insisted:
+            bench.of_fixed(case, bench.insisted)
     _harmless(bench)
 
 
 def _copies(bench: Bench) -> None:
     """Answers that say the prompt again."""
     size = bench.plan.copy
-    curve = bench.curve("copies", size + size // 2)
+    insisted = INSISTED_COPIES if bench.insisted else ()
+    before = bench.steps(size + size // 2)
+    found: list[tuple[Case, Text]] = []
     for name, edited in (("a copy", 0.0), ("a copy with changes", EDITED)):
         text = replay.copies(size, bench.pair.vocab, edited=edited, seed=1)
         case = Case(name, NgramDrafter, GREEDY, [text], size, bench.plan.rounds)
-        insisted = INSISTED_COPIES if bench.insisted else ()
         bench.compare(case, insisted)
-        bench.reached(case, *replay.best(curve, *text))
+        found.append((case, text))
+    curve = bench.curve("copies", before, bench.steps(size + size // 2))
+    for case, (prompt, answer) in found:
+        assert answer is not None
+        bench.reached(case, *replay.best(curve, prompt, answer))
         if insisted:
             bench.of_fixed(case, insisted)
 
 
-def _drafted_by_model(bench: Bench, curve: Curve) -> None:
+def _drafted_by_model(bench: Bench) -> list[tuple[Case, float]]:
+    """Drafts that are right as often as they are told to be, and how often that is."""
     plan = bench.plan
-    for alpha in ACCEPTANCES:
-        name = f"draft model, acceptance {alpha:g}"
-        drafter = partial(bench.scripted, alpha)
-        case = Case(name, drafter, SCRIPTED, bench.fresh(1, plan.prompt), plan.alone, plan.rounds)
+    cases = [
+        Case(
+            f"draft model, acceptance {alpha:g}",
+            partial(bench.scripted, alpha),
+            SCRIPTED,
+            bench.fresh(1, plan.prompt),
+            plan.alone,
+            plan.rounds,
+        )
+        for alpha in ACCEPTANCES
+    ]
+    for case in cases:
         bench.compare(case, bench.insisted)
-        drafts, most = step_curve.best(curve, alpha, bench.draft_ms)
-        bench.expected(case, alpha, drafts)
-        bench.reached(case, drafts, most)
-        if bench.insisted:
-            bench.of_fixed(case, bench.insisted)
+    return list(zip(cases, ACCEPTANCES, strict=True))
 
 
-def _real(bench: Bench, curve: Curve, encode: Callable[[str], list[int]]) -> None:
-    """Answers of a trained target to the beginnings of real texts, with a trained draft model."""
+def _real(bench: Bench, encode: Callable[[str], list[int]]) -> list[tuple[Case, float]]:
+    """Answers of a trained target to the beginnings of real texts, with a trained draft model, and
+    how often that was right."""
     words = replay.HELD_OUT.read_text(encoding="utf-8").split()
-    beginnings = (" ".join(words[500 * n : 500 * n + 60]) for n in range(4))
-    for number, beginning in enumerate(beginnings):
+    found = []
+    for number in range(4):
+        beginning = " ".join(words[500 * number : 500 * number + 60])
         case = Case(
             f"trained models, text {number + 1}",
             lambda: ModelDrafter(replay.Reciting(bench.pair.draft), "draft"),
@@ -292,11 +316,8 @@ def _real(bench: Bench, curve: Curve, encode: Callable[[str], list[int]]) -> Non
             bench.plan.alone,
             bench.plan.rounds,
         )
-        alpha = bench.compare(case, bench.insisted)
-        drafts, most = step_curve.best(curve, alpha, bench.draft_ms)
-        bench.expected(case, alpha, drafts)
-        bench.reached(case, drafts, most)
-        bench.of_fixed(case, bench.insisted)
+        found.append((case, bench.compare(case, bench.insisted)))
+    return found
 
 
 def _harmless(bench: Bench) -> None:

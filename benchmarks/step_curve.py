@@ -14,15 +14,17 @@ from localgen.backends.types import BASE_SAMPLING, SamplingParams
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
 
-# milliseconds of a step, by its tokens
+# small ones cost least and say most: so many of each in a round
+_SMALL, _REPEATED = 4, 3
+
+# milliseconds of a step, by its tokens; of several
 Curve = dict[int, float]
+Steps = dict[int, list[float]]
 
 
-def measure(
-    runner: ModelRunner, vocab: int, *, context: int, rounds: int
-) -> dict[int, list[float]]:
-    """Milliseconds of steps of one sequence behind so many tokens, each token sampled as it is when
-    drafts are verified: a value for each round."""
+def measure(runner: ModelRunner, vocab: int, *, context: int, rounds: int) -> Steps:
+    """Steps of one sequence behind so many tokens, each token sampled as it is when drafts are
+    verified: values of each round."""
     chance = random.Random(0)
     most = context + max(SIZES)
     seq = Sequence(
@@ -36,13 +38,14 @@ def measure(
     seq.num_computed = runner.admit(seq, spare=0)
     _read(runner, seq, context - 1)
     sizes = [size for size in SIZES if size <= runner.limits.max_outputs]
-    found: dict[int, list[float]] = {size: [] for size in sizes}
+    found: Steps = {size: [] for size in sizes}
     for number in range(-1, rounds):  # the first round warms up
         for size in sizes if number % 2 else reversed(sizes):
-            drafts = [chance.randrange(vocab) for _ in range(size - 1)]
-            ms = _step_ms(runner, seq, drafts)
-            if number >= 0:
-                found[size].append(ms)
+            for _ in range(_REPEATED if size <= _SMALL else 1):
+                drafts = [chance.randrange(vocab) for _ in range(size - 1)]
+                ms = _step_ms(runner, seq, drafts)
+                if number >= 0:
+                    found[size].append(ms)
     runner.release(seq, keep=False)
     return found
 
@@ -74,7 +77,7 @@ def _step_ms(runner: ModelRunner, seq: Sequence, drafts: list[int]) -> float:
     return ms
 
 
-def medians(found: dict[int, list[float]]) -> Curve:
+def medians(found: Steps) -> Curve:
     """The curve of a measurement."""
     return {size: statistics.median(values) for size, values in found.items()}
 

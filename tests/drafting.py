@@ -39,6 +39,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
     monkeypatch.setattr(speculation, "_LEAP", 100)
     monkeypatch.setattr(Speculation, "_may_look", True)
+    monkeypatch.setattr(Speculation, "_is_time_for_plain", False)
     # nor how much of a text a draft model has read
     monkeypatch.setattr(speculation, "_CATCH_UP_SHARE", 1e9)
 
