@@ -20,7 +20,7 @@ from localgen.backends.types import Message, SamplingParams
 
 # as in test_llamacpp_runner
 NOISE, MAX_NOISY = 0.02, 2
-MAX_MOVED = 8  # of 25
+MAX_MOVED = 5  # of 25
 CHATS = questions(24)
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=2)
 COPY = [

@@ -53,7 +53,9 @@ class StepCosts:
 
     def observe(self, tokens: int, ms: float) -> None:
         """Enter a step in which all sequences were decoding."""
-        known = self._seen.setdefault(tokens, _Size())
+        known = self._seen.get(tokens)
+        if known is None:
+            known = self._seen[tokens] = _Size()
         known.add(ms, self._now)
         at = bisect_left(self._sizes, tokens)
         if self._sizes[at : at + 1] == [tokens]:
