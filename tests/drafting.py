@@ -10,6 +10,7 @@ import pytest
 
 from localgen.backends.engine.drafts import speculation
 from localgen.backends.engine.drafts.acceptance import Acceptance, Common
+from localgen.backends.engine.drafts.allowance import Allowance
 from localgen.backends.engine.drafts.choice import DraftMs, Offer, Pick, StepMs
 from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.drafts.speculation import Speculation
@@ -38,7 +39,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
     monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
     monkeypatch.setattr(speculation, "_LEAP", 100)
-    monkeypatch.setattr(Speculation, "_may_look", True)
+    monkeypatch.setattr(Allowance, "may_look", lambda *_: True)
     monkeypatch.setattr(Speculation, "_is_time_for_plain", False)
     # nor how much of a text a draft model has read
     monkeypatch.setattr(speculation, "_CATCH_UP_SHARE", 1e9)

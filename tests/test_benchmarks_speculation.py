@@ -84,9 +84,10 @@ def test_prose_hardly_repeats_itself() -> None:
     assert replay.best(STEEP, prompt, answer)[0] == 0
 
 
-@pytest.mark.parametrize("backend", ["llamacpp", "cuda"])
+@pytest.mark.parametrize(("backend", "checks"), [("llamacpp", 11), ("cuda", 16)])
 def test_it_runs(
     backend: str,
+    checks: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -96,7 +97,7 @@ def test_it_runs(
     asked = ["--quick", "--threads", "2", "--backend", backend, "--output", str(found)]
     assert speculation.main(asked) == 0
     whole = json.loads(found.read_text())
-    assert len(whole["checks"]) == 11
+    assert len(whole["checks"]) == checks
     same = {s["test"]: s["median"] for s in whole["series"] if s["side"] == "same text"}
     assert len(same) == 12
     assert any(s["side"] == "plain again ÷ plain" for s in whole["series"])

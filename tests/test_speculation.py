@@ -166,9 +166,9 @@ def test_looking_in_vain_takes_little(look_ms: float) -> None:
     steps.run([decoding()], 200)
     slow.now_s, slow.looks, steps.ms = 0.0, 0, 0.0
     steps.run([decoding()], 1_600)
-    assert slow.looks >= 100, "every 16 steps at least"
-    if slow.looks > 110:
-        assert slow.now_s * 1e3 <= 0.011 * steps.ms
+    assert slow.looks >= 50, "every 32 steps at least"
+    if slow.looks > 55:
+        assert slow.now_s * 1e3 <= 0.0055 * steps.ms
     if look_ms < 0.01:
         assert slow.looks > 1_500
 
@@ -356,7 +356,7 @@ def test_what_rests_on_one_step_is_tried_again_before_long() -> None:
 
     def pass_by(steps: int, to_lose_ms: float) -> list[int]:
         for _ in range(steps):
-            costs.pass_by(keep_smallest=True, to_lose_ms=to_lose_ms)
+            costs.pass_by(keep_smallest=True, to_risk_ms=to_lose_ms)
         return [tokens for tokens, _ in costs.curve()]
 
     assert pass_by(48, 79.0) == [1, 4, 8, 16], "there is no time for any"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 _LEAST_GAIN, _NOISE = math.log(1.02), math.log(1.01)
 # nobody's tokens come at less than this of the rate that they would come at without drafts
 _FAIR = 0.95
+# drafts that are right less often than this, those before them counted in, are not worth a thought
+_NO_CHANCE = 1e-5
 # steps of up to so many tokens may be of any size, larger ones fill tiles of these
 _ANY_SIZE, _SMALL_TILE, _TILED, _TILE = 8, 4, 32, 16
 # a larger step is never cheaper than a smaller one by more than this, whatever was measured
@@ -36,6 +38,8 @@ class Offer:
         expected, reached = [1.0], 1.0
         for chance in chances:
             reached *= chance
+            if reached < _NO_CHANCE:
+                break
             expected.append(expected[-1] + reached)
         return cls(drafter, tuple(expected))
 

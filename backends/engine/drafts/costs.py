@@ -67,11 +67,11 @@ class StepCosts:
         """Enter a step of prompt tokens alone: what many tokens take at least."""
         self._prompts.append((tokens, ms))
 
-    def pass_by(self, *, keep_smallest: bool, to_lose_ms: float = 0.0) -> None:
+    def pass_by(self, *, keep_smallest: bool, to_risk_ms: float = 0.0) -> None:
         """A step of the engine goes by. What was slow long ago may not be: sizes not tried for
         long count as unknown.
 
-        keep_smallest: but for the one which all others are measured by. to_lose_ms: what another
+        keep_smallest: but for the one which all others are measured by. to_risk_ms: what another
         try may take, beyond a step of that one, of a size of which a step or two is all that is
         known.
         """
@@ -86,10 +86,10 @@ class StepCosts:
         ]
         for size in old:
             del self._seen[size]
-        if self._doubt(kept, to_lose_ms) or old:
+        if self._doubt(kept, to_risk_ms) or old:
             self._sort()
 
-    def _doubt(self, kept: list[int], to_lose_ms: float) -> bool:
+    def _doubt(self, kept: list[int], to_risk_ms: float) -> bool:
         """Doubt one size, or that one no longer if nobody has wanted it; whether one of these."""
         doubted = next((one for one in self._seen.values() if one.is_doubted), None)
         if doubted is not None:
@@ -103,7 +103,7 @@ class StepCosts:
             if not one.is_sure
             and size not in kept
             and self._now - one.last > _DOUBTED_STEPS
-            and one.ms - self._ms[0] <= to_lose_ms
+            and one.ms - self._ms[0] <= to_risk_ms
         ]
         if not unsure:
             return False

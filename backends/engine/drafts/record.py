@@ -31,12 +31,31 @@ class Recent:
         self, *, drafting: bool, sequences: int, tokens: int, ms: float, plain_ms: float
     ) -> None:
         """Enter a step."""
-        self.steps = _FADE * self.steps + 1
-        self.drafting = _FADE * self.drafting + drafting
-        self.sequences = _FADE * self.sequences + sequences
-        self.tokens = _FADE * self.tokens + tokens
-        self.ms = _FADE * self.ms + ms
-        self.plain_ms = _FADE * self.plain_ms + plain_ms
+        self._fade(1)
+        self.steps += 1
+        self.drafting += drafting
+        self.sequences += sequences
+        self.tokens += tokens
+        self.ms += ms
+        self.plain_ms += plain_ms
+
+    def add_plain(self, steps: int, sequences: int, ms: float) -> None:
+        """Enter so many steps without drafts, which took so long."""
+        self._fade(steps)
+        self.steps += steps
+        self.sequences += steps * sequences
+        self.tokens += steps * sequences
+        self.ms += ms
+        self.plain_ms += ms
+
+    def _fade(self, steps: int) -> None:
+        kept = _FADE**steps
+        self.steps *= kept
+        self.drafting *= kept
+        self.sequences *= kept
+        self.tokens *= kept
+        self.ms *= kept
+        self.plain_ms *= kept
 
 
 @dataclass(slots=True)
@@ -52,6 +71,12 @@ class Own:
     ms: float = 0.0
     plain_ms: float = 0.0
     by: Counter[str] = field(default_factory=Counter)
+
+    def add_plain(self, steps: int, ms: float) -> None:
+        """Enter so many steps without drafts, which took so long."""
+        self.steps += steps
+        self.ms += ms
+        self.plain_ms += ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from statistics import median
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from localgen.backends.engine.drafts.allowance import Allowance
 from localgen.backends.engine.drafts.choice import Offer, Pick, choose
 from localgen.backends.engine.drafts.costs import StepCosts
 from localgen.backends.engine.drafts.drafter import Drafter, Proposal
@@ -30,21 +32,9 @@ _CATCH_UP_SHARE = 0.25
 # followed by others, until it is believed
 _PLAIN_SHARE, _PLAIN_EVERY = 0.01, (16, 64)
 _AS_BELIEVED = 0.9
-# what seems not to pay is tried now and then, if it would where drafts cost nothing: with up to so
-# many drafts, for this share of the time and for what drafts gained; that is so many plain steps at
-# first, and saved up to so many times as many; each try that did not pay doubles the steps until
-# the next, up to so many
+# what seems not to pay is tried with up to so many drafts, if it would where they cost nothing
 _PROBE_DRAFTS = 4
 _PROBE_TOKENS = 1.4
-_PROBE_SHARE = 0.0075
-_PROBE_STEPS, _PROBE_SAVED = 3, 3
-# as much of what a step takes longer is lost where it is worth a try: some of its tokens are right
-_RISKED = 0.25
-_MOST_REST, _PAYS = 64, 1.03
-# looking for drafts takes no more than this share of the time where it gains nothing, but is done
-# every so many steps at least
-_LOOK_SHARE = 0.01
-_LOOK_EVERY = 16
 
 
 class _Decoded(NamedTuple):
@@ -74,35 +64,39 @@ class Speculation:
         self._drafters, self._most, self._clock = drafters, most, clock
         self._looks_ahead = looks_ahead
         self._costs = StepCosts()
+        self._allowance = Allowance()
         self._recent = Recent()
         self._since_plain = 0
         self._is_plain_believed = True
-        self._is_probing = False
-        self._rest, self._resting = 1, 0  # steps between tries, and until the next
-        self._to_lose_ms = 0.0
-        self._to_look_ms = 0.0
-        self._is_looking = False
-        self._known: set[Sequence] = set()
+        self._is_probing = self._is_looking = False
+        self._seqs: list[Sequence] = []
+        self._passed_ms: list[float] = []  # their plain steps that are not entered yet
         self._own: WeakKeyDictionary[Sequence, Own] = WeakKeyDictionary()
         self._reason = "" if drafters else why_none
-        self._propose_ms = self._look_ms = 0.0  # what proposing, looking for the next step took
+        # what everything before the next step took, looking alone, reading alone
+        self._propose_ms = self._look_ms = self._read_ms = 0.0
         self._steps = self._drafted = self._accepted = 0
 
     def propose(
-        self, seqs: Seq[Sequence], *, outputs: int, beside_prompts: bool = False
+        self, seqs: list[Sequence], *, outputs: int, beside_prompts: bool = False
     ) -> dict[Sequence, Proposal]:
         """Drafts for the step that comes.
 
         seqs: all that decode. outputs: what it may sample. beside_prompts: it reads prompts too,
         which leaves no arithmetic to spare.
         """
-        self._propose_ms, self._is_probing, self._is_looking = 0.0, False, False
-        self._forget_others(seqs)
-        if not self._drafters or not seqs or not self._may_look:
+        self._propose_ms = self._look_ms = self._read_ms = 0.0
+        self._is_probing = self._is_looking = False
+        if not self._drafters:
+            return {}
+        if seqs != self._seqs:
+            self._go_on_with(seqs)
+        if not seqs or not self._allowance.may_look(sum(self._passed_ms)):
             return {}
         self._is_looking = True
         started_s = self._clock()
-        self._costs.pass_by(keep_smallest=True, to_lose_ms=self._to_lose_ms / _RISKED)
+        self._enter_passed()
+        self._costs.pass_by(keep_smallest=True, to_risk_ms=self._allowance.to_risk_ms)
         if beside_prompts:
             self._reason = "prompts first: one is being read"
             picks = [Pick()] * len(seqs)
@@ -110,9 +104,11 @@ class Speculation:
             picks = self._pick(seqs, outputs)
         self._look_ms = self._ms_since(started_s)
         drafts = self._proposals(seqs, picks)
+        proposed_ms = self._ms_since(started_s)
         for number, drafter in enumerate(self._drafters):
             drafter.catch_up(self._preparing_ms(number, len(seqs)))
         self._propose_ms = self._ms_since(started_s)
+        self._read_ms = self._propose_ms - proposed_ms
         return drafts
 
     def _proposals(self, seqs: Seq[Sequence], picks: Seq[Pick]) -> dict[Sequence, Proposal]:
@@ -132,10 +128,6 @@ class Speculation:
                     self._own_of(seq).by[drafter.name] += len(new.tokens)
                     drafts[seq] = new
         return drafts
-
-    @property
-    def _may_look(self) -> bool:
-        return self._to_look_ms >= 0
 
     def _pick(self, seqs: Seq[Sequence], outputs: int) -> list[Pick]:
         none = [Pick()] * len(seqs)
@@ -173,8 +165,7 @@ class Speculation:
             for offer in offered
             if self._drafters[offer.drafter].must_be_tried
         ]
-        self._resting -= bool(untried)
-        if self._resting > 0 or not untried:
+        if not untried or not self._allowance.is_time_to_try():
             return picks
         plain_ms, best = self._step_ms(count), 0.0
         for drafts in range(1, min(most, _PROBE_DRAFTS) + 1):
@@ -183,7 +174,7 @@ class Speculation:
             cost_ms += drafts * self._draft_ms(offer.drafter, 1)
             promised = offer.upto(drafts)
             value = promised / (plain_ms + cost_ms)
-            if promised >= _PROBE_TOKENS and cost_ms <= self._to_lose_ms and value > best:
+            if promised >= _PROBE_TOKENS and cost_ms <= self._allowance.to_lose_ms and value > best:
                 picks, best = [Pick()] * count, value
                 picks[at] = Pick(offer.drafter, min(drafts, len(offer.tokens) - 1))
                 self._is_probing = True
@@ -198,19 +189,22 @@ class Speculation:
         return [offer for offer in offers if offer.tokens[-1] >= _LEAST_OFFER]
 
     def _preparing_ms(self, number: int, sequences: int) -> float:
-        """How long a drafter may prepare: there is time to lose, or it would pay once it is
-        ready."""
-        drafter, step_ms = self._drafters[number], self._step_ms(sequences)
+        """How long a drafter may prepare: it would be tried once it is ready and there is time for
+        it, or it has been measured and would pay."""
+        drafter = self._drafters[number]
         chance = drafter.usual_chance()
         if not chance:
             return 0.0
         offer = Offer.of(number, [chance] * _PROBE_DRAFTS)
-        if self._to_lose_ms > 0 or any(
-            pick.drafts
-            for pick in choose([[offer]], self._step_ms, self._draft_ms, most=_PROBE_DRAFTS)
-        ):
-            return _CATCH_UP_SHARE * step_ms
+        would_be_tried = offer.tokens[-1] >= _PROBE_TOKENS and self._allowance.may_read
+        if would_be_tried or (drafter.draft_ms(1) and self._pays(offer)):
+            return _CATCH_UP_SHARE * self._step_ms(sequences)
         return 0.0
+
+    def _pays(self, offer: Offer) -> bool:
+        """Whether a sequence on its own would draft by it."""
+        picks = choose([[offer]], self._step_ms, self._draft_ms, most=_PROBE_DRAFTS)
+        return any(pick.drafts for pick in picks)
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
@@ -224,6 +218,9 @@ class Speculation:
     def observe(self, chunks: Seq[Chunk], step_ms: float) -> None:
         """Enter a finished step; to be called when its tokens are in their sequences."""
         if not self._drafters:
+            return
+        if not self._is_looking and list(map(len, chunks)) == [1] * len(self._seqs):
+            self._passed_ms.append(step_ms)
             return
         started_s = self._clock()
         # a sequence that lost its place computes what it had said anew
@@ -254,13 +251,14 @@ class Speculation:
                 tokens = chunk.seq.tokens[-count:]
                 for drafter in self._drafters:
                     drafter.learn(chunk.seq, tokens)
-        self._to_look_ms -= 0 if drafted else self._look_ms + self._ms_since(started_s)
+        if not drafted:
+            self._allowance.looked(self._look_ms + self._ms_since(started_s), step_ms)
 
     def _enter(self, decoding: Seq[_Decoded], drafted: int, step_ms: float) -> None:
         """A step of sequences that were all decoding."""
         sequences, tokens = len(decoding), sum(one.tokens for one in decoding)
         if not self._costs.largest:
-            self._to_lose_ms = self._to_look_ms = _PROBE_STEPS * step_ms
+            self._allowance.begin(step_ms)
         # the plain step that was launched ahead in its place was computed in vain before it
         in_vain = self._looks_ahead and drafted and not self._since_plain
         own_ms = step_ms - self._step_ms(sequences) if in_vain else step_ms
@@ -274,15 +272,11 @@ class Speculation:
             one.own.ms += ms
             one.own.plain_ms += one.tokens * plain_step_ms if drafted else step_ms
         if self._is_probing:
-            self._rest = 1 if plain_ms > _PAYS * ms else min(2 * self._rest, _MOST_REST)
-            self._resting = self._rest
-        most_ms = _PROBE_STEPS * plain_step_ms
-        to_lose_ms = self._to_lose_ms + _PROBE_SHARE * ms + plain_ms - ms
-        # one step that something else delayed must not forbid trying for long
-        self._to_lose_ms = max(-most_ms, min(to_lose_ms, _PROBE_SAVED * most_ms))
-        share_ms = _LOOK_SHARE * step_ms
-        to_look_ms = max(self._to_look_ms, (1 - _LOOK_EVERY) * share_ms) + share_ms
-        self._to_look_ms = min(to_look_ms + max(0.0, plain_ms - ms), most_ms)
+            self._allowance.tried(ms, plain_ms)
+        # these have allowances of their own
+        self._allowance.read(self._read_ms)
+        elsewhere_ms = self._read_ms + (0.0 if drafted else self._look_ms)
+        self._allowance.earn(ms - elsewhere_ms, plain_ms, plain_step_ms)
         self._recent.add(
             drafting=bool(drafted), sequences=sequences, tokens=tokens, ms=ms, plain_ms=plain_ms
         )
@@ -293,13 +287,29 @@ class Speculation:
             own = self._own[seq] = Own()
         return own
 
-    def _forget_others(self, seqs: Seq[Sequence]) -> None:
-        """Who decodes no more has ended, or lost its place."""
-        now = set(seqs)
-        for seq in self._known - now:
+    def _enter_passed(self) -> None:
+        """Plain steps of the same sequences, all at once: one by one they would cost more than they
+        tell."""
+        passed_ms, self._passed_ms = self._passed_ms, []
+        if not passed_ms:
+            return
+        steps, sequences, ms = len(passed_ms), len(self._seqs), sum(passed_ms)
+        step_ms = median(passed_ms)
+        self._is_plain_believed = step_ms >= _AS_BELIEVED * self._step_ms(sequences)
+        self._since_plain = 0
+        self._costs.observe(sequences, step_ms)
+        for seq in self._seqs:
+            self._own_of(seq).add_plain(steps, ms)
+        self._allowance.earn(ms, ms, step_ms)
+        self._recent.add_plain(steps, sequences, ms)
+
+    def _go_on_with(self, seqs: list[Sequence]) -> None:
+        """Others decode now; who does no more has ended, or lost its place."""
+        self._enter_passed()
+        for seq in set(self._seqs).difference(seqs):
             for drafter in self._drafters:
                 drafter.forget(seq)
-        self._known = now
+        self._seqs = seqs
 
     def _nothing_to_expect(self) -> str:
         text = "nothing to expect: the text does not repeat itself"
@@ -310,6 +320,7 @@ class Speculation:
 
     def of(self, seq: Sequence) -> Drafting:
         """What a sequence has had of it so far."""
+        self._enter_passed()
         own = self._own.get(seq)
         if own is None or not own.ms:
             return Drafting(reason=self._reason)
