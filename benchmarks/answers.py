@@ -36,7 +36,7 @@ class NumberTokenizer:
 class Answer:
     """One request. arrivals: when text came, and how many tokens there were by then.
 
-    Times are seconds of the monotonic clock.
+    Times are seconds of its session's clock.
     """
 
     sent_s: float

@@ -38,8 +38,8 @@ _DRAFT = replace(_TARGET, layers=1, windows=(None,))
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two loaded models with the same vocabulary. close: gives both back. encode: of trained ones,
-    text to tokens."""
+    """Two loaded models with the same vocabulary. close: gives both back. is_small: a step takes a
+    millisecond or two. encode: of trained ones, text to tokens."""
 
     name: str
     line: ModelLine
@@ -48,6 +48,7 @@ class Pair:
     vocab: int
     threads: int
     close: Callable[[], None]
+    is_small: bool = False
     encode: Callable[[str], list[int]] | None = None
 
 
@@ -90,6 +91,7 @@ def _twins(threads: int | None) -> Pair:
         vocab=_TARGET.vocab,
         threads=torch.get_num_threads(),
         close=close,
+        is_small=True,
     )
 
 
@@ -114,5 +116,6 @@ def _llamacpp(name: str, target_path: Path, draft_path: Path, threads: int | Non
         vocab=info.vocab,
         threads=info.options.threads or 0,
         close=close,
+        is_small=is_trained,
         encode=model.tokenizer.encode_text if is_trained else None,
     )

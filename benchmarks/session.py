@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -24,8 +24,34 @@ from localgen.backends.types import (
 GREEDY = SamplingParams(temperature=0.0)
 
 
+class OwnTime:
+    """A clock, in seconds, that goes within `with` only."""
+
+    def __init__(self) -> None:
+        self._gone_s = 0.0
+        self._since_s: float | None = None
+
+    def __call__(self) -> float:
+        running_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
+        return self._gone_s + running_s
+
+    def __enter__(self) -> None:
+        self._since_s = time.monotonic()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._gone_s, self._since_s = self(), None
+
+
 class Session:
-    """A context manager: an engine to which requests are handed directly. It closes the runner."""
+    """A context manager: an engine to which requests are handed directly. It closes the runner.
+
+    clock: seconds, of answers' times.
+    """
 
     def __init__(
         self,
@@ -34,8 +60,9 @@ class Session:
         *,
         itl_target_ms: float,
         drafters: Sequence[Drafter] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.runner = runner
+        self.runner, self._clock = runner, clock
         self._answers: dict[str, Answer] = {}
         self._count = 0
         self.stats = EngineStats()
@@ -74,7 +101,7 @@ class Session:
 
     def _take(self, events: StepEvents) -> None:
         self.stats = events.stats or self.stats
-        now_s = time.monotonic()
+        now_s = self._clock()
         for delta in events.deltas:
             answer = self._answers[delta.request_id]
             answer.arrivals.append((now_s, delta.num_tokens))
@@ -87,13 +114,13 @@ class Session:
         self, prompt: Sequence[int], max_tokens: int, params: SamplingParams = GREEDY
     ) -> Answer:
         """Hand in a request for an answer of exactly so many tokens."""
-        answer = Answer(time.monotonic())
+        answer = Answer(self._clock())
         self._count += 1
         name = f"r{self._count}"
         self._answers[name] = answer
         asked = replace(params, ignore_eos=True, max_tokens=max_tokens)
         request = Request(
-            id=name, prompt_tokens=tuple(prompt), params=asked, arrived_s=answer.sent_s
+            id=name, prompt_tokens=tuple(prompt), params=asked, arrived_s=time.monotonic()
         )
         self.engine.submit(request)
         return answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 from localgen.backends.engine.runner import Chunk, ModelRunner
@@ -22,11 +23,13 @@ Curve = dict[int, float]
 Steps = dict[int, list[float]]
 
 
-def measure(runner: ModelRunner, vocab: int, *, context: int, rounds: int) -> Steps:
+def measure(
+    runner: ModelRunner, vocab: int, *, context: int, rounds: int, sizes: Seq[int] = SIZES
+) -> Steps:
     """Steps of one sequence behind so many tokens, each token sampled as it is when drafts are
     verified: values of each round."""
     chance = random.Random(0)
-    most = context + max(SIZES)
+    most = context + max(sizes)
     seq = Sequence(
         id="curve",
         tokens=[chance.randrange(vocab) for _ in range(context)],
@@ -37,7 +40,7 @@ def measure(runner: ModelRunner, vocab: int, *, context: int, rounds: int) -> St
     )
     seq.num_computed = runner.admit(seq, spare=0)
     _read(runner, seq, context - 1)
-    sizes = [size for size in SIZES if size <= runner.limits.max_outputs]
+    sizes = [size for size in sizes if size <= runner.limits.max_outputs]
     found: Steps = {size: [] for size in sizes}
     for number in range(-1, rounds):  # the first round warms up
         for size in sizes if number % 2 else reversed(sizes):

@@ -1,0 +1,52 @@
+"""Engines that answer the same side by side, a step of each in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from benchmarks.answers import Answer
+from benchmarks.session import OwnTime, Session
+from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.runner import ModelRunner
+from localgen.backends.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An engine, and a clock that goes while it works."""
+
+    session: Session
+    clock: OwnTime
+
+    @classmethod
+    def over(cls, runner: ModelRunner, vocab: int, drafters: Seq[Drafter]) -> Side:
+        """An engine over a runner that others have too."""
+        clock = OwnTime()
+        session = Session(runner, vocab, itl_target_ms=2000.0, drafters=drafters, clock=clock)
+        return cls(session, clock)
+
+    def step(self) -> None:
+        """One turn of its loop."""
+        with self.clock:
+            self.session.step()
+
+
+def ask(
+    sides: Seq[Side], prompts: Seq[Seq[int]], tokens: int, params: SamplingParams
+) -> list[Seq[Answer]]:
+    """What each side says, all requests at once. Whoever has said least goes on by a step: what
+    delays the machine for a moment delays them all. Of equals any one, for what another step has
+    left in the processor's caches helps or hinders the next. AnswerFailed."""
+    chance = random.Random(0)
+    asked = [[side.session.submit(prompt, tokens, params) for prompt in prompts] for side in sides]
+    while going := [at for at, answers in enumerate(asked) if any(a.end is None for a in answers)]:
+        said = {at: _num_said(asked[at]) for at in going}
+        sides[min(going, key=lambda at: (said[at], chance.random()))].step()
+    assert all(answer.finished for answers in asked for answer in answers)
+    return list(asked)
+
+
+def _num_said(answers: Seq[Answer]) -> int:
+    return sum(answer.arrivals[-1][1] for answer in answers if answer.arrivals)
