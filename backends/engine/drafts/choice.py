@@ -122,26 +122,23 @@ def _alone(
 class _Path:
     """Drafts given out one after the other.
 
-    gain: of all, in the logarithm. most_gain: with all that is offered. tokens: expected, of all.
+    length: how many so far. gain: of all, in the logarithm. most_gain: with all that is offered.
+    tokens: expected, of all.
     """
 
     def __init__(self, offers: Seq[Offer | None], draft_ms: DraftMs) -> None:
         self._offers, self._draft_ms = offers, draft_ms
         self._drafts = [0] * len(offers)
-        self._sequences: Counter[tuple[int, int]] = Counter()  # by drafter and number of draft
+        # by drafter: sequences that have a first draft, a second one and so on
+        self._given: dict[int, list[int]] = {offer.drafter: [] for offer in offers if offer}
         self._order: list[int] = []
-        self.gain = self.drafting_ms = 0.0
+        self.length, self.gain = 0, 0.0
         self.tokens = float(len(offers))
         self.most_gain = sum(math.log(offer.tokens[-1]) for offer in offers if offer)
         self._next = [
             (-offer.more(0), at) for at, offer in enumerate(offers) if offer and offer.tokens[1:]
         ]
         heapq.heapify(self._next)
-
-    @property
-    def length(self) -> int:
-        """Drafts that are given out."""
-        return len(self._order)
 
     @property
     def is_at_end(self) -> bool:
@@ -156,23 +153,37 @@ class _Path:
             for offer, drafts in zip(self._offers, self._drafts, strict=True)
         )
 
+    @property
+    def drafting_ms(self) -> float:
+        """What proposing them takes: each drafter's first ones at once, then the second ones."""
+        return sum(
+            times * self._draft_ms(drafter, sequences)
+            for drafter, given in self._given.items()
+            if self._draft_ms(drafter, 1)
+            for sequences, times in Counter(given).items()
+        )
+
     def advance(self) -> bool:
         """One draft more; False: nobody is offered more."""
         if not self._next:
             return False
-        gain, at = heapq.heappop(self._next)
+        gain, at = self._next[0]
         offer, drafts = self._offers[at], self._drafts[at]
         assert offer
         self._drafts[at] = drafts + 1
         self._order.append(at)
+        self.length += 1
         self.gain -= gain
         self.tokens += offer.tokens[drafts + 1] - offer.tokens[drafts]
-        others = self._sequences[offer.drafter, drafts]
-        self._sequences[offer.drafter, drafts] += 1
-        self.drafting_ms += self._draft_ms(offer.drafter, others + 1)
-        self.drafting_ms -= self._draft_ms(offer.drafter, others)
+        given = self._given[offer.drafter]
+        if drafts < len(given):
+            given[drafts] += 1
+        else:
+            given.append(1)
         if drafts + 2 < len(offer.tokens):
-            heapq.heappush(self._next, (-offer.more(drafts + 1), at))
+            heapq.heapreplace(self._next, (-offer.more(drafts + 1), at))
+        else:
+            heapq.heappop(self._next)
         return True
 
     def picks(self, length: int) -> list[Pick]:
