@@ -6,7 +6,6 @@ python -m benchmarks.cpu [--tools DIR | --no-tools] [--quick]
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ import httpx
 
 from benchmarks import constrained, footprint, llamacpp_tools, random_gguf, speed
 from benchmarks.llamacpp_tools import ToolFailed, Tools
-from benchmarks.measure import ModelLine, Report
+from benchmarks.measure import ModelLine, Report, command
 from benchmarks.servers import Localgen, private_settings
 from benchmarks.speed import Bench
 from benchmarks.streams import StreamFailed
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ToolFailed, StreamFailed, LocalgenError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    report.commands[:0] = [shlex.join(["python", "-m", "benchmarks.cpu", *_shown(arguments)])]
+    report.commands[:0] = [command("benchmarks.cpu", arguments)]
     if tools:
         report.commands += tools.commands
     print(report.text())
@@ -61,12 +60,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=TESTS, default=TESTS, help="some tests only")
     parser.add_argument("--output", type=Path, help="result file")
     return parser.parse_args(arguments)
-
-
-def _shown(arguments: list[str] | None) -> list[str]:
-    """The arguments without the folders of this machine."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return [Path(argument).name if "/" in argument else argument for argument in given]
 
 
 def _measure(options: argparse.Namespace, tools: Tools | None, settings: Settings) -> Report:

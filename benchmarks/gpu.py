@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.peers import Peers, compare
 from benchmarks.gpu_parts.plan import FULL, QUICK
 from benchmarks.gpu_parts.report import Check, Report, said
+from benchmarks.measure import command
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -96,13 +96,12 @@ def main(arguments: list[str] | None = None) -> int:
         print("error: no GPU that torch can use: --quick runs on a CPU", file=sys.stderr)
         return 2
     clock = Clock(plan.total_s)
-    given = sys.argv[1:] if arguments is None else arguments
     report = Report(
         quick=options.quick,
         seed=secrets.randbits(31) if options.seed is None else options.seed,
         machine=device.describe(),
         versions=versions(),
-        commands=[shlex.join(["python", "-m", "benchmarks.gpu", *_shown(given)])],
+        commands=[command("benchmarks.gpu", arguments)],
         cut=clock.cut,
     )
     target = options.output or RESULTS / _file_name(device)
@@ -158,11 +157,6 @@ def _parts(text: str) -> tuple[str, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"no part {unknown[0]!r}, only {', '.join(PARTS)}")
     return names
-
-
-def _shown(given: list[str]) -> list[str]:
-    """The arguments without the folders of this machine."""
-    return [Path(argument).name if "/" in argument else argument for argument in given]
 
 
 def _file_name(device: Device) -> str:

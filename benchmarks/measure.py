@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -176,6 +178,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     text = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
     text.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(text) + "\n"
+
+
+def command(module: str, arguments: Sequence[str] | None) -> str:
+    """What was run, without this machine's folders. arguments: None: this process's own."""
+    given = sys.argv[1:] if arguments is None else arguments
+    shown = [Path(argument).name if "/" in argument else argument for argument in given]
+    return shlex.join(["python", "-m", module, *shown])
 
 
 def machine() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measure import ModelLine, Report, table
+from benchmarks.measure import ModelLine, Report, command, table
 from localgen.backends.cuda.spec import read_config
 from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.checkpoint import Checkpoint
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     line = ModelLine("localgen tiny", size, subject.spec.num_params)
     report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
     enter(report, losses)
-    report.commands.append(" ".join(["python -m benchmarks.quality", *(arguments or sys.argv[1:])]))
+    report.commands.append(command("benchmarks.quality", arguments))
     print(text(report, losses))
     target = options.output or HERE / "results" / f"quality-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     report.write(target)

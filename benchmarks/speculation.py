@@ -6,7 +6,6 @@ python -m benchmarks.speculation [--backend llamacpp|tiny|cuda] [--quick]
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import replay, step_curve
 from benchmarks.gain import Bench, Case, Text
-from benchmarks.measure import Report
+from benchmarks.measure import Report, command
 from benchmarks.pairs import BACKENDS, Pair, load_pair
 from benchmarks.scripted import SAID, SCRIPTED, Scripted
 from benchmarks.session import GREEDY
@@ -29,7 +28,9 @@ NO_ACCEPTANCE = 0.02
 STREAMS = 16
 EDITED = 1 / 40
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
+# and rounds are short
 INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
+SMALL_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +191,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="threads; localgen's default")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    plan = QUICK if options.quick else FULL
-    if options.rounds:
-        plan = replace(plan, rounds=options.rounds, many_rounds=2 * options.rounds)
     try:
         pair = load_pair(options.backend, quick=options.quick, threads=options.threads)
     except LocalgenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    plan = QUICK if options.quick else FULL
+    if rounds := options.rounds or (SMALL_ROUNDS if pair.is_small and not options.quick else 0):
+        plan = replace(plan, rounds=rounds, many_rounds=2 * rounds)
     report = Report(pair.line, plan.rounds, options.quick, pair.threads, {})
-    report.commands.append(
-        shlex.join(["python", "-m", "benchmarks.speculation", *(arguments or sys.argv[1:])])
-    )
+    report.commands.append(command("benchmarks.speculation", arguments))
     run(Bench(pair, report, price_rounds=plan.price_rounds), plan)
     pair.close()
     print(report.text())
