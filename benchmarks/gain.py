@@ -20,22 +20,20 @@ from localgen.backends.types import SamplingParams
 
 REACHED, HARMLESS = 0.9, 0.98
 PLAIN, DRAFTED, AGAIN = "plain", "drafts", "plain again"
-# an answer is computed in those places of the cache which the one before it left free: two after
-# one another have had both halves of it
-ASKED = 2
 # a prompt, and what is said after it; None: what the model says
 Text = tuple[Seq[int], Seq[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Answers with drafts beside the same without. texts: of requests that run together. drafter:
-    None for plain answers on both sides, which shows what the comparison is worth."""
+    """Answers with drafts beside the same without. groups: of requests that run together, one group
+    after the other in each round. drafter: None for plain answers on both sides, which shows what
+    the comparison is worth."""
 
     name: str
     drafter: Callable[[], Drafter] | None
     params: SamplingParams
-    texts: Seq[Text]
+    groups: Seq[Seq[Text]]
     tokens: int
     rounds: int
 
@@ -111,7 +109,7 @@ class Bench:
                 sides[f"{drafts} drafts"] = self._side(drafters[-1:])
         rates: dict[str, list[float]] = {side: [] for side in sides}
         same, a_step = [], []
-        for prompt, answer in case.texts:
+        for prompt, answer in (text for group in case.groups for text in group):
             if answer is not None:
                 self._target.learn(prompt, answer)
         for number in range(-1, case.rounds):
@@ -139,11 +137,12 @@ class Bench:
         return alpha
 
     def _ask(self, sides: dict[str, Side], case: Case) -> dict[str, list[Seq[Answer]]]:
-        """Answers of each side, ASKED times after one another."""
-        prompts = [prompt for prompt, _ in case.texts]
+        """Answers of each side to all groups."""
         asked = [
-            in_turn.ask(list(sides.values()), prompts, case.tokens, case.params)
-            for _ in range(ASKED)
+            in_turn.ask(
+                list(sides.values()), [prompt for prompt, _ in group], case.tokens, case.params
+            )
+            for group in case.groups
         ]
         return dict(zip(sides, map(list, zip(*asked, strict=True)), strict=True))
 

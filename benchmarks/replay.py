@@ -101,12 +101,15 @@ def natural(
     return [(ids[at : at + prompt], ids[at + prompt : at + prompt + answer]) for at in starts]
 
 
-def best(curve: Curve, prompt: Seq[int], answer: Seq[int]) -> tuple[int, float]:
-    """The number of drafts that n-gram lookup gains most with if it is the same in each step, of
-    those whose step was measured, and what it gains. The answer's first token comes with the
-    prompt."""
-    plain_ms = step_ms(curve, 1) * (len(answer) - 1)
-    times = {size - 1: _took_ms(curve, prompt, answer, size - 1) for size in curve}
+def best(curve: Curve, texts: Seq[tuple[Seq[int], Seq[int]]]) -> tuple[int, float]:
+    """The number of drafts that n-gram lookup gains most with if it is the same in each step of all
+    texts, of those whose step was measured, and what it gains. texts: prompts with their answers,
+    the first token of which comes with the prompt."""
+    plain_ms = sum(step_ms(curve, 1) * (len(answer) - 1) for _, answer in texts)
+    times = {
+        size - 1: sum(_took_ms(curve, prompt, answer, size - 1) for prompt, answer in texts)
+        for size in curve
+    }
     drafts = min(times, key=times.__getitem__)
     return drafts, plain_ms / times[drafts]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,7 +27,8 @@ RESULTS = Path(__file__).parent / "results"
 ACCEPTANCES = (0.5, 0.7, 0.9)
 NO_ACCEPTANCE = 0.02
 STREAMS = 16
-EDITED = 1 / 40
+# of a copy's tokens; how long it goes on unchanged is chance, of which a few texts have enough
+EDITED, EDITED_TEXTS = 1 / 40, 4
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
 # and rounds are short
 INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
@@ -86,6 +88,12 @@ def fresh(pair: Pair, count: int, size: int) -> list[Text]:
     return [([100 + (size * n + i) % most for i in range(size)], None) for n in range(count)]
 
 
+def twice(texts: Seq[Text]) -> Seq[Seq[Text]]:
+    """Asked two times: an answer is computed in those places of the cache which the one before it
+    left free, and two after one another have had both halves of it."""
+    return [texts, texts]
+
+
 def scripted(pair: Pair, alpha: float) -> ModelDrafter:
     """The smaller model, right as often as it is told to be."""
     return ModelDrafter(Scripted(pair.draft, SAID, alpha), "scripted")
@@ -94,13 +102,18 @@ def scripted(pair: Pair, alpha: float) -> ModelDrafter:
 def _copies(bench: Bench, plan: Plan) -> None:
     """Answers that say the prompt again."""
     size, insisted = plan.copy, INSISTED_COPIES if bench.pair.is_small else ()
-    texts, cases = [], []
-    for name, edited in (("a copy", 0.0), ("a copy with changes", EDITED)):
-        texts.append(replay.copies(size, bench.pair.vocab, edited=edited, seed=1))
-        cases.append(Case(name, NgramDrafter, GREEDY, texts[-1:], size, plan.rounds))
+    copy = replay.copies(size, bench.pair.vocab, edited=0.0, seed=1)
+    changed = [
+        replay.copies(size, bench.pair.vocab, edited=EDITED, seed=1 + number)
+        for number in range(EDITED_TEXTS)
+    ]
+    groups = {"a copy": twice([copy]), "a copy with changes": [[text] for text in changed]}
+    cases = [
+        Case(name, NgramDrafter, GREEDY, asked, size, plan.rounds) for name, asked in groups.items()
+    ]
     prices, _ = bench.between_prices("copies", size + size // 2, cases, insisted)
-    for case, text in zip(cases, texts, strict=True):
-        bench.reached(case, *replay.best(prices.curve, *text))
+    for case, texts in zip(cases, ([copy], changed), strict=True):
+        bench.reached(case, *replay.best(prices.curve, texts))
         if insisted:
             bench.of_fixed(case, insisted)
 
@@ -113,7 +126,7 @@ def _drafted_by_model(bench: Bench, plan: Plan) -> None:
             f"draft model, acceptance {alpha:g}",
             partial(scripted, pair, alpha),
             SCRIPTED,
-            fresh(pair, 1, plan.prompt),
+            twice(fresh(pair, 1, plan.prompt)),
             plan.alone,
             plan.rounds,
         )
@@ -143,7 +156,7 @@ def _trained(pair: Pair, plan: Plan) -> list[Case]:
             f"trained models, text {number + 1}",
             lambda: ModelDrafter(replay.Reciting(pair.draft), "draft"),
             GREEDY,
-            [(encode(" ".join(words[500 * number : 500 * number + 60])), None)],
+            twice([(encode(" ".join(words[500 * number : 500 * number + 60])), None)]),
             plan.alone,
             plan.rounds,
         )
@@ -157,10 +170,13 @@ def _harmless(bench: Bench, plan: Plan) -> None:
     useless = partial(scripted, pair, NO_ACCEPTANCE)
     alone = partial(Case, tokens=plan.short, rounds=plan.many_rounds)
     together = partial(Case, tokens=plan.together, rounds=plan.rounds)
-    prose = replay.natural(plan.prompt, plan.short, 1, vocab=vocab)
-    crowd = replay.natural(plan.prompt, plan.together, STREAMS, vocab=vocab)
+    prose = twice(replay.natural(plan.prompt, plan.short, 1, vocab=vocab))
+    crowd = twice(replay.natural(plan.prompt, plan.together, STREAMS, vocab=vocab))
     copies = [replay.copies(plan.together, vocab, edited=0.0, seed=n) for n in range(STREAMS)]
-    short, long = fresh(pair, 1, plan.prompt), fresh(pair, 1, plan.long_prompt)
+    short, long, many = (
+        twice(fresh(pair, count, size))
+        for count, size in ((1, plan.prompt), (1, plan.long_prompt), (STREAMS, plan.prompt))
+    )
     equals = alone("prose, plain on both sides", None, GREEDY, prose)
     bench.compare(equals)
     bench.noise(equals)
@@ -170,13 +186,8 @@ def _harmless(bench: Bench, plan: Plan) -> None:
         alone("a useless draft model", useless, SCRIPTED, short),
         alone(behind, useless, SCRIPTED, long),
         together(f"prose, {STREAMS} streams", NgramDrafter, GREEDY, crowd),
-        together(f"copies, {STREAMS} streams", NgramDrafter, GREEDY, copies),
-        together(
-            f"a useless draft model, {STREAMS} streams",
-            useless,
-            SCRIPTED,
-            fresh(pair, STREAMS, plan.prompt),
-        ),
+        together(f"copies, {STREAMS} streams", NgramDrafter, GREEDY, twice(copies)),
+        together(f"a useless draft model, {STREAMS} streams", useless, SCRIPTED, many),
     ):
         bench.compare(case)
         bench.harmless(case)

@@ -66,22 +66,22 @@ def test_drafts_that_are_made_whatever_is_expected() -> None:
 def test_what_a_copy_could_gain() -> None:
     prompt, answer = replay.copies(40, 2048, edited=0.0, seed=1)
     assert answer == prompt
-    drafts, gain = replay.best(FLAT, prompt, answer)
+    drafts, gain = replay.best(FLAT, [(prompt, answer)])
     # two tokens are plain: what comes then is found in the prompt
     assert (drafts, gain) == (37, 39 / 2)
-    assert replay.best(STEEP, prompt, answer) == (0, 1.0)
+    assert replay.best(STEEP, [(prompt, answer)]) == (0, 1.0)
     # at the end only steps of which is known what they take: of 39 tokens that are left, 32, 4, 2
     some = dict.fromkeys((1, 2, 4, 32), 10.0)
-    assert replay.best(some, prompt, answer) == (31, 39 / 4)
+    assert replay.best(some, [(prompt, answer)]) == (31, 39 / 4)
     prompt, edited = replay.copies(400, 2048, edited=0.1, seed=1)
-    assert replay.best(FLAT, prompt, edited)[1] < 10
+    assert replay.best(FLAT, [(prompt, edited)])[1] < 10
     assert len(edited) == 400
 
 
 def test_prose_hardly_repeats_itself() -> None:
     ((prompt, answer),) = replay.natural(64, 100, 1, vocab=10_000)
     assert (len(prompt), len(answer)) == (64, 100)
-    assert replay.best(STEEP, prompt, answer)[0] == 0
+    assert replay.best(STEEP, [(prompt, answer)])[0] == 0
 
 
 @pytest.mark.parametrize(("backend", "checks"), [("llamacpp", 11), ("cuda", 16)])
