@@ -61,25 +61,33 @@ def test_drafts_are_what_the_draft_model_says() -> None:
 
 
 def test_a_long_prompt_is_read_bit_by_bit() -> None:
-    runner = FakeRunner(kv_tokens=1024, batch=100)
-    drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
+    now_s = [0.0]
+
+    class Slow(FakeRunner):
+        def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+            now_s[0] += 0.004
+            return super().collect(ticket)
+
+    runner = Slow(kv_tokens=1024, batch=100)
+    drafter, seq = ModelDrafter(runner, "draft", clock=lambda: now_s[0]), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
     drafter.chances(seq, 4)
     drafter.catch_up(0.0)
     assert runner.computed == 0, "there is no time"
-    for _ in range(100):
-        if drafter.chances(seq, 4):
-            break
-        before = runner.computed
-        drafter.catch_up(1e-9)
-        assert 0 < runner.computed - before <= 16
+    calls = 0
+    while not drafter.chances(seq, 4):
+        before, calls = runner.computed, calls + 1
+        drafter.catch_up(1.0)
+        assert runner.computed - before <= 16
+    assert now_s[0] * 1e3 == pytest.approx(calls, abs=4.0), "in the mean as long as it may"
     (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
 
 
 def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
     runner = FakeRunner(kv_tokens=256, batch=100)
-    drafter, seqs = ModelDrafter(runner, "draft"), [decoding(str(i), limit=512) for i in range(2)]
+    drafter = ModelDrafter(runner, "draft", clock=lambda: 0.0)
+    seqs = [decoding(str(i), limit=512) for i in range(2)]
     for at, seq in enumerate(seqs):
         seq.tokens = [1 + at + i % 90 for i in range(126)]
         drafter.chances(seq, 4)

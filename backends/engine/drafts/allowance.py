@@ -18,7 +18,7 @@ _LOOK_EVERY = 32
 # reading takes no more than this share where it has not been shown to pay, but for so many plain
 # steps at first: nothing is known of a draft model until it has read something
 _READ_SHARE = 0.0025
-_READ_STEPS = 16
+_READ_STEPS = 8
 
 
 class Allowance:

@@ -48,8 +48,8 @@ class Drafter(Protocol):
         ...
 
     def catch_up(self, most_ms: float) -> None:
-        """Prepare for sequences that cannot be drafted for yet; that long at most, or so. Called
-        once a step."""
+        """Prepare for sequences that cannot be drafted for yet; that long, in the mean of several
+        calls. Called once a step in which drafts are looked for."""
         ...
 
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:

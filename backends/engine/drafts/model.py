@@ -18,8 +18,10 @@ from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # a sequence is drafted for once no more than this of it is new to the draft model
 _NEARLY = 64
-# tokens that are read at once, where nothing is known or more would take too long
+# tokens that are read at once, where nothing is known or more would take too long: many take less
+# time each, but a piece takes no more than so many steps may, and is paid for by those after it
 _LEAST_READ = 16
+_PIECE_STEPS = 4
 # before anything is known: three wrong ones at the beginning do not yet make a useless model
 _PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
@@ -102,6 +104,7 @@ class ModelDrafter:
         self._common = Common((_PRIOR, _PRIOR), weight=_PRIOR_WEIGHT)
         self._costs = StepCosts()
         self._at_once = min(_LEAST_READ, runner.limits.max_batch_tokens)
+        self._to_read_ms = 0.0
         self._tried = False  # since the last step
         self._failure = ""
 
@@ -129,21 +132,24 @@ class ModelDrafter:
         return max(self._common.chance(kind) for kind in (False, True))
 
     def catch_up(self, most_ms: float) -> None:
-        """Read on in the texts that are new to the draft model, for about that long."""
+        """Read on in the texts that are new to the draft model, that long in the mean of several
+        calls."""
         self._costs.pass_by(keep_smallest=False)
         if not self._tried:
             self._common.rest()
         self._tried = False
+        self._to_read_ms = min(self._to_read_ms + most_ms, most_ms)
         behind = self._behind()
-        if not behind or self._failure or not most_ms:
+        if not behind or self._failure or not most_ms or self._to_read_ms < 0:
             return
         twin = min(behind, key=lambda twin: twin.behind)
         started_s = self._clock()
         self._compute([(twin, min(self._at_once, twin.behind - 1))], samples=False)
         took_ms = (self._clock() - started_s) * 1e3
-        if took_ms < most_ms / 2:
+        self._to_read_ms -= took_ms
+        if took_ms < _PIECE_STEPS * most_ms / 2:
             self._at_once = min(2 * self._at_once, self._runner.limits.max_batch_tokens)
-        elif took_ms > most_ms:
+        elif took_ms > _PIECE_STEPS * most_ms:
             self._at_once = max(_LEAST_READ, self._at_once // 2)
 
     def _behind(self) -> list[_Twin]:
