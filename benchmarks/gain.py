@@ -22,18 +22,20 @@ REACHED, HARMLESS = 0.9, 0.98
 PLAIN, DRAFTED, AGAIN = "plain", "drafts", "plain again"
 # a prompt, and what is said after it; None: what the model says
 Text = tuple[Seq[int], Seq[int] | None]
+# texts of requests that run together, one group after the other
+Groups = Seq[Seq[Text]]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Answers with drafts beside the same without. groups: of requests that run together, one group
-    after the other in each round. drafter: None for plain answers on both sides, which shows what
-    the comparison is worth."""
+    """Answers with drafts beside the same without. groups: of a round, the first of which is −1 and
+    not measured. drafter: None for plain answers on both sides, which shows what the comparison is
+    worth."""
 
     name: str
     drafter: Callable[[], Drafter] | None
     params: SamplingParams
-    groups: Seq[Seq[Text]]
+    groups: Callable[[int], Groups]
     tokens: int
     rounds: int
 
@@ -109,11 +111,8 @@ class Bench:
                 sides[f"{drafts} drafts"] = self._side(drafters[-1:])
         rates: dict[str, list[float]] = {side: [] for side in sides}
         same, a_step = [], []
-        for prompt, answer in (text for group in case.groups for text in group):
-            if answer is not None:
-                self._target.learn(prompt, answer)
         for number in range(-1, case.rounds):
-            asked = self._ask(sides, case)
+            asked = self._ask(sides, case, number)
             texts = {name: [_text(a) for found in asked[name] for a in found] for name in asked}
             same.append(sum(map(str.__eq__, texts[PLAIN], texts[case.other])) / len(texts[PLAIN]))
             if number < 0:
@@ -136,13 +135,17 @@ class Bench:
         self.report.add(case.name, "speed-up as the engine has it", "", [told.speedup])
         return alpha
 
-    def _ask(self, sides: dict[str, Side], case: Case) -> dict[str, list[Seq[Answer]]]:
-        """Answers of each side to all groups."""
+    def _ask(self, sides: dict[str, Side], case: Case, number: int) -> dict[str, list[Seq[Answer]]]:
+        """Answers of each side to all groups of a round."""
+        groups = case.groups(number)
+        for prompt, answer in (text for group in groups for text in group):
+            if answer is not None:
+                self._target.learn(prompt, answer)
         asked = [
             in_turn.ask(
                 list(sides.values()), [prompt for prompt, _ in group], case.tokens, case.params
             )
-            for group in case.groups
+            for group in groups
         ]
         return dict(zip(sides, map(list, zip(*asked, strict=True)), strict=True))
 

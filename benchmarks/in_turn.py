@@ -22,7 +22,9 @@ class Side:
 
     @classmethod
     def over(cls, runner: ModelRunner, vocab: int, drafters: Seq[Drafter]) -> Side:
-        """An engine over a runner that others have too."""
+        """An engine over a runner that others have too, and that must not look ahead: what was
+        computed for one side would be lost with the next one's step."""
+        assert not runner.limits.looks_ahead
         clock = OwnTime()
         session = Session(runner, vocab, itl_target_ms=2000.0, drafters=drafters, clock=clock)
         return cls(session, clock)

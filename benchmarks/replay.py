@@ -126,10 +126,8 @@ def _took_ms(curve: Curve, prompt: Seq[int], answer: Seq[int], drafts: int) -> f
     )
     drafter, took_ms = NgramDrafter(), 0.0
     while len(seq.tokens) < len(text):
-        # at the end, as many as a step takes whose time was measured
-        left = min(drafts, len(text) - len(seq.tokens) - 1)
-        most = max(size for size in curve if size <= left + 1) - 1
-        (proposal,) = drafter.propose([(seq, most)])
+        left = len(text) - len(seq.tokens) - 1
+        (proposal,) = drafter.propose([(seq, min(drafts, left))])
         found, at = proposal.tokens, len(seq.tokens)
         seq.tokens += text[at : at + _right(found, text[at:]) + 1]
         took_ms += step_ms(curve, 1 + len(found))

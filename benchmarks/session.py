@@ -38,12 +38,7 @@ class OwnTime:
     def __enter__(self) -> None:
         self._since_s = time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._gone_s, self._since_s = self(), None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import replay, step_curve
-from benchmarks.gain import Bench, Case, Text
+from benchmarks.gain import Bench, Case, Groups, Text
 from benchmarks.measure import Report, command
 from benchmarks.pairs import BACKENDS, Pair, load_pair
 from benchmarks.scripted import SAID, SCRIPTED, Scripted
@@ -82,16 +83,29 @@ def run(bench: Bench, plan: Plan) -> None:
     _harmless(bench, plan)
 
 
-def fresh(pair: Pair, count: int, size: int) -> list[Text]:
-    """Prompts without a repetition."""
+def fresh(pair: Pair, count: int, size: int, *, first: int = 0) -> list[Text]:
+    """Prompts without a repetition, from the one of that number on."""
     most = pair.vocab - 100
-    return [([100 + (size * n + i) % most for i in range(size)], None) for n in range(count)]
+    return [
+        ([100 + (size * n + i) % most for i in range(size)], None)
+        for n in range(first, first + count)
+    ]
 
 
-def twice(texts: Seq[Text]) -> Seq[Seq[Text]]:
-    """Asked two times: an answer is computed in those places of the cache which the one before it
-    left free, and two after one another have had both halves of it."""
-    return [texts, texts]
+def always(groups: Groups) -> Callable[[int], Groups]:
+    """The same in each round."""
+    return lambda _: groups
+
+
+def twice(texts: Seq[Text]) -> Callable[[int], Groups]:
+    """Asked two times in each round: an answer is computed in those places of the cache which the
+    one before it left free, and two after one another have had both halves of it."""
+    return always([texts, texts])
+
+
+def ever_new(pair: Pair, size: int) -> Callable[[int], Groups]:
+    """Two prompts in each round that nobody has read before."""
+    return lambda number: [[text] for text in fresh(pair, 2, size, first=2 * (number + 1))]
 
 
 def scripted(pair: Pair, alpha: float) -> ModelDrafter:
@@ -107,7 +121,7 @@ def _copies(bench: Bench, plan: Plan) -> None:
         replay.copies(size, bench.pair.vocab, edited=EDITED, seed=1 + number)
         for number in range(EDITED_TEXTS)
     ]
-    groups = {"a copy": twice([copy]), "a copy with changes": [[text] for text in changed]}
+    groups = {"a copy": twice([copy]), "a copy with changes": always([[text] for text in changed])}
     cases = [
         Case(name, NgramDrafter, GREEDY, asked, size, plan.rounds) for name, asked in groups.items()
     ]
@@ -173,10 +187,7 @@ def _harmless(bench: Bench, plan: Plan) -> None:
     prose = twice(replay.natural(plan.prompt, plan.short, 1, vocab=vocab))
     crowd = twice(replay.natural(plan.prompt, plan.together, STREAMS, vocab=vocab))
     copies = [replay.copies(plan.together, vocab, edited=0.0, seed=n) for n in range(STREAMS)]
-    short, long, many = (
-        twice(fresh(pair, count, size))
-        for count, size in ((1, plan.prompt), (1, plan.long_prompt), (STREAMS, plan.prompt))
-    )
+    short, many = (twice(fresh(pair, count, plan.prompt)) for count in (1, STREAMS))
     equals = alone("prose, plain on both sides", None, GREEDY, prose)
     bench.compare(equals)
     bench.noise(equals)
@@ -184,7 +195,7 @@ def _harmless(bench: Bench, plan: Plan) -> None:
     for case in (
         alone("prose", NgramDrafter, GREEDY, prose),
         alone("a useless draft model", useless, SCRIPTED, short),
-        alone(behind, useless, SCRIPTED, long),
+        alone(behind, useless, SCRIPTED, ever_new(pair, plan.long_prompt)),
         together(f"prose, {STREAMS} streams", NgramDrafter, GREEDY, crowd),
         together(f"copies, {STREAMS} streams", NgramDrafter, GREEDY, twice(copies)),
         together(f"a useless draft model, {STREAMS} streams", useless, SCRIPTED, many),

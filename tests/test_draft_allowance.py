@@ -6,6 +6,7 @@ import pytest
 from drafting import Guesser, Steps, decoding
 
 from localgen.backends.engine.drafts.speculation import Speculation
+from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 
 STEP_MS = 10.0
@@ -33,7 +34,7 @@ class Unread(Guesser):
     """A draft model that has a long text to read. read_ms: what it has read for. is_ready: whether
     it has read it."""
 
-    is_ready = False
+    is_ready, delay_ms = False, 0.0
 
     def __init__(self, chance: float, *, ms: float = 0.0) -> None:
         super().__init__(chance, ms=ms)
@@ -46,7 +47,7 @@ class Unread(Guesser):
         return 0.0 if self.is_ready else self.chance
 
     def catch_up(self, most_ms: float) -> None:
-        self.read_ms += most_ms
+        self.read_ms += most_ms + (self.delay_ms if most_ms else 0.0)
 
     def clock(self) -> float:
         return self.read_ms / 1e3
@@ -105,3 +106,48 @@ def test_reading_leaves_the_time_for_tries() -> None:
     unread.is_ready = True
     steps.run([seq], 20)
     assert any(steps.lengths)
+
+
+def test_the_allowance_begins_with_the_first_step_that_is_entered() -> None:
+    # a look beside a prompt, which leaves a debt: the first plain steps are not looked at
+    unread = Unread(0.6)
+    speculation = Speculation([unread], clock=unread.clock)
+    seq, other = decoding("one"), decoding("other")
+    prompt = Chunk(seq=other, start=0, tokens=[3] * 200, samples=False)
+    speculation.propose([seq], outputs=64, beside_prompts=True)
+    assert unread.read_ms == 0, "nor is anything read beside a prompt"
+    unread.read_ms += 100 * STEP_MS
+    seq.tokens.append(3)
+    token = Chunk(seq=seq, start=len(seq.tokens) - 2, tokens=[3], samples=True)
+    speculation.observe([token, prompt], 100 * STEP_MS)
+    unread.read_ms = 0.0
+    Steps(speculation, flat).run([seq], 100)
+    assert 7 < unread.read_ms / STEP_MS < 9
+
+
+def test_another_sequence_in_the_place_of_one_is_another_step() -> None:
+    # preempted for one whose prompt is known but for a token
+    dear = Dear(0.0)
+    speculation = Speculation([dear], clock=lambda: dear.now_s)
+    one, other, third = (decoding(name) for name in ("one", "other", "third"))
+    Steps(speculation, flat).run([one, other], 20)
+    assert not speculation.propose([one, other], outputs=64)
+    chunks = []
+    for seq in (one, third):
+        seq.tokens.append(3)
+        start = len(seq.tokens) - 2
+        chunks.append(Chunk(seq=seq, start=start, tokens=seq.tokens[-2:-1], samples=True))
+    speculation.observe(chunks, STEP_MS)
+    assert [speculation.of(seq).steps for seq in (one, other, third)] == [21, 20, 1]
+
+
+def test_a_piece_that_was_delayed_does_not_forbid_reading_for_long() -> None:
+    late = Unread(0.6)
+    speculation = Speculation([late], clock=late.clock)
+    seq, steps = decoding(), Steps(speculation, flat)
+    steps.run([seq], 1)
+    late.delay_ms = 500 * STEP_MS
+    steps.run([seq], 1)
+    late.delay_ms, late.read_ms = 0.0, 0.0
+    steps.run([seq], 500)
+    assert late.read_ms > 0

@@ -30,16 +30,12 @@ class Allowance:
     def __init__(self) -> None:
         self.to_lose_ms = 0.0
         self._to_look_ms = self._to_read_ms = 0.0
+        self._has_begun = False
         self._rest, self._resting = 1, 0  # steps between tries, and until the next
 
-    def begin(self, step_ms: float) -> None:
-        """The first step took so long."""
-        self.to_lose_ms = self._to_look_ms = _TRY_STEPS * step_ms
-        self._to_read_ms = _READ_STEPS * step_ms
-
-    def may_look(self, ms: float) -> bool:
-        """Whether to look for drafts; steps that are not entered yet took so long."""
-        return self._to_look_ms + _LOOK_SHARE * ms >= 0
+    def may_look(self, steps: int, ms: float) -> bool:
+        """Whether to look for drafts; so many steps are not entered yet, which took so long."""
+        return self._to_look_ms + _LOOK_SHARE * ms >= 0 or steps + 1 >= _LOOK_EVERY
 
     def looked(self, ms: float, step_ms: float) -> None:
         """Looking took so long, and led to no drafts in a step that took so long."""
@@ -52,7 +48,7 @@ class Allowance:
         return self._to_read_ms > 0
 
     def read(self, ms: float) -> None:
-        """Reading took so long."""
+        """It took so long."""
         self._to_read_ms -= ms
 
     @property
@@ -73,11 +69,15 @@ class Allowance:
     def earn(self, ms: float, plain_ms: float, plain_step_ms: float) -> None:
         """Steps took so long, and would have taken so long without drafts. plain_step_ms: what one
         plain step takes."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.to_lose_ms = self._to_look_ms = _TRY_STEPS * plain_step_ms
+            self._to_read_ms = _READ_STEPS * plain_step_ms
+        # what something else delayed once, or is done but once, must not forbid it for long
         most_ms = _TRY_STEPS * plain_step_ms
         to_lose_ms = self.to_lose_ms + _TRY_SHARE * ms + plain_ms - ms
-        # one step that something else delayed must not forbid trying for long
         self.to_lose_ms = max(-most_ms, min(to_lose_ms, _TRY_SAVED * most_ms))
         to_look_ms = self._to_look_ms + _LOOK_SHARE * ms + max(0.0, plain_ms - ms)
         self._to_look_ms = min(to_look_ms, most_ms)
-        most_ms = _READ_STEPS * plain_step_ms
-        self._to_read_ms = max(-most_ms, min(self._to_read_ms + _READ_SHARE * ms, most_ms))
+        to_read_ms = self._to_read_ms + _READ_SHARE * ms
+        self._to_read_ms = max(-plain_step_ms, min(to_read_ms, _READ_STEPS * plain_step_ms))

@@ -127,9 +127,9 @@ class ModelDrafter:
 
     def usual_chance(self) -> float:
         """As Drafter.usual_chance."""
-        if self._failure or not self._behind():
+        if self._failure:
             return 0.0
-        return max(self._common.chance(kind) for kind in (False, True))
+        return max((self._common.chance(twin.draws) for twin in self._behind()), default=0.0)
 
     def catch_up(self, most_ms: float) -> None:
         """Read on in the texts that are new to the draft model, that long in the mean of several
@@ -146,7 +146,8 @@ class ModelDrafter:
         started_s = self._clock()
         self._compute([(twin, min(self._at_once, twin.behind - 1))], samples=False)
         took_ms = (self._clock() - started_s) * 1e3
-        self._to_read_ms -= took_ms
+        # a piece that something else delayed is not paid for to the end
+        self._to_read_ms = max(self._to_read_ms - took_ms, -_PIECE_STEPS * most_ms)
         if took_ms < _PIECE_STEPS * most_ms / 2:
             self._at_once = min(2 * self._at_once, self._runner.limits.max_batch_tokens)
         elif took_ms > _PIECE_STEPS * most_ms:

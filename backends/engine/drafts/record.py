@@ -42,11 +42,12 @@ class Recent:
     def add_plain(self, steps: int, sequences: int, ms: float) -> None:
         """Enter so many steps without drafts, which took so long."""
         self._fade(steps)
-        self.steps += steps
-        self.sequences += steps * sequences
-        self.tokens += steps * sequences
-        self.ms += ms
-        self.plain_ms += ms
+        left = (1 - _FADE**steps) / (1 - _FADE)  # of so many, the first of them faded
+        self.steps += left
+        self.sequences += left * sequences
+        self.tokens += left * sequences
+        self.ms += left * ms / steps
+        self.plain_ms += left * ms / steps
 
     def _fade(self, steps: int) -> None:
         kept = _FADE**steps

@@ -91,7 +91,8 @@ class Speculation:
             return {}
         if seqs != self._seqs:
             self._go_on_with(seqs)
-        if not seqs or not self._allowance.may_look(sum(self._passed_ms)):
+        passed_ms = self._passed_ms
+        if not seqs or not self._allowance.may_look(len(passed_ms), sum(passed_ms)):
             return {}
         self._is_looking = True
         started_s = self._clock()
@@ -104,11 +105,9 @@ class Speculation:
             picks = self._pick(seqs, outputs)
         self._look_ms = self._ms_since(started_s)
         drafts = self._proposals(seqs, picks)
-        proposed_ms = self._ms_since(started_s)
-        for number, drafter in enumerate(self._drafters):
-            drafter.catch_up(self._preparing_ms(number, len(seqs)))
+        for number in range(len(self._drafters)):
+            self._prepare(number, 0.0 if beside_prompts else self._step_ms(len(seqs)))
         self._propose_ms = self._ms_since(started_s)
-        self._read_ms = self._propose_ms - proposed_ms
         return drafts
 
     def _proposals(self, seqs: Seq[Sequence], picks: Seq[Pick]) -> dict[Sequence, Proposal]:
@@ -188,18 +187,23 @@ class Speculation:
         ]
         return [offer for offer in offers if offer.tokens[-1] >= _LEAST_OFFER]
 
-    def _preparing_ms(self, number: int, sequences: int) -> float:
-        """How long a drafter may prepare: it would be tried once it is ready and there is time for
-        it, or it has been measured and would pay."""
-        drafter = self._drafters[number]
+    def _prepare(self, number: int, step_ms: float) -> None:
+        """Let a drafter prepare beside a plain step that takes so long: if it has been measured and
+        would pay, or would be tried once it is ready and there is time for that."""
+        drafter, started_s = self._drafters[number], self._clock()
         chance = drafter.usual_chance()
-        if not chance:
-            return 0.0
         offer = Offer.of(number, [chance] * _PROBE_DRAFTS)
-        would_be_tried = offer.tokens[-1] >= _PROBE_TOKENS and self._allowance.may_read
-        if would_be_tried or (drafter.draft_ms(1) and self._pays(offer)):
-            return _CATCH_UP_SHARE * self._step_ms(sequences)
-        return 0.0
+        pays = bool(chance and drafter.draft_ms(1)) and self._pays(offer)
+        is_tried = offer.tokens[-1] >= _PROBE_TOKENS and self._allowance.may_read
+        most_ms = _CATCH_UP_SHARE * step_ms if pays or is_tried else 0.0
+        drafter.catch_up(most_ms)
+        took_ms = self._ms_since(started_s)
+        if not most_ms:
+            self._look_ms += took_ms
+            return
+        self._read_ms += took_ms
+        if not pays:
+            self._allowance.read(took_ms)
 
     def _pays(self, offer: Offer) -> bool:
         """Whether a sequence on its own would draft by it."""
@@ -219,7 +223,7 @@ class Speculation:
         """Enter a finished step; to be called when its tokens are in their sequences."""
         if not self._drafters:
             return
-        if not self._is_looking and list(map(len, chunks)) == [1] * len(self._seqs):
+        if not self._is_looking and self._are_plain(chunks):
             self._passed_ms.append(step_ms)
             return
         started_s = self._clock()
@@ -254,14 +258,19 @@ class Speculation:
         if not drafted:
             self._allowance.looked(self._look_ms + self._ms_since(started_s), step_ms)
 
+    def _are_plain(self, chunks: Seq[Chunk]) -> bool:
+        """Whether these are a token of each sequence that was decoding, and nothing else."""
+        lone = all(len(chunk) == 1 for chunk in chunks)
+        return lone and {chunk.seq for chunk in chunks} == set(self._seqs)
+
     def _enter(self, decoding: Seq[_Decoded], drafted: int, step_ms: float) -> None:
         """A step of sequences that were all decoding."""
         sequences, tokens = len(decoding), sum(one.tokens for one in decoding)
-        if not self._costs.largest:
-            self._allowance.begin(step_ms)
-        # the plain step that was launched ahead in its place was computed in vain before it
-        in_vain = self._looks_ahead and drafted and not self._since_plain
-        own_ms = step_ms - self._step_ms(sequences) if in_vain else step_ms
+        own_ms = step_ms
+        if self._looks_ahead and drafted and not self._since_plain:
+            # the plain step launched ahead in its place was computed in vain, before it and before
+            # a model's drafts
+            own_ms -= max(0.0, self._step_ms(sequences) - self._propose_ms)
         self._costs.observe(sequences + drafted, max(own_ms, step_ms / 2))
         ms, plain_step_ms = step_ms + self._propose_ms, self._step_ms(sequences)
         self._since_plain = self._since_plain + 1 if drafted else 0
@@ -274,7 +283,6 @@ class Speculation:
         if self._is_probing:
             self._allowance.tried(ms, plain_ms)
         # these have allowances of their own
-        self._allowance.read(self._read_ms)
         elsewhere_ms = self._read_ms + (0.0 if drafted else self._look_ms)
         self._allowance.earn(ms - elsewhere_ms, plain_ms, plain_step_ms)
         self._recent.add(
