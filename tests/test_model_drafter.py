@@ -61,16 +61,24 @@ def test_drafts_are_what_the_draft_model_says() -> None:
     runner.check()
 
 
+class Slow(FakeRunner):
+    """Each step takes step_s on its own clock."""
+
+    def __init__(self, step_s: float, **sizes: int) -> None:
+        super().__init__(**sizes)  # type: ignore[arg-type]
+        self.step_s, self.now_s = step_s, 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+        self.now_s += self.step_s
+        return super().collect(ticket)
+
+
 def test_a_long_prompt_is_read_bit_by_bit() -> None:
-    now_s = [0.0]
-
-    class Slow(FakeRunner):
-        def collect(self, ticket: list[Chunk]) -> list[Sampled]:
-            now_s[0] += 0.004
-            return super().collect(ticket)
-
-    runner = Slow(kv_tokens=1024, batch=100)
-    drafter, seq = ModelDrafter(runner, "draft", clock=lambda: now_s[0]), decoding(limit=1024)
+    runner = Slow(0.004, kv_tokens=1024, batch=100)
+    drafter, seq = ModelDrafter(runner, "draft", clock=runner.clock), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
     drafter.chances(seq, 4)
     drafter.catch_up(0.0)
@@ -80,25 +88,18 @@ def test_a_long_prompt_is_read_bit_by_bit() -> None:
         before, calls = runner.computed, calls + 1
         drafter.catch_up(1.0)
         assert runner.computed - before <= 16
-    assert now_s[0] * 1e3 == pytest.approx(calls, abs=5.0), "in the mean as long as it may"
+    assert runner.now_s * 1e3 == pytest.approx(calls, abs=5.0), "in the mean as long as it may"
     (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
 
 
 def test_a_piece_that_was_delayed_is_not_paid_for_to_the_end() -> None:
-    now_s, delay_s = [0.0], [5.0]
-
-    class Slow(FakeRunner):
-        def collect(self, ticket: list[Chunk]) -> list[Sampled]:
-            now_s[0] += delay_s[0]
-            return super().collect(ticket)
-
-    runner = Slow(kv_tokens=1024, batch=100)
-    drafter, seq = ModelDrafter(runner, "draft", clock=lambda: now_s[0]), decoding(limit=1024)
+    runner = Slow(5.0, kv_tokens=1024, batch=100)
+    drafter, seq = ModelDrafter(runner, "draft", clock=runner.clock), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
     drafter.chances(seq, 4)
     drafter.catch_up(1.0)
-    before, delay_s[0] = runner.computed, 0.001
+    before, runner.step_s = runner.computed, 0.001
     for _ in range(6):
         drafter.catch_up(1.0)
     assert runner.computed > before
