@@ -99,8 +99,8 @@ class Bench:
     def compare(self, case: Case, insisted: Seq[int] = ()) -> float:
         """Rates of all sides, a step of each in turn; the share of drafts that were right. The
         first answers, from which drafters learn, are not measured. insisted: numbers of drafts that
-        are made in every step, on sides of their own: these try so many more that they alone
-        count."""
+        are made wherever they may be, on sides of their own: these try so many more that they alone
+        count for the share."""
         print(case.name, file=sys.stderr, flush=True)
         make = case.drafter
         drafters = [Counted(make())] if make else []
