@@ -13,6 +13,7 @@ from localgen.backends.engine.drafts.acceptance import Acceptance, Common
 from localgen.backends.engine.drafts.allowance import Allowance
 from localgen.backends.engine.drafts.choice import DraftMs, Offer, Pick, StepMs
 from localgen.backends.engine.drafts.drafter import Proposal
+from localgen.backends.engine.drafts.reference import Reference
 from localgen.backends.engine.drafts.speculation import Speculation
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
@@ -40,7 +41,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
     monkeypatch.setattr(speculation, "_LEAP", 100)
     monkeypatch.setattr(Allowance, "may_look", lambda *_: True)
-    monkeypatch.setattr(Speculation, "_is_time_for_plain", False)
+    monkeypatch.setattr(Reference, "is_due", lambda *_: False)
     # nor how much of a text a draft model has read
     monkeypatch.setattr(Allowance, "may_read", True)
     monkeypatch.setattr(speculation, "_CATCH_UP_SHARE", 1e9)
@@ -65,7 +66,7 @@ class Guesser:
     def __init__(self, alpha: float, *, ms: float = 0.0, prior: float = 0.5, seed: int = 0) -> None:
         self.alpha, self.ms = alpha, ms
         self._chance = random.Random(seed)
-        self._common = Common((prior,))
+        self._common = Common((prior,), counts=12.0)
         self._known: dict[Sequence, Acceptance] = {}
         self.proposed: dict[Sequence, list[int]] = {}
         self.closed = False

@@ -165,12 +165,12 @@ def test_looking_in_vain_takes_little(look_ms: float) -> None:
     steps = Steps(Speculation([slow], clock=slow.clock), full)
     steps.run([decoding()], 200)
     slow.now_s, slow.looks, steps.ms = 0.0, 0, 0.0
-    steps.run([decoding()], 1_600)
-    assert slow.looks >= 50, "every 32 steps at least"
+    steps.run([decoding()], 3_200)
+    assert slow.looks >= 50, "every 64 steps at least"
     if slow.looks > 55:
         assert slow.now_s * 1e3 <= 0.0055 * steps.ms
     if look_ms < 0.01:
-        assert slow.looks > 1_500
+        assert slow.looks > 3_000
 
 
 def test_looking_goes_on_where_it_gains() -> None:
@@ -253,8 +253,10 @@ def test_a_burst_of_slow_plain_steps_does_not_make_drafts_pay_for_long() -> None
     plain_ms = 25.0
     steps.run([decoding()], 10)
     assert any(steps.lengths[-10:]), "drafts seem to pay"
+    # the first plain step after drafts shows it
+    assert sum(map(bool, steps.lengths[-10:])) < 5
     steps.run([decoding()], 200)
-    assert sum(map(bool, steps.lengths[-170:])) < 20
+    assert sum(map(bool, steps.lengths[-200:])) < 20
 
 
 def test_nothing_is_tried_that_was_not_offered() -> None:
@@ -328,6 +330,19 @@ def test_costs_lie_between_what_was_measured() -> None:
     assert costs.ms(6) == pytest.approx(110.0)
     assert costs.ms(21) == pytest.approx(268.0)
     assert costs.curve() == [(1.0, 20.0), (11.0, 200.0)]
+
+
+def test_a_prompt_that_was_read_before_says_nothing_of_many_tokens() -> None:
+    costs = StepCosts()
+    costs.observe(1, 20.0)
+    costs.observe(4, 50.0)
+    for _ in range(5):
+        costs.observe_prompt(1, 20.0)
+    assert costs.largest == 4
+    assert costs.ms(11) == pytest.approx(120.0), "as its own tokens"
+    costs.observe_prompt(40, 180.0)
+    assert costs.largest == 40
+    assert costs.ms(11) == pytest.approx(78.0)
 
 
 def test_costs_follow_a_machine_that_gets_slower() -> None:

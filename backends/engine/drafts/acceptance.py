@@ -6,8 +6,6 @@ from __future__ import annotations
 _FADE_OWN = 0.98
 _FADE_ALL = 0.995
 _FADE_REST = 0.997
-# all others together count as so many tokens of one's own
-_WEIGHT_ALL = 6.0
 
 
 class _Rate:
@@ -25,9 +23,12 @@ class _Rate:
 
 class Common:
     """What all sequences of an engine have seen. prior: assumed of each kind at first, as if
-    `weight` tokens had been seen."""
+    `weight` tokens had been seen. counts: all together as so many tokens of a sequence's own."""
 
-    def __init__(self, prior: tuple[float, ...], *, weight: float = 2.0) -> None:
+    def __init__(
+        self, prior: tuple[float, ...], *, weight: float = 2.0, counts: float = 6.0
+    ) -> None:
+        self.counts = counts
         self._prior, self._weight = prior, weight
         self._rates = [_Rate(weight * chance, weight) for chance in prior]
 
@@ -72,4 +73,5 @@ class Acceptance:
         chance = self._common.chance(kind)
         if own is None:
             return chance
-        return (own.right + _WEIGHT_ALL * chance) / (own.tried + _WEIGHT_ALL)
+        counts = self._common.counts
+        return (own.right + counts * chance) / (own.tried + counts)

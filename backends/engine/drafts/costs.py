@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections import deque
 from statistics import median
 
+# prompts of fewer tokens, most of which are read already, say nothing of what each takes
+_PROMPT_TOKENS = 32
 # the middle one of so many steps counts: one that something else delayed says nothing
 _KEPT = 5
 _OLD_STEPS, _LOOK_OVER = 500, 8
@@ -65,7 +67,8 @@ class StepCosts:
 
     def observe_prompt(self, tokens: int, ms: float) -> None:
         """Enter a step of prompt tokens alone: what many tokens take at least."""
-        self._prompts.append((tokens, ms))
+        if tokens >= _PROMPT_TOKENS:
+            self._prompts.append((tokens, ms))
 
     def pass_by(self, *, keep_smallest: bool, to_risk_ms: float = 0.0) -> None:
         """A step of the engine goes by. What was slow long ago may not be: sizes not tried for

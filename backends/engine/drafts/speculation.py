@@ -15,6 +15,7 @@ from localgen.backends.engine.drafts.costs import StepCosts
 from localgen.backends.engine.drafts.drafter import Drafter, Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.engine.drafts.record import Drafting, Own, Recent
+from localgen.backends.engine.drafts.reference import Reference
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import SpeculationStats
@@ -27,11 +28,6 @@ _LEAST_OFFER = 1.05
 _LEAP = 2
 # so much of a step's time goes to reading what is new to a draft model
 _CATCH_UP_SHARE = 0.25
-# a plain step now and then shows what plain steps take by now, for this share of the time, but
-# every so many steps, at most and at least; one that took less than this of what was believed is
-# followed by others, until it is believed
-_PLAIN_SHARE, _PLAIN_EVERY = 0.01, (16, 64)
-_AS_BELIEVED = 0.9
 # what seems not to pay is tried with up to so many drafts, if it would where they cost nothing
 _PROBE_DRAFTS = 4
 _PROBE_TOKENS = 1.4
@@ -66,11 +62,12 @@ class Speculation:
         self._costs = StepCosts()
         self._allowance = Allowance()
         self._recent = Recent()
-        self._since_plain = 0
-        self._is_plain_believed = True
+        self._reference = Reference()
         self._is_probing = self._is_looking = False
         self._seqs: list[Sequence] = []
+        self._among: frozenset[Sequence] = frozenset()
         self._passed_ms: list[float] = []  # their plain steps that are not entered yet
+        self._passed_sum_ms = 0.0
         self._own: WeakKeyDictionary[Sequence, Own] = WeakKeyDictionary()
         self._reason = "" if drafters else why_none
         # what everything before the next step took, looking alone, reading alone
@@ -85,14 +82,14 @@ class Speculation:
         seqs: all that decode. outputs: what it may sample. beside_prompts: it reads prompts too,
         which leaves no arithmetic to spare.
         """
-        self._propose_ms = self._look_ms = self._read_ms = 0.0
-        self._is_probing = self._is_looking = False
         if not self._drafters:
             return {}
         if seqs != self._seqs:
             self._go_on_with(seqs)
-        passed_ms = self._passed_ms
-        if not seqs or not self._allowance.may_look(len(passed_ms), sum(passed_ms)):
+        if self._is_looking:
+            self._propose_ms = self._look_ms = self._read_ms = 0.0
+            self._is_probing = self._is_looking = False
+        if not seqs or not self._allowance.may_look(len(self._passed_ms), self._passed_sum_ms):
             return {}
         self._is_looking = True
         started_s = self._clock()
@@ -135,7 +132,11 @@ class Speculation:
             return none
         most = min(outputs, _LEAP * self._costs.largest) - len(seqs)
         # what plain steps of so few take must be known
-        if most < 1 or self._costs.smallest > len(seqs) or self._is_time_for_plain:
+        if (
+            most < 1
+            or self._costs.smallest > len(seqs)
+            or self._reference.is_due(self._recent.speedup)
+        ):
             return none
         offers = [self._offers(seq, min(most, self._most)) for seq in seqs]
         if not any(offers):
@@ -147,15 +148,9 @@ class Speculation:
         self._reason = "too dear: drafts would cost more than they save"
         return self._probe(offers, most)
 
-    @property
-    def _is_time_for_plain(self) -> bool:
-        least, most = _PLAIN_EVERY
-        every = (1 - 1 / max(1.0, self._recent.speedup)) / _PLAIN_SHARE
-        return not self._is_plain_believed or self._since_plain >= max(least, min(every, most))
-
     def _probe(self, offers: Seq[Seq[Offer]], most: int) -> list[Pick]:
-        """Try all the same what is most likely to pay, if there is time to lose and something to
-        learn from it."""
+        """Try all the same what promises most, if there is time to lose: as many drafts as tell
+        most for what they take."""
         count = len(offers)
         picks = [Pick()] * count
         untried = [
@@ -166,16 +161,17 @@ class Speculation:
         ]
         if not untried or not self._allowance.is_time_to_try():
             return picks
+        at, offer = max(untried, key=lambda one: one[1].upto(_PROBE_DRAFTS))
+        if offer.upto(_PROBE_DRAFTS) < _PROBE_TOKENS:
+            return picks
         plain_ms, best = self._step_ms(count), 0.0
-        for drafts in range(1, min(most, _PROBE_DRAFTS) + 1):
-            at, offer = max(untried, key=lambda one: one[1].upto(drafts))
+        for drafts in range(1, min(most, _PROBE_DRAFTS, len(offer.tokens) - 1) + 1):
             cost_ms = self._step_ms(count + drafts) - plain_ms
             cost_ms += drafts * self._draft_ms(offer.drafter, 1)
-            promised = offer.upto(drafts)
-            value = promised / (plain_ms + cost_ms)
-            if promised >= _PROBE_TOKENS and cost_ms <= self._allowance.to_lose_ms and value > best:
-                picks, best = [Pick()] * count, value
-                picks[at] = Pick(offer.drafter, min(drafts, len(offer.tokens) - 1))
+            # drafts that will be judged: those behind a wrong one are not
+            judged = offer.upto(drafts - 1)
+            if cost_ms <= self._allowance.to_lose_ms and judged > best * cost_ms:
+                picks[at], best = Pick(offer.drafter, drafts), judged / max(cost_ms, 1e-3)
                 self._is_probing = True
         return picks
 
@@ -225,6 +221,7 @@ class Speculation:
             return
         if not self._is_looking and self._are_plain(chunks):
             self._passed_ms.append(step_ms)
+            self._passed_sum_ms += step_ms
             return
         started_s = self._clock()
         # a sequence that lost its place computes what it had said anew
@@ -260,23 +257,26 @@ class Speculation:
 
     def _are_plain(self, chunks: Seq[Chunk]) -> bool:
         """Whether these are a token of each sequence that was decoding, and nothing else."""
-        lone = all(len(chunk) == 1 for chunk in chunks)
-        return lone and {chunk.seq for chunk in chunks} == set(self._seqs)
+        if len(chunks) != len(self._seqs):
+            return False
+        among = self._among
+        return all(len(chunk.tokens) == 1 and chunk.seq in among for chunk in chunks)
 
     def _enter(self, decoding: Seq[_Decoded], drafted: int, step_ms: float) -> None:
         """A step of sequences that were all decoding."""
         sequences, tokens = len(decoding), sum(one.tokens for one in decoding)
         own_ms = step_ms
-        if self._looks_ahead and drafted and not self._since_plain:
+        if self._looks_ahead and drafted and not self._reference.drafting:
             # the plain step launched ahead in its place was computed in vain, before it and before
             # a model's drafts
             own_ms -= max(0.0, self._step_ms(sequences) - self._propose_ms)
         self._costs.observe(sequences + drafted, max(own_ms, step_ms / 2))
         ms, plain_step_ms = step_ms + self._propose_ms, self._step_ms(sequences)
-        self._since_plain = self._since_plain + 1 if drafted else 0
-        if not drafted:
-            self._is_plain_believed = step_ms >= _AS_BELIEVED * plain_step_ms
         plain_ms = tokens / sequences * plain_step_ms if drafted else step_ms
+        if drafted:
+            self._reference.drafted(ms, plain_ms)
+        else:
+            self._reference.plain(step_ms, plain_step_ms)
         for one in decoding:
             one.own.ms += ms
             one.own.plain_ms += one.tokens * plain_step_ms if drafted else step_ms
@@ -298,13 +298,13 @@ class Speculation:
     def _enter_passed(self) -> None:
         """Plain steps of the same sequences, all at once: one by one they would cost more than they
         tell."""
-        passed_ms, self._passed_ms = self._passed_ms, []
+        passed_ms, ms = self._passed_ms, self._passed_sum_ms
         if not passed_ms:
             return
-        steps, sequences, ms = len(passed_ms), len(self._seqs), sum(passed_ms)
+        self._passed_ms, self._passed_sum_ms = [], 0.0
+        steps, sequences = len(passed_ms), len(self._seqs)
         step_ms = median(passed_ms)
-        self._is_plain_believed = step_ms >= _AS_BELIEVED * self._step_ms(sequences)
-        self._since_plain = 0
+        self._reference.plain(step_ms, self._step_ms(sequences), steps=steps)
         self._costs.observe(sequences, step_ms)
         for seq in self._seqs:
             self._own_of(seq).add_plain(steps, ms)
@@ -314,10 +314,11 @@ class Speculation:
     def _go_on_with(self, seqs: list[Sequence]) -> None:
         """Others decode now; who does no more has ended, or lost its place."""
         self._enter_passed()
-        for seq in set(self._seqs).difference(seqs):
+        among = frozenset(seqs)
+        for seq in self._among - among:
             for drafter in self._drafters:
                 drafter.forget(seq)
-        self._seqs = seqs
+        self._seqs, self._among = seqs, among
 
     def _nothing_to_expect(self) -> str:
         text = "nothing to expect: the text does not repeat itself"
