@@ -117,6 +117,76 @@ def test_what_does_not_fit_says_both_numbers_and_what_would() -> None:
     assert hopeless.largest_ctx == 0
 
 
+DRAFT = replace(
+    FACTS,
+    name="little",
+    weights_bytes=GB,
+    read_bytes=GB,
+    shape=replace(SHAPE, layers=16, hidden=2048, caches=(LayerCache(8, 64, 64),) * 16),
+)
+
+
+def test_a_draft_model_is_counted_with_a_pool_of_as_many_tokens() -> None:
+    asked = LoadOptions(ctx=8192, draft="little")
+    alone, both = (plan(FACTS, asked, machine(), draft=draft) for draft in (None, DRAFT))
+    own = plan(DRAFT, asked, machine())
+    assert both.draft is not None
+    assert alone.draft is None
+    assert (both.draft.name, both.draft.weights_bytes) == ("little", GB)
+    assert both.kv_tokens == alone.kv_tokens
+    assert (both.draft.kv_bytes, both.draft.work_bytes) == (own.kv_bytes, own.work_bytes)
+    assert own.total_bytes == both.draft.total_bytes
+    assert own.total_bytes is not None
+    assert alone.total_bytes is not None
+    assert both.total_bytes == pytest.approx(alone.total_bytes + own.total_bytes, abs=2)
+
+
+def test_a_context_that_fits_leaves_room_for_the_draft_model() -> None:
+    there = machine(ram_gb=12)
+    alone, both = (plan(FACTS, NOTHING, there, draft=draft) for draft in (None, DRAFT))
+    assert alone.largest_ctx is not None
+    assert both.largest_ctx is not None
+    assert 0 < both.largest_ctx < alone.largest_ctx
+    assert plan(FACTS, LoadOptions(ctx=both.largest_ctx), there, draft=DRAFT).fits
+    assert not plan(FACTS, LoadOptions(ctx=both.largest_ctx + 256), there, draft=DRAFT).fits
+
+
+def test_what_would_fit_without_the_draft_model() -> None:
+    found = plan(FACTS, LoadOptions(ctx=8192), machine(ram_gb=7), draft=DRAFT)
+    assert found.fits is False
+    assert found.refusal is not None
+    assert found.refusal.startswith("llama with little needs ")
+    assert "7.0 GB are free; what would fit: no --draft, or " in found.refusal
+    for room in (6, 64):
+        refusal = plan(FACTS, LoadOptions(ctx=8192), machine(ram_gb=room), draft=DRAFT).refusal
+        assert "no --draft" not in (refusal or "")
+
+
+def test_a_draft_model_of_which_little_is_known() -> None:
+    vague = replace(DRAFT, shape=None, missing=("the shape of its layers",))
+    found = plan(FACTS, LoadOptions(ctx=8192), machine(), draft=vague)
+    assert found.draft is not None
+    assert found.draft.kv_bytes is None
+    assert found.draft.total_bytes == footprint(GB, None).need_bytes()
+    assert found.missing == ("the shape of its layers (little)",)
+
+
+def test_a_draft_model_that_the_backend_cannot_run() -> None:
+    folder = replace(DRAFT, is_gguf=False)
+    with pytest.raises(
+        InvalidRequest, match=r"--draft: llama\.cpp runs \.gguf files, little is none"
+    ):
+        plan(FACTS, NOTHING, machine(), draft=folder)
+
+
+def test_a_gpu_has_to_hold_both() -> None:
+    tight = replace(H200, free_bytes=20 * GB)
+    there = machine(hardware=Hardware((tight,), (), True, lambda: False))
+    assert plan(FACTS, LoadOptions(ctx=8192), there).place == "GPU"
+    assert plan(FACTS, LoadOptions(ctx=8192), there, draft=replace(DRAFT, params=GB)).fits
+    assert plan(FACTS, LoadOptions(ctx=8192), there, draft=DRAFT).place == "CPU"
+
+
 def test_more_than_it_was_trained_for_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="was trained for 131,072 tokens"):
         plan(FACTS, LoadOptions(ctx=131_073), machine())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_models import DRAFT_GGUF
 from loopback_hub import LoopbackHub
 from models import TINY_GGUF
 from pulling import hub
@@ -97,6 +98,29 @@ def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str], offline: N
     assert rows(out)["context"] == ["8,192", rows(out)["context"][1]]
 
 
+def test_a_draft_model_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = told(capsys, "tiny", "--draft", str(DRAFT_GGUF))
+    assert err == ""
+    total, note = rows(out)["draft model"]
+    assert note.startswith("tiny-draft: weights 2.")
+    (plan,) = record(capsys, "tiny", "--draft", str(DRAFT_GGUF))["plans"]
+    (alone,) = record(capsys, "tiny", "--draft", "ngram")["plans"]
+    assert alone["draft"] is None
+    assert plan["total_bytes"] == alone["total_bytes"] + plan["draft"]["total_bytes"]
+    assert total.split()[0] == f"{plan['draft']['total_bytes'] / 1e6:.1f}"
+
+
+def test_the_catalogs_draft_model(capsys: pytest.CaptureFixture[str], offline: None) -> None:
+    out, err = told(capsys, "llama-8b", "--ctx", "8192", "--draft", "auto", "--json")
+    (plan,) = json.loads(out)["plans"]
+    assert err.count("these are the catalog's facts") == 1
+    assert "Llama-3.2-1B" in plan["draft"]["name"]
+    assert plan["draft"]["weights_bytes"] > 500_000_000
+    out, err = told(capsys, "tiny", "--draft", "auto")
+    assert "the catalog has no draft model for tiny" in err
+    assert "draft model" not in out
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "131072", status=OUT_OF_MEMORY)
     assert rows(out)["context"][0] == "131,072"
@@ -140,6 +164,8 @@ def test_an_entry_that_lacks_facts_names_them(
         (["tiny", "--quant", "Q8_0"], "invalid_request", "is a file, which has one quantization"),
         (["llama-8b", "--quant", "Q9"], "model_not_found", "has no Q9, there is: "),
         (["acme/unknown"], "hub_unavailable", "HF_HUB_OFFLINE is set"),
+        (["tiny", "--draft", ""], "invalid_request", "--draft is empty"),
+        (["tiny", "--draft", "nowhere"], "model_not_found", "--draft nowhere: no model 'nowhere'"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
@@ -224,6 +250,29 @@ def test_beside_the_loaded_model(
     assert "LOADED" in out
     assert rows(out)["KV cache"][:2] == ["50.3 MB", "50.3 MB"]
     assert "resident" in rows(out)["together"][2]
+
+
+def test_a_draft_model_beside_the_loaded_one(
+    capsys: pytest.CaptureFixture[str], measured: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCALGEN_MEMORY_LIMIT")
+    with Client(measured) as client:
+        client.connect()
+        try:
+            client.load("tiny", LoadOptions(ctx=1024, draft=str(DRAFT_GGUF)))
+            found = record(capsys, "tiny")
+            out, _ = told(capsys, "tiny")
+            without = record(capsys, "tiny", "--draft", "none")
+        finally:
+            client.shutdown()
+    (plan,), loaded = found["plans"], found["loaded"]
+    assert plan["draft"]["name"] == "tiny-draft"
+    assert plan["draft"]["kv_bytes"] == loaded["draft"]["kv"]
+    assert plan["draft"]["weights_bytes"] == pytest.approx(loaded["draft"]["weights"], abs=11_000)
+    planned, allocated, _ = rows(out)["draft model"]
+    assert allocated.split()[1] == planned.split()[1] == "MB"
+    assert without["plans"][0]["draft"] is None
+    assert without["loaded"]["draft"] is not None
 
 
 def test_nothing_is_started_for_a_plan(measured: Settings) -> None:

@@ -23,6 +23,14 @@ Quants = Annotated[
         "--quant", metavar="<str>", help="A quantization to compare (may be repeated), or all."
     ),
 ]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "-md",
+        "--draft",
+        help="A model to draft for it, which is counted too; auto, the catalog's.",
+    ),
+]
 BackendOption = Annotated[Backend | None, typer.Option("--backend", help="What would run it.")]
 Device = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu.")]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure the memory's speed again.")]
@@ -34,6 +42,7 @@ def command(
     cache_type_k: TypeK = None,
     cache_type_v: TypeV = None,
     quant: Quants = None,
+    draft: Draft = None,
     backend: BackendOption = None,
     device: Device = None,
     measure: Measure = False,
@@ -52,6 +61,7 @@ def command(
         cache_type_v=cache_type_v,
         backend=backend,
         device=device,
+        draft=draft,
     )
     with closing(Client()) as client:
         stats = client.stats() if client.health() else {"models": []}

@@ -67,6 +67,8 @@ def _rows(plan: Plan, loaded: Loaded | None) -> Iterator[Row]:
     yield "weights", _size(plan.weights_bytes), _size(used.weights_bytes), plan.quant
     yield "KV cache", _size(plan.kv_bytes), _size(used.kv_bytes), _cache(plan)
     yield "buffers", _size(plan.work_bytes), _size(used.work_bytes), "for computing"
+    if plan.draft or used.draft:
+        yield "draft model", *_draft(plan, used)
     free = f"of {size(max(0, plan.free_bytes))} that are free{_process(loaded)}"
     yield "together", _size(plan.total_bytes), _size(used.total_bytes), free
     yield "context", _count(plan.ctx), _count(used.ctx), _context(plan)
@@ -83,9 +85,20 @@ _NOTHING = Loaded(
     weights_bytes=None,
     kv_bytes=None,
     work_bytes=None,
+    draft=None,
     rss_bytes=0,
     gpu_bytes=None,
 )
+
+
+def _draft(plan: Plan, used: Loaded) -> tuple[str, str, str]:
+    """What it would take, what it takes, and what that is."""
+    draft, allocated = plan.draft, _size(used.draft_bytes) if used.draft else ""
+    if draft is None:
+        return "", allocated, ""
+    cache = f", KV cache {size(draft.kv_bytes)}" if draft.kv_bytes else ""
+    note = f"{draft.name}: weights {_size(draft.weights_bytes)}{cache}"
+    return _size(draft.total_bytes), allocated, note
 
 
 def _process(loaded: Loaded | None) -> str:

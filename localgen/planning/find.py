@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.memory.config_shape import config_shape
 from localgen.backends.memory.gguf_header import parse_header
 from localgen.backends.memory.gguf_shape import gguf_shape
 from localgen.backends.memory.shape import ModelShape
+from localgen.backends.models import AUTO, NGRAM, NONE
 from localgen.hub import fit
 from localgen.hub.aliases import aliases
 from localgen.hub.beginning import beginning
@@ -34,8 +35,7 @@ def find(name: str | None, quants: Sequence[str], say: Say) -> tuple[list[Facts]
     quants: which quantizations, `all` for all; none: the one that the name means. Raises
     ModelNotFound, InvalidRequest, LoadFailed, and HubUnavailable where only the hub knows.
     """
-    meant = aliases().get(name or BUILT_IN, name or BUILT_IN)
-    wanted = None if meant == BUILT_IN or is_path(meant) else reference(meant)
+    meant, wanted = _meant(name)
     if wanted is None:
         return _here(meant, quants)
     file = None if quants else _file(meant)
@@ -47,6 +47,40 @@ def find(name: str | None, quants: Sequence[str], say: Say) -> tuple[list[Facts]
     choices = _catalog(wanted) if found is None else _of_hub(wanted, found)
     chosen = choices if ALL in quants else [_chosen(wanted, q, choices) for q in quants or (None,)]
     return [_as_here(wanted, facts) or facts for facts in chosen], choices
+
+
+def find_draft(asked: str | None, target: str | None, facts: Facts, say: Say) -> Facts | None:
+    """What is asked to draft for a model of that name; None: none is, or the catalog has none.
+
+    Raises what find raises.
+    """
+    if asked in (None, NGRAM, NONE):
+        return None
+    if not asked:
+        raise InvalidRequest("--draft is empty: give a model, or auto, ngram or none")
+    name = _paired(target, facts) if asked == AUTO else asked
+    if name is None:
+        say(f"the catalog has no draft model for {facts.name}")
+        return None
+    try:
+        return find(name, (), say)[0][0]
+    except LocalgenError as error:
+        raise type(error)(f"--draft {name}: {error.message}", param="draft") from error
+
+
+def _paired(target: str | None, facts: Facts) -> str | None:
+    """The catalog's draft model for this one, of the same format."""
+    _, wanted = _meant(target)
+    entry = wanted.entry if wanted else None
+    if entry is None or entry.draft is None:
+        return None
+    return entry.draft if facts.is_gguf else f"{entry.draft}:safetensors"
+
+
+def _meant(name: str | None) -> tuple[str, Reference | None]:
+    """What a name stands for, as a reference; None: for a file or folder of its own."""
+    meant = aliases().get(name or BUILT_IN, name or BUILT_IN)
+    return meant, None if meant == BUILT_IN or is_path(meant) else reference(meant)
 
 
 def _here(meant: str, quants: Sequence[str]) -> tuple[list[Facts], list[Facts]]:

@@ -50,15 +50,26 @@ class Footprint:
     def token_bytes(self) -> float:
         return self.kv_token_bytes + self.work_token_bytes
 
-    def need_bytes(self, tokens: int | None = None) -> int:
-        """All of it with a pool of so many tokens; None: a useful one."""
+    @property
+    def least_bytes(self) -> int:
+        """All of it but a pool whose size is to be settled."""
         fixed = self.weights_bytes + self.fixed_bytes
         if self.shape is None:
-            return fixed + max(int(self.weights_bytes * _KV_SHARE), _KV_LEAST_BYTES)
+            fixed += max(int(self.weights_bytes * _KV_SHARE), _KV_LEAST_BYTES)
+        return fixed
+
+    def bytes_with(self, tokens: int) -> int:
+        """All of it with a pool of so many tokens."""
+        return self.least_bytes + int(self.token_bytes * tokens)
+
+    def need_bytes(self, tokens: int | None = None) -> int:
+        """All of it with a pool of so many tokens, at most the model's own; None: a useful one."""
+        if self.shape is None:
+            return self.least_bytes
         useful = useful_tokens(self.shape)
         # more than it was trained for, or nothing at all, is for the engine to refuse
         wanted = useful if tokens is None else min(max(0, tokens), self.shape.ctx_train or tokens)
-        return fixed + int(self.token_bytes * wanted)
+        return self.bytes_with(wanted)
 
 
 def useful_tokens(shape: ModelShape | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localgen.backends.models import LoadOptions
+from localgen.backends.models import LoadOptions, MemoryUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,7 @@ class Loaded:
     """Bytes as the runner has allocated them and as the system counts the engine's process.
 
     rss_bytes: resident, weights that are mapped and other parts of files included. gpu_bytes: of
-    GPUs' memory. None: nobody tells.
+    GPUs' memory. draft: of the model that drafts for it. None: nobody tells, or there is none.
     """
 
     backend: str
@@ -24,15 +24,32 @@ class Loaded:
     weights_bytes: int | None
     kv_bytes: int | None
     work_bytes: int | None
+    draft: MemoryUse | None
     rss_bytes: int
     gpu_bytes: int | None
     options: LoadOptions = LoadOptions()
 
     @property
     def total_bytes(self) -> int | None:
-        parts = (self.weights_bytes, self.kv_bytes, self.work_bytes)
-        known = [part for part in parts if part is not None]
-        return sum(known) if len(known) == len(parts) else None
+        drafting = 0 if self.draft is None else self.draft_bytes
+        return _sum(self.weights_bytes, self.kv_bytes, self.work_bytes, drafting)
+
+    @property
+    def draft_bytes(self) -> int | None:
+        """All that the draft model takes; None: nobody tells, or there is none."""
+        used = self.draft
+        return None if used is None else _sum(used.weights, used.kv, used.work)
+
+    @property
+    def unmapped_bytes(self) -> int:
+        """All but weights, as far as it is known."""
+        used = self.draft or MemoryUse()
+        return sum(part or 0 for part in (self.kv_bytes, self.work_bytes, used.kv, used.work))
+
+
+def _sum(*parts: int | None) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
@@ -41,7 +58,7 @@ def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
         info = model.get("info")
         if path is None or model["path"] != path or info is None:
             continue
-        memory = info["memory"]
+        memory, draft = info["memory"], info["draft"]
         return Loaded(
             backend=info["backend"],
             reason=info["backend_reason"],
@@ -51,6 +68,7 @@ def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
             weights_bytes=memory["weights"],
             kv_bytes=memory["kv"],
             work_bytes=memory["work"],
+            draft=MemoryUse(**draft["memory"]) if draft else None,
             rss_bytes=model["rss_bytes"],
             gpu_bytes=model["gpu_bytes"],
             options=LoadOptions(**info["options"]),
@@ -59,7 +77,7 @@ def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
 
 
 _SAME = ("cache_type_k", "cache_type_v", "parallel", "max_batch_tokens", "flash_attn")
-_PLACE = ("kv_unified", "backend", "device")
+_PLACE = ("kv_unified", "backend", "device", "draft")
 _SIZES = ("ctx", "kv_tokens")
 
 

@@ -12,9 +12,22 @@ from localgen.backends.models import LoadOptions
 from localgen.planning.facts import Facts
 from localgen.planning.layers import GpuLayers, layers_on
 from localgen.planning.machine import Machine
-from localgen.planning.setting import Setting, settle
+from localgen.planning.setting import Setting, Wish, settle
 from localgen.planning.speed import Speed, speed
 from localgen.server.memory import as_gb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """What a draft model would take. kv_bytes: of a pool of as many tokens; None: not known."""
+
+    name: str
+    quant: str
+    source: str
+    weights_bytes: int
+    kv_bytes: int | None
+    work_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +35,9 @@ class Plan:
     """Bytes are estimates. None: not known, for the facts in `missing` are not.
 
     ctx: what was asked for, or what the loader would choose; kv_tokens: the pool that it makes;
-    largest_ctx: what would fit. free_bytes: for all of it, where it would run. refusal: why it
-    does not fit, with both numbers and what would.
+    largest_ctx: what would fit. draft: the model that drafts for it, which is in the total.
+    free_bytes: for all of it, where it would run. refusal: why it does not fit, with both numbers
+    and what would.
     """
 
     name: str
@@ -39,6 +53,7 @@ class Plan:
     kv_bytes_per_1k: float | None
     kv_bytes: int | None
     work_bytes: int
+    draft: DraftPlan | None
     total_bytes: int | None
     free_bytes: int
     ctx: int | None
@@ -57,12 +72,21 @@ class Plan:
         return self.refusal is None if self.total_bytes else None
 
 
-def plan(facts: Facts, asked: LoadOptions, machine: Machine, others: Sequence[Facts] = ()) -> Plan:
-    """others: the same model in other quantizations, to name one that fits.
+def plan(
+    facts: Facts,
+    asked: LoadOptions,
+    machine: Machine,
+    others: Sequence[Facts] = (),
+    *,
+    draft: Facts | None = None,
+) -> Plan:
+    """others: the same model in other quantizations, to name one that fits. draft: the model that
+    drafts for it.
 
     InvalidRequest: an option cannot be honoured.
     """
-    setting = settle(facts, asked, machine)
+    wish = Wish(facts, asked, machine, draft)
+    setting = settle(wish)
     _check_types(asked, setting.placement.backend)
     size, fits = setting.size(asked, facts.name)
     used, shape = setting.footprint, setting.footprint.shape
@@ -83,6 +107,7 @@ def plan(facts: Facts, asked: LoadOptions, machine: Machine, others: Sequence[Fa
         kv_bytes_per_1k=1000 * used.kv_token_bytes if shape else None,
         kv_bytes=int(size.kv_tokens * used.kv_token_bytes) if shape else None,
         work_bytes=used.fixed_bytes + int(size.kv_tokens * used.work_token_bytes),
+        draft=_draft(wish, setting, size),
         total_bytes=total if facts.weights_bytes else None,
         free_bytes=setting.free_bytes,
         ctx=size.ctx if shape else None,
@@ -91,9 +116,27 @@ def plan(facts: Facts, asked: LoadOptions, machine: Machine, others: Sequence[Fa
         largest_ctx=setting.largest_ctx() if facts.weights_bytes else None,
         layers=shape.layers if shape else None,
         gpu_layers=on_gpus,
-        speed=_speed(facts, setting, size, machine, on_gpus),
-        missing=facts.missing,
-        refusal=_refusal(facts, asked, machine, others, setting, total) if refused else None,
+        speed=_speed(wish, setting, size, on_gpus),
+        missing=facts.missing + tuple(f"{one} ({draft.name})" for one in draft.missing)
+        if draft
+        else facts.missing,
+        refusal=_refusal(wish, others, setting, total) if refused else None,
+    )
+
+
+def _draft(wish: Wish, setting: Setting, size: Size) -> DraftPlan | None:
+    facts, used = wish.draft, setting.beside
+    if facts is None or used is None:
+        return None
+    tokens = size.kv_tokens
+    return DraftPlan(
+        name=facts.name,
+        quant=facts.quant,
+        source=facts.source,
+        weights_bytes=used.weights_bytes,
+        kv_bytes=int(tokens * used.kv_token_bytes) if used.shape else None,
+        work_bytes=used.fixed_bytes + int(tokens * used.work_token_bytes),
+        total_bytes=used.bytes_with(tokens),
     )
 
 
@@ -106,53 +149,41 @@ def _check_types(asked: LoadOptions, backend: str) -> None:
             raise InvalidRequest(f"{option} is {kind!r}, it must be one of {known}", param=option)
 
 
-def _refusal(
-    facts: Facts,
-    asked: LoadOptions,
-    machine: Machine,
-    others: Sequence[Facts],
-    setting: Setting,
-    total: int,
-) -> str:
-    ways = ", or ".join(_ways_out(facts, asked, machine, others, setting))
+def _refusal(wish: Wish, others: Sequence[Facts], setting: Setting, total: int) -> str:
+    ways = ", or ".join(_ways_out(wish, others, setting))
     way_out = f"what would fit: {ways}" if ways else "take a smaller model, or free memory"
     free = as_gb(max(0, setting.free_bytes))
-    return f"{facts.name} needs {as_gb(total)}, {free} are free; {way_out}"
+    both = wish.facts.name if wish.draft is None else f"{wish.facts.name} with {wish.draft.name}"
+    return f"{both} needs {as_gb(total)}, {free} are free; {way_out}"
 
 
-def _ways_out(
-    facts: Facts,
-    asked: LoadOptions,
-    machine: Machine,
-    others: Sequence[Facts],
-    setting: Setting,
-) -> list[str]:
-    """What would fit: a smaller context, a smaller cache, a smaller quantization."""
-    ways = []
+def _ways_out(wish: Wish, others: Sequence[Facts], setting: Setting) -> list[str]:
+    """What would fit: no draft model, a smaller context, a smaller cache, a smaller
+    quantization."""
+    ways, asked, facts = [], wish.asked, wish.facts
+    if wish.draft is not None and plan(facts, asked, wish.machine).fits:
+        ways.append("no --draft")
     longest = setting.largest_ctx() or 0
     if longest:
         ways.append(f"--ctx {longest:,}")
     if setting.placement.backend == "llamacpp" and asked.flash_attn != "off":
         smaller = replace(asked, cache_type_k="q8_0", cache_type_v="q8_0")
-        held = settle(facts, smaller, machine).largest_ctx() or 0
+        held = settle(replace(wish, asked=smaller)).largest_ctx() or 0
         if held > longest:
             ways.append(f"-ctk q8_0 -ctv q8_0 with --ctx {min(held, asked.ctx or held):,}")
     lesser = [one for one in others if 0 < one.weights_bytes < facts.weights_bytes]
     for one in sorted(lesser, key=lambda one: -one.weights_bytes):
-        if plan(one, asked, machine).fits:
+        if plan(one, asked, wish.machine, draft=wish.draft).fits:
             ways.append(f"{one.quant} ({as_gb(one.weights_bytes)})")
             break
     return ways
 
 
 def _speed(
-    facts: Facts,
-    setting: Setting,
-    size: Size,
-    machine: Machine,
-    on_gpus: tuple[GpuLayers, ...],
+    wish: Wish, setting: Setting, size: Size, on_gpus: tuple[GpuLayers, ...]
 ) -> Speed | None:
     """None: what a token reads is not known."""
+    facts, machine = wish.facts, wish.machine
     if not facts.weights_bytes:
         return None
     used = setting.footprint

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localgen.backends.models import LoadOptions
-from localgen.planning.find import Say, find
+from localgen.planning.find import Say, find, find_draft
 from localgen.planning.loaded import Loaded, as_loaded, loaded_in
 from localgen.planning.machine import machine_here
 from localgen.planning.plan import Plan, plan
@@ -31,19 +31,33 @@ def plans_of(
     measure_again: bool = False,
 ) -> Plans:
     """stats: the server's, with its loaded models. Raises what find and plan raise."""
-    found, others = find(name or os.environ.get("LOCALGEN_MODEL"), quants, say)
+    model, say = name or os.environ.get("LOCALGEN_MODEL"), _once(say)
+    found, others = find(model, quants, say)
     machine = machine_here(measure_again=measure_again)
     loaded = loaded_in(stats, found[0].path) if len(found) == 1 else None
     if loaded is not None:
         # as if it were not here: its own memory is what it may have
         machine = replace(machine, ram_bytes=machine.ram_bytes + _held(loaded))
         asked = as_loaded(asked, loaded)
-    plans = tuple(plan(facts, asked, machine, others) for facts in found)
+    draft = find_draft(asked.draft, model, found[0], say)
+    plans = tuple(plan(facts, asked, machine, others, draft=draft) for facts in found)
     if loaded is not None:
         plans = tuple(replace(one, reason=loaded.reason) for one in plans)
     return Plans(plans, loaded)
 
 
+def _once(say: Say) -> Say:
+    """What a model and its draft model both have to say need not be read twice."""
+    said: set[str] = set()
+
+    def new(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return new
+
+
 def _held(loaded: Loaded) -> int:
     """Main memory that would be free without it; mapped weights count as free already."""
-    return 0 if loaded.gpu_bytes else (loaded.kv_bytes or 0) + (loaded.work_bytes or 0)
+    return 0 if loaded.gpu_bytes else loaded.unmapped_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localgen.backends.errors import OutOfMemory
+from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.memory import pool
 from localgen.backends.memory.pool import PoolRules, Size, Wanted
 from localgen.backends.models import LoadOptions
@@ -18,25 +18,43 @@ from localgen.planning.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """A model as it is to be loaded on a machine. draft: the model that drafts for it."""
+
+    facts: Facts
+    asked: LoadOptions
+    machine: Machine
+    draft: Facts | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
-    """free_bytes: what there is for weights, buffers and pool together."""
+    """free_bytes: what there is for weights, buffers and pool together. beside: what the draft
+    model takes, whose pool has as many tokens."""
 
     placement: Placement
     footprint: Footprint
     rules: PoolRules
     free_bytes: int
+    beside: Footprint | None = None
 
     @property
     def room_bytes(self) -> int:
-        """What the pool may take of it."""
-        return self.free_bytes - self.footprint.weights_bytes - self.footprint.fixed_bytes
+        """What the pools may take of it."""
+        return self.free_bytes - sum(one.least_bytes for one in self._both)
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token in both pools."""
+        return sum(one.token_bytes for one in self._both)
+
+    @property
+    def _both(self) -> tuple[Footprint, ...]:
+        return (self.footprint,) if self.beside is None else (self.footprint, self.beside)
 
     def total_bytes(self, tokens: int) -> int:
-        """All of it with a pool of so many tokens."""
-        if self.footprint.shape is None:
-            return self.footprint.need_bytes()
-        fixed = self.footprint.weights_bytes + self.footprint.fixed_bytes
-        return fixed + int(tokens * self.footprint.token_bytes)
+        """All of it with pools of so many tokens."""
+        return sum(one.bytes_with(tokens) for one in self._both)
 
     def largest_ctx(self) -> int | None:
         """The longest context that fits, at most the model's own; None: not known."""
@@ -44,7 +62,7 @@ class Setting:
         if shape is None or not shape.ctx_train:
             return None
         room = max(0, self.room_bytes) / self.rules.parts
-        tokens = pool.largest(self.footprint.token_bytes, room, shape.ctx_train)
+        tokens = pool.largest(self.token_bytes, room, shape.ctx_train)
         step = self.rules.step_tokens  # a pool has whole ones
         return tokens if tokens == shape.ctx_train else tokens // step * step
 
@@ -54,7 +72,7 @@ class Setting:
         shape = self.footprint.shape
         trained = (shape.ctx_train if shape else 0) or asked.ctx or pool.USUAL_TOKENS
         wanted = Wanted(ctx=asked.ctx, kv_tokens=asked.kv_tokens, trained=trained, name=name)
-        per_token, room = self.footprint.token_bytes, self.room_bytes
+        per_token, room = self.token_bytes, self.room_bytes
         try:
             return pool.choose(wanted, self.rules, token_bytes=per_token, free_bytes=room), True
         except OutOfMemory:
@@ -63,24 +81,34 @@ class Setting:
             return Size(ctx, max(count * -(-ctx // step) * step, asked.kv_tokens or 0)), False
 
 
-def settle(facts: Facts, asked: LoadOptions, machine: Machine) -> Setting:
+def settle(wish: Wish) -> Setting:
     """InvalidRequest: what was asked for is not possible here."""
-    placement = _placed(facts, asked, machine)
-    gpu, runner = placement.gpu, _runner(placement)
+    placement = _placed(wish)
+    gpu, runner, draft = placement.gpu, _runner(placement), wish.draft
+    if draft is not None and runner == "llamacpp" and not draft.is_gguf:
+        raise InvalidRequest(
+            f"--draft: llama.cpp runs .gguf files, {draft.name} is none", param="draft"
+        )
     return Setting(
         placement=placement,
-        footprint=_footprint(facts, runner, asked),
-        rules=_rules(runner, gpu, asked),
-        free_bytes=machine.ram_bytes if gpu is None else gpu.free_bytes,
+        footprint=_footprint(wish.facts, runner, wish.asked),
+        rules=_rules(runner, gpu, wish.asked),
+        free_bytes=wish.machine.ram_bytes if gpu is None else gpu.free_bytes,
+        beside=None if draft is None else _footprint(draft, runner, wish.asked),
     )
 
 
-def _placed(facts: Facts, asked: LoadOptions, machine: Machine) -> Placement:
-    """As the server places it, by what it would need on a GPU."""
+def _placed(wish: Wish) -> Placement:
+    """As the server places it, by what both would need on a GPU."""
+    facts, asked = wish.facts, wish.asked
     path = Path(facts.path or (f"{facts.name}.gguf" if facts.is_gguf else facts.name))
     file = ModelFile(facts.name, path, facts.weights_bytes, (), facts.source)
-    need = _footprint(facts, "cuda", asked).need_bytes(asked.ctx)
-    return choose(file, asked, machine.hardware, need)
+    need = sum(
+        _footprint(one, "cuda", asked).need_bytes(asked.ctx)
+        for one in (facts, wish.draft)
+        if one is not None
+    )
+    return choose(file, asked, wish.machine.hardware, need)
 
 
 def _runner(placement: Placement) -> Runner:
