@@ -31,18 +31,19 @@ STREAMS = 16
 # of a copy's tokens; how long it goes on unchanged is chance, of which a few texts have enough
 EDITED, EDITED_TEXTS = 1 / 40, 4
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
-# and rounds are short
+# and rounds are short, shortest of all where both sides take as long
 INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
-SMALL_ROUNDS = 8
+SMALL_ROUNDS, MORE_ROUNDS = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How much is measured. Tokens of a prompt (prompt, long_prompt) and of an answer: a copy, one
-    alone, one of many, a short one of those that are compared in many_rounds."""
+    alone, one of many (compared in crowd_rounds), a short one (in many_rounds)."""
 
     rounds: int
     many_rounds: int
+    crowd_rounds: int
     price_rounds: int
     prompt: int
     long_prompt: int
@@ -55,6 +56,7 @@ class Plan:
 FULL = Plan(
     rounds=3,
     many_rounds=6,
+    crowd_rounds=3,
     price_rounds=3,
     prompt=64,
     long_prompt=1024,
@@ -66,6 +68,7 @@ FULL = Plan(
 QUICK = Plan(
     rounds=1,
     many_rounds=1,
+    crowd_rounds=1,
     price_rounds=1,
     prompt=16,
     long_prompt=100,
@@ -183,7 +186,7 @@ def _harmless(bench: Bench, plan: Plan) -> None:
     pair, vocab = bench.pair, bench.pair.vocab
     useless = partial(scripted, pair, NO_ACCEPTANCE)
     alone = partial(Case, tokens=plan.short, rounds=plan.many_rounds)
-    together = partial(Case, tokens=plan.together, rounds=plan.rounds)
+    together = partial(Case, tokens=plan.together, rounds=plan.crowd_rounds)
     prose = twice(replay.natural(plan.prompt, plan.short, 1, vocab=vocab))
     crowd = twice(replay.natural(plan.prompt, plan.together, STREAMS, vocab=vocab))
     copies = [replay.copies(plan.together, vocab, edited=0.0, seed=n) for n in range(STREAMS)]
@@ -220,7 +223,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     plan = QUICK if options.quick else FULL
     if rounds := options.rounds or (SMALL_ROUNDS if pair.is_small and not options.quick else 0):
-        plan = replace(plan, rounds=rounds, many_rounds=2 * rounds)
+        more = MORE_ROUNDS if pair.is_small else 1
+        plan = replace(
+            plan, rounds=rounds, many_rounds=2 * more * rounds, crowd_rounds=more * rounds
+        )
     report = Report(pair.line, plan.rounds, options.quick, pair.threads, {})
     report.commands.append(command("benchmarks.speculation", arguments))
     run(Bench(pair, report, price_rounds=plan.price_rounds), plan)

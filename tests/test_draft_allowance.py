@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from drafting import Guesser, Steps, decoding
 
+from localgen.backends.engine.drafts.allowance import Allowance
 from localgen.backends.engine.drafts.speculation import Speculation
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
@@ -151,3 +152,17 @@ def test_a_piece_that_was_delayed_does_not_forbid_reading_for_long() -> None:
     late.delay_ms, late.read_ms = 0.0, 0.0
     steps.run([seq], 500)
     assert late.read_ms > 0
+
+
+def test_a_try_rests_for_steps_not_looks() -> None:
+    allowance = Allowance()
+    assert allowance.is_time_to_try
+    for steps in (2, 4, 8, 16, 32, 64, 64):
+        allowance.tried(20.0, 10.0)
+        allowance.pass_by(steps - 1)
+        assert not allowance.is_time_to_try
+        allowance.pass_by(1)
+        assert allowance.is_time_to_try
+    allowance.tried(5.0, 10.0)
+    allowance.pass_by(1)
+    assert allowance.is_time_to_try, "one that paid needs no rest"

@@ -364,6 +364,17 @@ def test_a_size_that_is_not_tried_for_long_is_unknown_again() -> None:
     assert costs.curve() == []
 
 
+def test_ages_are_steps_however_rarely_somebody_looks() -> None:
+    costs = StepCosts()
+    costs.observe(1, 10.0)
+    costs.observe(8, 1000.0)
+    for _ in range(7):
+        costs.pass_by(64, keep_smallest=True)
+    assert [tokens for tokens, _ in costs.curve()] == [1, 8]
+    costs.pass_by(64, keep_smallest=True)
+    assert [tokens for tokens, _ in costs.curve()] == [1]
+
+
 def test_what_rests_on_one_step_is_tried_again_before_long() -> None:
     costs = StepCosts()
     for size, ms in [(1, 10.0)] * 3 + [(4, 14.0)] * 3 + [(8, 90.0), (16, 100.0)]:

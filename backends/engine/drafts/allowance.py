@@ -56,9 +56,13 @@ class Allowance:
         """What a step that is worth a try may take longer than a plain one."""
         return self.to_lose_ms / _RISKED
 
+    def pass_by(self, steps: int) -> None:
+        """So many steps go by."""
+        self._resting -= steps
+
+    @property
     def is_time_to_try(self) -> bool:
-        """To be asked once in each step that could have a try."""
-        self._resting -= 1
+        """Whether what seemed not to pay has rested."""
         return self._resting <= 0
 
     def tried(self, ms: float, plain_ms: float) -> None:

@@ -70,16 +70,16 @@ class StepCosts:
         if tokens >= _PROMPT_TOKENS:
             self._prompts.append((tokens, ms))
 
-    def pass_by(self, *, keep_smallest: bool, to_risk_ms: float = 0.0) -> None:
-        """A step of the engine goes by. What was slow long ago may not be: sizes not tried for
-        long count as unknown.
+    def pass_by(self, steps: int = 1, *, keep_smallest: bool, to_risk_ms: float = 0.0) -> None:
+        """So many steps of the engine go by. What was slow long ago may not be: sizes not tried
+        for long count as unknown.
 
         keep_smallest: but for the one which all others are measured by. to_risk_ms: what another
         try may take, beyond a step of that one, of a size of which a step or two is all that is
         known.
         """
-        self._now += 1
-        if self._now % _LOOK_OVER:
+        since, self._now = self._now, self._now + steps
+        if self._now // _LOOK_OVER == since // _LOOK_OVER:
             return
         kept = self._sizes[:1] if keep_smallest else []
         old = [

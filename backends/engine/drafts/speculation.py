@@ -93,8 +93,10 @@ class Speculation:
             return {}
         self._is_looking = True
         started_s = self._clock()
+        passed = 1 + len(self._passed_ms)
         self._enter_passed()
-        self._costs.pass_by(keep_smallest=True, to_risk_ms=self._allowance.to_risk_ms)
+        self._allowance.pass_by(passed)
+        self._costs.pass_by(passed, keep_smallest=True, to_risk_ms=self._allowance.to_risk_ms)
         if beside_prompts:
             self._reason = "prompts first: one is being read"
             picks = [Pick()] * len(seqs)
@@ -159,7 +161,7 @@ class Speculation:
             for offer in offered
             if self._drafters[offer.drafter].must_be_tried
         ]
-        if not untried or not self._allowance.is_time_to_try():
+        if not untried or not self._allowance.is_time_to_try:
             return picks
         at, offer = max(untried, key=lambda one: one[1].upto(_PROBE_DRAFTS))
         if offer.upto(_PROBE_DRAFTS) < _PROBE_TOKENS:
