@@ -13,7 +13,7 @@ _MOST_REST, _PAYS = 64, 1.03
 _RISKED = 0.25
 # looking for drafts takes no more than this share of the time where it gains nothing, but is done
 # every so many steps at least
-_LOOK_SHARE = 0.005
+_LOOK_SHARE = 0.004
 _LOOK_EVERY = 64
 # reading takes no more than this share where it has not been shown to pay, but for so many plain
 # steps at first: nothing is known of a draft model until it has read something

@@ -102,21 +102,30 @@ def _fills_tiles(tokens: int) -> bool:
     return tokens % (_SMALL_TILE if tokens <= _TILED else _TILE) == 0
 
 
+def pays(offer: Offer, step_ms: StepMs, draft_ms: DraftMs, *, most: int) -> bool:
+    """Whether a sequence on its own would draft by it."""
+    plain_ms = step_ms(1)
+    if not plain_ms:
+        return False
+    return math.log(plain_ms * _rate(offer, 1, step_ms, draft_ms, most)) > _LEAST_GAIN
+
+
+def _rate(offer: Offer, count: int, step_ms: StepMs, draft_ms: DraftMs, most: int) -> float:
+    """Tokens of one of so many sequences, for each millisecond, if nobody else drafts."""
+    each_ms = draft_ms(offer.drafter, 1)
+    return max(
+        tokens / (step_ms(count + drafts) + drafts * each_ms)
+        for drafts, tokens in enumerate(offer.tokens[: most + 1])
+    )
+
+
 def _alone(
     offered: Seq[Offer], count: int, step_ms: StepMs, draft_ms: DraftMs, most: int
 ) -> Offer | None:
     """The offer that is worth most if nobody else drafts."""
-
-    def worth(offer: Offer) -> float:
-        each_ms = draft_ms(offer.drafter, 1)
-        return max(
-            tokens / (step_ms(count + drafts) + drafts * each_ms)
-            for drafts, tokens in enumerate(offer.tokens[: most + 1])
-        )
-
     if len(offered) < 2:
         return offered[0] if offered else None
-    return max(offered, key=worth)
+    return max(offered, key=lambda offer: _rate(offer, count, step_ms, draft_ms, most))
 
 
 class _Path:

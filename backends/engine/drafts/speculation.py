@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.drafts.allowance import Allowance
-from localgen.backends.engine.drafts.choice import Offer, Pick, choose
+from localgen.backends.engine.drafts.choice import Offer, Pick, choose, pays
 from localgen.backends.engine.drafts.costs import StepCosts
 from localgen.backends.engine.drafts.drafter import Drafter, Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
@@ -191,22 +191,19 @@ class Speculation:
         drafter, started_s = self._drafters[number], self._clock()
         chance = drafter.usual_chance()
         offer = Offer.of(number, [chance] * _PROBE_DRAFTS)
-        pays = bool(chance and drafter.draft_ms(1)) and self._pays(offer)
+        would = bool(chance and drafter.draft_ms(1)) and pays(
+            offer, self._step_ms, self._draft_ms, most=_PROBE_DRAFTS
+        )
         is_tried = offer.tokens[-1] >= _PROBE_TOKENS and self._allowance.may_read
-        most_ms = _CATCH_UP_SHARE * step_ms if pays or is_tried else 0.0
+        most_ms = _CATCH_UP_SHARE * step_ms if would or is_tried else 0.0
         drafter.catch_up(most_ms)
         took_ms = self._ms_since(started_s)
         if not most_ms:
             self._look_ms += took_ms
             return
         self._read_ms += took_ms
-        if not pays:
+        if not would:
             self._allowance.read(took_ms)
-
-    def _pays(self, offer: Offer) -> bool:
-        """Whether a sequence on its own would draft by it."""
-        picks = choose([[offer]], self._step_ms, self._draft_ms, most=_PROBE_DRAFTS)
-        return any(pick.drafts for pick in picks)
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
