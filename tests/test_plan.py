@@ -171,6 +171,25 @@ def test_a_draft_model_of_which_little_is_known() -> None:
     assert found.missing == ("the shape of its layers (little)",)
 
 
+def test_nothing_is_promised_where_a_draft_models_size_is_not_known() -> None:
+    vague = replace(DRAFT, weights_bytes=0, missing=("the size of its weights",))
+    found = plan(FACTS, LoadOptions(ctx=8192), machine(), draft=vague)
+    assert found.draft is not None
+    assert found.draft.total_bytes is None
+    assert (found.total_bytes, found.largest_ctx, found.fits) == (None, None, None)
+    assert found.missing == ("the size of its weights (little)",)
+
+
+def test_what_would_fit_elsewhere_with_other_options_is_no_way_out() -> None:
+    # both are too large for the GPU; alone it would go there, where no such cache is
+    tight = replace(H200, free_bytes=20 * GB)
+    there = machine(ram_gb=2, hardware=Hardware((tight,), (), True, lambda: False))
+    asked = LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0")
+    found = plan(FACTS, asked, there, draft=DRAFT)
+    assert found.refusal is not None
+    assert "no --draft" not in found.refusal
+
+
 def test_a_draft_model_that_the_backend_cannot_run() -> None:
     folder = replace(DRAFT, is_gguf=False)
     with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -253,16 +254,23 @@ def test_beside_the_loaded_model(
 
 
 def test_a_draft_model_beside_the_loaded_one(
-    capsys: pytest.CaptureFixture[str], measured: Settings, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    measured: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.delenv("LOCALGEN_MEMORY_LIMIT")
     with Client(measured) as client:
         client.connect()
         try:
-            client.load("tiny", LoadOptions(ctx=1024, draft=str(DRAFT_GGUF)))
+            draft = tmp_path / "tiny-draft.gguf"
+            shutil.copy(DRAFT_GGUF, draft)
+            client.load("tiny", LoadOptions(ctx=1024, draft=str(draft)))
             found = record(capsys, "tiny")
             out, _ = told(capsys, "tiny")
             without = record(capsys, "tiny", "--draft", "none")
+            draft.unlink()
+            gone, said = told(capsys, "tiny")
         finally:
             client.shutdown()
     (plan,), loaded = found["plans"], found["loaded"]
@@ -273,6 +281,8 @@ def test_a_draft_model_beside_the_loaded_one(
     assert allocated.split()[1] == planned.split()[1] == "MB"
     assert without["plans"][0]["draft"] is None
     assert without["loaded"]["draft"] is not None
+    assert str(draft) in said
+    assert len(rows(gone)["draft model"]) == 1, "what is loaded, and no estimate"
 
 
 def test_nothing_is_started_for_a_plan(measured: Settings) -> None:

@@ -22,7 +22,7 @@ from localgen.backends.cuda.source import ModelSource, open_source
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.engine.drafts.attempt import Attempt
 from localgen.backends.engine.drafts.drafters import check
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.loading import LoadedDraft, LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.memory.pool import Size
 from localgen.backends.models import Load, MemoryUse, ModelInfo
@@ -68,7 +68,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         backend="cuda",
         processor="100% CPU" if device.type == "cpu" else "100% GPU",
         work_bytes=sizing.work_bytes(spec, options, dtype),
-        memory=_memory(weight_bytes, kv_bytes, options, device),
+        memory=_memory(weight_bytes, kv_bytes, options, device, draft),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
         embedding_width=spec.hidden,
@@ -101,13 +101,21 @@ def _oddities(options: Settings, template: ChatTemplate | None) -> tuple[str, ..
     return tuple(note for note, so in found.items() if so)
 
 
-def _memory(weight_bytes: int, kv_bytes: int, options: Settings, device: torch.device) -> MemoryUse:
-    """What is allocated; what steps need comes and goes, and only one GPU's allocator is ours to
-    ask."""
+def _memory(
+    weight_bytes: int,
+    kv_bytes: int,
+    options: Settings,
+    device: torch.device,
+    draft: LoadedDraft | None,
+) -> MemoryUse:
+    """What is allocated; what steps need comes and goes, a draft model's among it, and only one
+    GPU's allocator is ours to ask."""
     if device.type == "cpu" or options.tp > 1:
         return MemoryUse(weights=weight_bytes, kv=kv_bytes)
-    work = max(0, torch.cuda.memory_reserved(device) - weight_bytes - kv_bytes)
-    return MemoryUse(weights=weight_bytes, kv=kv_bytes, work=work)
+    beside = MemoryUse() if draft is None else draft.info.memory
+    others = (beside.weights or 0) + (beside.kv or 0)
+    work = torch.cuda.memory_reserved(device) - weight_bytes - kv_bytes - others
+    return MemoryUse(weights=weight_bytes, kv=kv_bytes, work=max(0, work))
 
 
 def _compute(

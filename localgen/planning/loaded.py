@@ -36,9 +36,10 @@ class Loaded:
 
     @property
     def draft_bytes(self) -> int | None:
-        """All that the draft model takes; None: nobody tells, or there is none."""
+        """All that the draft model takes; None: nobody tells, or there is none. On a GPU its
+        buffers are among the target's."""
         used = self.draft
-        return None if used is None else _sum(used.weights, used.kv, used.work)
+        return None if used is None else _sum(used.weights, used.kv, used.work or 0)
 
     @property
     def unmapped_bytes(self) -> int:

@@ -19,7 +19,7 @@ from localgen.server.memory import as_gb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What a draft model would take. kv_bytes: of a pool of as many tokens; None: not known."""
+    """What a draft model would take. kv_bytes: of a pool of as many tokens. None: not known."""
 
     name: str
     quant: str
@@ -27,7 +27,7 @@ class DraftPlan:
     weights_bytes: int
     kv_bytes: int | None
     work_bytes: int
-    total_bytes: int
+    total_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,9 @@ def plan(
     _check_types(asked, setting.placement.backend)
     size, fits = setting.size(asked, facts.name)
     used, shape = setting.footprint, setting.footprint.shape
+    known = bool(facts.weights_bytes and (draft is None or draft.weights_bytes))
     total = setting.total_bytes(size.kv_tokens)
-    refused = facts.weights_bytes and not (fits and total <= setting.free_bytes)
+    refused = known and not (fits and total <= setting.free_bytes)
     on_gpus = layers_on(machine.hardware, setting.placement, used, size.kv_tokens) if shape else ()
     return Plan(
         name=facts.name,
@@ -108,12 +109,12 @@ def plan(
         kv_bytes=int(size.kv_tokens * used.kv_token_bytes) if shape else None,
         work_bytes=used.fixed_bytes + int(size.kv_tokens * used.work_token_bytes),
         draft=_draft(wish, setting, size),
-        total_bytes=total if facts.weights_bytes else None,
+        total_bytes=total if known else None,
         free_bytes=setting.free_bytes,
         ctx=size.ctx if shape else None,
         kv_tokens=size.kv_tokens if shape else None,
         ctx_train=shape.ctx_train or None if shape else None,
-        largest_ctx=setting.largest_ctx() if facts.weights_bytes else None,
+        largest_ctx=setting.largest_ctx() if known else None,
         layers=shape.layers if shape else None,
         gpu_layers=on_gpus,
         speed=_speed(wish, setting, size, on_gpus),
@@ -136,7 +137,7 @@ def _draft(wish: Wish, setting: Setting, size: Size) -> DraftPlan | None:
         weights_bytes=used.weights_bytes,
         kv_bytes=int(tokens * used.kv_token_bytes) if used.shape else None,
         work_bytes=used.fixed_bytes + int(tokens * used.work_token_bytes),
-        total_bytes=used.bytes_with(tokens),
+        total_bytes=used.bytes_with(tokens) if facts.weights_bytes else None,
     )
 
 
@@ -161,7 +162,7 @@ def _ways_out(wish: Wish, others: Sequence[Facts], setting: Setting) -> list[str
     """What would fit: no draft model, a smaller context, a smaller cache, a smaller
     quantization."""
     ways, asked, facts = [], wish.asked, wish.facts
-    if wish.draft is not None and plan(facts, asked, wish.machine).fits:
+    if wish.draft is not None and _fits(replace(wish, draft=None)):
         ways.append("no --draft")
     longest = setting.largest_ctx() or 0
     if longest:
@@ -173,10 +174,18 @@ def _ways_out(wish: Wish, others: Sequence[Facts], setting: Setting) -> list[str
             ways.append(f"-ctk q8_0 -ctv q8_0 with --ctx {min(held, asked.ctx or held):,}")
     lesser = [one for one in others if 0 < one.weights_bytes < facts.weights_bytes]
     for one in sorted(lesser, key=lambda one: -one.weights_bytes):
-        if plan(one, asked, wish.machine, draft=wish.draft).fits:
+        if _fits(replace(wish, facts=one)):
             ways.append(f"{one.quant} ({as_gb(one.weights_bytes)})")
             break
     return ways
+
+
+def _fits(wish: Wish) -> bool:
+    """Whether it does for sure."""
+    try:
+        return bool(plan(wish.facts, wish.asked, wish.machine, draft=wish.draft).fits)
+    except InvalidRequest:  # it would run elsewhere, which has no such option
+        return False
 
 
 def _speed(

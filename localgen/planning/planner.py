@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from localgen.backends.errors import LocalgenError
 from localgen.backends.models import LoadOptions
+from localgen.planning.facts import Facts
 from localgen.planning.find import Say, find, find_draft
 from localgen.planning.loaded import Loaded, as_loaded, loaded_in
 from localgen.planning.machine import machine_here
@@ -31,6 +33,7 @@ def plans_of(
     measure_again: bool = False,
 ) -> Plans:
     """stats: the server's, with its loaded models. Raises what find and plan raise."""
+    wanted = asked.draft
     model, say = name or os.environ.get("LOCALGEN_MODEL"), _once(say)
     found, others = find(model, quants, say)
     machine = machine_here(measure_again=measure_again)
@@ -39,11 +42,25 @@ def plans_of(
         # as if it were not here: its own memory is what it may have
         machine = replace(machine, ram_bytes=machine.ram_bytes + _held(loaded))
         asked = as_loaded(asked, loaded)
-    draft = find_draft(asked.draft, model, found[0], say)
+    draft = _draft(asked, wanted, model, found[0], say)
     plans = tuple(plan(facts, asked, machine, others, draft=draft) for facts in found)
     if loaded is not None:
         plans = tuple(replace(one, reason=loaded.reason) for one in plans)
     return Plans(plans, loaded)
+
+
+def _draft(
+    asked: LoadOptions, wanted: str | None, model: str | None, facts: Facts, say: Say
+) -> Facts | None:
+    """The draft model: the one that is wanted, or that the loaded model has as far as it is still
+    here."""
+    try:
+        return find_draft(asked.draft, model, facts, say)
+    except LocalgenError as error:
+        if wanted is not None:
+            raise
+        say(error.message)
+        return None
 
 
 def _once(say: Say) -> Say:
