@@ -173,6 +173,21 @@ def test_looking_in_vain_takes_little(look_ms: float) -> None:
         assert slow.looks > 3_000
 
 
+def test_short_answers_do_not_keep_a_price_from_being_forgotten() -> None:
+    # each ends before anybody has to look again
+    slow = Slow(0.97, look_ms=3.0)
+    speculation = Speculation([slow], clock=slow.clock)
+    is_dear = True
+    steps = Steps(speculation, lambda tokens: 100.0 if is_dear and tokens > 1 else flat(tokens))
+    for number in range(10):
+        steps.run([decoding(f"dear {number}")], 40)
+    assert speculation.stats.share < 0.1
+    is_dear = False
+    for number in range(10):
+        steps.run([decoding(f"cheap {number}")], 40)
+    assert speculation.stats.share > 0.5
+
+
 def test_looking_goes_on_where_it_gains() -> None:
     slow = Slow(0.9, look_ms=1.0)
     speculation = Speculation([slow], clock=slow.clock)
@@ -383,6 +398,17 @@ def test_ages_are_steps_however_rarely_somebody_looks() -> None:
     assert [tokens for tokens, _ in costs.curve()] == [1, 8]
     costs.pass_by(64, keep_smallest=True)
     assert [tokens for tokens, _ in costs.curve()] == [1]
+
+
+def test_what_is_in_doubt_can_be_tried_twice_however_rarely_somebody_looks() -> None:
+    costs = StepCosts()
+    for size, ms in [(1, 10.0)] * 3 + [(8, 90.0)]:
+        costs.observe(size, ms)
+    known = []
+    for _ in range(4):
+        costs.pass_by(64, keep_smallest=True, to_risk_ms=500.0)
+        known.append([tokens for tokens, _ in costs.curve()])
+    assert known == [[1], [1], [1, 8], [1]]
 
 
 def test_what_rests_on_one_step_is_tried_again_before_long() -> None:

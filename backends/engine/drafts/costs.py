@@ -13,16 +13,18 @@ _KEPT = 5
 _OLD_STEPS, _LOOK_OVER = 500, 8
 # fewer steps than this are not believed for longer than that, one size at a time
 _SURE, _DOUBTED_STEPS = 3, 16
+# but it stays in doubt until it could have been tried twice, however rarely somebody looks
+_DOUBTED_LOOKS = 2
 
 
 class _Size:
     """The latest steps of one size. last: when there was one. is_doubted: whether it counts as
-    unknown, so that it is tried again; since when."""
+    unknown, so that it is tried again; since when, and how often that was looked over."""
 
-    __slots__ = ("_steps", "is_doubted", "last", "since")
+    __slots__ = ("_steps", "is_doubted", "last", "looks", "since")
 
     def __init__(self) -> None:
-        self.last, self.since, self.is_doubted = 0, 0, False
+        self.last, self.since, self.looks, self.is_doubted = 0, 0, 0, False
         self._steps: deque[float] = deque(maxlen=_KEPT)
 
     @property
@@ -71,8 +73,8 @@ class StepCosts:
             self._prompts.append((tokens, ms))
 
     def pass_by(self, steps: int = 1, *, keep_smallest: bool, to_risk_ms: float = 0.0) -> None:
-        """So many steps of the engine go by. What was slow long ago may not be: sizes not tried
-        for long count as unknown.
+        """So many steps of the engine go by, or looks at a draft model. What was slow long ago may
+        not be: sizes not tried for long count as unknown.
 
         keep_smallest: but for the one which all others are measured by. to_risk_ms: what another
         try may take, beyond a step of that one, of a size of which a step or two is all that is
@@ -96,7 +98,8 @@ class StepCosts:
         """Doubt one size, or that one no longer if nobody has wanted it; whether one of these."""
         doubted = next((one for one in self._seen.values() if one.is_doubted), None)
         if doubted is not None:
-            if self._now - doubted.since <= _DOUBTED_STEPS:
+            doubted.looks += 1
+            if self._now - doubted.since <= _DOUBTED_STEPS or doubted.looks < _DOUBTED_LOOKS:
                 return False
             doubted.is_doubted, doubted.last = False, self._now
             return True
@@ -111,7 +114,7 @@ class StepCosts:
         if not unsure:
             return False
         longest = min(unsure, key=lambda one: one.last)
-        longest.is_doubted, longest.since = True, self._now
+        longest.is_doubted, longest.since, longest.looks = True, self._now, 0
         return True
 
     def _sort(self) -> None:

@@ -68,6 +68,7 @@ class Speculation:
         self._among: frozenset[Sequence] = frozenset()
         self._passed_ms: list[float] = []  # their plain steps that are not entered yet
         self._passed_sum_ms = 0.0
+        self._unlooked = 0  # steps since somebody looked
         self._own: WeakKeyDictionary[Sequence, Own] = WeakKeyDictionary()
         self._reason = "" if drafters else why_none
         # what everything before the next step took, looking alone, reading alone
@@ -93,8 +94,8 @@ class Speculation:
             return {}
         self._is_looking = True
         started_s = self._clock()
-        passed = 1 + len(self._passed_ms)
         self._enter_passed()
+        passed, self._unlooked = 1 + self._unlooked, 0
         self._allowance.pass_by(passed)
         self._costs.pass_by(passed, keep_smallest=True, to_risk_ms=self._allowance.to_risk_ms)
         if beside_prompts:
@@ -218,6 +219,8 @@ class Speculation:
         """Enter a finished step; to be called when its tokens are in their sequences."""
         if not self._drafters:
             return
+        if not self._is_looking:
+            self._unlooked += 1
         if not self._is_looking and self._are_plain(chunks):
             self._passed_ms.append(step_ms)
             self._passed_sum_ms += step_ms
