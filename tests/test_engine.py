@@ -96,6 +96,14 @@ def run_until_ended(engine: Engine, log: Log, count: int) -> None:
     engine.step(wait=False)
 
 
+def until_prepared(engine: Engine) -> None:
+    """Wait until what was asked for is in the loop's inbox: other threads make it tokens."""
+    deadline_s = time.monotonic() + 30
+    while engine._preparing:
+        assert time.monotonic() < deadline_s, "requests are not prepared"
+        time.sleep(0.001)
+
+
 def request(name: str, prompt: str, **params: object) -> Request:
     given = SamplingParams(**params)  # type: ignore[arg-type]
     return Request(id=name, prompt=prompt, params=given, arrived_s=time.monotonic())
@@ -230,7 +238,7 @@ def test_queue_full_is_refused_at_once() -> None:
     for i in range(10):
         engine.submit(request(f"{i}", "hello", max_tokens=50))
     engine.submit(request("last", "hello"))
-    time.sleep(0.1)  # all are prepared before the loop looks
+    until_prepared(engine)
     run_until_ended(engine, log, 11)
     codes = [end.code for ends in log.ends.values() for end in ends if isinstance(end, Failed)]
     assert codes
@@ -273,7 +281,7 @@ def test_a_failed_step_ends_every_request_with_the_reason() -> None:
     engine = make(runner, log)
     for i in range(4):
         engine.submit(request(f"{i}", "hello", max_tokens=100, ignore_eos=True))
-    time.sleep(0.1)
+    until_prepared(engine)
     with pytest.raises(StepFailed, match="the device is gone"):
         engine.run()
     assert len(log.ends) == 4

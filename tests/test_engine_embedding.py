@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fake_runner import VOCAB, FakeRunner, generate, vector_of
-from test_engine import LetterTokenizer, Log, expected_text, make, request
+from test_engine import LetterTokenizer, Log, expected_text, make, request, until_prepared
 
 from localgen.backends.engine.embedding import MAX_INPUTS
 from localgen.backends.engine.engine import Engine
@@ -104,6 +104,7 @@ def test_many_inputs_of_one_let_others_have_their_turn() -> None:
     while len(runner.slices) < 5:
         engine.step(wait=False)
     engine.embed(texts("one", "hi"))
+    until_prepared(engine)
     run(engine, log, 1)
     assert "one" in log.vectors
     assert len(runner.slices) < 100
@@ -120,6 +121,7 @@ def test_answers_go_on_meanwhile_step_by_step() -> None:
         engine.step(wait=False)
     slices, steps = len(runner.slices), len(runner.steps)
     engine.embed(texts("v", *["word " * 10] * 8))
+    until_prepared(engine)
     while "v" not in log.vectors:
         engine.step(wait=False)
         slices_now, steps_now = len(runner.slices) - slices, len(runner.steps) - steps
@@ -155,6 +157,7 @@ def test_beside_answers_a_slice_takes_half_of_the_target() -> None:
     engine.submit(request("chat", "hello", max_tokens=100, ignore_eos=True))
     engine.embed(texts("first", "x" * 64))  # from which it learns
     engine.embed(texts("v", "y" * 1500))
+    until_prepared(engine)
     run(engine, log, 3)
     cut = [sum(map(len, part)) for part in runner.slices]
     beside = [size for size in cut[3:] if size < 512]
@@ -261,6 +264,7 @@ def test_without_room_fewer_are_tried_and_then_answers_are_waited_for() -> None:
         engine.step(wait=False)
     engine.embed(texts("v", "a", "b", "c"))
     engine.embed(texts("w", "d"))
+    until_prepared(engine)
     run(engine, log, 3)
     assert runner.refusals > 20
     assert log.text["chat"]
@@ -312,7 +316,7 @@ def test_a_failed_slice_ends_every_request_with_the_reason() -> None:
     engine.submit(request("chat", "hello", max_tokens=200, ignore_eos=True))
     engine.embed(texts("v", "x" * 100))
     engine.embed(texts("w", "x"))
-    time.sleep(0.1)
+    until_prepared(engine)
     with pytest.raises(StepFailed, match="the device is gone"):
         engine.run()
     for name in ("chat", "v", "w"):
@@ -358,7 +362,7 @@ def test_more_requests_than_may_wait_are_refused() -> None:
     engine = make(FakeRunner(), log, max_queue=2)
     for i in range(5):
         engine.embed(texts(f"{i}", "hello"))
-    time.sleep(0.1)  # all are prepared before the loop looks
+    until_prepared(engine)
     run(engine, log, 5)
     codes = [end.code for ends in log.ends.values() for end in ends if isinstance(end, Failed)]
     assert codes == ["queue_full"] * 3
