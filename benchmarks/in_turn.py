@@ -12,6 +12,9 @@ from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.types import SamplingParams
 
+# another order each time: who reads a prompt first saves the other that
+_CHANCE = random.Random(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Side:
@@ -41,11 +44,10 @@ def ask(
     """What each side says, all requests at once. Whoever has said least goes on by a step: what
     delays the machine for a moment delays them all. Of equals any one, for what another step has
     left in the processor's caches helps or hinders the next. AnswerFailed."""
-    chance = random.Random(0)
     asked = [[side.session.submit(prompt, tokens, params) for prompt in prompts] for side in sides]
     while going := [at for at, answers in enumerate(asked) if any(a.end is None for a in answers)]:
         said = {at: _num_said(asked[at]) for at in going}
-        sides[min(going, key=lambda at: (said[at], chance.random()))].step()
+        sides[min(going, key=lambda at: (said[at], _CHANCE.random()))].step()
     assert all(answer.finished for answers in asked for answer in answers)
     return list(asked)
 

@@ -43,7 +43,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Allowance, "may_look", lambda *_: True)
     monkeypatch.setattr(Reference, "is_due", lambda *_: False)
     # nor how much of a text a draft model has read
-    monkeypatch.setattr(Allowance, "may_read", True)
+    monkeypatch.setattr(Allowance, "may_read", lambda *_, **__: True)
     monkeypatch.setattr(speculation, "_CATCH_UP_SHARE", 1e9)
 
 

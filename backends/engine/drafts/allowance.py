@@ -15,10 +15,12 @@ _RISKED = 0.25
 # every so many steps at least
 _LOOK_SHARE = 0.004
 _LOOK_EVERY = 64
-# reading takes no more than this share where it has not been shown to pay, but for so many plain
-# steps at first: nothing is known of a draft model until it has read something
+# reading takes no more than this share beyond what the drafts it led to have gained, but for so
+# many plain steps at first: nothing is known of a draft model until it has read something
 _READ_SHARE = 0.0025
 _READ_STEPS = 8
+# gains that are kept for it, in plain steps: a text may be long
+_READ_SAVED = 128
 
 
 class Allowance:
@@ -29,7 +31,7 @@ class Allowance:
 
     def __init__(self) -> None:
         self.to_lose_ms = 0.0
-        self._to_look_ms = self._to_read_ms = 0.0
+        self._to_look_ms = self._to_read_ms = self._gained_ms = 0.0
         self._has_begun = False
         self._rest, self._resting = 1, 0  # steps between tries, and until the next
 
@@ -42,14 +44,21 @@ class Allowance:
         most_debt_ms = (_LOOK_EVERY - 1) * _LOOK_SHARE * step_ms
         self._to_look_ms = max(self._to_look_ms - ms, -most_debt_ms)
 
-    @property
-    def may_read(self) -> bool:
-        """Whether a draft model of which it is not known whether it pays may read."""
-        return self._to_read_ms > 0
+    def may_read(self, *, would_pay: bool) -> bool:
+        """Whether a draft model may read; would_pay: whether drafts would, as far as is known."""
+        return self._to_read_ms > 0 or (would_pay and self._gained_ms > 0)
 
-    def read(self, ms: float) -> None:
+    def read(self, ms: float, *, would_pay: bool) -> None:
         """It took so long."""
-        self._to_read_ms -= ms
+        if would_pay and self._gained_ms > 0:
+            self._gained_ms -= ms
+        else:
+            self._to_read_ms -= ms
+
+    def gained(self, ms: float, plain_step_ms: float) -> None:
+        """A step with drafts of a model has gained so much, or lost. plain_step_ms: as of earn."""
+        gained_ms = min(self._gained_ms + ms, _READ_SAVED * plain_step_ms)
+        self._gained_ms = max(-_READ_STEPS * plain_step_ms, gained_ms)
 
     @property
     def to_risk_ms(self) -> float:

@@ -64,6 +64,7 @@ class Speculation:
         self._recent = Recent()
         self._reference = Reference()
         self._is_probing = self._is_looking = False
+        self._by_model = False  # whether any drafts of the step are of one that reads
         self._seqs: list[Sequence] = []
         self._among: frozenset[Sequence] = frozenset()
         self._passed_ms: list[float] = []  # their plain steps that are not entered yet
@@ -89,7 +90,7 @@ class Speculation:
             self._go_on_with(seqs)
         if self._is_looking:
             self._propose_ms = self._look_ms = self._read_ms = 0.0
-            self._is_probing = self._is_looking = False
+            self._is_probing = self._is_looking = self._by_model = False
         if not seqs or not self._allowance.may_look(len(self._passed_ms), self._passed_sum_ms):
             return {}
         self._is_looking = True
@@ -126,6 +127,7 @@ class Speculation:
                 if new.tokens:
                     self._own_of(seq).by[drafter.name] += len(new.tokens)
                     drafts[seq] = new
+                    self._by_model |= drafter.must_be_tried
         return drafts
 
     def _pick(self, seqs: Seq[Sequence], outputs: int) -> list[Pick]:
@@ -187,24 +189,24 @@ class Speculation:
         return [offer for offer in offers if offer.tokens[-1] >= _LEAST_OFFER]
 
     def _prepare(self, number: int, step_ms: float) -> None:
-        """Let a drafter prepare beside a plain step that takes so long: if it has been measured and
-        would pay, or would be tried once it is ready and there is time for that."""
+        """Let a drafter prepare beside a plain step that takes so long: if it would pay, as far as
+        is known, or would be tried, and there is time for that."""
         drafter, started_s = self._drafters[number], self._clock()
         chance = drafter.usual_chance()
         offer = Offer.of(number, [chance] * _PROBE_DRAFTS)
         would = bool(chance and drafter.draft_ms(1)) and pays(
             offer, self._step_ms, self._draft_ms, most=_PROBE_DRAFTS
         )
-        is_tried = offer.tokens[-1] >= _PROBE_TOKENS and self._allowance.may_read
-        most_ms = _CATCH_UP_SHARE * step_ms if would or is_tried else 0.0
+        is_worth_it = would or offer.tokens[-1] >= _PROBE_TOKENS
+        may_read = is_worth_it and self._allowance.may_read(would_pay=would)
+        most_ms = _CATCH_UP_SHARE * step_ms if may_read else 0.0
         drafter.catch_up(most_ms)
         took_ms = self._ms_since(started_s)
         if not most_ms:
             self._look_ms += took_ms
             return
         self._read_ms += took_ms
-        if not would:
-            self._allowance.read(took_ms)
+        self._allowance.read(took_ms, would_pay=would)
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
@@ -287,6 +289,8 @@ class Speculation:
         # these have allowances of their own
         elsewhere_ms = self._read_ms + (0.0 if drafted else self._look_ms)
         self._allowance.earn(ms - elsewhere_ms, plain_ms, plain_step_ms)
+        if drafted and self._by_model:
+            self._allowance.gained(plain_ms - (ms - elsewhere_ms), plain_step_ms)
         self._recent.add(
             drafting=bool(drafted), sequences=sequences, tokens=tokens, ms=ms, plain_ms=plain_ms
         )
