@@ -72,6 +72,12 @@ class Entry:
         known = (f for f in self.folders if wanted in (f.method, f.method.partition("-")[0]))
         return next(known, None)
 
+    def drafts(self, *, is_gguf: bool) -> tuple[str, ...]:
+        """Names of its draft model, the one of the target's format first; empty: it has none."""
+        if self.draft is None:
+            return ()
+        return (self.draft, f"{self.draft}:safetensors")[:: 1 if is_gguf else -1]
+
 
 def find(name: str) -> tuple[Entry, str | None] | None:
     """The entry that a name means, and the tag behind it; None: there is no such name."""

@@ -72,9 +72,8 @@ def _paired(target: str | None, facts: Facts) -> str | None:
     """The catalog's draft model for this one, of the same format."""
     _, wanted = _meant(target)
     entry = wanted.entry if wanted else None
-    if entry is None or entry.draft is None:
-        return None
-    return entry.draft if facts.is_gguf else f"{entry.draft}:safetensors"
+    names = entry.drafts(is_gguf=facts.is_gguf) if entry else ()
+    return next(iter(names), None)
 
 
 def _meant(name: str | None) -> tuple[str, Reference | None]:
