@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -35,13 +36,21 @@ def as_many_as_may_be(
     return picks
 
 
-def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever steps are measured to take: what a test sees must not depend on the machine."""
+def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> None:
+    """Whatever steps are measured to take: what a test sees must not depend on the machine.
+
+    plain_every: steps with drafts until there are two without; 0: there are none.
+    """
     monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
     monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
     monkeypatch.setattr(speculation, "_LEAP", 100)
     monkeypatch.setattr(Allowance, "may_look", lambda *_: True)
-    monkeypatch.setattr(Reference, "is_due", lambda *_: False)
+    asked = itertools.count()
+    monkeypatch.setattr(
+        Reference,
+        "is_due",
+        lambda *_: plain_every > 0 and next(asked) % (plain_every + 2) >= plain_every,
+    )
     # nor how much of a text a draft model has read
     monkeypatch.setattr(Allowance, "may_read", lambda *_, **__: True)
     monkeypatch.setattr(speculation, "_CATCH_UP_SHARE", 1e9)
@@ -102,6 +111,29 @@ class Guesser:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Unread(Guesser):
+    """A draft model that has a long text to read. read_ms: what it has read for. is_ready: whether
+    it has read it."""
+
+    is_ready, delay_ms = False, 0.0
+
+    def __init__(self, chance: float, *, ms: float = 0.0) -> None:
+        super().__init__(chance, ms=ms)
+        self.chance, self.read_ms = chance, 0.0
+
+    def chances(self, seq: Sequence, most: int) -> list[float]:
+        return super().chances(seq, most) if self.is_ready else []
+
+    def usual_chance(self) -> float:
+        return 0.0 if self.is_ready else self.chance
+
+    def catch_up(self, most_ms: float) -> None:
+        self.read_ms += most_ms + (self.delay_ms if most_ms else 0.0)
+
+    def clock(self) -> float:
+        return self.read_ms / 1e3
 
 
 class Steps:

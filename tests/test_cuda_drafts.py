@@ -14,10 +14,12 @@ from test_cuda_runner import TINY, CudaBench
 from test_llamacpp_drafts import COPY, GREEDY, SETTINGS
 
 from localgen.backends.cuda.load import load
+from localgen.backends.cuda.lookahead import Lookahead
 from localgen.backends.cuda.sampler import UNSUPPORTED
 from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.runner import Chunk
 from localgen.backends.models import Load, LoadOptions
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -38,6 +40,9 @@ def draft_model(**options: object) -> ModelDrafter:
     return ModelDrafter(load(Load("draft", str(TINY), asked), lambda _share: None).runner, "")
 
 
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"n-gram": NgramDrafter, "draft model": draft_model}
+
+
 def whole(drafters: Seq[Drafter]) -> None:
     """The draft model's pool is; closes them."""
     for drafter in drafters:
@@ -46,12 +51,12 @@ def whole(drafters: Seq[Drafter]) -> None:
         drafter.close()
 
 
-@pytest.fixture(params=["n-gram", "draft model"])
+@pytest.fixture(params=[("n-gram", False), ("n-gram", True), ("draft model", False)])
 def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaBench]:
     always_draft(monkeypatch)
-    made: dict[str, Callable[[], Drafter]] = {"n-gram": NgramDrafter, "draft model": draft_model}
-    drafters = [made[request.param]()]
-    bench = CudaBench(drafters=drafters)
+    kind, as_on_gpu = request.param
+    drafters = [DRAFTERS[kind]()]
+    bench = CudaBench(as_on_gpu=as_on_gpu, drafters=drafters)
     yield bench
     bench.close()
     whole(drafters)
@@ -101,6 +106,36 @@ def test_the_same_answers_through_preemption(
     whole(drafters)
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_same_answers_beside_steps_launched_ahead(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # logprobs are not asked for: with them nothing is launched ahead
+    params = SamplingParams(temperature=0, max_tokens=60)
+    undrafted = CudaBench()
+    expected = [reply.text for reply in undrafted.ask(CHATS, params)]
+    undrafted.close()
+    # now and then a plain step, which another is launched behind
+    always_draft(monkeypatch, plain_every=3)
+    used = []
+    covers = Lookahead.covers
+
+    def spy(ahead: Lookahead, chunk: Chunk) -> bool:
+        used.append(covers(ahead, chunk))
+        return used[-1]
+
+    monkeypatch.setattr(Lookahead, "covers", spy)
+    drafters = [DRAFTERS[kind]()]
+    bench = CudaBench(as_on_gpu=True, drafters=drafters)
+    texts = [reply.text for reply in bench.ask(CHATS, params)]
+    assert sum(map(str.__eq__, texts, expected)) >= len(CHATS) - MAX_NOISY
+    assert True in used, "steps were launched ahead"
+    assert False in used, "and some in vain"
+    assert bench.stats.speculation.draft_tokens_total > 0
+    bench.close()
+    whole(drafters)
+
+
 @pytest.mark.parametrize("as_on_gpu", [False, True])
 def test_drawn_drafts_of_a_model_that_is_the_target_are_kept(
     as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
@@ -108,8 +143,7 @@ def test_drawn_drafts_of_a_model_that_is_the_target_are_kept(
     """p and q are equal but for rounding. Greedy drafts would be right far less often."""
     always_draft(monkeypatch)
     drafter = draft_model()
-    drafter._runner._looks_ahead = as_on_gpu  # type: ignore[attr-defined]
-    bench = CudaBench(drafters=[drafter])
+    bench = CudaBench(as_on_gpu=as_on_gpu, drafters=[drafter])
     replies = bench.ask(CHATS, FREE)
     told = bench.stats.speculation
     # those behind the end of an answer cannot be taken

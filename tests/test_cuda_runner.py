@@ -48,10 +48,11 @@ class CudaBench(LoadedBench):
         self, *, as_on_gpu: bool = False, drafters: Sequence[Drafter] = (), **options: object
     ) -> None:
         asked = LoadOptions(backend="cuda", device="cpu", **options)  # type: ignore[arg-type]
-        super().__init__(load(Load("tiny", str(TINY), asked), lambda _share: None), drafters)
-        assert isinstance(self.model.runner, CudaRunner)
-        self.runner = self.model.runner
+        model = load(Load("tiny", str(TINY), asked), lambda _share: None)
+        assert isinstance(model.runner, CudaRunner)
+        self.runner = model.runner
         look_ahead(self.runner, as_on_gpu)
+        super().__init__(model, drafters)
         assert isinstance(self.runner._steps, DeviceSteps)
         self.runner._steps._graphs = as_on_gpu
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from drafting import Guesser, Steps, decoding
+from drafting import Guesser, Steps, Unread, decoding
 
 from localgen.backends.engine.drafts.allowance import Allowance
 from localgen.backends.engine.drafts.speculation import Speculation
@@ -29,29 +29,6 @@ class Dear(Guesser):
 
 def full(tokens: int) -> float:
     return STEP_MS * tokens
-
-
-class Unread(Guesser):
-    """A draft model that has a long text to read. read_ms: what it has read for. is_ready: whether
-    it has read it."""
-
-    is_ready, delay_ms = False, 0.0
-
-    def __init__(self, chance: float, *, ms: float = 0.0) -> None:
-        super().__init__(chance, ms=ms)
-        self.chance, self.read_ms = chance, 0.0
-
-    def chances(self, seq: Sequence, most: int) -> list[float]:
-        return super().chances(seq, most) if self.is_ready else []
-
-    def usual_chance(self) -> float:
-        return 0.0 if self.is_ready else self.chance
-
-    def catch_up(self, most_ms: float) -> None:
-        self.read_ms += most_ms + (self.delay_ms if most_ms else 0.0)
-
-    def clock(self) -> float:
-        return self.read_ms / 1e3
 
 
 def run_unread(drafter: Unread, steps: int) -> float:
@@ -95,56 +72,6 @@ def test_one_that_is_mostly_wrong_reads_nothing() -> None:
 def test_one_that_has_gained_nothing_yet_reads_no_more(draft_steps: float) -> None:
     # whatever is believed of it: what steps take was measured long ago
     assert run_unread(Unread(0.9, ms=draft_steps * STEP_MS), 4_000) < 9 + 0.003 * 4_000
-
-
-def gaining(alpha: float) -> tuple[Unread, Steps]:
-    """A draft model that drafts were made with, and that has another text to read now."""
-    unread, seq = Unread(alpha, ms=0.1 * STEP_MS), decoding()
-    unread.is_ready = True
-    steps = Steps(Speculation([unread], clock=unread.clock), flat)
-    steps.run([seq], 60)
-    assert any(steps.lengths)
-    unread.is_ready = False
-    return unread, steps
-
-
-def test_one_that_has_gained_reads_for_what_it_gained() -> None:
-    unread, steps = gaining(0.9)
-    gained_steps = steps.tokens - steps.steps
-    steps.run([decoding()], 1_000)
-    read_steps = unread.read_ms / STEP_MS
-    assert 40 < read_steps < gained_steps + 9 + 0.003 * 1_000
-
-
-def test_gains_of_long_ago_are_not_all_kept() -> None:
-    unread, steps = gaining(0.9)
-    unread.is_ready = True
-    steps.run([decoding()], 500)
-    unread.is_ready = False
-    steps.run([decoding()], 2_000)
-    assert 120 < unread.read_ms / STEP_MS < 128 + 9 + 0.003 * 3_000
-
-
-def test_one_that_lost_has_nothing_to_read_for() -> None:
-    unread, steps = gaining(0.0)
-    unread.chance = 0.9
-    steps.run([decoding()], 1_000)
-    assert unread.read_ms / STEP_MS < 9 + 0.003 * 1_000
-
-
-class Copying(Unread):
-    """One that knows without being tried."""
-
-    must_be_tried = False
-
-
-def test_what_others_gained_is_not_read_for() -> None:
-    unread, copying, seq = Unread(0.9, ms=0.1 * STEP_MS), Copying(0.9), decoding()
-    copying.is_ready = True
-    steps = Steps(Speculation([copying, unread], clock=unread.clock), flat)
-    steps.run([seq], 500)
-    assert sum(steps.lengths) > 500
-    assert unread.read_ms / STEP_MS < 9 + 0.003 * 500
 
 
 def test_reading_leaves_the_time_for_tries() -> None:

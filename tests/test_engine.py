@@ -99,7 +99,10 @@ def run_until_ended(engine: Engine, log: Log, count: int) -> None:
 def until_prepared(engine: Engine) -> None:
     """Wait until what was asked for is in the loop's inbox: other threads make it tokens."""
     deadline_s = time.monotonic() + 30
-    while engine._preparing:
+    while True:
+        with engine._preparing_lock:  # under which what is prepared goes into the inbox
+            if not engine._preparing:
+                return
         assert time.monotonic() < deadline_s, "requests are not prepared"
         time.sleep(0.001)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import fake_runner
 import pytest
-from drafting import always_draft
+from drafting import Unread, always_draft
 from fake_runner import VOCAB, FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
 from localgen.backends.engine.drafts.drafter import Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.drafts.speculation import Speculation
 from localgen.backends.engine.runner import Chunk, NoRoom, Sampled
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import Failed, Finished
@@ -144,6 +147,44 @@ def test_random_schedules_leave_the_pool_whole(seed: int, monkeypatch: pytest.Mo
     assert log.stats.speculation.draft_tokens_total > 100
     runner.check()
     assert not oracle.known
+
+
+class AheadRunner(FakeRunner):
+    """Computes a step before it is asked for: what is left of it takes no time."""
+
+    def settle(self) -> None:
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_plain_step_takes_what_was_waited_for_it(
+    drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, log = Unread(0.6), Log()
+    reader.is_ready = drafts
+    # drafts, what the step took, what of that was waited for
+    entered: list[tuple[int, float, float]] = []
+
+    def spy(self: Speculation, chunks: Seq[Chunk], step_ms: float) -> None:
+        entered.append((sum(chunk.num_drafts for chunk in chunks), step_ms, self.waited_ms))
+        observe(self, chunks, step_ms)
+
+    observe = Speculation.observe
+    monkeypatch.setattr(Speculation, "observe", spy)
+    if drafts:
+        always_draft(monkeypatch)
+    runner = AheadRunner(kv_tokens=1024)
+    runner.limits = replace(runner.limits, looks_ahead=True)
+    engine = make(runner, log, drafters=[reader])
+    engine.submit(request("a", "a prompt", max_tokens=30, ignore_eos=True))
+    run_until_ended(engine, log, 1)
+    if drafts:
+        # the step in its place was computed in vain: that is a price of drafts
+        assert any(count for count, _, _ in entered)
+        assert not any(waited_ms for count, _, waited_ms in entered if count)
+    else:
+        assert max(waited_ms for _, _, waited_ms in entered) >= 5
+        assert all(step_ms > waited_ms for _, step_ms, waited_ms in entered)
 
 
 def test_drafters_are_closed_with_the_engine() -> None:

@@ -208,12 +208,22 @@ class CudaRunner:
             if ticket.done is not None:
                 ticket.done.synchronize()
         except RuntimeError as error:
-            raise StepFailed(f"the GPU could not compute a step: {error}") from error
+            raise _failed(error) from error
         tokens = ticket.tokens.tolist()
         return [
             self._accepted(chunk, tokens[row:], ticket, row)
             for chunk, row in zip(ticket.chunks, ticket.rows, strict=True)
         ]
+
+    def settle(self) -> None:
+        """As LooksAhead.settle."""
+        device = self._steps.device
+        if self._ahead is None or device.type == "cpu":
+            return
+        try:
+            torch.cuda.current_stream(device).synchronize()
+        except RuntimeError as error:
+            raise _failed(error) from error
 
     def _accepted(self, chunk: Chunk, tokens: list[int], ticket: Ticket, row: int) -> Sampled:
         """The drafts that are what was sampled there, and the token after those."""
@@ -246,6 +256,10 @@ class CudaRunner:
         """As ModelRunner.close."""
         self._ahead = None
         self._steps.close()
+
+
+def _failed(error: RuntimeError) -> StepFailed:
+    return StepFailed(f"the GPU could not compute a step: {error}")
 
 
 def _to_host(there: Tensor) -> Tensor:

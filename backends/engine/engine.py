@@ -16,7 +16,14 @@ from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.speculation import MOST_DRAFTS, Speculation
 from localgen.backends.engine.embedding import Embeddings, Texts
 from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepFailed, StepResult
+from localgen.backends.engine.runner import (
+    Chunk,
+    LooksAhead,
+    ModelRunner,
+    NoRoom,
+    StepFailed,
+    StepResult,
+)
 from localgen.backends.engine.scheduler import Output, Scheduler
 from localgen.backends.engine.sequence import Sequence, State
 from localgen.backends.engine.stats import Stats, finished
@@ -74,11 +81,12 @@ class Engine:
         self._publish = publish
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
         self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
+        ahead = runner if isinstance(runner, LooksAhead) and runner.limits.looks_ahead else None
         self._speculation = Speculation(
             drafters if runner.limits.can_rewind else (),
             most=max_drafts,
             why_none="switched off" if runner.limits.can_rewind else _NO_WAY_BACK,
-            looks_ahead=runner.limits.looks_ahead,
+            settle=ahead.settle if ahead else None,
         )
         self._embeddings = Embeddings(runner, itl_target_ms=itl_target_ms, max_queue=max_queue)
         self._stats = Stats()
@@ -208,7 +216,7 @@ class Engine:
 
     def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
         now_s = time.monotonic()
-        step_ms = (now_s - started_s) * 1e3
+        step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
         outputs = self._scheduler.apply(chunks, result, step_ms)
         self._stats.step(now_s, step_ms, chunks, outputs)
         self._speculation.observe(chunks, step_ms)

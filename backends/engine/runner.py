@@ -25,7 +25,8 @@ class Limits:
     SamplingParams that this runner cannot honour; asking for them is an error. generates: whether
     the model can write an answer; a pure embedding model cannot. stochastic: whether it can show
     what a token was drawn from, and verify drafts that were drawn. looks_ahead: whether plain steps
-    are launched before they are asked for, in vain where drafts come instead.
+    are launched before they are asked for, in vain where drafts come instead; such a runner is a
+    LooksAhead.
     """
 
     max_seqs: int
@@ -149,6 +150,15 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Free everything. No call may follow."""
+        ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """What a ModelRunner can do besides, where steps are launched before they are asked for."""
+
+    def settle(self) -> None:
+        """Wait until the device has computed all that was launched. StepFailed."""
         ...
 
 

@@ -44,8 +44,9 @@ class _Decoded(NamedTuple):
 class Speculation:
     """Decides before each step who drafts how much, by what was measured.
 
-    most: drafts for one sequence. why_none: what to say where there are no drafters. looks_ahead:
-    whether plain steps are launched before they are asked for, as of Limits.
+    most: drafts for one sequence. why_none: what to say where there are no drafters. settle: as of
+    LooksAhead; None: no step is launched before it is asked for. waited_ms: what of the plain step
+    that comes was waited for already.
     """
 
     def __init__(
@@ -54,17 +55,17 @@ class Speculation:
         *,
         most: int = MOST_DRAFTS,
         why_none: str = "no drafter",
-        looks_ahead: bool = False,
+        settle: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._drafters, self._most, self._clock = drafters, most, clock
-        self._looks_ahead = looks_ahead
+        self._settle = settle
         self._costs = StepCosts()
         self._allowance = Allowance()
         self._recent = Recent()
         self._reference = Reference()
         self._is_probing = self._is_looking = False
-        self._by_model = False  # whether any drafts of the step are of one that reads
+        self._by_model = False  # whether all drafts of the step are of such as must be tried
         self._seqs: list[Sequence] = []
         self._among: frozenset[Sequence] = frozenset()
         self._passed_ms: list[float] = []  # their plain steps that are not entered yet
@@ -73,7 +74,7 @@ class Speculation:
         self._own: WeakKeyDictionary[Sequence, Own] = WeakKeyDictionary()
         self._reason = "" if drafters else why_none
         # what everything before the next step took, looking alone, reading alone
-        self._propose_ms = self._look_ms = self._read_ms = 0.0
+        self._propose_ms = self._look_ms = self._read_ms = self._settled_ms = self.waited_ms = 0.0
         self._steps = self._drafted = self._accepted = 0
 
     def propose(
@@ -90,6 +91,7 @@ class Speculation:
             self._go_on_with(seqs)
         if self._is_looking:
             self._propose_ms = self._look_ms = self._read_ms = 0.0
+            self._settled_ms = self.waited_ms = 0.0
             self._is_probing = self._is_looking = self._by_model = False
         if not seqs or not self._allowance.may_look(len(self._passed_ms), self._passed_sum_ms):
             return {}
@@ -107,8 +109,15 @@ class Speculation:
         self._look_ms = self._ms_since(started_s)
         drafts = self._proposals(seqs, picks)
         for number in range(len(self._drafters)):
-            self._prepare(number, 0.0 if beside_prompts else self._step_ms(len(seqs)))
+            self._prepare(number, 0 if beside_prompts else len(seqs))
         self._propose_ms = self._ms_since(started_s)
+        if drafts:
+            self._by_model = all(
+                self._drafters[pick.drafter].must_be_tried for pick in picks if pick.drafts
+            )
+        else:
+            self.waited_ms = self._settled_ms
+            self._propose_ms -= self.waited_ms
         return drafts
 
     def _proposals(self, seqs: Seq[Sequence], picks: Seq[Pick]) -> dict[Sequence, Proposal]:
@@ -122,12 +131,13 @@ class Speculation:
                 for seq, pick in zip(seqs, picks, strict=True)
                 if pick.drafts and pick.drafter == number
             ]
+            if wanted and drafter.must_be_tried:
+                self._wait()
             found = drafter.propose(wanted) if wanted else []
             for (seq, _), new in zip(wanted, found, strict=True):
                 if new.tokens:
                     self._own_of(seq).by[drafter.name] += len(new.tokens)
                     drafts[seq] = new
-                    self._by_model |= drafter.must_be_tried
         return drafts
 
     def _pick(self, seqs: Seq[Sequence], outputs: int) -> list[Pick]:
@@ -188,18 +198,15 @@ class Speculation:
         ]
         return [offer for offer in offers if offer.tokens[-1] >= _LEAST_OFFER]
 
-    def _prepare(self, number: int, step_ms: float) -> None:
-        """Let a drafter prepare beside a plain step that takes so long: if it would pay, as far as
-        is known, or would be tried, and there is time for that."""
+    def _prepare(self, number: int, count: int) -> None:
+        """Let a drafter prepare beside a plain step of so many sequences, if that would pay or be
+        tried, as far as is known, and there is time for it."""
         drafter, started_s = self._drafters[number], self._clock()
-        chance = drafter.usual_chance()
-        offer = Offer.of(number, [chance] * _PROBE_DRAFTS)
-        would = bool(chance and drafter.draft_ms(1)) and pays(
-            offer, self._step_ms, self._draft_ms, most=_PROBE_DRAFTS
-        )
-        is_worth_it = would or offer.tokens[-1] >= _PROBE_TOKENS
-        may_read = is_worth_it and self._allowance.may_read(would_pay=would)
-        most_ms = _CATCH_UP_SHARE * step_ms if may_read else 0.0
+        most_ms, would = self._to_read(number, count) if count else (0.0, False)
+        self._look_ms += self._ms_since(started_s)
+        if most_ms:
+            self._wait()
+        started_s = self._clock()
         drafter.catch_up(most_ms)
         took_ms = self._ms_since(started_s)
         if not most_ms:
@@ -207,6 +214,29 @@ class Speculation:
             return
         self._read_ms += took_ms
         self._allowance.read(took_ms, would_pay=would)
+
+    def _to_read(self, number: int, count: int) -> tuple[float, bool]:
+        """Milliseconds that a drafter may prepare for, and whether drafts for each of so many
+        sequences would pay."""
+        drafter = self._drafters[number]
+        offer = Offer.of(number, [drafter.usual_chance()] * _PROBE_DRAFTS)
+        would = bool(drafter.draft_ms(1)) and pays(
+            offer,
+            lambda tokens: self._step_ms(count * tokens),
+            lambda drafter, _: self._draft_ms(drafter, count),
+            most=_PROBE_DRAFTS,
+        )
+        is_worth_it = would or offer.tokens[-1] >= _PROBE_TOKENS
+        if is_worth_it and self._allowance.may_read(would_pay=would):
+            return _CATCH_UP_SHARE * self._step_ms(count), would
+        return 0.0, would
+
+    def _wait(self) -> None:
+        """For the step that was launched ahead: what comes now is timed without it."""
+        if self._settle is not None:
+            started_s = self._clock()
+            self._settle()
+            self._settled_ms += self._ms_since(started_s)
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
@@ -270,9 +300,8 @@ class Speculation:
         """A step of sequences that were all decoding."""
         sequences, tokens = len(decoding), sum(one.tokens for one in decoding)
         own_ms = step_ms
-        if self._looks_ahead and drafted and not self._reference.drafting:
-            # the plain step launched ahead in its place was computed in vain, before it and before
-            # a model's drafts
+        if self._settle and drafted and not self._reference.drafting and not self._settled_ms:
+            # the plain step launched ahead in its place was computed in vain, before it
             own_ms -= max(0.0, self._step_ms(sequences) - self._propose_ms)
         self._costs.observe(sequences + drafted, max(own_ms, step_ms / 2))
         ms, plain_step_ms = step_ms + self._propose_ms, self._step_ms(sequences)
