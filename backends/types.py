@@ -330,13 +330,15 @@ class SpeculationStats:
     """How drafts do: recently, then totals since the engine started.
 
     drafters: who may propose. share: of the recent steps that had drafts. reason: why most had
-    none. tokens_per_step: of one sequence. speedup: against plain steps of as many sequences, by
-    what those took. drafting_steps_total: verified at once for any number of sequences.
+    none. acceptance: share of the recent drafts that were kept. tokens_per_step: of one sequence.
+    speedup: against plain steps of as many sequences, by what those took. drafting_steps_total:
+    verified at once for any number of sequences.
     """
 
     drafters: tuple[str, ...] = ()
     share: float = 0.0
     reason: str = ""
+    acceptance: float = 0.0
     tokens_per_step: float = 0.0
     speedup: float = 0.0
     drafting_steps_total: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class Bench:
     def __init__(self, pair: Pair, report: Report, *, price_rounds: int) -> None:
         self.pair, self.report, self._price_rounds = pair, report, price_rounds
         self._target = replay.Reciting(pair.target)
+        self._chance = random.Random(0)
 
     def between_prices(
         self, name: str, context: int, cases: Seq[Case], insisted: Seq[int]
@@ -110,17 +112,20 @@ class Bench:
                 drafters.append(Counted(Insisting(make(), drafts)))
                 sides[f"{drafts} drafts"] = self._side(drafters[-1:])
         rates: dict[str, list[float]] = {side: [] for side in sides}
-        same, a_step = [], []
+        same, a_step, steps = [], [], 0
         for number in range(-1, case.rounds):
             asked = self._ask(sides, case, number)
             texts = {name: [_text(a) for found in asked[name] for a in found] for name in asked}
             same.append(sum(map(str.__eq__, texts[PLAIN], texts[case.other])) / len(texts[PLAIN]))
             if number < 0:
+                for drafter in drafters:
+                    drafter.lengths.clear()
                 continue
             for name, values in rates.items():
                 values.append(_tokens_per_s(asked[name]))
             if drafters:
                 a_step.append(_tokens_per_step(asked[DRAFTED]))
+                steps += _num_steps(asked[DRAFTED])
         told = sides[case.other].session.stats.speculation
         for side in sides.values():
             side.session.stop()
@@ -132,6 +137,10 @@ class Bench:
         alpha = acceptance(drafters[1:] or drafters)
         self.report.add(case.name, "acceptance", "", [alpha])
         self.report.add(case.name, "tokens a step", "", a_step)
+        expected = 1 + sum(
+            step_curve.tokens_per_step(alpha, drafts) - 1 for drafts in drafters[0].lengths
+        ) / max(1, steps)
+        self.report.add(case.name, "tokens a step, expected of the acceptance", "", [expected])
         self.report.add(case.name, "speed-up as the engine has it", "", [told.speedup])
         return alpha
 
@@ -143,7 +152,11 @@ class Bench:
                 self._target.learn(prompt, answer)
         asked = [
             in_turn.ask(
-                list(sides.values()), [prompt for prompt, _ in group], case.tokens, case.params
+                list(sides.values()),
+                [prompt for prompt, _ in group],
+                case.tokens,
+                case.params,
+                self._chance,
             )
             for group in groups
         ]
@@ -170,11 +183,6 @@ class Bench:
         ]
         name = "reached of the best fixed number, measured"
         self.report.least(self.report.add(case.name, name, "", shares), REACHED)
-
-    def expected(self, case: Case, alpha: float, drafts: int) -> None:
-        """What the closed form says of the tokens of a step, for so many drafts."""
-        tokens = step_curve.tokens_per_step(alpha, drafts)
-        self.report.add(case.name, f"tokens a step, expected of {drafts} drafts", "", [tokens])
 
     def harmless(self, case: Case) -> None:
         """Check that nobody is slower for it."""
@@ -203,6 +211,9 @@ def _tokens_per_s(asked: Seq[Seq[Answer]]) -> float:
 
 
 def _tokens_per_step(asked: Seq[Seq[Answer]]) -> float:
-    ends = [answer.finished for found in asked for answer in found]
-    steps = sum(end.timings.draft_steps for end in ends)
-    return sum(end.completion_tokens - 1 for end in ends) / max(1, steps)
+    tokens = sum(answer.finished.completion_tokens - 1 for found in asked for answer in found)
+    return tokens / max(1, _num_steps(asked))
+
+
+def _num_steps(asked: Seq[Seq[Answer]]) -> int:
+    return sum(answer.finished.timings.draft_steps for found in asked for answer in found)

@@ -12,9 +12,6 @@ from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.types import SamplingParams
 
-# another order each time: who reads a prompt first saves the other that
-_CHANCE = random.Random(0)
-
 
 @dataclass(frozen=True, slots=True)
 class Side:
@@ -39,15 +36,20 @@ class Side:
 
 
 def ask(
-    sides: Seq[Side], prompts: Seq[Seq[int]], tokens: int, params: SamplingParams
+    sides: Seq[Side],
+    prompts: Seq[Seq[int]],
+    tokens: int,
+    params: SamplingParams,
+    chance: random.Random,
 ) -> list[Seq[Answer]]:
     """What each side says, all requests at once. Whoever has said least goes on by a step: what
     delays the machine for a moment delays them all. Of equals any one, for what another step has
-    left in the processor's caches helps or hinders the next. AnswerFailed."""
+    left in the processor's caches helps or hinders the next; who reads a prompt first saves the
+    others that. AnswerFailed."""
     asked = [[side.session.submit(prompt, tokens, params) for prompt in prompts] for side in sides]
     while going := [at for at, answers in enumerate(asked) if any(a.end is None for a in answers)]:
         said = {at: _num_said(asked[at]) for at in going}
-        sides[min(going, key=lambda at: (said[at], _CHANCE.random()))].step()
+        sides[min(going, key=lambda at: (said[at], chance.random()))].step()
     assert all(answer.finished for answers in asked for answer in answers)
     return list(asked)
 

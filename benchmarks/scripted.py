@@ -55,18 +55,21 @@ class Watched:
 
 
 class Counted(Watched):
-    """Counts how drafts turned out: right, or the first wrong one of a step."""
+    """Counts how drafts turned out: right, or the first wrong one of a step. lengths: how many
+    drafts a sequence had, wherever it had any."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
         self._proposed: dict[Sequence, list[int]] = {}
         self.right = self.wrong = 0
+        self.lengths: list[int] = []
 
     def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
         proposals = super().propose(wanted)
         self._proposed = {
             seq: found.tokens for (seq, _), found in zip(wanted, proposals, strict=True)
         }
+        self.lengths += [len(found.tokens) for found in proposals if found.tokens]
         return proposals
 
     def learn(self, seq: Sequence, came: Seq[int]) -> None:

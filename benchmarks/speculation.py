@@ -156,7 +156,6 @@ def _drafted_by_model(bench: Bench, plan: Plan) -> None:
     alphas = [*ACCEPTANCES, *measured[len(told) :]]
     for case, alpha in zip(cases, alphas, strict=True):
         drafts, most = step_curve.best(prices.curve, alpha, prices.draft_ms)
-        bench.expected(case, alpha, drafts)
         bench.reached(case, drafts, most)
         if insisted:
             bench.of_fixed(case, insisted)

@@ -47,6 +47,7 @@ def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
     counted.propose([(seq, 2)])
     counted.learn(seq, [RIGHT, RIGHT, RIGHT])
     assert (counted.right, counted.wrong) == (4, 1)
+    assert counted.lengths == [4, 2]
     assert acceptance([counted]) == 0.8
     assert acceptance([counted, Counted(guesser)]) == 0.8
     assert acceptance([]) == 0.0
@@ -100,6 +101,10 @@ def test_it_runs(
     assert len(whole["checks"]) == checks
     same = {s["test"]: s["median"] for s in whole["series"] if s["side"] == "same text"}
     assert len(same) == 12
+    a_step = {s["test"] for s in whole["series"] if s["side"] == "tokens a step"}
+    expected = {s["test"]: s["median"] for s in whole["series"] if "expected" in s["side"]}
+    assert expected.keys() == a_step
+    assert min(expected.values()) >= 1
     assert any(s["side"] == "plain again ÷ plain" for s in whole["series"])
     # a flat distribution is drawn from otherwise as soon as anything is rounded otherwise
     assert min(share for test, share in same.items() if "not repeat" not in test) >= 0.9

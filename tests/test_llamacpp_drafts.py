@@ -81,6 +81,25 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         drafter.close()
 
 
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_the_same_answers_through_preemption(
+    plain: dict[str, list[Reply]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    drafters = [NgramDrafter(), draft_model()]
+    crowded = Bench(LoadOptions(parallel=8, ctx=256, kv_tokens=256), drafters=drafters)
+    replies = crowded.ask([*CHATS, *COPY], SETTINGS[name])
+    assert crowded.stats.num_preemptions_total > 0, "the pool was too small for all"
+    assert crowded.stats.speculation.draft_tokens_total > 0
+    if name == "greedy":
+        assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
+    else:
+        assert moved(replies, plain[name], NOISE) <= MAX_MOVED
+    crowded.close()
+    for drafter in drafters:
+        drafter.close()
+
+
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[Reply]]:
     """Every answer without drafts."""

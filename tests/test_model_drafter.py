@@ -209,6 +209,18 @@ def test_a_draft_model_that_fails_takes_nobody_down(monkeypatch: pytest.MonkeyPa
     assert "draft failed: out of order" in told.reason
 
 
+def test_sequences_are_drafted_for_together() -> None:
+    runner = FakeRunner(kv_tokens=512, batch=64)
+    drafter = ModelDrafter(runner, "draft")
+    wanted = {decoding(str(i), limit=512): count for i, count in enumerate((4, 2, 3))}
+    for number, seq in enumerate(wanted):
+        seq.tokens += [number]
+        drafter.chances(seq, 4)
+    drafts = proposed(drafter, list(wanted.items()))
+    assert [len(tokens) for tokens in drafts] == [4, 2, 3]
+    assert [len(step) for step in runner.steps] == [3, 3, 2, 1], "sequences in each of its steps"
+
+
 def test_what_it_costs() -> None:
     now = [0.0]
 

@@ -49,6 +49,15 @@ def test_a_name_is_a_model_or_an_error() -> None:
     assert raised.value.param == "draft"
 
 
+def test_auto_is_of_the_targets_format_if_both_are_here() -> None:
+    known = {"qwen3-0.6b": SMALL, "qwen3-0.6b:safetensors": FOLDER}
+    big = ModelFile(PAIRED.folders[0].repo, Path("/m/big"), 5, (), "cache")
+    assert not big.is_gguf
+    assert find_draft("auto", None, BIG, known.__getitem__).file == SMALL
+    assert find_draft("auto", None, big, known.__getitem__).file == FOLDER
+    assert find_draft("auto", None, big, finding(qwen3_0_6b=SMALL)).file == SMALL
+
+
 def test_auto_is_what_the_catalog_pairs() -> None:
     here = finding(qwen3_0_6b=SMALL)
     found = find_draft("auto", None, BIG, here)

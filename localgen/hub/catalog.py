@@ -72,7 +72,7 @@ class Entry:
         known = (f for f in self.folders if wanted in (f.method, f.method.partition("-")[0]))
         return next(known, None)
 
-    def drafts(self, *, is_gguf: bool) -> tuple[str, ...]:
+    def draft_names(self, *, is_gguf: bool) -> tuple[str, ...]:
         """Names of its draft model, the one of the target's format first; empty: it has none."""
         if self.draft is None:
             return ()

@@ -72,7 +72,7 @@ def _paired(target: str | None, facts: Facts) -> str | None:
     """The catalog's draft model for this one, of the same format."""
     _, wanted = _meant(target)
     entry = wanted.entry if wanted else None
-    names = entry.drafts(is_gguf=facts.is_gguf) if entry else ()
+    names = entry.draft_names(is_gguf=facts.is_gguf) if entry else ()
     return next(iter(names), None)
 
 

@@ -88,7 +88,7 @@ def _paired(target: ModelFile, find: Callable[[str], ModelFile]) -> Drafting:
     if entry is None or entry.draft is None:
         why = f"the catalog has no draft model for {target.name}"
         return Drafting(NGRAM, note=f"{_TEXT_ALONE}: {why}")
-    for name in entry.drafts(is_gguf=target.is_gguf):
+    for name in entry.draft_names(is_gguf=target.is_gguf):
         try:
             return Drafting.by(find(name), optional=True)
         except ModelNotFound:

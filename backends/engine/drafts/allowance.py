@@ -15,7 +15,7 @@ _RISKED = 0.25
 # every so many steps at least
 _LOOK_SHARE = 0.004
 _LOOK_EVERY = 64
-# reading takes no more than this share beyond what the drafts it led to have gained, but for so
+# reading takes no more than this share beyond what drafts of such models have gained, but for so
 # many plain steps at first: nothing is known of a draft model until it has read something
 _READ_SHARE = 0.0025
 _READ_STEPS = 8

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from localgen.backends.types import SpeculationStats
+
 _FADE = 0.98
 
 
@@ -12,11 +14,14 @@ _FADE = 0.98
 class Recent:
     """Sums over recent steps, old ones fading.
 
-    plain_ms: what plain steps would have taken for the same tokens.
+    drafting: steps with drafts. drafts, accepted: tokens. plain_ms: what plain steps would have
+    taken for the same tokens.
     """
 
     steps: float = 0.0
     drafting: float = 0.0
+    drafts: float = 0.0
+    accepted: float = 0.0
     sequences: float = 0.0
     tokens: float = 0.0
     ms: float = 0.0
@@ -25,15 +30,17 @@ class Recent:
     @property
     def speedup(self) -> float:
         """Against plain steps; 0: there was none."""
-        return self.plain_ms / self.ms if self.ms else 0.0
+        return _ratio(self.plain_ms, self.ms)
 
     def add(
-        self, *, drafting: bool, sequences: int, tokens: int, ms: float, plain_ms: float
+        self, *, drafts: int, accepted: int, sequences: int, tokens: int, ms: float, plain_ms: float
     ) -> None:
         """Enter a step."""
         self._fade(1)
         self.steps += 1
-        self.drafting += drafting
+        self.drafting += drafts > 0
+        self.drafts += drafts
+        self.accepted += accepted
         self.sequences += sequences
         self.tokens += tokens
         self.ms += ms
@@ -53,10 +60,21 @@ class Recent:
         kept = _FADE**steps
         self.steps *= kept
         self.drafting *= kept
+        self.drafts *= kept
+        self.accepted *= kept
         self.sequences *= kept
         self.tokens *= kept
         self.ms *= kept
         self.plain_ms *= kept
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the engine started: steps with drafts, tokens that were proposed and kept."""
+
+    steps: int = 0
+    drafts: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -91,3 +109,25 @@ class Drafting:
 
 
 NO_DRAFTS = Drafting()
+
+
+def told(
+    drafters: tuple[str, ...], reason: str, recent: Recent, totals: Totals
+) -> SpeculationStats:
+    """As users see it. drafters: their names. reason: why there were no drafts the last time."""
+    share = _ratio(recent.drafting, recent.steps)
+    return SpeculationStats(
+        drafters=drafters,
+        share=share,
+        reason="" if share >= 0.5 else reason,
+        acceptance=_ratio(recent.accepted, recent.drafts),
+        tokens_per_step=_ratio(recent.tokens, recent.sequences),
+        speedup=recent.speedup,
+        drafting_steps_total=totals.steps,
+        draft_tokens_total=totals.drafts,
+        accepted_tokens_total=totals.accepted,
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

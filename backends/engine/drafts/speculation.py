@@ -14,7 +14,7 @@ from localgen.backends.engine.drafts.choice import Offer, Pick, choose, pays
 from localgen.backends.engine.drafts.costs import StepCosts
 from localgen.backends.engine.drafts.drafter import Drafter, Proposal
 from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.drafts.record import Drafting, Own, Recent
+from localgen.backends.engine.drafts.record import Drafting, Own, Recent, Totals, told
 from localgen.backends.engine.drafts.reference import Reference
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
@@ -62,7 +62,7 @@ class Speculation:
         self._settle = settle
         self._costs = StepCosts()
         self._allowance = Allowance()
-        self._recent = Recent()
+        self._recent, self._totals = Recent(), Totals()
         self._reference = Reference()
         self._is_probing = self._is_looking = False
         self._by_model = False  # whether all drafts of the step are of such as must be tried
@@ -75,7 +75,6 @@ class Speculation:
         self._reason = "" if drafters else why_none
         # what everything before the next step took, looking alone, reading alone
         self._propose_ms = self._look_ms = self._read_ms = self._settled_ms = self.waited_ms = 0.0
-        self._steps = self._drafted = self._accepted = 0
 
     def propose(
         self, seqs: list[Sequence], *, outputs: int, beside_prompts: bool = False
@@ -266,19 +265,18 @@ class Speculation:
             and chunk.start >= chunk.seq.num_prompt
             and len(chunk) == 1 + chunk.num_drafts
         ]
-        drafted = 0
+        drafted = sum(one.drafts for one in decoding)
         for one in decoding:
             one.own.steps += 1
             one.own.drafted += bool(one.drafts)
-            drafted += one.drafts
         if len(decoding) == len(chunks):
             self._enter(decoding, drafted, step_ms)
         elif not decoding:
             self._costs.observe_prompt(sum(map(len, chunks)), step_ms)
         if drafted:
-            self._steps += 1
-            self._drafted += drafted
-            self._accepted += sum(one.tokens - 1 for one in decoding if one.drafts)
+            self._totals.steps += 1
+            self._totals.drafts += drafted
+            self._totals.accepted += _num_kept(decoding)
         if not self._is_looking:
             return
         for chunk in chunks:
@@ -321,7 +319,12 @@ class Speculation:
         if drafted and self._by_model:
             self._allowance.gained(plain_ms - (ms - elsewhere_ms), plain_step_ms)
         self._recent.add(
-            drafting=bool(drafted), sequences=sequences, tokens=tokens, ms=ms, plain_ms=plain_ms
+            drafts=drafted,
+            accepted=_num_kept(decoding) if drafted else 0,
+            sequences=sequences,
+            tokens=tokens,
+            ms=ms,
+            plain_ms=plain_ms,
         )
 
     def _own_of(self, seq: Sequence) -> Own:
@@ -375,23 +378,18 @@ class Speculation:
     @property
     def stats(self) -> SpeculationStats:
         """What has become of it, recently and in all."""
-        recent = self._recent
-        share = recent.drafting / recent.steps if recent.steps else 0.0
-        return SpeculationStats(
-            drafters=tuple(drafter.name for drafter in self._drafters if not drafter.failure),
-            share=share,
-            reason="" if share >= 0.5 else self._reason,
-            tokens_per_step=recent.tokens / recent.sequences if recent.sequences else 0.0,
-            speedup=recent.speedup,
-            drafting_steps_total=self._steps,
-            draft_tokens_total=self._drafted,
-            accepted_tokens_total=self._accepted,
-        )
+        names = tuple(drafter.name for drafter in self._drafters if not drafter.failure)
+        return told(names, self._reason, self._recent, self._totals)
 
     def close(self) -> None:
         """Free what drafters hold. No call may follow."""
         for drafter in self._drafters:
             drafter.close()
+
+
+def _num_kept(decoding: Seq[_Decoded]) -> int:
+    """Drafts that were right."""
+    return sum(one.tokens - 1 for one in decoding if one.drafts)
 
 
 def _num_came(chunk: Chunk) -> int:
