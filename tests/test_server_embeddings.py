@@ -147,9 +147,10 @@ def test_an_unknown_model(served: House) -> None:
 
 def test_unloaded_meanwhile(served: House) -> None:
     model = served.model(token_s=0.05)
+    served.chat(model, "hello")  # it is loaded: what waits for that is told of the load
     found: list[httpx.Response] = []
     asking = in_thread(lambda: found.append(ask(served, model, input="a " * 300)))
-    wait_until(lambda: served.loaded() and served.stats(model)["active_requests"] == 1)
+    wait_until(lambda: served.stats(model)["active_requests"] == 1)
     time.sleep(0.1)
     served.http.post("/v1/models/unload", json={"model": model})
     asking.join()
