@@ -36,6 +36,7 @@ def collect(served: House, model: str, into: list[Any], text: str = MANY_WORDS) 
 def test_a_killed_engine_ends_its_streams_and_no_others(served: House) -> None:
     served.start()
     model, other = served.model("victim", token_s=0.02), served.model("other", token_s=0.02)
+    served.chat(model, "hello")  # from here on it is loaded
     streams: list[list[Any]] = [[], [], []]
     threads = [in_thread(partial(collect, served, model, got)) for got in streams]
     bystander = served.events(other, "a b c " * 30)

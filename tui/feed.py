@@ -18,6 +18,8 @@ from localgen.tui.gauges.readings import Reading
 PERIOD_S = 0.25
 # servers that stream do so with this period themselves: nothing of theirs shall be left out
 _SLACK = 0.8
+# how long the thread may take to end
+_LEAVE_S = 0.3
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 5.0
 
 
@@ -88,11 +90,14 @@ class Feed:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; nothing is posted any more. Does not wait for a server that does not answer."""
+        """End; nothing is posted any more. Waits for a moment, for a thread that runs while Python
+        leaves may crash it, and not for a server that does not answer."""
         self._stop.set()
         self._now.set()
         if self._watch is not None:
             self._watch.close()
+        if self._thread.is_alive():
+            self._thread.join(_LEAVE_S)
 
     def retry(self) -> None:
         """Try at once, if it waits."""
