@@ -16,10 +16,12 @@ import httpx
 import pytest
 from doors import Door, code, door
 from serving import chat_body, wait_until
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from localgen.server import guard, shape
+from localgen.server.access import Access, RateLimit
 from localgen.server.guard import Refused
+from localgen.server.rates import Rates
 
 JSON = {"Content-Type": "application/json"}
 # what anybody else may wait for /health meanwhile
@@ -202,6 +204,35 @@ def test_a_body_that_comes_drop_by_drop(monkeypatch: pytest.MonkeyPatch) -> None
 
     with pytest.raises(Refused, match="longer than"):
         asyncio.run(read())
+
+
+@pytest.mark.parametrize("key", ["", "none of ours"])
+def test_a_refusal_is_said_before_the_rest_is_read(key: str) -> None:
+    """Bytes that nobody has read reset the connection, and take with them what has not arrived."""
+    parts, order = 3 if key else 5, []
+
+    async def receive() -> Message:
+        order.append("read")
+        left = parts - order.count("read")
+        return {"type": "http.request", "body": b" " * 400, "more_body": left > 0}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            order.append("end" if not message.get("more_body") else "answer")
+
+    async def reads(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            while (await receive())["more_body"]:
+                pass
+        except Refused as refused:
+            await refused.response("/v1/models")(scope, receive, send)
+
+    headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "path": "/v1/models", "headers": headers, "client": ("::1", 1)}
+    access = Access(keys=("another key that it has",) if key else (), max_body_bytes=1000)
+    asyncio.run(guard.Guard(reads, access, Rates(RateLimit()))(scope, receive, send))
+    before = [] if key else ["read"] * 3
+    assert order == [*before, "answer", *["read"] * (parts - len(before)), "end"]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ LOCAL = "local"
 KEY_PREFIX = "key-"
 # a body has to come within this
 BODY_S = 60.0
-# a body that is refused is read this far: a connection that closes with bytes unread is reset,
-# and the answer is lost with it
+# a body that is refused is read this far behind the answer: a connection that closes with bytes
+# unread is reset, and what the client has not yet received of the answer is lost
 _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # without a key: it says no more than that a server is there
@@ -76,15 +76,24 @@ class Guard:
         await self._outer(scope, receive, send)
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _Body(receive, self._access.max_body_bytes)
+
+        async def say(message: Message) -> None:
+            is_end = message["type"] == "http.response.body" and not message.get("more_body")
+            if is_end and body.is_refused:
+                await send({**message, "more_body": True})
+                await body.read_rest(scope)
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
         try:
             self._check(scope)
-            body = _Body(receive, self._access.max_body_bytes)
             body.check_length(scope)
         except Refused as refused:
-            await _read_rest(scope, receive)
-            await refused.response(scope["path"])(scope, receive, send)
+            body.is_refused = True
+            await refused.response(scope["path"])(scope, receive, say)
             return
-        await self._inner(scope, body.receive, send)
+        await self._inner(scope, body.receive, say)
 
     def _check(self, scope: Scope) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -122,11 +131,15 @@ class Guard:
 
 
 class _Body:
-    """A request's body, counted and timed while it comes. most: bytes; None: no limit."""
+    """A request's body, counted and timed while it comes. most: bytes; None: no limit.
+
+    is_refused: none of it is wanted any more.
+    """
 
     def __init__(self, receive: Receive, most: int | None = None) -> None:
         self._receive, self._most = receive, most
         self._size, self._whole = 0, False
+        self.is_refused = False
         self._parts: list[bytes] = []
         self._deadline_s = asyncio.get_running_loop().time() + BODY_S
 
@@ -143,6 +156,7 @@ class _Body:
             async with asyncio.timeout_at(self._deadline_s):
                 message = await self._receive()
         except TimeoutError:
+            self.is_refused = True
             raise Refused(408, "too_slow", f"the body took longer than {BODY_S:.0f} s") from None
         self._parts.append(message.get("body", b""))
         self._size += len(self._parts[-1])
@@ -152,9 +166,22 @@ class _Body:
             self._require_shape()
         return message
 
+    async def read_rest(self, scope: Scope) -> None:
+        """Read what is left, within bounds, and keep nothing of it."""
+        if any(name.lower() == b"expect" for name, _ in scope["headers"]):
+            return  # it waits for our consent before it sends any
+        size = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while not self._whole and size < _LINGER_BYTES:
+                    message = await self._receive()
+                    size += len(message.get("body", b""))
+                    self._whole = not message.get("more_body", False)
+
     def _require_size(self, size: int) -> None:
         if self._most is not None and size > self._most:
             self._parts.clear()
+            self.is_refused = True
             raise Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
 
     def _require_shape(self) -> None:
@@ -162,20 +189,6 @@ class _Body:
         self._parts.clear()
         if problem is not None:
             raise Refused(413, "too_large", problem)
-
-
-async def _read_rest(scope: Scope, receive: Receive) -> None:
-    """Read the body of a request that is refused, within bounds."""
-    if any(name.lower() == b"expect" for name, _ in scope["headers"]):
-        return  # it waits for our consent before it sends any
-    size = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
-            while size < _LINGER_BYTES:
-                message = await receive()
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
 
 
 def is_local(scope: Scope) -> bool:
