@@ -13,6 +13,7 @@ from top_script import ScriptedWatch, snapshot
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.client.snapshot import Snapshot
+from localgen.tui import feed as feed_module
 from localgen.tui.feed import LAST_RETRY_S, Feed, Lost, Seen, Watch
 
 
@@ -76,6 +77,23 @@ def test_waits_get_longer_up_to_a_limit() -> None:
     wait_until(lambda: len(told.lost) == 6)
     feed.stop()
     assert [each.retry_s for each in told.lost] == [1.0, 2.0, 4.0, LAST_RETRY_S, 5.0, 5.0]
+
+
+def test_who_asks_for_a_try_as_soon_as_it_is_lost_gets_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed_module, "LAST_RETRY_S", 1000.0)
+    told, watch = Told(), ScriptedWatch([ServerUnavailable("none")], [snapshot()])
+
+    def hasty(message: Message) -> None:
+        told(message)
+        if isinstance(message, Lost):
+            feed.retry()
+
+    feed = Feed(lambda: watch, hasty, first_retry_s=1000.0)
+    feed.start()
+    wait_until(lambda: bool(told.seen))
+    feed.stop()
 
 
 def test_a_server_that_cannot_be_looked_at_is_tried_again() -> None:

@@ -18,9 +18,14 @@ from top_script import (
 )
 
 from localgen.backends.errors import ServerUnavailable
+from localgen.tui.feed import LAST_RETRY_S
 from localgen.tui.notice import Notice
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
+
+
+def said(app: TopApp) -> str:
+    return str(app.screen.query_one(Notice).content)
 
 
 def test_lost_and_back() -> None:
@@ -32,14 +37,17 @@ def test_lost_and_back() -> None:
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await until(pilot, lambda: app.screen.query_one(Banner).status == "LOST")
-        assert "trying again" in str(app.screen.query_one(Notice).content).lower()
+        assert "trying again" in said(app).lower()
         assert app.screen.query_one(Notice).display
         assert table(app).row_count == len(LIVE) + len(ENDED), "what was seen last stays"
+        await pilot.press("t")
+        await until(pilot, lambda: "no server answers" in said(app))
+        await pilot.press("t")
         await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
         assert not app.screen.query_one(Notice).display
         assert notifications(app) == ["The server is back."]
 
-    run(script, watch, first_retry_s=0.7)
+    run(script, watch, first_retry_s=LAST_RETRY_S)
 
 
 def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
@@ -50,13 +58,14 @@ def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
         dashboard = app.screen
         await until(pilot, lambda: dashboard.query_one(Banner).status == "LOST")
         assert dashboard.has_class("-stale")
+        await pilot.press("t")
         await until(pilot, lambda: dashboard.query_one(Banner).status == "PAUSED")
         assert not dashboard.has_class("-stale")
         assert not dashboard.query_one(Notice).display
         await pilot.press("space")
         assert dashboard.query_one(Banner).status == "LIVE"
 
-    run(script, watch, first_retry_s=0.7)
+    run(script, watch, first_retry_s=LAST_RETRY_S)
 
 
 def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
@@ -66,9 +75,9 @@ def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
     async def play() -> None:
         app = top_app(watch)
         async with app.run_test(size=(120, 40)) as pilot:
-            await until(pilot, lambda: bool(str(app.screen.query_one(Notice).content)))
+            await until(pilot, lambda: bool(said(app)))
             assert app.screen.query_one(Banner).status == "WAITING"
-            assert "localgen serve starts one" in str(app.screen.query_one(Notice).content)
+            assert "localgen serve starts one" in said(app)
             for _ in range(4):
                 await pilot.press("t")
                 await pilot.pause(0.02)

@@ -121,6 +121,8 @@ class Feed:
             tries += 1
             retry_s = min(LAST_RETRY_S, self._first_retry_s * 2 ** min(tries - 1, 10))
             is_silent = isinstance(fault, InvalidRequest)
+            # whoever sees that it is lost may ask for the next try before this thread waits for it
+            self._now.clear()
             self._say(Lost(why, retry_s, tries, has_left=fault is None, is_silent=is_silent))
             self._wait(retry_s)
 
@@ -135,7 +137,6 @@ class Feed:
                 return
 
     def _wait(self, retry_s: float) -> None:
-        self._now.clear()
         if not self._stop.is_set():
             self._now.wait(retry_s)
 
