@@ -15,7 +15,7 @@ from benchmarks.in_turn import Side
 from benchmarks.measure import RATE, Report
 from benchmarks.pairs import Pair
 from benchmarks.scripted import Counted, Insisting, acceptance
-from benchmarks.step_curve import Curve, Steps
+from benchmarks.step_curve import Curve, Measured
 from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.types import SamplingParams
 
@@ -63,43 +63,39 @@ class Bench:
         self._chance = random.Random(0)
 
     def between_prices(
-        self, name: str, context: int, cases: Seq[Case], insisted: Seq[int]
+        self, name: str, context: int, cases: Seq[Case], insisted: Seq[int], *, by_model: bool
     ) -> tuple[Prices, list[float]]:
         """What steps take behind so many tokens, and each case's share of drafts that were right.
+        by_model: a draft model makes the drafts.
 
         Prices are asked before each case and after it: a machine is not the same a few minutes
         later.
         """
-        targets, drafts = [self._steps(context)], [self._draft_steps(context)]
-        alphas = []
+        asked, alphas = [self._steps(context, by_model)], []
         for case in cases:
             alphas.append(self.compare(case, insisted))
-            targets.append(self._steps(context))
-            drafts.append(self._draft_steps(context))
-        found = {size: [ms for steps in targets for ms in steps[size]] for size in targets[0]}
+            asked.append(self._steps(context, by_model))
+        found = {size: [ms for one in asked for ms in one.steps[size]] for size in asked[0].steps}
         for size, values in found.items():
             self.report.add(f"step of {size} tokens, {name}", self.pair.name, "ms", values)
-        each = self.report.add(
-            f"step of 1 token, {name}",
-            "draft model",
-            "ms",
-            [ms for steps in drafts for ms in steps],
-        )
-        return Prices(step_curve.medians(found), each.median), alphas
+        draft_ms = 0.0
+        if by_model:
+            values = [ms for one in asked for ms in one.drafts]
+            test = f"step of 1 token, {name}"
+            draft_ms = self.report.add(test, "draft model", "ms", values).median
+        return Prices(step_curve.medians(found), draft_ms), alphas
 
-    def _steps(self, context: int) -> Steps:
+    def _steps(self, context: int, by_model: bool) -> Measured:
         return step_curve.measure(
-            self.pair.target, self.pair.vocab, context=context, rounds=self._price_rounds
+            self.pair.target,
+            self.pair.vocab,
+            context=context,
+            rounds=self._price_rounds,
+            draft=self.pair.draft if by_model else None,
         )
-
-    def _draft_steps(self, context: int) -> list[float]:
-        (values,) = step_curve.measure(
-            self.pair.draft, self.pair.vocab, context=context, rounds=self._price_rounds, sizes=(1,)
-        ).values()
-        return values
 
     def compare(self, case: Case, insisted: Seq[int] = ()) -> float:
-        """Rates of all sides, a step of each in turn; the share of drafts that were right. The
+        """Rates of all sides, each for a moment in turn; the share of drafts that were right. The
         first answers, from which drafters learn, are not measured. insisted: numbers of drafts that
         are made wherever they may be, on sides of their own: these try so many more that they alone
         count for the share."""

@@ -31,9 +31,9 @@ STREAMS = 16
 # of a copy's tokens; how long it goes on unchanged is chance, of which a few texts have enough
 EDITED, EDITED_TEXTS = 1 / 40, 4
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
-# and rounds are short, shortest of all where both sides take as long
+# and rounds are short, shortest of all where both sides take as long and an answer is short
 INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
-SMALL_ROUNDS, MORE_ROUNDS = 8, 3
+SMALL_ROUNDS, MORE_ROUNDS, MOST_ROUNDS = 8, 3, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _copies(bench: Bench, plan: Plan) -> None:
     cases = [
         Case(name, NgramDrafter, GREEDY, asked, size, plan.rounds) for name, asked in groups.items()
     ]
-    prices, _ = bench.between_prices("copies", size + size // 2, cases, insisted)
+    prices, _ = bench.between_prices("copies", size + size // 2, cases, insisted, by_model=False)
     for case, texts in zip(cases, ([copy], changed), strict=True):
         bench.reached(case, *replay.best(prices.curve, texts))
         if insisted:
@@ -152,7 +152,7 @@ def _drafted_by_model(bench: Bench, plan: Plan) -> None:
     cases = [*told, *_trained(pair, plan)]
     # half an answer behind the prompt
     context = plan.prompt + plan.alone // 2
-    prices, measured = bench.between_prices("short prompt", context, cases, insisted)
+    prices, measured = bench.between_prices("short prompt", context, cases, insisted, by_model=True)
     alphas = [*ACCEPTANCES, *measured[len(told) :]]
     for case, alpha in zip(cases, alphas, strict=True):
         drafts, most = step_curve.best(prices.curve, alpha, prices.draft_ms)
@@ -222,10 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     plan = QUICK if options.quick else FULL
     if rounds := options.rounds or (SMALL_ROUNDS if pair.is_small and not options.quick else 0):
-        more = MORE_ROUNDS if pair.is_small else 1
-        plan = replace(
-            plan, rounds=rounds, many_rounds=2 * more * rounds, crowd_rounds=more * rounds
-        )
+        crowd, many = (MORE_ROUNDS, MOST_ROUNDS) if pair.is_small else (1, 2)
+        plan = replace(plan, rounds=rounds, many_rounds=many * rounds, crowd_rounds=crowd * rounds)
     report = Report(pair.line, plan.rounds, options.quick, pair.threads, {})
     report.commands.append(command("benchmarks.speculation", arguments))
     run(Bench(pair, report, price_rounds=plan.price_rounds), plan)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
+from benchmarks.in_turn import TURN_S
 from localgen.backends.engine.runner import Chunk, ModelRunner
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
@@ -15,69 +17,108 @@ from localgen.backends.types import BASE_SAMPLING, SamplingParams
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
 
-# small ones cost least and say most: so many of each in a round
-_SMALL, _REPEATED = 4, 3
+# small ones cost least and say most: so many of each in a row at least, and as many as fit into a
+# turn, since the first of them find what steps of another size have left
+_SMALL, _REPEATED = 8, 3
+# a target's step comes after so many of the draft model's at most: more leave no more in the caches
+_DRAFTS_BEFORE = 8
 
 # milliseconds of a step, by its tokens; of several
 Curve = dict[int, float]
 Steps = dict[int, list[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """steps: of each size, of every round. drafts: the draft model's of one token, between them."""
+
+    steps: Steps
+    drafts: list[float]
+
+
+class _Text:
+    """One sequence behind so many tokens, of which steps are taken and forgotten."""
+
+    def __init__(
+        self, runner: ModelRunner, vocab: int, *, context: int, chance: random.Random
+    ) -> None:
+        self._runner, self._any_token = runner, partial(chance.randrange, vocab)
+        most = context + max(SIZES)
+        self._seq = Sequence(
+            id="curve",
+            tokens=[self._any_token() for _ in range(context)],
+            num_prompt=context,
+            params=_GREEDY,
+            ctx=most,
+            limit=most,
+        )
+        self._seq.num_computed = runner.admit(self._seq, spare=0)
+        self._read(context - 1)
+
+    def _read(self, until: int) -> None:
+        runner, seq = self._runner, self._seq
+        while seq.num_computed < until:
+            count = min(runner.limits.max_batch_tokens, until - seq.num_computed)
+            assert runner.grow(seq, count)
+            tokens = seq.tokens[seq.num_computed : seq.num_computed + count]
+            chunk = Chunk(seq=seq, start=seq.num_computed, tokens=tokens, samples=False)
+            runner.collect(runner.launch([chunk]))
+            seq.num_computed += count
+
+    def step_ms(self, drafts: int = 0) -> float:
+        """Of its last token and so many drafts, each sampled as it is when they are verified."""
+        runner, seq = self._runner, self._seq
+        start = seq.num_computed
+        assert runner.grow(seq, 1 + drafts)
+        chunk = Chunk(
+            seq=seq,
+            start=start,
+            tokens=[seq.tokens[-1], *(self._any_token() for _ in range(drafts))],
+            num_drafts=drafts,
+            samples=True,
+        )
+        begun_s = time.perf_counter()
+        runner.collect(runner.launch([chunk]))
+        ms = (time.perf_counter() - begun_s) * 1e3
+        runner.rewind(seq, start)
+        return ms
+
+    def close(self) -> None:
+        """Leave the runner."""
+        self._runner.release(self._seq, keep=False)
+
+
 def measure(
-    runner: ModelRunner, vocab: int, *, context: int, rounds: int, sizes: Seq[int] = SIZES
-) -> Steps:
-    """Steps of one sequence behind so many tokens, each token sampled as it is when drafts are
-    verified: values of each round."""
+    target: ModelRunner, vocab: int, *, context: int, rounds: int, draft: ModelRunner | None = None
+) -> Measured:
+    """Steps behind so many tokens.
+
+    draft: a model that drafts before each step of several tokens, as it does in use: where steps
+    are small, those of both would be cheaper on their own, for each leaves the caches to the other.
+    """
     chance = random.Random(0)
-    most = context + max(sizes)
-    seq = Sequence(
-        id="curve",
-        tokens=[chance.randrange(vocab) for _ in range(context)],
-        num_prompt=context,
-        params=_GREEDY,
-        ctx=most,
-        limit=most,
-    )
-    seq.num_computed = runner.admit(seq, spare=0)
-    _read(runner, seq, context - 1)
-    sizes = [size for size in sizes if size <= runner.limits.max_outputs]
-    found: Steps = {size: [] for size in sizes}
+    texts = [
+        _Text(runner, vocab, context=context, chance=chance) for runner in (target, draft) if runner
+    ]
+    sizes = [size for size in SIZES if size <= target.limits.max_outputs]
+    found = Measured({size: [] for size in sizes}, [])
     for number in range(-1, rounds):  # the first round warms up
+        into = found if number >= 0 else Measured({size: [] for size in sizes}, [])
         for size in sizes if number % 2 else reversed(sizes):
-            for _ in range(_REPEATED if size <= _SMALL else 1):
-                drafts = [chance.randrange(vocab) for _ in range(size - 1)]
-                ms = _step_ms(runner, seq, drafts)
-                if number >= 0:
-                    found[size].append(ms)
-    runner.release(seq, keep=False)
+            _in_a_row(size, into, *texts)
+    for text in texts:
+        text.close()
     return found
 
 
-def _read(runner: ModelRunner, seq: Sequence, until: int) -> None:
-    while seq.num_computed < until:
-        count = min(runner.limits.max_batch_tokens, until - seq.num_computed)
-        assert runner.grow(seq, count)
-        tokens = seq.tokens[seq.num_computed : seq.num_computed + count]
-        chunk = Chunk(seq=seq, start=seq.num_computed, tokens=tokens, samples=False)
-        runner.collect(runner.launch([chunk]))
-        seq.num_computed += count
-
-
-def _step_ms(runner: ModelRunner, seq: Sequence, drafts: list[int]) -> float:
-    start = seq.num_computed
-    assert runner.grow(seq, 1 + len(drafts))
-    chunk = Chunk(
-        seq=seq,
-        start=start,
-        tokens=[seq.tokens[-1], *drafts],
-        num_drafts=len(drafts),
-        samples=True,
-    )
-    begun_s = time.perf_counter()
-    runner.collect(runner.launch([chunk]))
-    ms = (time.perf_counter() - begun_s) * 1e3
-    runner.rewind(seq, start)
-    return ms
+def _in_a_row(size: int, found: Measured, target: _Text, draft: _Text | None = None) -> None:
+    """Steps of one size, and of the draft model between them."""
+    least, until_s = _REPEATED if size <= _SMALL else 1, time.perf_counter() + TURN_S
+    while least > 0 or time.perf_counter() < until_s:
+        if draft is not None:
+            found.drafts.extend(draft.step_ms() for _ in range(min(size - 1, _DRAFTS_BEFORE)))
+        found.steps[size].append(target.step_ms(size - 1))
+        least -= 1
 
 
 def medians(found: Steps) -> Curve:
