@@ -33,7 +33,7 @@ EDITED, EDITED_TEXTS = 1 / 40, 4
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
 # and rounds are short, shortest of all where both sides take as long and an answer is short
 INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
-SMALL_ROUNDS, MORE_ROUNDS, MOST_ROUNDS = 8, 3, 24
+SMALL_ROUNDS, MORE_ROUNDS, MOST_ROUNDS = 8, 3, 48
 
 
 @dataclass(frozen=True, slots=True)
