@@ -63,13 +63,16 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
-    def ended(self) -> int:
+    def ends_well(self) -> None:
+        """It ends by itself, and says nothing of a mistake."""
         for _ in range(500):
             self.read()
             if self.process.poll() is not None:
-                return self.process.returncode
+                break
             time.sleep(0.02)
-        raise AssertionError("it does not end")
+        self.read()
+        assert self.process.poll() == 0, self.text[-5000:]
+        assert "Traceback" not in self.text
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -79,8 +82,10 @@ class Terminal:
 
 
 def _environment(built: House) -> dict[str, str]:
-    """The terminal's own size counts: what runs the tests may have set another."""
-    ours = python_environment() | built.settings.environment() | {"TERM": "xterm-256color"}
+    """The terminal's own size counts: what runs the tests may have set another. Should Python
+    itself crash, it says where."""
+    ours = python_environment() | built.settings.environment()
+    ours |= {"TERM": "xterm-256color", "PYTHONFAULTHANDLER": "1"}
     return {name: value for name, value in ours.items() if name not in ("COLUMNS", "LINES")}
 
 
@@ -123,7 +128,7 @@ def test_it_waits_for_a_server_and_shows_what_that_does(built: House) -> None:
         asking.join(10)
         assert cuts == [True]
         screen.press("q")
-        assert screen.ended() == 0
+        screen.ends_well()
 
 
 @pytest.mark.parametrize("key", ["q", "\x03", "\x11"])
@@ -131,8 +136,7 @@ def test_leaving(built: House, key: str) -> None:
     with top(built) as screen:
         screen.until("WAITING")
         screen.press(key)
-        assert screen.ended() == 0
-        assert "Traceback" not in screen.text
+        screen.ends_well()
 
 
 def test_a_server_of_another_version(built: House) -> None:
