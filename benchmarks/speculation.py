@@ -31,9 +31,12 @@ STREAMS = 16
 # of a copy's tokens; how long it goes on unchanged is chance, of which a few texts have enough
 EDITED, EDITED_TEXTS = 1 / 40, 4
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
-# and rounds are short, shortest of all where both sides take as long and an answer is short
+# and rounds are short, shortest of all where both sides take as long; two short answers of the
+# built-in model take a tenth of a second
 INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
-SMALL_ROUNDS, MORE_ROUNDS, MOST_ROUNDS = 8, 3, 48
+SMALL_ROUNDS, MORE_ROUNDS, MOST_ROUNDS = 8, 6, 8
+# what a step takes is another from one second to the next
+SMALL_PRICE_ROUNDS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,18 @@ def _harmless(bench: Bench, plan: Plan) -> None:
         bench.harmless(case)
 
 
+def _plan(quick: bool, rounds: int | None, pair: Pair) -> Plan:
+    plan = QUICK if quick else FULL
+    if pair.is_small and not quick:
+        rounds = rounds or SMALL_ROUNDS
+        plan = replace(plan, price_rounds=SMALL_PRICE_ROUNDS)
+    if rounds is None:
+        return plan
+    crowd = MORE_ROUNDS if pair.is_small else 1
+    many = crowd * (MOST_ROUNDS if pair.encode else 2)
+    return replace(plan, rounds=rounds, many_rounds=many * rounds, crowd_rounds=crowd * rounds)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write; the status is 0 whether or not every target was met."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.speculation")
@@ -220,10 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     except LocalgenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    plan = QUICK if options.quick else FULL
-    if rounds := options.rounds or (SMALL_ROUNDS if pair.is_small and not options.quick else 0):
-        crowd, many = (MORE_ROUNDS, MOST_ROUNDS) if pair.is_small else (1, 2)
-        plan = replace(plan, rounds=rounds, many_rounds=many * rounds, crowd_rounds=crowd * rounds)
+    plan = _plan(options.quick, options.rounds, pair)
     report = Report(pair.line, plan.rounds, options.quick, pair.threads, {})
     report.commands.append(command("benchmarks.speculation", arguments))
     run(Bench(pair, report, price_rounds=plan.price_rounds), plan)
