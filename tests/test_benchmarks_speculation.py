@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+import time
+from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import cast
 
 import pytest
 from drafting import RIGHT, WRONG, Guesser, decoding
+from fake_runner import FakeRunner
 
-from benchmarks import replay, speculation, step_curve
+from benchmarks import in_turn, replay, speculation, step_curve
+from benchmarks.answers import Answer
 from benchmarks.scripted import Counted, Insisting, acceptance
+from benchmarks.session import GREEDY, OwnTime, Session
+from localgen.backends.engine.runner import Chunk
+from localgen.backends.types import Finished, SamplingParams, Timings
 
 FLAT = dict.fromkeys(range(1, 65), 10.0)
 STEEP = {size: 10.0 * size for size in range(1, 65)}
@@ -51,6 +61,86 @@ def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
     assert acceptance([counted]) == 0.8
     assert acceptance([counted, Counted(guesser)]) == 0.8
     assert acceptance([]) == 0.0
+
+
+class Paced:
+    """A session, and its clock: an answer of so many tokens, each of which takes so long."""
+
+    def __init__(self, name: str, step_s: float, order: list[str]) -> None:
+        self._name, self._step_s, self._order = name, step_s, order
+        self.now_s, self.answer = 0.0, Answer(sent_s=0.0)
+        self._left = 0
+
+    def submit(self, prompt: list[int], tokens: int, params: SamplingParams) -> Answer:
+        self._left = tokens
+        return self.answer
+
+    def step(self) -> None:
+        self._order.append(self._name)
+        self.now_s += self._step_s
+        self._left -= 1
+        self.answer.arrivals.append((self.now_s, len(self.answer.arrivals) + 1))
+        if not self._left:
+            self.answer.end = Finished(
+                request_id="",
+                reason="length",
+                timings=Timings(),
+                prompt_tokens=1,
+                completion_tokens=len(self.answer.arrivals),
+                ctx=512,
+            )
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+
+def test_sides_take_turns_of_ten_milliseconds_and_of_a_step_at_least() -> None:
+    order: list[str] = []
+    paced = [Paced("short", 0.004, order), Paced("long", 0.030, order)]
+    sides = [in_turn.Side(cast(Session, one), cast(OwnTime, one)) for one in paced]
+    in_turn.ask(sides, [[1]], 6, GREEDY, random.Random(1))
+    turns = [(name, len(list(steps))) for name, steps in itertools.groupby(order)]
+    assert [count for name, count in turns if name == "short"] == [3, 3]
+    for at, name in enumerate(order):
+        # whoever has said least goes on
+        assert name == "short" or order[:at].count("long") <= order[:at].count("short")
+    assert order.count("long") == 6
+
+
+class Slow(FakeRunner):
+    """A runner whose steps take a while, and that says in which order they came."""
+
+    def __init__(self, name: str, order: list[tuple[str, int]]) -> None:
+        super().__init__(kv_tokens=512, batch=512)
+        self._name, self._order = name, order
+
+    def launch(self, chunks: Seq[Chunk]) -> list[Chunk]:
+        self._order.append((self._name, sum(map(len, chunks))))
+        time.sleep(0.004)
+        return super().launch(chunks)
+
+
+def test_prices_are_of_steps_in_a_row_behind_those_of_the_draft_model() -> None:
+    order: list[tuple[str, int]] = []
+    target, draft = (Slow(name, order) for name in ("target", "draft"))
+    found = step_curve.measure(target, 100, context=8, rounds=1, draft=draft)
+    assert set(found.steps) == set(step_curve.SIZES)
+    assert all(len(found.steps[size]) >= (3 if size <= 8 else 1) for size in step_curve.SIZES)
+    steps = order[2:]  # both read their text first
+    before = 0
+    for name, tokens in steps:
+        if name == "draft":
+            assert tokens == 1
+            before += 1
+        else:
+            assert before == min(tokens - 1, 8)
+            before = 0
+    sizes = [size for size, _ in itertools.groupby(n for name, n in steps if name == "target")]
+    assert len(sizes) == 2 * len(step_curve.SIZES) - 1, "one round warms up, up and down again"
 
 
 def test_drafts_that_are_made_whatever_is_expected() -> None:
