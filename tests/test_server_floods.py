@@ -206,8 +206,9 @@ def test_a_body_that_comes_drop_by_drop(monkeypatch: pytest.MonkeyPatch) -> None
         asyncio.run(read())
 
 
+@pytest.mark.parametrize("expects", [False, True])
 @pytest.mark.parametrize("key", ["", "none of ours"])
-def test_a_refusal_is_said_before_the_rest_is_read(key: str) -> None:
+def test_a_refusal_is_said_before_the_rest_is_read(key: str, expects: bool) -> None:
     """Bytes that nobody has read reset the connection, and take with them what has not arrived."""
     parts, order = 3 if key else 5, []
 
@@ -228,11 +229,14 @@ def test_a_refusal_is_said_before_the_rest_is_read(key: str) -> None:
             await refused.response("/v1/models")(scope, receive, send)
 
     headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
+    headers += [(b"expect", b"100-continue")] * expects
     scope = {"type": "http", "path": "/v1/models", "headers": headers, "client": ("::1", 1)}
     access = Access(keys=("another key that it has",) if key else (), max_body_bytes=1000)
     asyncio.run(guard.Guard(reads, access, Rates(RateLimit()))(scope, receive, send))
     before = [] if key else ["read"] * 3
-    assert order == [*before, "answer", *["read"] * (parts - len(before)), "end"]
+    # who waits for our consent, and did not get it, sends nothing
+    rest = 0 if key and expects else parts - len(before)
+    assert order == [*before, "answer", *["read"] * rest, "end"]
 
 
 @pytest.mark.parametrize(

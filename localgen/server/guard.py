@@ -77,10 +77,13 @@ class Guard:
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(receive, self._access.max_body_bytes)
+        closes = False
 
         async def say(message: Message) -> None:
-            is_end = message["type"] == "http.response.body" and not message.get("more_body")
-            if is_end and body.is_refused:
+            nonlocal closes
+            if message["type"] == "http.response.start":
+                closes = (b"connection", b"close") in message["headers"]
+            elif closes and not message.get("more_body"):
                 await send({**message, "more_body": True})
                 await body.read_rest(scope)
                 message = {"type": "http.response.body", "body": b""}
@@ -90,7 +93,6 @@ class Guard:
             self._check(scope)
             body.check_length(scope)
         except Refused as refused:
-            body.is_refused = True
             await refused.response(scope["path"])(scope, receive, say)
             return
         await self._inner(scope, body.receive, say)
@@ -131,15 +133,11 @@ class Guard:
 
 
 class _Body:
-    """A request's body, counted and timed while it comes. most: bytes; None: no limit.
-
-    is_refused: none of it is wanted any more.
-    """
+    """A request's body, counted and timed while it comes. most: bytes; None: no limit."""
 
     def __init__(self, receive: Receive, most: int | None = None) -> None:
         self._receive, self._most = receive, most
-        self._size, self._whole = 0, False
-        self.is_refused = False
+        self._size, self._whole, self._is_asked_for = 0, False, False
         self._parts: list[bytes] = []
         self._deadline_s = asyncio.get_running_loop().time() + BODY_S
 
@@ -152,11 +150,11 @@ class _Body:
     async def receive(self) -> Message:
         if self._whole:  # from now on, only that the client leaves
             return await self._receive()
+        self._is_asked_for = True
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 message = await self._receive()
         except TimeoutError:
-            self.is_refused = True
             raise Refused(408, "too_slow", f"the body took longer than {BODY_S:.0f} s") from None
         self._parts.append(message.get("body", b""))
         self._size += len(self._parts[-1])
@@ -168,7 +166,7 @@ class _Body:
 
     async def read_rest(self, scope: Scope) -> None:
         """Read what is left, within bounds, and keep nothing of it."""
-        if any(name.lower() == b"expect" for name, _ in scope["headers"]):
+        if not self._is_asked_for and any(name == b"expect" for name, _ in scope["headers"]):
             return  # it waits for our consent before it sends any
         size = 0
         with contextlib.suppress(TimeoutError):
@@ -181,7 +179,6 @@ class _Body:
     def _require_size(self, size: int) -> None:
         if self._most is not None and size > self._most:
             self._parts.clear()
-            self.is_refused = True
             raise Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
 
     def _require_shape(self) -> None:
