@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from textual.pilot import Pilot
 from top_script import (
     ENDED,
@@ -18,10 +19,18 @@ from top_script import (
 )
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.tui.feed import LAST_RETRY_S
+from localgen.tui import feed
 from localgen.tui.notice import Notice
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
+
+# nothing is tried again by itself while a test runs
+LONG_S = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "LAST_RETRY_S", LONG_S)
 
 
 def said(app: TopApp) -> str:
@@ -47,7 +56,7 @@ def test_lost_and_back() -> None:
         assert not app.screen.query_one(Notice).display
         assert notifications(app) == ["The server is back."]
 
-    run(script, watch, first_retry_s=LAST_RETRY_S)
+    run(script, watch, first_retry_s=LONG_S)
 
 
 def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
@@ -65,7 +74,7 @@ def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
         await pilot.press("space")
         assert dashboard.query_one(Banner).status == "LIVE"
 
-    run(script, watch, first_retry_s=LAST_RETRY_S)
+    run(script, watch, first_retry_s=LONG_S)
 
 
 def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
