@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import replay, step_curve
 from benchmarks.gain import Bench, Case, Groups, Text
@@ -31,12 +32,22 @@ STREAMS = 16
 # of a copy's tokens; how long it goes on unchanged is chance, of which a few texts have enough
 EDITED, EDITED_TEXTS = 1 / 40, 4
 # where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
-# and rounds are short, shortest of all where both sides take as long; two short answers of the
-# built-in model take a tenth of a second
 INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
-SMALL_ROUNDS, MORE_ROUNDS, MOST_ROUNDS = 8, 6, 8
-# what a step takes is another from one second to the next
-SMALL_PRICE_ROUNDS = 12
+# and rounds are short
+SMALL_ROUNDS = 8
+
+
+class Effort(NamedTuple):
+    """Rounds of crowds and of short answers, for one of the rest; and of prices."""
+
+    crowd: int
+    short: int
+    prices: int
+
+
+# two short answers of the built-in model take a tenth of a second; few of the twins' steps fit into
+# a row, so that their prices need more rows
+LARGE, TRAINED, TWINS = Effort(1, 2, 3), Effort(3, 48, 3), Effort(6, 12, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +222,15 @@ def _harmless(bench: Bench, plan: Plan) -> None:
 
 def _plan(quick: bool, rounds: int | None, pair: Pair) -> Plan:
     plan = QUICK if quick else FULL
+    effort = LARGE
     if pair.is_small and not quick:
         rounds = rounds or SMALL_ROUNDS
-        plan = replace(plan, price_rounds=SMALL_PRICE_ROUNDS)
+        effort = TRAINED if pair.encode else TWINS
+        plan = replace(plan, price_rounds=effort.prices)
     if rounds is None:
         return plan
-    crowd = MORE_ROUNDS if pair.is_small else 1
-    many = crowd * (MOST_ROUNDS if pair.encode else 2)
-    return replace(plan, rounds=rounds, many_rounds=many * rounds, crowd_rounds=crowd * rounds)
+    crowd, short = rounds * effort.crowd, rounds * effort.short
+    return replace(plan, rounds=rounds, crowd_rounds=crowd, many_rounds=short)
 
 
 def main(arguments: list[str] | None = None) -> int:
