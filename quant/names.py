@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from localgen.backends.cuda.spec import ModelSpec
-from localgen.backends.errors import InvalidRequest
-from localgen.quant.recipe import Recipe
 
 Tensors = dict[str, Tensor]
 
@@ -66,25 +64,6 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
             shapes[name.format(expert)] = (2 * width // len(names.gate_up), spec.hidden)
         shapes[names.down.format(expert)] = (spec.hidden, width)
     return shapes
-
-
-def check_groups(spec: ModelSpec, recipe: Recipe) -> None:
-    """InvalidRequest: a linear's inputs do not divide into the recipe's groups."""
-    size = recipe.group_size
-    if not recipe.grouped or size is None:
-        return
-    for name, (_, ins) in linear_shapes(spec).items():
-        if ins % size:
-            fitting = [str(g) for g in (256, 128, 64, 32, 16, 8) if not _misfits(spec, g)]
-            remedy = f"--group-size {' or '.join(fitting)}" if fitting else "another method"
-            raise InvalidRequest(
-                f"{name} has {ins} inputs, which groups of {size} do not divide: use {remedy}",
-                param="group_size",
-            )
-
-
-def _misfits(spec: ModelSpec, size: int) -> bool:
-    return any(ins % size for _, ins in linear_shapes(spec).values())
 
 
 def with_usual_names(spec: ModelSpec, tensors: Tensors) -> Tensors:

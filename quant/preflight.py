@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 import localgen
+from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest
 from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.calibration import Windows, calibration_windows
 from localgen.quant.checkpoint import read_json
-from localgen.quant.names import check_groups, linear_shapes
+from localgen.quant.names import linear_shapes
 from localgen.quant.packing import fitting
 from localgen.quant.recipe import Calibration, Recipe
 from localgen.quant.source import Source, checked
@@ -121,3 +122,22 @@ def _check_packing(source: Source, recipe: Recipe) -> None:
                 f"{recipe.bits} bits, {every} of which fill whole words: use --fp8",
                 param="bits",
             )
+
+
+def check_groups(spec: ModelSpec, recipe: Recipe) -> None:
+    """InvalidRequest: a linear's inputs do not divide into the recipe's groups."""
+    size = recipe.group_size
+    if not recipe.grouped or size is None:
+        return
+    for name, (_, ins) in linear_shapes(spec).items():
+        if ins % size:
+            fitting = [str(g) for g in (256, 128, 64, 32, 16, 8) if not _misfits(spec, g)]
+            remedy = f"--group-size {' or '.join(fitting)}" if fitting else "another method"
+            raise InvalidRequest(
+                f"{name} has {ins} inputs, which groups of {size} do not divide: use {remedy}",
+                param="group_size",
+            )
+
+
+def _misfits(spec: ModelSpec, size: int) -> bool:
+    return any(ins % size for _, ins in linear_shapes(spec).values())

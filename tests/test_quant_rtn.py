@@ -15,7 +15,8 @@ from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.quant.forward import LayerForward
 from localgen.quant.fp8 import round_to_fp8
 from localgen.quant.methods import quantize_layer
-from localgen.quant.names import Tensors, check_groups, linear_shapes
+from localgen.quant.names import Tensors, linear_shapes
+from localgen.quant.preflight import check_groups
 from localgen.quant.recipe import Method, Recipe
 from localgen.quant.rtn import round_to_nearest
 
