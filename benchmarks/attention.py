@@ -19,7 +19,7 @@ from localgen.backends.engine.sequence import Sequence as Seq
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.native import Context, Model
 from localgen.backends.llamacpp.options import settle
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
 
 CROWDS = ((4, 200), (4, 1000), (4, 4000), (16, 200), (16, 1000))  # sequences × tokens each

@@ -20,7 +20,7 @@ from benchmarks.speed import Bench
 from benchmarks.streams import StreamFailed
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.load import load
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.config import Settings
 from localgen.hub.names import BUILT_IN, BUILT_IN_PATH
 

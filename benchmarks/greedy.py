@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import llamacpp_tools
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.servers import private_settings
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Client, Text

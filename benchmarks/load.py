@@ -22,7 +22,7 @@ import httpx
 
 from benchmarks.measure import ModelLine, Report
 from benchmarks.servers import Localgen, private_settings
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 
 RESULTS = Path(__file__).parent / "results"
 MAX_QUEUE = 64

@@ -16,7 +16,7 @@ from benchmarks.measure import ModelLine
 from localgen.backends.cuda.weights import random_weights
 from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.llamacpp.load import load
-from localgen.backends.models import DraftModel, Load, LoadOptions
+from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.hub.names import BUILT_IN_PATH
 
 # of tests, the draft model of the built-in one

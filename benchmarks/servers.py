@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.llamacpp_tools import ToolFailed, Tools
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.client import Client
 from localgen.config import Settings
 from localgen.hub.names import BUILT_IN

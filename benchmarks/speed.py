@@ -28,7 +28,7 @@ from benchmarks.streams import (
     together,
 )
 from localgen.backends.llamacpp.reuse import BLOCK_ROWS
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message
 
 NEAR = 0.97  # of llama.cpp's own loop

@@ -22,7 +22,7 @@ from typing import Any
 import localgen
 from benchmarks.measure import ModelLine, Report
 from benchmarks.terminal import Screen
-from localgen.backends.readings import EndedRequest, MachineUse, ReadCost
+from localgen.backends.machine_stats import EndedRequest, MachineUse, ReadCost
 from localgen.backends.types import EngineStats, Phases, SequenceStats, SpeculationStats
 from localgen.config import Settings
 

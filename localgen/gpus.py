@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from localgen.backends.readings import GpuUse
+from localgen.backends.machine_stats import GpuUse
 
 _Result = TypeVar("_Result")
 

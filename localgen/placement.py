@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.doctor.probe import LlamaBuild, probe
 from localgen.gpus import Gpu, nvidia_gpus
 from localgen.hub.files import ModelFile

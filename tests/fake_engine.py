@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.engine import wire
-from localgen.backends.models import DraftInfo, DraftModel, Load, LoadOptions, ModelInfo
+from localgen.backends.model_info import DraftInfo, DraftModel, Load, LoadOptions, ModelInfo
 from localgen.backends.types import (
     Delta,
     Embedded,

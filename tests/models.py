@@ -14,7 +14,7 @@ from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.text.grammar import Grammars
 from localgen.backends.types import (
     EngineStats,

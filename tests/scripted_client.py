@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams, Timings
 from localgen.client import Answer, Client, Health, ModelCard, RunningModel, Text
 

@@ -34,7 +34,7 @@ from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import SamplingParams
 
 VOCAB, CTX, DRAFTS = 64, 256, 2

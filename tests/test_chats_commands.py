@@ -8,7 +8,7 @@ import pytest
 from scripted_client import ScriptedClient, answer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.chats import commands
 from localgen.chats.conversation import Conversation, Turn
 from localgen.chats.options import ModelOptions

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
 from localgen.chats.options import ModelOptions
 from localgen.cli import options as declared

@@ -23,7 +23,7 @@ from localgen.backends.errors import (
     ModelBusy,
     ServerUnavailable,
 )
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, Client, Text
 from localgen.config import BadSetting

@@ -14,7 +14,7 @@ from plain_openai import PlainServer, Response, plain_server
 from serving import MANY_WORDS, House, house, wait_until
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Client, ModelClient, RemoteClient
 from localgen.client.launch import start_lock

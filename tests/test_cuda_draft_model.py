@@ -15,7 +15,7 @@ from localgen.backends.cuda.load import load
 from localgen.backends.engine.drafts.drafters import drafters
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import LocalgenError
-from localgen.backends.models import DraftModel, Load, LoadOptions
+from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.backends.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=2)

@@ -20,7 +20,7 @@ from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.engine.runner import Chunk
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 NOISE, MAX_NOISY = 0.02, 1

@@ -20,7 +20,7 @@ from localgen.backends.cuda.options import Settings, device_of, settle
 from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import SamplingParams
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
-from localgen.backends.readings import MachineUse, ReadCost
+from localgen.backends.machine_stats import MachineUse, ReadCost
 from localgen.backends.types import SpeculationStats
 from localgen.client.snapshot import Latency, Snapshot, Totals
 from localgen.tui import figures

@@ -12,7 +12,7 @@ import pytest
 from models import Bench, questions
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.text.grammar import Grammars
 from localgen.backends.types import Failed, Message, SamplingParams
 

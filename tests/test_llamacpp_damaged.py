@@ -9,7 +9,7 @@ from models import TINY_GGUF
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.llamacpp.load import load
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 
 WHOLE = Path(TINY_GGUF).read_bytes()
 

@@ -17,7 +17,7 @@ from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.models import DraftModel, Load, LoadOptions
+from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.backends.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=2)

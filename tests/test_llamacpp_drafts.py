@@ -16,7 +16,7 @@ from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.llamacpp.load import load
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import Message, SamplingParams
 
 # as in test_llamacpp_runner

@@ -24,7 +24,7 @@ from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import embedding
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import EmbedRequest, SamplingParams
 
 TEXTS = (

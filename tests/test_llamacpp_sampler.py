@@ -28,7 +28,7 @@ from localgen.backends.llamacpp.native import Context, Model
 from localgen.backends.llamacpp.options import settle
 from localgen.backends.llamacpp.sampler import Sampler, logprobs
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000

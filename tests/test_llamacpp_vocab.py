@@ -16,7 +16,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import settle
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.text.detokenize import Detokenizer
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Message

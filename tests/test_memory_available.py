@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localgen.backends.memory import available
-from localgen.backends.memory.available import available_bytes, limits, total_bytes
+from localgen.backends.memory import system
+from localgen.backends.memory.system import available_bytes, limits, total_bytes
 
 GB = 10**9
 
@@ -30,7 +30,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     group(root, "max", 0)
     found = limits
 
-    monkeypatch.setattr(available, "limits", lambda: found(root, own))
+    monkeypatch.setattr(system, "limits", lambda: found(root, own))
     return root
 
 
@@ -39,7 +39,7 @@ def test_every_group_around_us_counts(groups: Path) -> None:
     group(groups / "user.slice/chat.scope", "max", GB)
     group(groups / "system.slice", "1000", 0)
     # the page cache goes when memory is needed
-    assert list(available.limits()) == [(3 * GB, 2 * GB - GB // 2 - GB // 4)]
+    assert list(system.limits()) == [(3 * GB, 2 * GB - GB // 2 - GB // 4)]
     assert available_bytes() == 3 * GB - 5 * GB // 4
     assert total_bytes() == 3 * GB
     group(groups / "user.slice/chat.scope", str(GB), 2 * GB)
@@ -49,7 +49,7 @@ def test_every_group_around_us_counts(groups: Path) -> None:
 
 def test_without_a_limit_it_is_the_machines(groups: Path) -> None:
     group(groups / "user.slice/chat.scope", "max", GB)
-    assert list(available.limits()) == []
+    assert list(system.limits()) == []
     assert total_bytes() == psutil.virtual_memory().total
     assert available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 

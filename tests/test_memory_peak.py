@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from localgen.backends.memory.peak import peak_bytes
+from localgen.backends.memory.system import peak_bytes
 
 MIB = 1 << 20
-ASK = "from localgen.backends.memory.peak import peak_bytes; print(peak_bytes())"
+ASK = "from localgen.backends.memory.system import peak_bytes; print(peak_bytes())"
 
 
 def test_it_grows_with_what_was_had_and_stays() -> None:

@@ -22,12 +22,12 @@ from localgen.backends.cuda.spec import read_config
 from localgen.backends.errors import LoadFailed
 from localgen.backends.llamacpp import native
 from localgen.backends.llamacpp.buffers import Buffers
+from localgen.backends.memory.compute_buffers import llamacpp_fixed_bytes, llamacpp_work_token_bytes
 from localgen.backends.memory.config_shape import config_shape
 from localgen.backends.memory.gguf_header import parse_header, read_header
 from localgen.backends.memory.gguf_shape import gguf_shape
 from localgen.backends.memory.shape import LayerCache, ModelShape, read_bytes, token_bytes
-from localgen.backends.memory.work import llamacpp_fixed_bytes, llamacpp_work_token_bytes
-from localgen.backends.models import MemoryUse
+from localgen.backends.model_info import MemoryUse
 from localgen.hub.files import model_file, model_folder
 from localgen.planning.weights import weights_of
 

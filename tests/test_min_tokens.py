@@ -14,7 +14,7 @@ from test_engine import Log, expected_text, make, request, run_until_ended
 from test_llamacpp_runner import guess
 
 from localgen.backends.errors import ContextExceeded
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Failed, Finished, SamplingParams
 
 CHATS = questions(8)

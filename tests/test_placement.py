@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
 from localgen.placement import Hardware, choose

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localgen.backends.errors import InvalidRequest, OutOfMemory
-from localgen.backends.memory import pool
-from localgen.backends.memory.pool import Wanted
+from localgen.backends.memory import kv_sizing
+from localgen.backends.memory.kv_sizing import Wanted
 from localgen.backends.memory.shape import LayerCache, ModelShape
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.gpus import Gpu
 from localgen.hub import catalog
 from localgen.hub.catalog import Entry
@@ -341,7 +341,9 @@ def test_weights_as_they_are_kept() -> None:
     assert kept_bytes(5, 8, "cuda on cpu", is_gguf=False) == 10
 
 
-RULES = st.sampled_from([pool.LLAMACPP, replace(pool.LLAMACPP, parts=4), pool.CUDA_ON_CPU])
+RULES = st.sampled_from(
+    [kv_sizing.LLAMACPP, replace(kv_sizing.LLAMACPP, parts=4), kv_sizing.CUDA_ON_CPU]
+)
 
 
 @given(
@@ -352,11 +354,11 @@ RULES = st.sampled_from([pool.LLAMACPP, replace(pool.LLAMACPP, parts=4), pool.CU
     ctx=st.none() | st.integers(1, 10**6),
 )
 def test_a_pool_fits_and_holds_its_context(
-    rules: pool.PoolRules, free: int, token_bytes: float, trained: int, ctx: int | None
+    rules: kv_sizing.PoolRules, free: int, token_bytes: float, trained: int, ctx: int | None
 ) -> None:
     wanted = Wanted(ctx=ctx, kv_tokens=None, trained=trained)
     try:
-        size = pool.choose(wanted, rules, token_bytes=token_bytes, free_bytes=free)
+        size = kv_sizing.choose(wanted, rules, token_bytes=token_bytes, free_bytes=free)
     except InvalidRequest:
         assert ctx is not None
         assert ctx > trained

@@ -18,7 +18,7 @@ from models import TINY_GGUF
 from pulling import hub
 from serving import settings_in, short_folder
 
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.cli import exits
 from localgen.cli.main import run
 from localgen.client import Client

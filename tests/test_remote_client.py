@@ -22,7 +22,7 @@ from localgen.backends.errors import (
     ModelNotFound,
     QueueFull,
 )
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams, ToolCall
 from localgen.client import Answer, RemoteClient, Text
 from localgen.client.remote.connection import wait_s

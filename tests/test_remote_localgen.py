@@ -12,7 +12,7 @@ import pytest
 from serving import House, house, wait_until
 
 from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, RemoteClient, Text
 from localgen.client.remote.endpoint import Endpoint

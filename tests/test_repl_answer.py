@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from scripted_client import TIMINGS, answer
 
+from localgen.backends.terminal_text import inert, one_line
 from localgen.backends.types import Timings
 from localgen.chats import report
-from localgen.chats.inert import inert, one_line
 from localgen.repl.answer import LiveAnswer
 from localgen.repl.markdown import block_lines, split_blocks
 

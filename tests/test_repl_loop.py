@@ -16,7 +16,7 @@ from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
 from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.chats.conversation import Turn
 from localgen.chats.options import ModelOptions

@@ -10,7 +10,7 @@ import pytest
 from serving import House, house, wait_until
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.chats.options import ModelOptions
 from localgen.chats.session import Session
 from localgen.client import Client

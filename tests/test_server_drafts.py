@@ -10,7 +10,7 @@ import pytest
 from serving import House, house
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
 from localgen.hub.files import ModelFile
 from localgen.placement import Placement

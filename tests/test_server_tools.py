@@ -13,7 +13,7 @@ import openai
 import pytest
 from tool_templates import OPEN_THINKING
 
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Message, SamplingParams, ToolCall, ToolCallDelta
 from localgen.client import Answer, Client, Text
 from localgen.config import Settings

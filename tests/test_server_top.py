@@ -18,8 +18,8 @@ from scripted_client import model_info
 from serving import MANY_WORDS, House, chat_body, house, in_thread, wait_until
 
 from localgen import gpus
-from localgen.backends.models import LoadOptions
-from localgen.backends.readings import MachineUse, ReadCost
+from localgen.backends.machine_stats import MachineUse, ReadCost
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Finished, Timings
 from localgen.gpus import Gpu, gpu_uses
 from localgen.hub.files import ModelFile

@@ -14,7 +14,7 @@ from test_grammar import fits, random_schema
 from tool_templates import FAMILIES
 
 from localgen.backends.cuda.load import load as load_cuda
-from localgen.backends.models import Load, LoadOptions
+from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.text.dialect import NO_TOOLS
 from localgen.backends.types import Failed, Message, SamplingParams, Tool, ToolCall
 

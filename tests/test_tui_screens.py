@@ -14,7 +14,7 @@ from textual.widgets import OptionList, TextArea
 from tui_chats import PacedClient, Tui
 
 from localgen.backends.errors import LoadFailed, ServerUnavailable
-from localgen.backends.models import ModelInfo
+from localgen.backends.model_info import ModelInfo
 from localgen.client import Text, pulling
 from localgen.client.pulling import Offer
 from localgen.tui.chat.compare import Column, CompareScreen

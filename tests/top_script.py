@@ -11,7 +11,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.readings import EndedRequest, GpuUse, MachineUse, ReadCost
+from localgen.backends.machine_stats import EndedRequest, GpuUse, MachineUse, ReadCost
 from localgen.backends.types import Phases, SequenceStats, SpeculationStats
 from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
 from localgen.tui.gauges.history import Record

@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.chats.conversation import Turn
 from localgen.chats.options import ModelOptions
 from localgen.chats.session import Progress

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.tui.dialog import Dialog
 
 _Chosen = TypeVar("_Chosen")

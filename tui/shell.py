@@ -19,7 +19,7 @@ from textual.screen import ModalScreen, Screen
 from textual.theme import BUILTIN_THEMES
 from textual.widgets import Input, Static
 
-from localgen.chats.inert import inert
+from localgen.backends.terminal_text import inert
 from localgen.tui.dialog import Sheet
 from localgen.tui.terminal import Terminal
 from localgen.tui.themes import NAMES, THEMES, ThemeChoice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 from textual.widgets import TextArea
 
-from localgen.chats.inert import inert
+from localgen.backends.terminal_text import inert
 
 
 class TextField(TextArea):

@@ -14,7 +14,7 @@ from localgen.backends.cuda.source import ModelSource
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import LoadFailed
-from localgen.backends.memory.pool import Size
+from localgen.backends.memory.kv_sizing import Size
 
 AnyTokenizer = HfTokenizer | MadeUpTokenizer
 

@@ -21,8 +21,8 @@ from localgen.backends.engine.loading import LoadedDraft
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.memory.pool import Size
-from localgen.backends.models import DraftInfo, DraftModel, MemoryUse
+from localgen.backends.memory.kv_sizing import Size
+from localgen.backends.model_info import DraftInfo, DraftModel, MemoryUse
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 

@@ -24,8 +24,8 @@ from localgen.backends.engine.drafts.attempt import Attempt
 from localgen.backends.engine.drafts.drafters import check
 from localgen.backends.engine.loading import LoadedDraft, LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.backends.memory.pool import Size
-from localgen.backends.models import Load, MemoryUse, ModelInfo
+from localgen.backends.memory.kv_sizing import Size
+from localgen.backends.model_info import Load, MemoryUse, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 

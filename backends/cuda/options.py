@@ -9,8 +9,8 @@ import torch
 
 from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.memory.defaults import CUDA, CUDA_ON_CPU
-from localgen.backends.models import NGRAM, LoadOptions
+from localgen.backends.memory.load_defaults import CUDA, CUDA_ON_CPU
+from localgen.backends.model_info import NGRAM, LoadOptions
 
 # what the cache may be kept in, besides the type of the weights
 CACHE_TYPES = {

@@ -10,11 +10,11 @@ import torch
 from localgen.backends.cuda.options import CACHE_NAMES, Settings
 from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.errors import OutOfMemory
-from localgen.backends.memory import pool
-from localgen.backends.memory.available import available_bytes
-from localgen.backends.memory.pool import Size, Wanted
+from localgen.backends.memory import kv_sizing
+from localgen.backends.memory.compute_buffers import cuda_work_bytes
+from localgen.backends.memory.kv_sizing import Size, Wanted
 from localgen.backends.memory.shape import LayerCache, ModelShape, token_bytes
-from localgen.backends.memory.work import cuda_work_bytes
+from localgen.backends.memory.system import available_bytes
 
 # a pool that turns out too large is made this much smaller, so often
 _SMALLER, _TRIES = 0.9, 4
@@ -71,10 +71,12 @@ def choose(spec: ModelSpec, options: Settings, *, free: int, draft_token_bytes: 
     numbers.
     """
     on_cpu = options.device == "cpu"
-    rules = pool.CUDA_ON_CPU if on_cpu else replace(pool.CUDA, place=f" on {options.device}")
+    rules = (
+        kv_sizing.CUDA_ON_CPU if on_cpu else replace(kv_sizing.CUDA, place=f" on {options.device}")
+    )
     wanted = Wanted(ctx=options.ctx, kv_tokens=options.kv_tokens, trained=spec.max_len)
     per_token = kv_bytes_per_token(spec, options.cache_dtype) + draft_token_bytes
-    return pool.choose(wanted, rules, token_bytes=per_token, free_bytes=free)
+    return kv_sizing.choose(wanted, rules, token_bytes=per_token, free_bytes=free)
 
 
 def fit(

@@ -36,7 +36,7 @@ from localgen.backends.cuda.share import (
 from localgen.backends.cuda.source import ModelSource
 from localgen.backends.engine.runner import StepFailed
 from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError
-from localgen.backends.memory.pool import Size
+from localgen.backends.memory.kv_sizing import Size
 
 
 class TensorParallelSteps:

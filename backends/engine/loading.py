@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localgen.backends.engine.runner import ModelRunner
-from localgen.backends.models import DraftInfo, Load, ModelInfo
+from localgen.backends.model_info import DraftInfo, Load, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 

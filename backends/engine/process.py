@@ -16,7 +16,7 @@ from localgen.backends.engine.intake import Intake
 from localgen.backends.engine.loading import LoadedModel, Loader
 from localgen.backends.engine.runner import StepFailed
 from localgen.backends.errors import LocalgenError
-from localgen.backends.models import Load
+from localgen.backends.model_info import Load
 from localgen.backends.text.grammar import Grammars
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from localgen.backends.models import Load, ModelInfo
+from localgen.backends.model_info import Load, ModelInfo
 from localgen.backends.types import EmbedRequest, Request, StepEvents
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024

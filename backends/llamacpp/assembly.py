@@ -18,7 +18,7 @@ from localgen.backends.llamacpp.reuse import Reuse
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.memory.defaults import LLAMACPP
+from localgen.backends.memory.load_defaults import LLAMACPP
 from localgen.backends.types import SamplingParams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from localgen.backends.models import MemoryUse
+from localgen.backends.model_info import MemoryUse
 
 _LINE = re.compile(r"(model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB")
 _MIB = 1 << 20

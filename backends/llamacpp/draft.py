@@ -15,8 +15,8 @@ from localgen.backends.llamacpp.assembly import assemble, max_donors, probe
 from localgen.backends.llamacpp.native import Context, Model, NoCache
 from localgen.backends.llamacpp.options import Settings
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.memory.pool import Size
-from localgen.backends.models import DraftInfo, DraftModel
+from localgen.backends.memory.kv_sizing import Size
+from localgen.backends.model_info import DraftInfo, DraftModel
 
 
 class Draft:

@@ -26,7 +26,7 @@ from localgen.backends.llamacpp.embedding import TextVectors
 from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import Settings
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.models import Load, ModelInfo
+from localgen.backends.model_info import Load, ModelInfo
 from localgen.backends.types import SamplingParams
 
 

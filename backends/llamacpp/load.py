@@ -22,10 +22,10 @@ from localgen.backends.llamacpp.encoder import load_encoder
 from localgen.backends.llamacpp.native import Context, Model, NoCache, library
 from localgen.backends.llamacpp.options import Settings, settle
 from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.memory.available import SPARED_BYTES, available_bytes
-from localgen.backends.memory.pool import Size
+from localgen.backends.memory.kv_sizing import Size
 from localgen.backends.memory.shape import ModelShape
-from localgen.backends.models import NGRAM, Load, LoadOptions, ModelInfo
+from localgen.backends.memory.system import SPARED_BYTES, available_bytes
+from localgen.backends.model_info import NGRAM, Load, LoadOptions, ModelInfo
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 

@@ -16,8 +16,8 @@ from localgen.backends.llamacpp.native import (
     MAX_SEQUENCES,
     supports_gpu,
 )
-from localgen.backends.memory.defaults import LLAMACPP, PARTS
-from localgen.backends.models import NGRAM, LoadOptions
+from localgen.backends.memory.load_defaults import LLAMACPP, PARTS
+from localgen.backends.model_info import NGRAM, LoadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

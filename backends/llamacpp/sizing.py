@@ -7,12 +7,12 @@ from dataclasses import replace
 from localgen.backends.errors import LoadFailed
 from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import Settings
-from localgen.backends.memory import pool
+from localgen.backends.memory import kv_sizing
+from localgen.backends.memory.compute_buffers import llamacpp_fixed_bytes, llamacpp_work_token_bytes
 from localgen.backends.memory.gguf_header import read_header
 from localgen.backends.memory.gguf_shape import gguf_shape
-from localgen.backends.memory.pool import Size, Wanted
+from localgen.backends.memory.kv_sizing import Size, Wanted
 from localgen.backends.memory.shape import ModelShape, token_bytes
-from localgen.backends.memory.work import llamacpp_fixed_bytes, llamacpp_work_token_bytes
 
 
 def shape_of(model: Model) -> ModelShape:
@@ -65,9 +65,9 @@ def choose(
         trained=model.ctx_train,
         name=model.path.name,
     )
-    return pool.choose(
+    return kv_sizing.choose(
         wanted,
-        replace(pool.LLAMACPP, parts=parts),
+        replace(kv_sizing.LLAMACPP, parts=parts),
         token_bytes=pool_token_bytes(shape, options) + draft_token_bytes,
         free_bytes=free_bytes,
     )

@@ -19,7 +19,7 @@ from benchmarks.gpu_parts.device import Device  # noqa: E402
 from benchmarks.gpu_parts.loaded import over  # noqa: E402
 from localgen.backends.cuda.load import load  # noqa: E402
 from localgen.backends.cuda.runner import CudaRunner  # noqa: E402
-from localgen.backends.models import Load, LoadOptions  # noqa: E402
+from localgen.backends.model_info import Load, LoadOptions  # noqa: E402
 
 _PROMPT, _ANSWER = 32, 40
 

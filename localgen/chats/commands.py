@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import DraftInfo, ModelInfo
+from localgen.backends.model_info import DraftInfo, ModelInfo
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 from localgen.chats import parameters, report, saved
 from localgen.chats.session import Progress, Session

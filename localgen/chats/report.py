@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localgen.backends.models import ModelInfo
+from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import Timings
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import DRAFT_WORDS, ModelInfo
+from localgen.backends.model_info import DRAFT_WORDS, ModelInfo
 from localgen.chats import parameters
 from localgen.chats.conversation import Conversation, Turn
 from localgen.chats.options import ModelOptions

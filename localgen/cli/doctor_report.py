@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 from localgen.cli.tables import json_text
 from localgen.doctor.checkup import Checkup

@@ -97,7 +97,7 @@ def _usage_message(error: typer.TyperException) -> str:
 
 
 def _tell(message: str, status: int) -> int:
-    from localgen.chats.inert import one_line
+    from localgen.backends.terminal_text import one_line
 
     print(f"localgen: {one_line(message)}", file=sys.stderr)
     return status

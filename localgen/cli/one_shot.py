@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text as Styled
 
+from localgen.backends.terminal_text import inert, one_line
 from localgen.chats import report
 from localgen.chats.conversation import Conversation
-from localgen.chats.inert import inert, one_line
 from localgen.chats.options import ModelOptions
 from localgen.cli.tables import json_text
 from localgen.repl.loading import Loading

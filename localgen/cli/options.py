@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
 from localgen.chats import parameters
 from localgen.chats.options import ModelOptions

@@ -50,7 +50,7 @@ def command(
 ) -> None:
     """Show what a model would take here and how fast it can be, beside what it takes if loaded."""
     from localgen.backends.errors import OutOfMemory
-    from localgen.backends.models import LoadOptions
+    from localgen.backends.model_info import LoadOptions
     from localgen.cli import plan_report
     from localgen.client import Client
     from localgen.planning.planner import plans_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.planning.loaded import Loaded

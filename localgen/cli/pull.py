@@ -91,6 +91,6 @@ def _is_terminal() -> bool:
 
 
 def _tell(line: str) -> None:
-    from localgen.chats.inert import one_line
+    from localgen.backends.terminal_text import one_line
 
     print(one_line(line), file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from localgen.backends.errors import ModelNotFound
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.hub import fit

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.quantizing.table import Row

@@ -30,7 +30,7 @@ def command(
     json: JsonFlag = False,
 ) -> None:
     """Show what a model is: size, quantization, context, template, sampling defaults, licence."""
-    from localgen.chats.inert import one_line
+    from localgen.backends.terminal_text import one_line
     from localgen.cli import quant_table, tables
     from localgen.hub.aliases import aliases
     from localgen.hub.names import resolve
@@ -91,7 +91,7 @@ def _from_catalog(wanted: Reference) -> dict[str, Any]:
 
 
 def _print_template(file: ModelFile) -> None:
-    from localgen.chats.inert import inert
+    from localgen.backends.terminal_text import inert
     from localgen.hub.about import about
 
     template = about(file).chat_template

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size as size
 
 

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 
 # without a terminal, a line this often

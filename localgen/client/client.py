@@ -17,7 +17,7 @@ import msgspec
 import localgen
 from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams
 from localgen.client.answers import Answer, Embeddings, Health, ModelCard, RunningModel, Text
 from localgen.client.bodies import (

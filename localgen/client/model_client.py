@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams
 from localgen.client.answers import Answer, ModelCard, Text
 

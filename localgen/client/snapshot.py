@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.models import MemoryUse
-from localgen.backends.readings import EndedRequest, MachineUse, ReadCost
+from localgen.backends.machine_stats import EndedRequest, MachineUse, ReadCost
+from localgen.backends.model_info import MemoryUse
 from localgen.backends.types import EngineStats, SequenceStats, SpeculationStats
 
 

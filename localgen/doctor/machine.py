@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from localgen.backends.memory.available import available_bytes, total_bytes
+from localgen.backends.memory.system import available_bytes, total_bytes
 
 _PCI_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 _ASK_S = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import localgen
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
-from localgen.backends.models import DRAFT_WORDS
+from localgen.backends.model_info import DRAFT_WORDS
 from localgen.hub import catalog
 from localgen.hub.aliases import aliases
 from localgen.hub.cache import CachedModel, cached_models

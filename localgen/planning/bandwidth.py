@@ -17,7 +17,7 @@ from typing import Any
 import platformdirs
 import psutil
 
-from localgen.backends.memory.available import available_bytes
+from localgen.backends.memory.system import available_bytes
 from localgen.gpus import Gpu
 from localgen.planning.gpu_bandwidth import measured
 

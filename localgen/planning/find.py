@@ -11,7 +11,7 @@ from localgen.backends.memory.config_shape import config_shape
 from localgen.backends.memory.gguf_header import parse_header
 from localgen.backends.memory.gguf_shape import gguf_shape
 from localgen.backends.memory.shape import ModelShape
-from localgen.backends.models import AUTO, NGRAM, NONE
+from localgen.backends.model_info import AUTO, NGRAM, NONE
 from localgen.hub import fit
 from localgen.hub.aliases import aliases
 from localgen.hub.beginning import beginning

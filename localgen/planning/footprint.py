@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localgen.backends.memory import defaults
-from localgen.backends.memory.defaults import Defaults
-from localgen.backends.memory.shape import ELEMENT_BYTES, ModelShape, token_bytes
-from localgen.backends.memory.work import (
+from localgen.backends.memory import load_defaults
+from localgen.backends.memory.compute_buffers import (
     cuda_work_bytes,
     llamacpp_fixed_bytes,
     llamacpp_work_token_bytes,
 )
-from localgen.backends.models import LoadOptions
+from localgen.backends.memory.load_defaults import Defaults
+from localgen.backends.memory.shape import ELEMENT_BYTES, ModelShape, token_bytes
+from localgen.backends.model_info import LoadOptions
 
 # a context with room for a long document or an hour of talk
 USEFUL_TOKENS = 8192
@@ -26,9 +26,9 @@ _GGUF_WIDENED = 4
 
 Runner = Literal["llamacpp", "cuda", "cuda on cpu"]
 _DEFAULTS: dict[Runner, Defaults] = {
-    "llamacpp": defaults.LLAMACPP,
-    "cuda": defaults.CUDA,
-    "cuda on cpu": defaults.CUDA_ON_CPU,
+    "llamacpp": load_defaults.LLAMACPP,
+    "cuda": load_defaults.CUDA,
+    "cuda on cpu": load_defaults.CUDA_ON_CPU,
 }
 
 
@@ -123,7 +123,7 @@ def footprint(
 
 def parts(options: LoadOptions) -> int:
     """Into how many equal ones llama.cpp's pool is cut."""
-    return 1 if options.kv_unified is not False else options.parallel or defaults.PARTS
+    return 1 if options.kv_unified is not False else options.parallel or load_defaults.PARTS
 
 
 def _work(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localgen.backends.memory.available import SPARED_BYTES
+from localgen.backends.memory.system import SPARED_BYTES
 from localgen.gpus import Gpu
 from localgen.placement import Hardware, Placement
 from localgen.planning.footprint import Footprint

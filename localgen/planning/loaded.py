@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localgen.backends.models import LoadOptions, MemoryUse
+from localgen.backends.model_info import LoadOptions, MemoryUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from localgen.backends.memory.available import SPARED_BYTES, available_bytes
+from localgen.backends.memory.system import SPARED_BYTES, available_bytes
 from localgen.config import Settings
 from localgen.gpus import Gpu
 from localgen.placement import Hardware, this_machine

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.memory.pool import Size
+from localgen.backends.memory.kv_sizing import Size
 from localgen.backends.memory.shape import CUDA_TYPES, LLAMACPP_TYPES, read_bytes
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.planning.facts import Facts
 from localgen.planning.layers import GpuLayers, layers_on
 from localgen.planning.machine import Machine

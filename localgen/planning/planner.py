@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.planning.facts import Facts
 from localgen.planning.find import Say, find, find_draft
 from localgen.planning.loaded import Loaded, as_loaded, loaded_in

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, OutOfMemory
-from localgen.backends.memory import pool
-from localgen.backends.memory.pool import PoolRules, Size, Wanted
-from localgen.backends.models import LoadOptions
+from localgen.backends.memory import kv_sizing
+from localgen.backends.memory.kv_sizing import PoolRules, Size, Wanted
+from localgen.backends.model_info import LoadOptions
 from localgen.gpus import Gpu
 from localgen.hub.files import ModelFile
 from localgen.placement import Placement, choose
@@ -62,7 +62,7 @@ class Setting:
         if shape is None or not shape.ctx_train:
             return None
         room = max(0, self.room_bytes) / self.rules.parts
-        tokens = pool.largest(self.token_bytes, room, shape.ctx_train)
+        tokens = kv_sizing.largest(self.token_bytes, room, shape.ctx_train)
         step = self.rules.step_tokens  # a pool has whole ones
         return tokens if tokens == shape.ctx_train else tokens // step * step
 
@@ -70,11 +70,13 @@ class Setting:
         """Context and pool as the loader would make them, and whether they fit; if not, the least
         that was asked for. InvalidRequest."""
         shape = self.footprint.shape
-        trained = (shape.ctx_train if shape else 0) or asked.ctx or pool.USUAL_TOKENS
+        trained = (shape.ctx_train if shape else 0) or asked.ctx or kv_sizing.USUAL_TOKENS
         wanted = Wanted(ctx=asked.ctx, kv_tokens=asked.kv_tokens, trained=trained, name=name)
         per_token, room = self.token_bytes, self.room_bytes
         try:
-            return pool.choose(wanted, self.rules, token_bytes=per_token, free_bytes=room), True
+            return kv_sizing.choose(
+                wanted, self.rules, token_bytes=per_token, free_bytes=room
+            ), True
         except OutOfMemory:
             step, count = self.rules.step_tokens, self.rules.parts
             ctx = asked.ctx or min(step, trained)
@@ -124,5 +126,5 @@ def _footprint(facts: Facts, runner: Runner, asked: LoadOptions) -> Footprint:
 
 def _rules(runner: Runner, gpu: Gpu | None, asked: LoadOptions) -> PoolRules:
     if runner == "llamacpp":
-        return replace(pool.LLAMACPP, parts=parts(asked))
-    return pool.CUDA if gpu else pool.CUDA_ON_CPU
+        return replace(kv_sizing.LLAMACPP, parts=parts(asked))
+    return kv_sizing.CUDA if gpu else kv_sizing.CUDA_ON_CPU

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localgen.backends.errors import DiskFull, InvalidRequest
-from localgen.backends.memory.available import available_bytes
+from localgen.backends.memory.system import available_bytes
 from localgen.chats.report import size
 from localgen.quant.gguf_types import TYPES, type_name
 from localgen.quant.job import Job

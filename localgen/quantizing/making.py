@@ -10,7 +10,7 @@ import torch
 
 from localgen.backends.cuda.options import device_of
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.hub.fit import room_here
 from localgen.quant.card import add_table
 from localgen.quant.job import Job

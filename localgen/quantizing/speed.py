@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
 from localgen.client import Answer, Client
 from localgen.placement import this_machine

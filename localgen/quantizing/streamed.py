@@ -10,8 +10,7 @@ import torch
 from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.widening import notes
 from localgen.backends.errors import OutOfMemory
-from localgen.backends.memory.available import available_bytes, total_bytes
-from localgen.backends.memory.peak import peak_bytes
+from localgen.backends.memory.system import available_bytes, peak_bytes, total_bytes
 from localgen.chats.report import size
 from localgen.placement import this_machine
 from localgen.quant.card import in_words

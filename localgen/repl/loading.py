@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 
 
 class Loading:

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
+from localgen.backends.terminal_text import inert, one_line
 from localgen.chats import commands, report
 from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.inert import inert, one_line
 from localgen.chats.options import ModelOptions
 from localgen.chats.session import FIRST_BRANCH, Session
 from localgen.client import Answer, Text

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import localgen
 from localgen.backends.errors import LocalgenError
-from localgen.backends.models import ModelInfo
+from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import EmbedRequest, EngineStats, Request
 from localgen.server import openai
 from localgen.server.access import Access

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
-from localgen.backends.models import AUTO, DRAFT_WORDS, NGRAM, NONE, DraftModel
+from localgen.backends.model_info import AUTO, DRAFT_WORDS, NGRAM, NONE, DraftModel
 from localgen.hub.about import entry_of
 from localgen.hub.files import ModelFile
 from localgen.placement import Placement

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, TimedOut
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Embedded, EmbedRequest, Finished
 from localgen.server.engines import Engine
 from localgen.server.events import cancelled_on_disconnect

@@ -16,7 +16,7 @@ from localgen.backends.errors import (
     QueueFull,
     error_of,
 )
-from localgen.backends.models import Load, ModelInfo
+from localgen.backends.model_info import Load, ModelInfo
 from localgen.backends.types import (
     Delta,
     Embedded,

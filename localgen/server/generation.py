@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, TimedOut, error_of
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Failed, Finished, Request
 from localgen.server.choices import Choice, together
 from localgen.server.engines import Event, Stream

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import psutil
 
-from localgen.backends.memory.available import available_bytes, total_bytes
-from localgen.backends.readings import MachineUse
+from localgen.backends.machine_stats import MachineUse
+from localgen.backends.memory.system import available_bytes, total_bytes
 from localgen.gpus import gpu_uses
 
 # older than this it is asked again

@@ -18,7 +18,7 @@ from localgen.backends.errors import (
     OutOfMemory,
     ServerUnavailable,
 )
-from localgen.backends.models import DRAFT_WORDS, Load, LoadOptions, ModelInfo
+from localgen.backends.model_info import DRAFT_WORDS, Load, LoadOptions, ModelInfo
 from localgen.config import Settings
 from localgen.hub.files import ModelFile
 from localgen.hub.names import BUILT_IN, require_name, resolve

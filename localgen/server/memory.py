@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.memory.available import available_bytes
-from localgen.backends.models import DraftInfo, LoadOptions, ModelInfo
+from localgen.backends.memory.system import available_bytes
+from localgen.backends.model_info import DraftInfo, LoadOptions, ModelInfo
 from localgen.hub.files import ModelFile
 from localgen.placement import Hardware
 from localgen.planning.facts import shape_of

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.server.manager import ModelManager
 
 _log = logging.getLogger("localgen.server")

@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.machine_stats import ReadCost
 from localgen.backends.memory.shape import ELEMENT_BYTES, read_bytes
-from localgen.backends.models import ModelInfo
-from localgen.backends.readings import ReadCost
+from localgen.backends.model_info import ModelInfo
 from localgen.gpus import Gpu, nvidia_gpus
 from localgen.hub.files import ModelFile
 from localgen.planning.bandwidth import Bandwidth, known_gpu_bandwidth, known_memory_bandwidth

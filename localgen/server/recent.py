@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import replace
 
-from localgen.backends.readings import EndedRequest
+from localgen.backends.machine_stats import EndedRequest
 from localgen.backends.types import Finished, Phases, Timings
 from localgen.server.journal import UNKNOWN, Entry
 

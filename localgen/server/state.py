@@ -12,8 +12,8 @@ import psutil
 
 import localgen
 from localgen import PROTOCOL
-from localgen.backends.memory.available import available_bytes
-from localgen.backends.models import ModelInfo
+from localgen.backends.memory.system import available_bytes
+from localgen.backends.model_info import ModelInfo
 from localgen.config import Settings
 from localgen.gpus import gpu_bytes_of
 from localgen.hub.files import ModelFile

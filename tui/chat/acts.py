@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import one_line
 from localgen.chats import commands
-from localgen.chats.inert import one_line
 from localgen.chats.sessions import Kept
 from localgen.tui.chat.ask_text import AskText
 from localgen.tui.chat.compare import CompareScreen, CompareSetup

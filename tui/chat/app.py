@@ -16,8 +16,8 @@ from textual.screen import Screen
 from textual.widgets import TextArea
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.terminal_text import inert, one_line
 from localgen.chats import commands, saved
-from localgen.chats.inert import inert, one_line
 from localgen.tui.chat import leaving, slash
 from localgen.tui.chat.acts import Acts
 from localgen.tui.chat.compare import CompareScreen

@@ -15,9 +15,9 @@ from textual.screen import Screen
 from textual.widgets import Button, Static, TextArea
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import inert, one_line
 from localgen.backends.types import SamplingParams
 from localgen.chats import report
-from localgen.chats.inert import inert, one_line
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.transcript import READING, Transcript

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from textual.screen import Screen
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.models import ModelPicker
 from localgen.tui.quantize.workshop import Workshop

@@ -16,8 +16,8 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, ProgressBar, Static
 
 from localgen.backends.errors import LocalgenError, ModelNotFound
+from localgen.backends.terminal_text import one_line
 from localgen.chats import report
-from localgen.chats.inert import one_line
 from localgen.client import ModelCard
 from localgen.client.pulling import Offer
 from localgen.tui.picker import Picker, has_words, named_row

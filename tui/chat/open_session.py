@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.terminal_text import one_line
 from localgen.chats import commands
 from localgen.chats.conversation import Turn
-from localgen.chats.inert import one_line
 from localgen.chats.options import ModelOptions
 from localgen.chats.session import Progress, Session
 from localgen.chats.sessions import Kept, SessionBusy, SessionChanged, Sessions

@@ -15,7 +15,7 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localgen.chats.inert import inert
+from localgen.backends.terminal_text import inert
 from localgen.tui.text_field import TextField
 
 # Alt+Enter as terminals send it; Textual would take it for Enter

@@ -13,8 +13,8 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import one_line
 from localgen.chats import report
-from localgen.chats.inert import one_line
 from localgen.tui.chat.desk import MOST_HITS, Hit
 from localgen.tui.picker import Picker
 

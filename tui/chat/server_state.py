@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import localgen
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.client.snapshot import Snapshot
 from localgen.tui.feed import Lost
 

@@ -11,8 +11,8 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
+from localgen.backends.terminal_text import one_line
 from localgen.chats import report
-from localgen.chats.inert import one_line
 from localgen.tui.chat.open_session import UNNAMED
 
 # for the mouse, at the foot of the list

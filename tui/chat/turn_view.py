@@ -8,8 +8,8 @@ from textual.content import Content
 from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
+from localgen.backends.terminal_text import inert
 from localgen.chats.conversation import Turn
-from localgen.chats.inert import inert
 from localgen.tui.chat.markdown import ModelMarkdown, harmless
 
 _PROMPT_LINES = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.tui import figures
 from localgen.tui.gauges.drawing import bar, spread
 from localgen.tui.gauges.gauge import Gauge, history

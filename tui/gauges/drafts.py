@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.tui import figures
 from localgen.tui.gauges.gauge import Gauge
 from localgen.tui.gauges.readings import Drafts as DraftsReading

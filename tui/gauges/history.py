@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import TypeVar
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.client.snapshot import ModelSnapshot, Snapshot, Totals
 from localgen.tui.gauges.readings import (
     BandwidthUse,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
-from localgen.backends.readings import GpuUse, MachineUse
-from localgen.chats.inert import one_line
+from localgen.backends.machine_stats import GpuUse, MachineUse
+from localgen.backends.terminal_text import one_line
 from localgen.tui import figures
 from localgen.tui.gauges.drawing import EMPTY, FILLS, bar, spread, stacked
 from localgen.tui.gauges.gauge import Gauge

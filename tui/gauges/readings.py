@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from localgen.backends.readings import MachineUse
+from localgen.backends.machine_stats import MachineUse
+from localgen.backends.terminal_text import one_line
 from localgen.backends.types import SpeculationStats
-from localgen.chats.inert import one_line
 from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot
 
 # one value for each sample of the last minutes, oldest first; None: not known

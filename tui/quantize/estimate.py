@@ -9,7 +9,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widgets import Static
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.quantizing.events import Advice, Advised, Event, Needs, Unfinished, both
 from localgen.tui import figures
 

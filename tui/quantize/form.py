@@ -15,7 +15,7 @@ from textual.widget import Widget
 from textual.widgets import Input, Label, Static
 
 from localgen.backends.errors import LocalgenError
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.quantizing.choice import (
     BITS,
     GROUP_SIZES,

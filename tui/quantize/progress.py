@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from textual.content import Content
 from textual.widgets import Static
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.tui import figures
 from localgen.tui.gauges.drawing import bar, spread
 from localgen.tui.quantize.run import Run

@@ -15,7 +15,7 @@ from textual.screen import Screen
 from textual.widgets import Button, Static
 
 from localgen.backends.errors import LocalgenError
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.quant.gguf_types import TYPES
 from localgen.quantizing.asked import Asked
 from localgen.quantizing.choice import Choice, option

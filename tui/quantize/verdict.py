@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from textual.content import Content
 from textual.widgets import Static
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.quantizing.table import Row, table
 from localgen.tui import figures
 from localgen.tui.quantize.run import Run

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.reactive import var
 
 from localgen.backends.errors import LocalgenError
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.tui.confirm import Confirm
 from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
 from localgen.tui.gauges.readings import Reading

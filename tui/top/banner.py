@@ -7,7 +7,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 import localgen
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.client.snapshot import Snapshot
 from localgen.tui import figures
 from localgen.tui.gauges.drawing import spread

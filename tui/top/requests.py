@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localgen.backends.readings import EndedRequest
+from localgen.backends.machine_stats import EndedRequest
+from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Phases, SequenceStats
-from localgen.chats.inert import one_line
 from localgen.client.snapshot import Snapshot
 from localgen.tui import figures
 

@@ -10,7 +10,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Static
 
-from localgen.chats.inert import one_line
+from localgen.backends.terminal_text import one_line
 from localgen.tui import figures
 from localgen.tui.dialog import Dialog
 from localgen.tui.gauges.readings import Reading

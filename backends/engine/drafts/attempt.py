@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from localgen.backends.engine.loading import LoadedDraft
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.models import NGRAM, DraftModel, LoadOptions
+from localgen.backends.model_info import NGRAM, DraftModel, LoadOptions
 
 _Made = TypeVar("_Made")
 

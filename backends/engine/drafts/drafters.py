@@ -7,7 +7,7 @@ from localgen.backends.engine.drafts.model import ModelDrafter
 from localgen.backends.engine.drafts.ngram import NgramDrafter
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import NGRAM, NONE, Load
+from localgen.backends.model_info import NGRAM, NONE, Load
 
 
 def check(request: Load) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
-from localgen.backends.models import LoadOptions, ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams
 from localgen.client.answers import Answer, ModelCard, Text
 from localgen.client.bodies import encoded

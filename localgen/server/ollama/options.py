@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.models import LoadOptions
+from localgen.backends.model_info import LoadOptions
 from localgen.server.body import Strict, without_unsupported
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]

@@ -1,7 +1,9 @@
-"""Main memory that models can have, within the limits of the control groups we run in."""
+"""Main memory: what models can have within our control groups, and the peak of this process."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,3 +55,24 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+OWN_STATUS = Path("/proc/self/status")
+
+
+def peak_bytes(status: Path = OWN_STATUS) -> int:
+    """Largest resident set so far, in bytes.
+
+    Linux's getrusage starts with what the process was that became this one by exec, however large:
+    its own peak stands in the status file (proc_pid_status(5), VmHWM, in KiB).
+    """
+    try:
+        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) << 10
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most << 10
