@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.measure import ModelLine, Report, command, table
-from localgen.backends.cuda.spec import read_config
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.folder import Checkpoint
+from localgen.backends.formats.hf.tensor_names import Tensors
 from localgen.quant.arithmetic import multiplied_in
-from localgen.quant.checkpoint import Checkpoint
 from localgen.quant.forward import LayerForward, embed, logits
 from localgen.quant.methods import quantize_layer
-from localgen.quant.names import Tensors
 from localgen.quant.recipe import Recipe
 
 HERE = Path(__file__).parent

@@ -9,10 +9,10 @@ from functools import cache
 from importlib.util import find_spec
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.doctor.probe import LlamaBuild, probe
 from localgen.gpus import Gpu, nvidia_gpus
-from localgen.hub.files import ModelFile
 
 BACKENDS = ("auto", "llamacpp", "cuda")
 # the engine's kernels need bfloat16 and asynchronous copies

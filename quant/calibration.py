@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant.recipe import Calibration
 
 CALIBRATION = Path(__file__).with_name("texts") / "calibration.txt"

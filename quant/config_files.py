@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from localgen.quant.checkpoint import read_json
+from localgen.backends.formats.hf.folder import read_json
 
 _KINDS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from localgen.quant.names import linear_shapes
+from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.quant.packing import layout_of
 from localgen.quant.passes import derived_bytes, statistics_bytes
 from localgen.quant.preflight import Ready

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.fp8 import small_rows
+from localgen.backends.formats.hf.tensor_names import names_of
 from localgen.quant.forward import LayerForward, Tap, embed, logits
-from localgen.quant.names import names_of
 from localgen.quant.source import Source
 
 # tokens of one pass through a layer, and of one product with the head; outputs of such a product

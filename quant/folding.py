@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tensor_names import Tensors
 from localgen.quant.awq import best_scales
 from localgen.quant.forward import LayerForward
 from localgen.quant.moments import Importance, Inputs, Moments
-from localgen.quant.names import Tensors
 from localgen.quant.passes import observed
 from localgen.quant.recipe import Recipe
 from localgen.quant.scaling import Junction, fold

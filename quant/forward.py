@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.spec import ModelSpec
-from localgen.quant.names import Tensors, names_of
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tensor_names import Tensors, names_of
 
 # called with the name of a linear and its input, [tokens, in], in the dtype it is multiplied in
 Tap = Callable[[str, Tensor], None]

@@ -11,9 +11,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
-from localgen.quant.checkpoint import Checkpoint, read_json, read_optional_json
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.folder import Checkpoint, read_json, read_optional_json
 from localgen.quant.gguf_metadata import add_model, add_sampling, add_vocabulary, check_model
 from localgen.quant.gguf_names import architecture
 from localgen.quant.gguf_tensors import GgufTensor, plan_tensors

@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 from gguf import MODEL_ARCH
 
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.quant.gguf_names import architecture
 from localgen.quant.gguf_rope import add_rope, rope_obstacle
 from localgen.quant.vocabulary import Vocabulary

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import gguf
 from gguf import MODEL_ARCH
 
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": MODEL_ARCH.LLAMA,

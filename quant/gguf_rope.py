@@ -9,14 +9,14 @@ import numpy as np
 from gguf import MODEL_ARCH, RopeScalingType
 from numpy.typing import NDArray
 
-from localgen.backends.cuda.rope import (
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     Rope,
     YarnScaling,
 )
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.quant.gguf_names import architecture
 
 Array = NDArray[np.float32]

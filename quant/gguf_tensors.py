@@ -13,12 +13,12 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.quant.checkpoint import Checkpoint
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.folder import Checkpoint
+from localgen.backends.formats.hf.tensor_shapes import Shape, expected_shapes
 from localgen.quant.gguf_names import TensorNames, architecture
 from localgen.quant.gguf_rope import rope_factors
-from localgen.quant.shapes import Shape, expected_shapes
 
 Array = NDArray[np.float32]
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)

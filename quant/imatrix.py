@@ -13,10 +13,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tensor_shapes import expected_shapes
 from localgen.quant.gguf_names import TensorNames
-from localgen.quant.shapes import expected_shapes
 
 Array = NDArray[np.float32]
 # by the name of a linear in the checkpoint, without `.weight`: sums of squares of its inputs

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from localgen.backends.errors import DiskFull
+from localgen.backends.formats.hf.tensor_names import Tensors, names_of
 from localgen.quant.activations import Activations
 from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.card import card_text, write_card
@@ -25,7 +26,6 @@ from localgen.quant.forward import LayerForward, embed
 from localgen.quant.importance import read_importance, write_importance
 from localgen.quant.methods import QuantizedLayer, quantize_layer
 from localgen.quant.moments import Inputs
-from localgen.quant.names import Tensors, names_of
 from localgen.quant.observing import observed
 from localgen.quant.packing import layout_of, pack, quantization_config
 from localgen.quant.preflight import Ready, check_weights

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
 from localgen.quant.awq import round_clipped
 from localgen.quant.folding import fold_layer
 from localgen.quant.forward import LayerForward
 from localgen.quant.fp8 import round_to_fp8
 from localgen.quant.gptq import factor, gptq_grid, round_in_order
 from localgen.quant.moments import Importance, Inputs
-from localgen.quant.names import Tensors, linear_shapes
 from localgen.quant.passes import observed
 from localgen.quant.quantized import QuantizedWeight
 from localgen.quant.recipe import Recipe

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.hf.tensor_names import Tensors
 from localgen.quant.arithmetic import short_factors
 from localgen.quant.forward import LayerForward
-from localgen.quant.names import Tensors
 
 # a layer's input, float32 [sequences, length, hidden] at a time; each call begins again
 Inputs = Callable[[], Iterable[Tensor]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
 from localgen.quant.forward import LayerForward
 from localgen.quant.moments import Importance, Inputs
-from localgen.quant.names import Tensors, linear_shapes
 
 
 @torch.no_grad()

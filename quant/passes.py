@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
 from localgen.quant.forward import LayerForward
 from localgen.quant.moments import Inputs, Moments, observe
-from localgen.quant.names import Tensors, linear_shapes
 from localgen.quant.recipe import Recipe
 from localgen.quant.scaling import Junction, junctions
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 import localgen
-from localgen.backends.cuda.spec import ModelSpec
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.folder import read_json
+from localgen.backends.formats.hf.tensor_names import linear_shapes
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant.arithmetic import multiplied_in
 from localgen.quant.calibration import Windows, calibration_windows
-from localgen.quant.checkpoint import read_json
-from localgen.quant.names import linear_shapes
 from localgen.quant.packing import fitting
 from localgen.quant.recipe import Calibration, Recipe
 from localgen.quant.source import Source, checked

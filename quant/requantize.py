@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
-from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
-from localgen.quant.checkpoint import Checkpoint
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.folder import Checkpoint
 from localgen.quant.gguf import convert
 from localgen.quant.gguf_types import TYPES, WRITTEN, type_name
 from localgen.quant.imatrix import Importance, write_imatrix

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec
-from localgen.quant.names import LayerNames, Tensors, names_of
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tensor_names import LayerNames, Tensors, names_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

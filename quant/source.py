@@ -13,10 +13,11 @@ import torch
 from gguf.utility import SafetensorsLocal
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.errors import LoadFailed
-from localgen.quant.checkpoint import weight_files
-from localgen.quant.names import Tensors, linear_shapes, with_usual_names
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.folder import weight_files
+from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes, with_usual_names
 from localgen.quant.packing import Layout, unpack
 from localgen.quant.tensor_file import DTYPES, Entry
 

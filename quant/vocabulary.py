@@ -11,8 +11,8 @@ from typing import Any, Literal
 from gguf import TokenType
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.hf.folder import read_json, read_optional_json
 from localgen.quant.byte_tokens import pre_tokenizer
-from localgen.quant.checkpoint import read_json, read_optional_json
 from localgen.quant.piece_tokens import is_pieces, piece_scores, space_prefix
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -13,9 +13,9 @@ from cuda_configs import write_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.weights import Weights, load_weights
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.hf.config import read_config
 
 State = dict[str, Tensor]
 

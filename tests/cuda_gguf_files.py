@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from localgen.backends.cuda.spec import read_config
+from localgen.backends.formats.hf.config import read_config
 from localgen.quant.gguf_rope import rope_factors
 from localgen.quant.gguf_tensors import interleave_rotary
 

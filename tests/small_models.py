@@ -24,7 +24,6 @@ from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.linear import DenseLinear
 from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import CudaRunner, limits
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.weights import random_weights
 from localgen.backends.engine.budget import TokenBudget
 from localgen.backends.engine.drafts.drafter import Drafter
@@ -32,6 +31,7 @@ from localgen.backends.engine.drafts.speculation import Speculation
 from localgen.backends.engine.runner import Chunk, ModelRunner
 from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.sequence import Sequence
+from localgen.backends.formats.hf.config import read_config
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import Load, LoadOptions

@@ -24,13 +24,13 @@ from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.kernels.launch import Launch
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.planning import AbsentRanks, Planner
-from localgen.backends.cuda.quantization import Quant
 from localgen.backends.cuda.runner import CudaRunner, limits
-from localgen.backends.cuda.sharding import Shard
-from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.cuda.weights import random_weights
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
+from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
+from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.hf.config import read_config
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # an interpreter's device, as kernels.device has it
@@ -169,8 +169,8 @@ from triton.backends.compiler import GPUTarget
 from localgen.backends.cuda import compiling
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.planning import Planner
-from localgen.backends.cuda.sharding import Shard
-from localgen.backends.cuda.spec import read_config
+from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.hf.config import read_config
 
 triton.runtime.driver.set_active(types.SimpleNamespace(
     get_current_device=lambda: 0,

@@ -23,10 +23,10 @@ from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.embedding import Pooler, embed
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.pages import PAGE_TOKENS
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.weights import load_weights
 from localgen.backends.engine.embedding import normalized
 from localgen.backends.engine.runner import NoRoom, Vectors
+from localgen.backends.formats.hf.config import read_config
 from localgen.backends.types import EmbedRequest, Failed, SamplingParams
 
 TOLERANCE = 2e-4

@@ -22,13 +22,13 @@ from gguf import GGMLQuantizationType as Kind
 from models import TINY_GGUF, questions
 from torch import Tensor
 
-from localgen.backends.cuda import gguf_file
 from localgen.backends.cuda.gguf_checkpoint import GgufCheckpoint, open_gguf
-from localgen.backends.cuda.gguf_file import GgufFile
 from localgen.backends.cuda.linear import DenseLinear
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.weights import Weights, load_weights
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.gguf import file as gguf_file
+from localgen.backends.formats.gguf.file import GgufFile
+from localgen.backends.formats.hf.config import read_config
 from localgen.backends.text.template import ChatTemplate
 from localgen.quant.gguf import convert
 

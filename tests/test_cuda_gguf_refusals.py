@@ -20,9 +20,9 @@ from cuda_gguf_files import tiny_folder, write_gguf
 from gguf import GGMLQuantizationType as Kind
 
 from localgen.backends.cuda.gguf_checkpoint import open_gguf
-from localgen.backends.cuda.gguf_reader import Reader
 from localgen.backends.cuda.weights import Weights
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.gguf.reader import Reader
 
 
 @pytest.fixture(scope="module")

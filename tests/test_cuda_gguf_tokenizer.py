@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 pytest.importorskip("torch")
 
-from localgen.backends.cuda.gguf_file import GgufFile
-from localgen.backends.cuda.gguf_pre import PRE_TOKENIZERS
-from localgen.backends.cuda.gguf_tokenizer import read_gguf_tokenizer
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.gguf.file import GgufFile
+from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS
+from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.llamacpp.native import library
 from localgen.backends.llamacpp.vocab import Vocab
 

@@ -24,8 +24,8 @@ from localgen.backends.cuda.linear import (
     JoinedLinear,
     Linear,
 )
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.weights import Weights, random_weights
+from localgen.backends.formats.hf.config import read_config
 
 GROUP = 16
 

@@ -16,10 +16,10 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from localgen.backends.cuda.quantization import Quant
-from localgen.backends.cuda.rope import LongRopeScaling, Rope
-from localgen.backends.cuda.spec import ModelSpec, Moe, read_config
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec, Moe, Quant
+from localgen.backends.formats.architecture.rope import LongRopeScaling, Rope
+from localgen.backends.formats.hf.config import read_config
 
 JUNK: list[Any] = ["x", "", -1, 0, 1.5, True, [], [1], ["a"], {}, {"a": 1}, 1e999, 10**400]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.weights import LayerWeights, Weights, random_weights
+from localgen.backends.formats.hf.config import read_config
 
 # one of each architecture, and those whose tensors differ
 MODELS = [

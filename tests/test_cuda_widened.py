@@ -16,10 +16,10 @@ from cuda_checkpoints import assert_one_line, load, rewrite
 from cuda_models import Model, make, random_text
 from safetensors.torch import save_file
 
-from localgen.backends.cuda.sharding import check
 from localgen.backends.cuda.source import HfFolder
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.architecture.sharding import check
+from localgen.backends.formats.hf.config import read_config
 from localgen.quant.packing import layout_of, pack, quantization_config
 from localgen.quant.quantized import GroupedWeight, QuantizedWeight, RowWeight
 from localgen.quant.recipe import Recipe

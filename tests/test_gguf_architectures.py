@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from localgen.backends.cuda.gguf_checkpoint import open_gguf
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.hf.config import read_config
 from localgen.quant.gguf import convert
 
 GREEDY_TOKENS, PROMPTS = 20, 3

@@ -23,8 +23,8 @@ from hf_folders import (
 )
 from llama_files import LlamaFile
 
-from localgen.backends.cuda.rope import Llama3Scaling, Rope
-from localgen.quant.checkpoint import Checkpoint
+from localgen.backends.formats.architecture.rope import Llama3Scaling, Rope
+from localgen.backends.formats.hf.folder import Checkpoint
 from localgen.quant.gguf import convert
 from localgen.quant.gguf_rope import llama3_factors
 from localgen.quant.gguf_tensors import interleave_rotary

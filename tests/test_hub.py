@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.formats.model_files import ModelFile, shards_of, stem_of
 from localgen.hub import names
 from localgen.hub.cache import cached_models
-from localgen.hub.files import ModelFile, shards_of, stem_of
 from localgen.hub.names import available, for_server, resolve
 
 REVISION = "0123456789012345678901234567890123456789"

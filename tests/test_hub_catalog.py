@@ -8,7 +8,7 @@ import pytest
 from test_hub import put
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound, OutOfMemory
-from localgen.backends.memory.shape import token_bytes
+from localgen.backends.formats.architecture.model_shape import token_bytes
 from localgen.config import BadSetting
 from localgen.gpus import Gpu
 from localgen.hub import aliases, catalog, fit

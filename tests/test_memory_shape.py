@@ -18,18 +18,23 @@ from models import TINY_GGUF
 from localgen.backends.cuda import sizing
 from localgen.backends.cuda.decoder import KVCache
 from localgen.backends.cuda.options import CACHE_TYPES
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_shape import (
+    LayerCache,
+    ModelShape,
+    read_bytes,
+    token_bytes,
+)
+from localgen.backends.formats.gguf.header import parse_header, read_header
+from localgen.backends.formats.gguf.shape import gguf_shape
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.config_shape import config_shape
+from localgen.backends.formats.model_files import model_file, model_folder
+from localgen.backends.formats.weight_sizes import weights_of
 from localgen.backends.llamacpp import native
 from localgen.backends.llamacpp.buffers import Buffers
 from localgen.backends.memory.compute_buffers import llamacpp_fixed_bytes, llamacpp_work_token_bytes
-from localgen.backends.memory.config_shape import config_shape
-from localgen.backends.memory.gguf_header import parse_header, read_header
-from localgen.backends.memory.gguf_shape import gguf_shape
-from localgen.backends.memory.shape import LayerCache, ModelShape, read_bytes, token_bytes
 from localgen.backends.model_info import MemoryUse
-from localgen.hub.files import model_file, model_folder
-from localgen.planning.weights import weights_of
 
 CELLS = 8192
 STEP = 64

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.gpus import Gpu
-from localgen.hub.files import ModelFile
 from localgen.placement import Hardware, choose
 
 GGUF = ModelFile("m", Path("/models/m.gguf"), 4 << 30, (), "file")

@@ -12,18 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localgen.backends.errors import InvalidRequest, OutOfMemory
+from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape
+from localgen.backends.formats.model_facts import Facts, facts_of_file
+from localgen.backends.formats.model_files import model_folder
 from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.kv_sizing import Wanted
-from localgen.backends.memory.shape import LayerCache, ModelShape
 from localgen.backends.model_info import LoadOptions
 from localgen.gpus import Gpu
 from localgen.hub import catalog
 from localgen.hub.catalog import Entry
-from localgen.hub.files import model_folder
 from localgen.placement import Hardware
 from localgen.planning import bandwidth, gpu_bandwidth
 from localgen.planning.bandwidth import Bandwidth
-from localgen.planning.facts import Facts, facts_elsewhere, facts_of_file
+from localgen.planning.find import facts_elsewhere
 from localgen.planning.footprint import footprint, kept_bytes
 from localgen.planning.machine import Machine
 from localgen.planning.plan import plan

@@ -16,8 +16,8 @@ import torch
 from cuda_models import Model, make, random_text
 from torch import Tensor
 
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
 from localgen.quant.calibration import (
     CALIBRATION,

@@ -15,7 +15,7 @@ pytest.importorskip("compressed_tensors")
 import torch
 import transformers
 
-from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
 from localgen.quant.calibration import held_out_windows
 from localgen.quant.job import Job

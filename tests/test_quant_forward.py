@@ -10,9 +10,15 @@ from cuda_models import ARCHITECTURES, make, random_text
 from safetensors.torch import load_file
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec, read_config
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.tensor_names import (
+    Tensors,
+    linear_shapes,
+    names_of,
+    with_usual_names,
+)
 from localgen.quant.forward import LayerForward, embed, logits
-from localgen.quant.names import Tensors, linear_shapes, names_of, with_usual_names
 
 LENGTH = 90
 

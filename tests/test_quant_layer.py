@@ -11,13 +11,14 @@ from cuda_models import ARCHITECTURES, make
 from safetensors.torch import load_file
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes, names_of
 from localgen.quant import passes
 from localgen.quant.folding import fold_layer
 from localgen.quant.forward import LayerForward
 from localgen.quant.methods import QuantizedLayer, quantize_layer
-from localgen.quant.names import Tensors, linear_shapes, names_of
 from localgen.quant.recipe import Method, Recipe
 from localgen.quant.scaling import fold, junctions
 

@@ -10,12 +10,12 @@ import torch
 from cuda_configs import write_config
 from torch import Tensor
 
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
 from localgen.quant.forward import LayerForward
 from localgen.quant.fp8 import round_to_fp8
 from localgen.quant.methods import quantize_layer
-from localgen.quant.names import Tensors, linear_shapes
 from localgen.quant.preflight import check_groups
 from localgen.quant.recipe import Method, Recipe
 from localgen.quant.rtn import round_to_nearest

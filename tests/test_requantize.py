@@ -17,15 +17,16 @@ from cuda_configs import CONFIGS, write_config
 from hf_folders import TINY, edit, write_safetensors
 from llama_files import LlamaFile
 
-from localgen.backends.cuda.spec import ModelSpec, read_config
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.folder import Checkpoint
+from localgen.backends.formats.hf.tensor_shapes import expected_shapes
 from localgen.quant import requantize
-from localgen.quant.checkpoint import Checkpoint
 from localgen.quant.gguf import convert
 from localgen.quant.gguf_types import TYPES, WRITTEN, type_name
 from localgen.quant.imatrix import Importance, read_imatrix, write_imatrix
 from localgen.quant.requantize import estimated_bytes, make_gguf
-from localgen.quant.shapes import expected_shapes
 
 QUESTION = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
 NEEDY = [name for name, kind in TYPES.items() if kind.needs_importance]

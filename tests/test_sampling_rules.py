@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localgen.backends.engine import sampling
+from localgen.backends import sampling_params
 from localgen.backends.engine.intake import MAX_LOGPROBS, MAX_STOP_STRINGS, Intake
 from localgen.backends.engine.runner import Limits
 from localgen.backends.errors import InvalidRequest
@@ -101,7 +101,7 @@ def test_every_number_has_a_rule() -> None:
 
 
 def test_the_defaults_are_valid() -> None:
-    sampling.check(BASE_SAMPLING)
+    sampling_params.check(BASE_SAMPLING)
     assert prepared(seed=1) == replace(BASE_SAMPLING, seed=1)
 
 
@@ -109,7 +109,7 @@ def test_the_defaults_are_valid() -> None:
 def test_both_edges_are_accepted_and_nothing_beyond(name: str) -> None:
     lowest, highest = EDGES[name]
     for value in (lowest, highest):
-        sampling.check(base(**{name: value}))
+        sampling_params.check(base(**{name: value}))
     step = 1 if name == "mirostat" else 1e-4
     for value in (lowest - step, highest + step, math.inf, -math.inf):
         error = refusal(**{name: value})
@@ -121,8 +121,8 @@ def test_both_edges_are_accepted_and_nothing_beyond(name: str) -> None:
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_counts_have_a_lowest_value_only(name: str) -> None:
     lowest = -1 if name.endswith("last_n") else 0
-    sampling.check(base(**{name: lowest}))
-    sampling.check(base(**{name: 2**40}))
+    sampling_params.check(base(**{name: lowest}))
+    sampling_params.check(base(**{name: 2**40}))
     assert refusal(**{name: lowest - 1}).param == name
 
 

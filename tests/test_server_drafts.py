@@ -10,9 +10,9 @@ import pytest
 from serving import House, house
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
-from localgen.hub.files import ModelFile
 from localgen.placement import Placement
 from localgen.server.drafts import Drafting, find_draft
 

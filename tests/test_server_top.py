@@ -18,11 +18,11 @@ from scripted_client import model_info
 from serving import MANY_WORDS, House, chat_body, house, in_thread, wait_until
 
 from localgen import gpus
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.machine_stats import MachineUse, ReadCost
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Finished, Timings
 from localgen.gpus import Gpu, gpu_uses
-from localgen.hub.files import ModelFile
 from localgen.planning import bandwidth
 from localgen.planning.bandwidth import Bandwidth
 from localgen.server import read_costs

@@ -7,7 +7,7 @@ import json
 import pytest
 from hf_folders import TINY
 
-from localgen.backends.cuda.tokenizer import HfTokenizer
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.text.grammar import Grammars
 from localgen.backends.text.reasoning import tags_of
 from localgen.backends.text.tools import families

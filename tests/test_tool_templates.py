@@ -10,8 +10,8 @@ import pytest
 from hf_folders import TINY
 from tool_templates import FAMILIES, HERMES, MISTRAL, PHI, PLAIN, STRICT, TEXT_ARGUMENTS, THINKING
 
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.text.dialect import NO_SYSTEM, NO_TOOLS, ON_OR_OFF, Dialect, Opening
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tools import families

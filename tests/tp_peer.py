@@ -22,9 +22,9 @@ from localgen.backends.cuda import ranks
 from localgen.backends.cuda.batch import StepInputs
 from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.options import Settings
-from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import Share, SharedTokens
 from localgen.backends.cuda.source import open_source
+from localgen.backends.formats.architecture.sharding import Shard
 from localgen.interpreter import python_environment
 
 SETTINGS = Settings(

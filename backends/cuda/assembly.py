@@ -11,9 +11,9 @@ from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import CudaRunner, Steps, limits
 from localgen.backends.cuda.source import ModelSource
-from localgen.backends.cuda.spec import ModelSpec
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.memory.kv_sizing import Size
 
 AnyTokenizer = HfTokenizer | MadeUpTokenizer

@@ -25,7 +25,7 @@ from localgen.backends.cuda.kernels.device import arch_of, units_of
 from localgen.backends.cuda.kernels.launch import Launch
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.planning import Planner
-from localgen.backends.cuda.sharding import Shard
+from localgen.backends.formats.architecture.sharding import Shard
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from localgen.backends.cuda.kernels.rope import HeadNorms, rope_and_store
 from localgen.backends.cuda.linear import gated_linear
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.ranks import Ranks
-from localgen.backends.cuda.sharding import Shard
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import LayerWeights, Weights
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.sharding import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,6 @@ from localgen.backends.cuda.assembly import AnyTokenizer, assemble, description_
 from localgen.backends.cuda.options import CACHE_NAMES, CACHE_TYPES, Settings
 from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import CudaRunner
-from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import ModelSource, open_source
 from localgen.backends.engine.drafts.attempt import require_prefix_cache
@@ -21,6 +20,7 @@ from localgen.backends.engine.loading import LoadedDraft
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.architecture.sharding import Shard
 from localgen.backends.memory.kv_sizing import Size
 from localgen.backends.model_info import DraftInfo, DraftModel, MemoryUse
 from localgen.backends.types import BASE_SAMPLING, SamplingParams

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.experts import mixture as mixed
 from localgen.backends.cuda.kernels.experts_many import Chosen
-from localgen.backends.cuda.spec import Activation, Moe
 from localgen.backends.cuda.weights import Experts
+from localgen.backends.formats.architecture.model_spec import Activation, Moe
 
 
 def route(x: Tensor, experts: Experts, moe: Moe) -> Chosen:

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 import torch
 
 from localgen.backends.cuda import ranks
-from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import (
     Allocate,
     Allocated,
@@ -34,6 +33,7 @@ from localgen.backends.cuda.share import (
 )
 from localgen.backends.cuda.source import open_source
 from localgen.backends.errors import LocalgenError
+from localgen.backends.formats.architecture.sharding import Shard
 
 
 def main(fd: int) -> int:

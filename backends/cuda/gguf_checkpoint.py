@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from localgen.backends.cuda.defaults import defaults_of
-from localgen.backends.cuda.gguf_file import GgufFile
-from localgen.backends.cuda.gguf_spec import read_gguf_spec
 from localgen.backends.cuda.gguf_tensors import GgufTensors
-from localgen.backends.cuda.gguf_tokenizer import read_gguf_tokenizer
-from localgen.backends.cuda.sharding import Shard
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.cuda.weights import Weights, build_weights
+from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.gguf.file import GgufFile
+from localgen.backends.formats.gguf.spec import read_gguf_spec
+from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
+from localgen.backends.formats.hf.generation_config import defaults_of
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.types import SamplingParams
 
 # generation_config.json's names of what a file may have under general.sampling

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.gguf_file import GgufFile
-from localgen.backends.cuda.gguf_rope import FACTORS
-from localgen.backends.cuda.gguf_spec import architecture
 from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.sharding import Shard
+from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.gguf.file import GgufFile
+from localgen.backends.formats.gguf.rope import FACTORS
+from localgen.backends.formats.gguf.spec import architecture
 
 
 class GgufTensors:

@@ -16,14 +16,14 @@ from localgen.backends.cuda.draft import Draft
 from localgen.backends.cuda.options import Settings, device_of, settle
 from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import Steps
-from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import ModelSource, open_source
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.engine.drafts.attempt import Attempt
 from localgen.backends.engine.drafts.drafters import check
 from localgen.backends.engine.loading import LoadedDraft, LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.sharding import Shard
 from localgen.backends.memory.kv_sizing import Size
 from localgen.backends.model_info import Load, MemoryUse, ModelInfo
 from localgen.backends.text.template import ChatTemplate

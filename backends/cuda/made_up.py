@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # standard deviation: small enough for the sums of any width to stay finite in float16
 _STD = 0.02

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
-from localgen.backends.cuda.sharding import Shard
+from localgen.backends.formats.architecture.sharding import Shard
 
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -14,11 +14,11 @@ from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.graphs import DeviceSteps, Latest
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.ranks import Ranks
-from localgen.backends.cuda.sharding import Shard
 from localgen.backends.cuda.source import ModelSource
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import random_weights
 from localgen.backends.errors import OutOfMemory
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.sharding import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

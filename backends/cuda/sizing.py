@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from localgen.backends.cuda.options import CACHE_NAMES, Settings
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.errors import OutOfMemory
+from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape, token_bytes
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.compute_buffers import cuda_work_bytes
 from localgen.backends.memory.kv_sizing import Size, Wanted
-from localgen.backends.memory.shape import LayerCache, ModelShape, token_bytes
 from localgen.backends.memory.system import available_bytes
 
 # a pool that turns out too large is made this much smaller, so often

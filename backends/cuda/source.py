@@ -7,14 +7,15 @@ from typing import Protocol
 
 import torch
 
-from localgen.backends.cuda.defaults import defaults_of
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.sharding import Shard
-from localgen.backends.cuda.spec import ModelSpec, read_config
-from localgen.backends.cuda.tokenizer import HfTokenizer, chat_template, optional_json
 from localgen.backends.cuda.weights import Weights, load_weights
 from localgen.backends.cuda.widening import notes
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.generation_config import defaults_of
+from localgen.backends.formats.hf.tokenizer import HfTokenizer, chat_template, optional_json
 from localgen.backends.types import SamplingParams
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.checkpoint import FLOATS, Checkpoint
 from localgen.backends.cuda.int4 import from_awq, from_gptq, group_order
 from localgen.backends.cuda.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
-from localgen.backends.cuda.quantization import Quant
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.widening import packed_size, plain_weight, widened_gptq
+from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
+from localgen.backends.formats.hf.checkpoint import FLOATS, Checkpoint
 
 # in files of some tools, of no use here: tables, and scales for activations and the KV cache
 _NOT_WEIGHTS = (

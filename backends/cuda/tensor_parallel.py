@@ -18,7 +18,6 @@ from localgen.backends.cuda.followers import Followers
 from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.pages import pages_for
-from localgen.backends.cuda.sharding import Shard, check
 from localgen.backends.cuda.share import (
     Allocate,
     Allocated,
@@ -36,6 +35,7 @@ from localgen.backends.cuda.share import (
 from localgen.backends.cuda.source import ModelSource
 from localgen.backends.engine.runner import StepFailed
 from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError
+from localgen.backends.formats.architecture.sharding import Shard, check
 from localgen.backends.memory.kv_sizing import Size
 
 

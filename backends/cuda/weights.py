@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.checkpoint import Checkpoint
 from localgen.backends.cuda.linear import DenseLinear, Linear, join
 from localgen.backends.cuda.made_up import MadeUpTensors
-from localgen.backends.cuda.sharding import Shard
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.stored import StoredTensors
 from localgen.backends.errors import OutOfMemory
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.hf.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)

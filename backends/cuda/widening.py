@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
-from localgen.backends.cuda.quantization import Quant
+from localgen.backends.formats.architecture.model_spec import Quant
 
 _WORD_BITS = 32
 

@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass, field, replace
 
-from localgen.backends.engine import sampling
+from localgen.backends import sampling_params
 from localgen.backends.engine.embedding import Texts
 from localgen.backends.engine.runner import Limits
 from localgen.backends.engine.sequence import Sequence
@@ -53,7 +53,7 @@ class Intake:
                 param="model",
             )
         params = self._params(request.params)
-        sampling.check(params)
+        sampling_params.check(params)
         ctx = self._ctx(request.ctx)
         opening = self._opening(request)
         tokens = self._tokens(request, opening, ctx)
@@ -120,7 +120,7 @@ class Intake:
 
     def _params(self, asked: SamplingParams) -> SamplingParams:
         """The settings in force, none of them None."""
-        sampling.check_asked(asked)
+        sampling_params.check_asked(asked)
         for name in self.limits.unsupported:
             if getattr(asked, name) not in (None, getattr(BASE_SAMPLING, name)):
                 raise InvalidRequest(f"this backend does not support {name}", param=name)

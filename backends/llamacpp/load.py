@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from localgen.backends.engine import sampling
+from localgen.backends import sampling_params
 from localgen.backends.engine.drafts.attempt import Attempt
 from localgen.backends.engine.drafts.drafters import check
 from localgen.backends.engine.loading import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
+from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.assembly import assemble, max_donors, probe
 from localgen.backends.llamacpp.devices import gpu_free_bytes
@@ -23,7 +24,6 @@ from localgen.backends.llamacpp.native import Context, Model, NoCache, library
 from localgen.backends.llamacpp.options import Settings, settle
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.kv_sizing import Size
-from localgen.backends.memory.shape import ModelShape
 from localgen.backends.memory.system import SPARED_BYTES, available_bytes
 from localgen.backends.model_info import NGRAM, Load, LoadOptions, ModelInfo
 from localgen.backends.text.template import ChatTemplate
@@ -238,7 +238,7 @@ def _sampling(model: Model) -> tuple[SamplingParams, tuple[str, ...]]:
             if value is not None:
                 found[field] = type(getattr(BASE_SAMPLING, field))(value)
         defaults = SamplingParams(**found)
-        sampling.check(defaults.with_defaults(BASE_SAMPLING))
+        sampling_params.check(defaults.with_defaults(BASE_SAMPLING))
     except (LocalgenError, ValueError, OverflowError) as error:
         # or every request that names no settings of its own would fail
         return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)

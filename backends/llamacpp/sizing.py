@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_shape import ModelShape, token_bytes
+from localgen.backends.formats.gguf.header import read_header
+from localgen.backends.formats.gguf.shape import gguf_shape
 from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import Settings
 from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.compute_buffers import llamacpp_fixed_bytes, llamacpp_work_token_bytes
-from localgen.backends.memory.gguf_header import read_header
-from localgen.backends.memory.gguf_shape import gguf_shape
 from localgen.backends.memory.kv_sizing import Size, Wanted
-from localgen.backends.memory.shape import ModelShape, token_bytes
 
 
 def shape_of(model: Model) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localgen.backends.memory.shape import ModelShape
+from localgen.backends.formats.architecture.model_shape import ModelShape
 
 _F32, _F16 = 4, 2
 # inputs, and what the allocator rounds up

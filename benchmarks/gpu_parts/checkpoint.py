@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import config_of
 from benchmarks.random_vocabulary import LEAST, random_vocabulary
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 _SHARD_BYTES = 4 << 30
 _STD = 0.02

@@ -19,8 +19,8 @@ from localgen.backends.cuda.kernels.kv import LayerKV
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.linear import DenseLinear, Linear
 from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import LayerWeights
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 PART, SDPA = "kernels", "torch SDPA"
 _NAMES = ("qkv", "out", "gate_up", "down")

@@ -15,10 +15,10 @@ from localgen.backends.cuda.batch import Ints, StepInputs, arrange
 from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import LayerWeights, Weights
 from localgen.backends.engine.runner import Chunk
 from localgen.backends.engine.sequence import Sequence as Seq
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.types import BASE_SAMPLING
 
 Part = TypeVar("Part")

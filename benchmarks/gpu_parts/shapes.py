@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localgen.backends.cuda.quantization import Quant
-from localgen.backends.cuda.rope import Llama3Scaling, Rope
-from localgen.backends.cuda.spec import ModelSpec, Moe
+from localgen.backends.formats.architecture.model_spec import ModelSpec, Moe, Quant
+from localgen.backends.formats.architecture.rope import Llama3Scaling, Rope
 
 INT4 = Quant(method="awq", bits=4, group_size=128, zero_point=True)
 FP8 = Quant(method="fp8", bits=8)

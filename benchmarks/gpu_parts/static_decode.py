@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from benchmarks.gpu_parts.device import Device
 from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.cuda.weights import LayerWeights, Weights
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 
 class StaticDecode:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 
-from localgen.backends.engine import sampling
+from localgen.backends import sampling_params
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -38,8 +38,8 @@ def with_parameter(
     value: Any = default if text.lower() in _UNSET else _value(field, text)
     changed = replace(params, **{field: value})
     if checked and value != default:  # what is taken back cannot make it worse
-        sampling.check(changed.with_defaults(BASE_SAMPLING))
-        sampling.check_asked(changed)
+        sampling_params.check(changed.with_defaults(BASE_SAMPLING))
+        sampling_params.check_asked(changed)
     return changed
 
 

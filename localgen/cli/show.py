@@ -14,7 +14,7 @@ from localgen.cli.arguments import JsonFlag
 from localgen.cli.candidates import any_model
 
 if TYPE_CHECKING:
-    from localgen.hub.files import ModelFile
+    from localgen.backends.formats.model_files import ModelFile
     from localgen.hub.reference import Reference
 
 QuantsFlag = Annotated[bool, typer.Option("--quants", help="Which quantizations there are.")]

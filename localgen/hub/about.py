@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.model_files import ModelFile, stem_of
 from localgen.hub.catalog import Entry, by_repo
-from localgen.hub.files import ModelFile, stem_of
 from localgen.hub.quants import quant_of
 
 _SAMPLING_PREFIX = "general.sampling."
@@ -45,7 +45,7 @@ def entry_of(file: ModelFile) -> Entry | None:
 
 def _of_gguf(file: ModelFile) -> About:
     # it maps the file, reads its header, and skips vocabularies
-    from localgen.backends.cuda.gguf_reader import Reader
+    from localgen.backends.formats.gguf.reader import Reader
 
     reader = Reader(file.path)
     found = {key: reader.fields[key] for key in reader.fields}

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import ModelNotFound
+from localgen.backends.formats.model_files import (
+    ModelFile,
+    model_file,
+    model_folder,
+    models_in,
+    stem_of,
+)
 from localgen.hub import quants
-from localgen.hub.files import ModelFile, model_file, model_folder, models_in, stem_of
 from localgen.hub.library import cache_folder, hub
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.memory.shape import LayerCache, ModelShape
+from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape
 
 CATALOG_PATH = Path(__file__).with_name("catalog.toml")
 _GB = 1_000_000_000

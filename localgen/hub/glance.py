@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from localgen.backends.formats.model_files import models_in, stem_of
 from localgen.hub import quants
-from localgen.hub.files import models_in, stem_of
 
 _PREFIX = "models--"
 

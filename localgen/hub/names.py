@@ -8,11 +8,11 @@ from pathlib import Path
 
 import localgen
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
+from localgen.backends.formats.model_files import ModelFile, model_file, model_folder, models_in
 from localgen.backends.model_info import DRAFT_WORDS
 from localgen.hub import catalog
 from localgen.hub.aliases import aliases
 from localgen.hub.cache import CachedModel, cached_models
-from localgen.hub.files import ModelFile, model_file, model_folder, models_in
 from localgen.hub.quants import pick
 from localgen.hub.reference import HUB_PREFIXES, Reference, reference, without_prefix
 

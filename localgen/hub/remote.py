@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from localgen.backends.errors import LocalgenError, ModelNotFound
+from localgen.backends.formats.model_files import models_in, shards_of, stem_of
 from localgen.hub import catalog, quants
 from localgen.hub.errors import AccessDenied, DiskFull, DownloadFailed, HubUnavailable
-from localgen.hub.files import models_in, shards_of, stem_of
 from localgen.hub.library import host, hub
 
 _ASK_S = 15.0

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.formats.model_files import shards_of, stem_of
 from localgen.hub import catalog
 from localgen.hub.cache import scan
-from localgen.hub.files import shards_of, stem_of
 from localgen.hub.library import repo_folder
 from localgen.hub.names import BUILT_IN, cached_model, is_path, meant
 from localgen.hub.reference import reference

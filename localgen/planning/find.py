@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
-from localgen.backends.memory.config_shape import config_shape
-from localgen.backends.memory.gguf_header import parse_header
-from localgen.backends.memory.gguf_shape import gguf_shape
-from localgen.backends.memory.shape import ModelShape
+from localgen.backends.formats.architecture.model_shape import ModelShape
+from localgen.backends.formats.gguf.header import parse_header
+from localgen.backends.formats.gguf.shape import gguf_shape
+from localgen.backends.formats.hf.config_shape import config_shape
+from localgen.backends.formats.model_facts import Facts, facts_of_file
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import AUTO, NGRAM, NONE
 from localgen.hub import fit
 from localgen.hub.aliases import aliases
 from localgen.hub.beginning import beginning
-from localgen.hub.catalog import same
+from localgen.hub.catalog import Entry, same
 from localgen.hub.errors import HubUnavailable
-from localgen.hub.files import ModelFile
 from localgen.hub.library import talking
 from localgen.hub.names import BUILT_IN, is_path, resolve, unknown
 from localgen.hub.quants import pick, quant_of
 from localgen.hub.reference import Reference, reference
 from localgen.hub.remote import Listing, RemoteFile, listing
-from localgen.planning.facts import Facts, facts_elsewhere, facts_of_file
 
 Say = Callable[[str], None]
 ALL = "all"
@@ -211,3 +211,39 @@ def _as_here(wanted: Reference, facts: Facts) -> Facts | None:
     """The same from its own files, where it is here."""
     file = _file(facts.name) if facts.is_gguf else None
     return facts_of_file(file, facts.quant) if file is not None else None
+
+
+def facts_elsewhere(
+    name: str,
+    quant: str,
+    size_bytes: int,
+    entry: Entry | None,
+    *,
+    shape: ModelShape | None = None,
+    is_gguf: bool = True,
+    source: str = "catalog",
+) -> Facts:
+    """Of a model that is not here. shape: from its files on the hub; None: as the catalog has
+    it."""
+    missing: tuple[str, ...] = () if size_bytes else ("the size of its weights",)
+    if shape is None:
+        shape = entry.shape if entry else None
+        missing += entry.missing if entry else ("the shape of its layers",)
+    return Facts(
+        name=name,
+        quant=quant,
+        is_gguf=is_gguf,
+        weights_bytes=size_bytes,
+        read_bytes=round(size_bytes * _active_share(entry)),
+        params=entry.params if entry else None,
+        shape=shape,
+        source=source,
+        missing=missing,
+    )
+
+
+def _active_share(entry: Entry | None) -> float:
+    """Which share of the weights one token reads."""
+    if entry is None or not entry.params or not entry.active_params:
+        return 1.0
+    return entry.active_params / entry.params

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from localgen.backends.formats.architecture.model_shape import (
+    ELEMENT_BYTES,
+    ModelShape,
+    token_bytes,
+)
 from localgen.backends.memory import load_defaults
 from localgen.backends.memory.compute_buffers import (
     cuda_work_bytes,
@@ -12,7 +17,6 @@ from localgen.backends.memory.compute_buffers import (
     llamacpp_work_token_bytes,
 )
 from localgen.backends.memory.load_defaults import Defaults
-from localgen.backends.memory.shape import ELEMENT_BYTES, ModelShape, token_bytes
 from localgen.backends.model_info import LoadOptions
 
 # a context with room for a long document or an hour of talk

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.architecture.model_shape import (
+    CUDA_TYPES,
+    LLAMACPP_TYPES,
+    read_bytes,
+)
+from localgen.backends.formats.model_facts import Facts
 from localgen.backends.memory.kv_sizing import Size
-from localgen.backends.memory.shape import CUDA_TYPES, LLAMACPP_TYPES, read_bytes
 from localgen.backends.model_info import LoadOptions
-from localgen.planning.facts import Facts
 from localgen.planning.layers import GpuLayers, layers_on
 from localgen.planning.machine import Machine
 from localgen.planning.setting import Setting, Wish, settle

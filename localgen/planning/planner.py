@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.formats.model_facts import Facts
 from localgen.backends.model_info import LoadOptions
-from localgen.planning.facts import Facts
 from localgen.planning.find import Say, find, find_draft
 from localgen.planning.loaded import Loaded, as_loaded, loaded_in
 from localgen.planning.machine import machine_here

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, OutOfMemory
+from localgen.backends.formats.model_facts import Facts
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.kv_sizing import PoolRules, Size, Wanted
 from localgen.backends.model_info import LoadOptions
 from localgen.gpus import Gpu
-from localgen.hub.files import ModelFile
 from localgen.placement import Placement, choose
-from localgen.planning.facts import Facts
 from localgen.planning.footprint import Footprint, Runner, footprint, kept_bytes, parts
 from localgen.planning.machine import Machine
 

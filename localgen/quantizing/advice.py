@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.memory.config_shape import config_shape
-from localgen.backends.memory.shape import ModelShape
+from localgen.backends.formats.architecture.model_shape import ModelShape
+from localgen.backends.formats.hf.config_shape import config_shape
+from localgen.backends.formats.hf.folder import Checkpoint, read_json
 from localgen.hub.fit import Place, Room
 from localgen.planning.footprint import Runner, footprint, kept_bytes
-from localgen.quant.checkpoint import Checkpoint, read_json
 from localgen.quantizing.events import Advice
 
 # bits of a weight in the linears, scales and zeros among them

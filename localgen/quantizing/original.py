@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localgen.backends.errors import LoadFailed, ModelNotFound
-from localgen.hub.files import ModelFile
+from localgen.backends.formats.model_files import ModelFile
 from localgen.hub.names import BUILT_IN, BUILT_IN_PATH, is_path, meant, resolve
 
 _PACKAGES = ("torch", "tokenizers")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.formats.model_files import model_folder
 from localgen.hub.aliases import aliases
-from localgen.hub.files import model_folder
 from localgen.hub.glance import cached_folders
 from localgen.hub.names import BUILT_IN, BUILT_IN_PATH, is_path
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from localgen.backends.cuda.spec import read_config
 from localgen.backends.cuda.widening import notes
 from localgen.backends.errors import OutOfMemory
+from localgen.backends.formats.hf.config import read_config
 from localgen.backends.memory.system import available_bytes, peak_bytes, total_bytes
 from localgen.chats.report import size
 from localgen.placement import this_machine

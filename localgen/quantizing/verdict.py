@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
 from localgen.quant.calibration import held_out_windows
 from localgen.quant.evaluate_gguf import gguf_loss, gguf_size

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import AUTO, DRAFT_WORDS, NGRAM, NONE, DraftModel
 from localgen.hub.about import entry_of
-from localgen.hub.files import ModelFile
 from localgen.placement import Placement
 
 _TEXT_ALONE = "drafts come from the text alone"

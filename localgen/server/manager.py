@@ -18,9 +18,9 @@ from localgen.backends.errors import (
     OutOfMemory,
     ServerUnavailable,
 )
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_WORDS, Load, LoadOptions, ModelInfo
 from localgen.config import Settings
-from localgen.hub.files import ModelFile
 from localgen.hub.names import BUILT_IN, require_name, resolve
 from localgen.placement import Hardware, Placement, this_machine
 from localgen.server.drafts import Drafting, find_draft

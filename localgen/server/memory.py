@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.model_facts import shape_of
+from localgen.backends.formats.model_files import ModelFile
+from localgen.backends.formats.weight_sizes import weights_of
 from localgen.backends.memory.system import available_bytes
 from localgen.backends.model_info import DraftInfo, LoadOptions, ModelInfo
-from localgen.hub.files import ModelFile
 from localgen.placement import Hardware
-from localgen.planning.facts import shape_of
 from localgen.planning.footprint import Runner, kept_bytes
 from localgen.planning.footprint import footprint as planned
-from localgen.planning.weights import weights_of
 
 
 def need_bytes(

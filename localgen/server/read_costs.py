@@ -10,14 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.formats.architecture.model_shape import ELEMENT_BYTES, read_bytes
+from localgen.backends.formats.model_facts import shape_of
+from localgen.backends.formats.model_files import ModelFile
+from localgen.backends.formats.weight_sizes import weights_of
 from localgen.backends.machine_stats import ReadCost
-from localgen.backends.memory.shape import ELEMENT_BYTES, read_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.gpus import Gpu, nvidia_gpus
-from localgen.hub.files import ModelFile
 from localgen.planning.bandwidth import Bandwidth, known_gpu_bandwidth, known_memory_bandwidth
-from localgen.planning.facts import shape_of
-from localgen.planning.weights import weights_of
 from localgen.server.resident import Resident
 
 _log = logging.getLogger("localgen.server")

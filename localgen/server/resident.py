@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from localgen.backends.errors import ModelBusy
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import AUTO, LoadOptions, ModelInfo
-from localgen.hub.files import ModelFile
 from localgen.placement import Placement
 from localgen.server.engines import Engine
 

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from localgen.backends.errors import LocalgenError, ModelBusy, OutOfMemory
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.config import Settings
 from localgen.gpus import Gpu
-from localgen.hub.files import ModelFile
 from localgen.placement import Hardware, Placement, choose
 from localgen.server import memory
 from localgen.server.drafts import Drafting

@@ -12,11 +12,11 @@ import psutil
 
 import localgen
 from localgen import PROTOCOL
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.system import available_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.config import Settings
 from localgen.gpus import gpu_bytes_of
-from localgen.hub.files import ModelFile
 from localgen.hub.names import available, resolve
 from localgen.server.machine import MachineWatch
 from localgen.server.manager import ModelManager

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
+from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.text.reasoning import tags_of
 from localgen.hub.about import About, about, entry_of
 from localgen.hub.aliases import aliases
-from localgen.hub.files import ModelFile
 from localgen.hub.names import available, resolve
 from localgen.server import memory
 from localgen.server.ollama.formats import timestamp

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.quantization import Quant, read_quant
 from localgen.backends.errors import LoadFailed
-from localgen.backends.memory.shape import ModelShape
-from localgen.hub.files import ModelFile
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.model_shape import ModelShape
+from localgen.backends.formats.architecture.model_spec import Quant
+from localgen.backends.formats.hf.quantization_config import read_quant
+from localgen.backends.formats.model_files import ModelFile
 
 # of these a token reads one row
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight", "embed_tokens.weight")
@@ -68,7 +69,7 @@ def _read_bytes(tensors: list[_Tensor], shape: ModelShape | None) -> float:
 
 def _of_gguf(shards: Iterable[Path]) -> list[_Tensor]:
     # brings the gguf package
-    from localgen.backends.cuda.gguf_reader import Reader
+    from localgen.backends.formats.gguf.reader import Reader
 
     return [
         _Tensor(tensor.name, int(tensor.n_bytes), int(tensor.n_elements))

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.sharding import Cut
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.sharding import Cut
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -31,7 +31,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Any part of a split file stands for all. LoadFailed: one is missing or damaged."""
         # the package is not needed for anything but GGUF files
-        from localgen.backends.cuda.gguf_reader import Reader
+        from localgen.backends.formats.gguf.reader import Reader
 
         self.path, *others = _parts(path)
         self._reader = Reader(self.path)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.gguf_file import GgufFile
-from localgen.backends.cuda.gguf_rope import read_gguf_rope
-from localgen.backends.cuda.rope import Rope, YarnScaling
-from localgen.backends.cuda.spec import ModelSpec, Moe
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.model_spec import ModelSpec, Moe
+from localgen.backends.formats.architecture.rope import Rope, YarnScaling
+from localgen.backends.formats.gguf.file import GgufFile
+from localgen.backends.formats.gguf.rope import read_gguf_rope
 
 _MOST_LAYERS = 10_000
 

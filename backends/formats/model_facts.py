@@ -1,4 +1,4 @@
-"""What is known of a model before it is loaded: from its files, the hub, or the catalog."""
+"""Facts of a model that are known before it is loaded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.memory.config_shape import config_shape
-from localgen.backends.memory.gguf_header import read_header
-from localgen.backends.memory.gguf_shape import gguf_shape
-from localgen.backends.memory.shape import ModelShape
-from localgen.hub.catalog import Entry
-from localgen.hub.files import ModelFile
-from localgen.planning.weights import weights_of
+from localgen.backends.formats.architecture.model_shape import ModelShape
+from localgen.backends.formats.gguf.header import read_header
+from localgen.backends.formats.gguf.shape import gguf_shape
+from localgen.backends.formats.hf.config_shape import config_shape
+from localgen.backends.formats.model_files import ModelFile
+from localgen.backends.formats.weight_sizes import weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,42 +61,6 @@ def facts_of_file(file: ModelFile, quant: str) -> Facts:
         missing=() if shape else ("the shape of its layers",),
         path=str(file.path),
     )
-
-
-def facts_elsewhere(
-    name: str,
-    quant: str,
-    size_bytes: int,
-    entry: Entry | None,
-    *,
-    shape: ModelShape | None = None,
-    is_gguf: bool = True,
-    source: str = "catalog",
-) -> Facts:
-    """Of a model that is not here. shape: from its files on the hub; None: as the catalog has
-    it."""
-    missing: tuple[str, ...] = () if size_bytes else ("the size of its weights",)
-    if shape is None:
-        shape = entry.shape if entry else None
-        missing += entry.missing if entry else ("the shape of its layers",)
-    return Facts(
-        name=name,
-        quant=quant,
-        is_gguf=is_gguf,
-        weights_bytes=size_bytes,
-        read_bytes=round(size_bytes * _active_share(entry)),
-        params=entry.params if entry else None,
-        shape=shape,
-        source=source,
-        missing=missing,
-    )
-
-
-def _active_share(entry: Entry | None) -> float:
-    """Which share of the weights one token reads."""
-    if entry is None or not entry.params or not entry.active_params:
-        return 1.0
-    return entry.active_params / entry.params
 
 
 def _config(file: ModelFile) -> dict[str, Any]:

@@ -6,15 +6,15 @@ import math
 
 import torch
 
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.gguf_file import GgufFile
-from localgen.backends.cuda.rope import (
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.rope import (
     LinearScaling,
     LongRopeScaling,
     Rope,
     Scaling,
     YarnScaling,
 )
+from localgen.backends.formats.gguf.file import GgufFile
 
 _LLAMA_3, _SHORT, _LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from localgen.backends.engine import sampling
+from localgen.backends import sampling_params
 from localgen.backends.errors import LocalgenError
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -36,7 +36,7 @@ def defaults_of(found: dict[str, Any]) -> tuple[SamplingParams, tuple[str, ...]]
                 raise ValueError(f"{key} is {value}")
             values[field] = type(getattr(BASE_SAMPLING, field))(value)
         defaults = SamplingParams(**values)
-        sampling.check(defaults.with_defaults(BASE_SAMPLING))
+        sampling_params.check(defaults.with_defaults(BASE_SAMPLING))
     except (LocalgenError, ValueError) as error:
         # or every request that names no settings of its own would fail
         return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localgen.backends.cuda.fields import Fields
+from localgen.backends.formats.architecture.fields import Fields
 
 # torch computes angles only: the converter to GGUF reads models where there is none
 if TYPE_CHECKING:

@@ -2,36 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-from localgen.backends.cuda.fields import Fields
-
-Method = Literal["awq", "gptq", "fp8", "int8"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quant:
-    """method: awq (GEMM layout) and gptq are digits in groups, fp8 (e4m3) and int8 have a scale per
-    row.
-
-    group_size: inputs that share a scale and a zero; None: all of a row. zero_point: whether
-    zeros differ from the middle. desc_act: whether groups follow g_idx instead of the inputs'
-    order. zero_offset: added to a stored zero to get the one meant, modulo
-    2 ** bits.
-    """
-
-    method: Method
-    bits: int
-    group_size: int | None = None
-    zero_point: bool = False
-    desc_act: bool = False
-    zero_offset: int = 0
-
-    @property
-    def widened(self) -> bool:
-        """Whether weights become plain ones as they are read: no kernel computes with them."""
-        return self.method == "int8" or (self.method == "gptq" and self.bits != 4)
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.model_spec import Quant
 
 
 def read_quant(config: Fields) -> Quant | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 Tensors = dict[str, Tensor]
 

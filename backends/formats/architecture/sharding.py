@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.spec import ModelSpec
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 Range = tuple[int, int]
 _Part = Literal["heads", "kv_heads", "qkv", "mlp", "gate_up", "vocab"]

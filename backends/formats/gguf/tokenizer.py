@@ -9,11 +9,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.gguf_file import GgufFile
-from localgen.backends.cuda.gguf_pre import PRE_TOKENIZERS, PreTokenizer
-from localgen.backends.cuda.tokenizer import HfTokenizer
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.gguf.file import GgufFile
+from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS, PreTokenizer
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
 
 _SPACE = "▁"
 # token types of GGUF; any other, such as unused, stands for nothing

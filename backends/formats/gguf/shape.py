@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from localgen.backends.memory.gguf_header import VOCABULARY
-from localgen.backends.memory.shape import LayerCache, ModelShape
+from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape
+from localgen.backends.formats.gguf.header import VOCABULARY
 
 # architectures of which some layers have a window: its tokens where the file does not say, and
 # which one in so many layers has none

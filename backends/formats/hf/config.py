@@ -1,4 +1,4 @@
-"""What a model is: its shape and its variations on one decoder, read from config.json."""
+"""config.json of a Hugging Face folder, read as a ModelSpec."""
 
 from __future__ import annotations
 
@@ -6,82 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.quantization import Quant, read_quant
-from localgen.backends.cuda.rope import Rope, YarnScaling, read_rope, rope_of
-
-__all__ = ["Activation", "ModelSpec", "Moe", "Quant", "Rope", "read_config"]
-
-Activation = Literal["silu", "gelu_tanh"]
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, Moe
+from localgen.backends.formats.architecture.rope import Rope, YarnScaling, read_rope, rope_of
+from localgen.backends.formats.hf.quantization_config import read_quant
 
 _MOST_LAYERS = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moe:
-    """Mixture of experts in place of every MLP.
-
-    intermediate: width of one expert. normalize: whether the shares of the top_k experts are
-    made to sum to 1.
-    """
-
-    experts: int
-    top_k: int
-    intermediate: int
-    normalize: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A decoder of RMSNorm, rotary attention and gated MLP, and what varies between models.
-
-    architecture: Hugging Face's class. max_len: longest sequence, in tokens.
-    norm_offset: a norm multiplies by 1 + weight. sandwich_norms: norms after attention and MLP
-    too. qk_norm: RMSNorm over each head of q and k before the rotation.
-    local_rope: for layers with a window, where they have one of their own.
-    windows: for each layer, how many positions up to its own a token sees; None: all.
-    embed_scale: exact; it takes effect rounded to the embeddings' dtype.
-    tied: the head is the embedding. fused: q, k, v are one tensor in the checkpoint, gate and up
-    another.
-    """
-
-    architecture: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    max_len: int
-    norm_eps: float
-    norm_offset: bool
-    sandwich_norms: bool
-    qk_norm: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    activation: Activation
-    rope: Rope
-    local_rope: Rope | None
-    windows: tuple[int | None, ...]
-    attn_scale: float
-    attn_softcap: float | None
-    logit_softcap: float | None
-    embed_scale: float
-    tied: bool
-    fused: bool
-    moe: Moe | None
-    quant: Quant | None
-
-    @property
-    def num_params(self) -> int:
-        """Weights in all, without biases and norms."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        mlp = 3 * self.hidden * self.intermediate
-        if self.moe is not None:
-            mlp = self.moe.experts * self.hidden * (3 * self.moe.intermediate + 1)
-        return self.layers * (attention + mlp) + self.vocab * self.hidden * (2 - self.tied)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localgen.backends.memory.shape import LayerCache, ModelShape
+from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape
 
 _MOST_LAYERS = 10_000
 # of which one layer in so many has no window, where the file lists none

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localgen.backends.cuda.spec import ModelSpec
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 Shape = tuple[int, ...]
 

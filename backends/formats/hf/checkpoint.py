@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from localgen.backends.cuda.fields import Fields
-from localgen.backends.cuda.sharding import Shard
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.sharding import Shard
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

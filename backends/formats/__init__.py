@@ -1,0 +1,1 @@
+"""What a model is on disk: its files, its shape, its weights' sizes, whatever the format."""

@@ -1,0 +1,1 @@
+"""Model descriptions that do not depend on the file format: shape, rotary positions, shards."""
