@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from benchmarks import random_gguf
 from benchmarks.measure import table
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence as Seq
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.native import Context, Model
 from localgen.backends.llamacpp.options import settle
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence as Seq
 from localgen.backends.types import SamplingParams
 
 CROWDS = ((4, 200), (4, 1000), (4, 4000), (16, 200), (16, 1000))  # sequences × tokens each

@@ -17,8 +17,8 @@ from benchmarks.measure import Report
 from benchmarks.servers import Localgen
 from benchmarks.streams import LocalgenSpeaker, StreamFailed
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.types import Message, Request, SamplingParams, StepEvents
 from localgen.interpreter import python_command, python_environment
 

@@ -16,7 +16,7 @@ from benchmarks.measure import RATE, Report
 from benchmarks.pairs import Pair
 from benchmarks.scripted import Counted, Insisting, acceptance
 from benchmarks.step_curve import Curve, Measured
-from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.types import SamplingParams
 
 REACHED, HARMLESS = 0.9, 0.98

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks.answers import Answer
 from benchmarks.session import OwnTime, Session
-from localgen.backends.engine.drafts.drafter import Drafter
-from localgen.backends.engine.runner import ModelRunner
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.types import SamplingParams
 
 # a turn: one step, or as many as fit. An engine on its own computes step after step, and what

@@ -10,9 +10,9 @@ from typing import Any
 
 import localgen.quant
 from benchmarks.step_curve import Curve, step_ms
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.runner import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.runner.interface import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 HELD_OUT = Path(localgen.quant.__file__).parent / "texts/heldout.txt"

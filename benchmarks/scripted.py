@@ -7,9 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from localgen.backends.engine.drafts.drafter import Drafter, Proposal
-from localgen.backends.engine.runner import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.drafter import Drafter, Proposal
+from localgen.backends.runner.interface import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 # the target says this for ever where the acceptance is scripted: what it says must be known

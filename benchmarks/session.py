@@ -8,10 +8,10 @@ from dataclasses import replace
 from types import TracebackType
 
 from benchmarks.answers import Answer, NumberTokenizer
-from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.runner import ModelRunner
+from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.types import (
     EngineStats,
     Failed,

@@ -21,8 +21,8 @@ from benchmarks.measure import Report, command
 from benchmarks.pairs import BACKENDS, Pair, load_pair
 from benchmarks.scripted import SAID, SCRIPTED, Scripted
 from benchmarks.session import GREEDY
-from localgen.backends.engine.drafts.model import ModelDrafter
-from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.errors import LocalgenError
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import pairwise
 
 from benchmarks.in_turn import TURN_S
-from localgen.backends.engine.runner import Chunk, ModelRunner
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.interface import Chunk, ModelRunner
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 48, 64)

@@ -13,10 +13,10 @@ from localgen.backends.cuda.batch import arrange, on_device
 from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.weights import Weights
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.llamacpp.native import library
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 

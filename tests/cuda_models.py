@@ -15,9 +15,9 @@ from localgen.backends.cuda.batch import arrange, on_device
 from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.weights import load_weights
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.formats.hf.config import read_config
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 # no longer than LongRoPE's short factors go in cuda_configs

@@ -9,15 +9,15 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from localgen.backends.engine.drafts import speculation
-from localgen.backends.engine.drafts.acceptance import Acceptance, Common
-from localgen.backends.engine.drafts.allowance import Allowance
-from localgen.backends.engine.drafts.choice import DraftMs, Offer, Pick, StepMs
-from localgen.backends.engine.drafts.drafter import Proposal
-from localgen.backends.engine.drafts.reference import Reference
-from localgen.backends.engine.drafts.speculation import Speculation
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation import speculation
+from localgen.backends.engine.speculation.acceptance import Acceptance, Common
+from localgen.backends.engine.speculation.allowance import Allowance
+from localgen.backends.engine.speculation.choice import DraftMs, Offer, Pick, StepMs
+from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.speculation.reference import Reference
+from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 RIGHT, WRONG = 1, 2

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from localgen.backends.engine.embedding import as_sequences, in_slices, is_last
-from localgen.backends.engine.runner import (
+from localgen.backends.engine.embeddings import as_sequences, in_slices, is_last
+from localgen.backends.runner.interface import (
     Chunk,
     EmbedSlice,
     Limits,
@@ -22,7 +22,7 @@ from localgen.backends.engine.runner import (
     Sampled,
     Vectors,
 )
-from localgen.backends.engine.sequence import Sequence, common_prefix
+from localgen.backends.runner.sequence import Sequence, common_prefix
 
 VOCAB = 97
 END = 0

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.loaded_model import LoadedModel
+from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import Load, LoadOptions

@@ -10,8 +10,8 @@ from fake_runner import next_token
 
 from localgen.backends.cuda.cache import PagedCache
 from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
-from localgen.backends.engine.runner import Chunk, Limits, PoolUsage, Sampled
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.interface import Chunk, Limits, PoolUsage, Sampled
+from localgen.backends.runner.sequence import Sequence
 
 EMPTY = -1
 

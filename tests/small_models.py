@@ -25,16 +25,16 @@ from localgen.backends.cuda.linear import DenseLinear
 from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import CudaRunner, limits
 from localgen.backends.cuda.weights import random_weights
-from localgen.backends.engine.budget import TokenBudget
-from localgen.backends.engine.drafts.drafter import Drafter
-from localgen.backends.engine.drafts.speculation import Speculation
-from localgen.backends.engine.runner import Chunk, ModelRunner
 from localgen.backends.engine.scheduler import Scheduler
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.runner.interface import Chunk, ModelRunner
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 VOCAB, CTX, DRAFTS = 64, 256, 2

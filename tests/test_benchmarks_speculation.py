@@ -18,7 +18,7 @@ from benchmarks import in_turn, replay, speculation, step_curve
 from benchmarks.answers import Answer
 from benchmarks.scripted import Counted, Insisting, acceptance
 from benchmarks.session import GREEDY, OwnTime, Session
-from localgen.backends.engine.runner import Chunk
+from localgen.backends.runner.interface import Chunk
 from localgen.backends.types import Finished, SamplingParams, Timings
 
 FLAT = dict.fromkeys(range(1, 65), 10.0)

@@ -26,11 +26,11 @@ from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.planning import AbsentRanks, Planner
 from localgen.backends.cuda.runner import CudaRunner, limits
 from localgen.backends.cuda.weights import random_weights
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
 from localgen.backends.formats.architecture.sharding import Shard
 from localgen.backends.formats.hf.config import read_config
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # an interpreter's device, as kernels.device has it

@@ -12,8 +12,8 @@ from hf_folders import TINY, edit
 from models import LoadedBench, noisy, questions
 
 from localgen.backends.cuda.load import load
-from localgen.backends.engine.drafts.drafters import drafters
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.drafters import drafters
+from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.backends.types import SamplingParams

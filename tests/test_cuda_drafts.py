@@ -16,11 +16,11 @@ from test_llamacpp_drafts import COPY, GREEDY, SETTINGS
 from localgen.backends.cuda.load import load
 from localgen.backends.cuda.lookahead import Lookahead
 from localgen.backends.cuda.sampler import UNSUPPORTED
-from localgen.backends.engine.drafts.drafter import Drafter
-from localgen.backends.engine.drafts.model import ModelDrafter
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.runner import Chunk
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.runner.interface import Chunk
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 NOISE, MAX_NOISY = 0.02, 1

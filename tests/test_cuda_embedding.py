@@ -24,9 +24,9 @@ from localgen.backends.cuda.embedding import Pooler, embed
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.weights import load_weights
-from localgen.backends.engine.embedding import normalized
-from localgen.backends.engine.runner import NoRoom, Vectors
+from localgen.backends.engine.embeddings import normalized
 from localgen.backends.formats.hf.config import read_config
+from localgen.backends.runner.interface import NoRoom, Vectors
 from localgen.backends.types import EmbedRequest, Failed, SamplingParams
 
 TOLERANCE = 2e-4

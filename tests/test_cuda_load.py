@@ -17,7 +17,7 @@ from localgen.backends.cuda.decoder import KVCache
 from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.load import load
 from localgen.backends.cuda.options import Settings, device_of, settle
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_config

@@ -10,8 +10,8 @@ from scipy.special import log_softmax
 from test_cuda_runner import CHATS, PLAIN, CudaBench
 
 from localgen.backends.cuda.logprobs import step_logprobs
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 VOCAB = 300

@@ -15,10 +15,10 @@ from paged_runner import Memory, PagedRunner
 from localgen.backends.cuda.cache import PagedCache
 from localgen.backends.cuda.pages import PAGE_TOKENS, PagePool
 from localgen.backends.cuda.radix import RadixTree
-from localgen.backends.engine.budget import TokenBudget
-from localgen.backends.engine.runner import NoRoom
 from localgen.backends.engine.scheduler import Scheduler
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.token_budget import TokenBudget
+from localgen.backends.runner.interface import NoRoom
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 

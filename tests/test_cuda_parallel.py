@@ -36,12 +36,12 @@ from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.runner import Steps
 from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import open_source
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
 from localgen.backends.formats.architecture.sharding import Shard, check
 from localgen.backends.formats.hf.config import read_config
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 CTX = 64

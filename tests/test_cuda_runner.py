@@ -20,7 +20,7 @@ from localgen.backends.cuda.batch import StepInputs
 from localgen.backends.cuda.graphs import DeviceSteps, Latest
 from localgen.backends.cuda.load import load
 from localgen.backends.cuda.runner import CudaRunner
-from localgen.backends.engine.drafts.drafter import Drafter
+from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import SamplingParams
 

@@ -16,9 +16,9 @@ from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.runner import Steps
 from localgen.backends.cuda.weights import load_weights
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.formats.hf.config import read_config
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 TOLERANCE = 2e-4

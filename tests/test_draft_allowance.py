@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from drafting import Guesser, Steps, Unread, decoding
 
-from localgen.backends.engine.drafts.allowance import Allowance
-from localgen.backends.engine.drafts.speculation import Speculation
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.allowance import Allowance
+from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 
 STEP_MS = 10.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localgen.backends.engine.drafts.costs import StepCosts
+from localgen.backends.engine.speculation.costs import StepCosts
 
 
 def test_costs_lie_between_what_was_measured() -> None:

@@ -13,13 +13,13 @@ import torch
 from drafting import always_draft
 from small_models import VOCAB, Small, SmallCuda, SmallLlama
 
-from localgen.backends.engine.budget import TokenBudget
-from localgen.backends.engine.drafts.model import ModelDrafter
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.drafts.speculation import Speculation
-from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.engine.scheduler import Scheduler
-from localgen.backends.engine.sequence import Sequence, State
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.token_budget import TokenBudget
+from localgen.backends.runner.interface import ModelRunner
+from localgen.backends.runner.sequence import Sequence, State
 from localgen.backends.types import BASE_SAMPLING
 
 REQUESTS = 300

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 import pytest
 from drafting import Guesser, Steps, Unread, decoding
 
-from localgen.backends.engine.drafts.allowance import Allowance
-from localgen.backends.engine.drafts.drafter import Proposal
-from localgen.backends.engine.drafts.speculation import Speculation
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.allowance import Allowance
+from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.runner.sequence import Sequence
 
 STEP_MS = 10.0
 # what it may read for before it has gained anything, in plain steps

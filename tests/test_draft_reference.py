@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localgen.backends.engine.drafts.reference import Reference
+from localgen.backends.engine.speculation.reference import Reference
 
 
 def drafting_until_due(reference: Reference, gain: float) -> int:

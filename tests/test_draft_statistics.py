@@ -23,10 +23,10 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels import rejection
 from localgen.backends.cuda.runner import CudaRunner, Ticket
-from localgen.backends.engine.drafts.model import ModelDrafter
-from localgen.backends.engine.runner import Chunk, Sampled
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.llamacpp.runner import LlamaRunner
+from localgen.backends.runner.interface import Chunk, Sampled
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 DRAWS, TOKENS = 50_000, 100

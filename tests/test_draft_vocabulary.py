@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from localgen.backends.engine.drafts.vocabulary import require_same
+from localgen.backends.engine.speculation.vocabulary import require_same
 from localgen.backends.errors import InvalidRequest
 
 

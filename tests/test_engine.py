@@ -12,10 +12,10 @@ import pytest
 from fake_runner import END, VOCAB, FakeRunner, generate
 
 from localgen.backends.engine import stats
-from localgen.backends.engine.drafts.drafter import Drafter
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.runner import Chunk, NoRoom, Sampled, StepFailed
+from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.runner.interface import Chunk, NoRoom, Sampled, StepFailed
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import (
     EngineStats,

@@ -13,11 +13,11 @@ from drafting import Unread, always_draft
 from fake_runner import VOCAB, FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
-from localgen.backends.engine.drafts.drafter import Proposal
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.drafts.speculation import Speculation
-from localgen.backends.engine.runner import Chunk, NoRoom, Sampled
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.runner.interface import Chunk, NoRoom, Sampled
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import Failed, Finished
 
 next_token = fake_runner.next_token

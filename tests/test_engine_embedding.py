@@ -13,10 +13,10 @@ import pytest
 from fake_runner import VOCAB, FakeRunner, generate, vector_of
 from test_engine import LetterTokenizer, Log, expected_text, make, request, until_prepared
 
-from localgen.backends.engine.embedding import MAX_INPUTS
+from localgen.backends.engine.embeddings import MAX_INPUTS
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.runner import EmbedSlice, NoRoom, StepFailed
 from localgen.backends.errors import OutOfMemory
+from localgen.backends.runner.interface import EmbedSlice, NoRoom, StepFailed
 from localgen.backends.types import Embedded, EmbedRequest, Failed, StepEvents
 
 

@@ -20,6 +20,8 @@ ORDER = (
     "localgen.backends.formats.gguf",
     "localgen.backends.formats",
     "localgen.backends.text",
+    "localgen.backends.runner",
+    "localgen.backends.engine.speculation",
     "localgen.backends.engine",
     "localgen.backends.llamacpp",
     "localgen.backends.cuda",
@@ -39,6 +41,8 @@ FLOOR_0 = (
     "localgen.backends",
     "localgen.backends.memory",
     "localgen.backends.text",
+    "localgen.backends.runner",
+    "localgen.backends.engine.speculation",
     "localgen.backends.engine",
 )
 # the process border speaks msgpack and starts whichever runner the model needs

@@ -12,8 +12,8 @@ from drafting import always_draft
 from gguf_files import bert, short_convolutions
 from models import TINY_GGUF, LoadedBench, noisy, questions
 
-from localgen.backends.engine.drafts.drafters import drafters
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.drafters import drafters
+from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner

@@ -12,9 +12,9 @@ from drafting import DRAFTS, always_draft
 from models import TINY_GGUF, Bench, Reply, moved, noisy, questions
 from test_engine import until_prepared
 
-from localgen.backends.engine.drafts.drafter import Drafter
-from localgen.backends.engine.drafts.model import ModelDrafter
-from localgen.backends.engine.drafts.ngram import NgramDrafter
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.llamacpp.load import load
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import Message, SamplingParams

@@ -15,16 +15,16 @@ import pytest
 from models import TINY_GGUF, Bench, questions
 from test_engine_embedding import VectorLog, found, run
 
-from localgen.backends.engine.embedding import normalized
+from localgen.backends.engine.embeddings import normalized
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.loading import LoadedModel
-from localgen.backends.engine.runner import Embedder, Vectors
+from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import embedding
 from localgen.backends.llamacpp.load import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.runner.interface import Embedder, Vectors
 from localgen.backends.types import EmbedRequest, SamplingParams
 
 TEXTS = (

@@ -17,11 +17,11 @@ import psutil
 import pytest
 from models import TINY_GGUF, Bench, Reply, moved, noisy, questions
 
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence as EngineSequence
 from localgen.backends.llamacpp.devices import devices
 from localgen.backends.llamacpp.runner import Ticket
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence as EngineSequence
 from localgen.backends.types import Finished, Message, SamplingParams
 
 # logits of this model are of order 10; f16 KV and float32 sums leave differences of 1e-3

@@ -21,14 +21,14 @@ from sampling_reference import Vector, softmax
 from scipy.special import log_softmax
 from scipy.stats import chisquare
 
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence as Job
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.native import Context, Model
 from localgen.backends.llamacpp.options import settle
 from localgen.backends.llamacpp.sampler import Sampler, logprobs
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence as Job
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000

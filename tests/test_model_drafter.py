@@ -10,11 +10,11 @@ from drafting import always_draft, decoding
 from fake_runner import FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
-from localgen.backends.engine.drafts import speculation
-from localgen.backends.engine.drafts.model import ModelDrafter
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.runner import Chunk, Sampled, StepFailed
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation import speculation
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.runner.interface import Chunk, Sampled, StepFailed
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import Finished
 
 

@@ -9,8 +9,8 @@ from drafting import decoding
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.runner.sequence import Sequence
 
 
 def drafts(tokens: list[int], count: int) -> list[int]:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localgen.backends import sampling_params
-from localgen.backends.engine.intake import MAX_LOGPROBS, MAX_STOP_STRINGS, Intake
-from localgen.backends.engine.runner import Limits
+from localgen.backends.engine.input_processor import MAX_LOGPROBS, MAX_STOP_STRINGS, Intake
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.runner.interface import Limits
 from localgen.backends.types import BASE_SAMPLING, Request, SamplingParams
 
 VOCAB = 100

@@ -9,11 +9,11 @@ from fake_runner import END, VOCAB, FakeRunner, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localgen.backends.engine.budget import MIN_TOKENS, TokenBudget
-from localgen.backends.engine.queue import AGING_S
+from localgen.backends.engine.fair_queue import AGING_S
 from localgen.backends.engine.scheduler import MIN_SHARED_TOKENS, Scheduler
-from localgen.backends.engine.sequence import Sequence, State, common_prefix
+from localgen.backends.engine.token_budget import MIN_TOKENS, TokenBudget
 from localgen.backends.errors import QueueFull
+from localgen.backends.runner.sequence import Sequence, State, common_prefix
 from localgen.backends.types import SamplingParams
 
 

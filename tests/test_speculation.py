@@ -9,11 +9,11 @@ from collections.abc import Sequence as Seq
 import pytest
 from drafting import Guesser, Steps, decoding
 
-from localgen.backends.engine.drafts.acceptance import Acceptance, Common
-from localgen.backends.engine.drafts.choice import Offer, Pick, choose, pays
-from localgen.backends.engine.drafts.drafter import Proposal
-from localgen.backends.engine.drafts.speculation import MOST_DRAFTS, Speculation
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.acceptance import Acceptance, Common
+from localgen.backends.engine.speculation.choice import Offer, Pick, choose, pays
+from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.speculation.speculation import MOST_DRAFTS, Speculation
+from localgen.backends.runner.sequence import Sequence
 
 
 def still() -> float:

@@ -15,7 +15,7 @@ from tool_templates import FAMILIES
 
 from localgen.backends.cuda.load import load as load_cuda
 from localgen.backends.model_info import Load, LoadOptions
-from localgen.backends.text.dialect import NO_TOOLS
+from localgen.backends.text.prompt_renderer import NO_TOOLS
 from localgen.backends.types import Failed, Message, SamplingParams, Tool, ToolCall
 
 CHAT = (Message("user", "What is the weather in Paris?"),)

@@ -8,11 +8,11 @@ import pytest
 from hf_folders import TINY
 
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
+from localgen.backends.text import tool_families
 from localgen.backends.text.grammar import Grammars
+from localgen.backends.text.lark_grammar import Frame
 from localgen.backends.text.reasoning import tags_of
-from localgen.backends.text.tools import families
-from localgen.backends.text.tools.format import Format
-from localgen.backends.text.tools.lark import Frame
+from localgen.backends.text.tool_format import Format
 from localgen.backends.types import SamplingParams, Tool
 
 SCHEMA = {
@@ -87,32 +87,34 @@ HERMES_CASES = [
 def test_calls_within_text(
     grammars: Grammars, required: bool, several: bool, text: str, end: str | None
 ) -> None:
-    frame = Frame(marks={}, format=families.HERMES, tools=TOOLS, required=required, several=several)
+    frame = Frame(
+        marks={}, format=tool_families.HERMES, tools=TOOLS, required=required, several=several
+    )
     assert reaches(grammars, frame, [text], SamplingParams()) == end
 
 
 FAMILY_CASES: list[tuple[Format, list[str | int], str | None]] = [
-    (families.XML, [XML], WHOLE),
-    (families.XML, [XML.replace("\nc\n", "\nk")], None),
-    (families.XML, ["<tool_call>\n<function=time>\n</function>\n</tool_call>"], WHOLE),
-    (families.XML, ["<tool_call>\n<function=weather>\n</function>"], None),
-    (families.XML, ["<tool_call>\n<function=weather>\n<parameter=days>"], None),
-    (families.LLAMA, ["It is {"], WHOLE),
-    (families.LLAMA, ['{"a": 1}'], WHOLE),
-    (families.LLAMA, [LLAMA], WHOLE),
-    (families.LLAMA, [f"{LLAMA}; {LLAMA}"], WHOLE),
-    (families.LLAMA, [CONTROL, LLAMA], WHOLE),
-    (families.LLAMA, ['{"name": "nobody"'], None),
-    (families.MISTRAL, ["See", CONTROL, f"[{CALL}]"], LAST),
-    (families.MISTRAL, [CONTROL, f" [{CALL}, {TIME}]"], LAST),
-    (families.MISTRAL, [CONTROL, "no"], None),
-    (families.MISTRAL, ["[TOOL_CALLS] is how it is written"], WHOLE),
-    (families.MISTRAL_NAMED, [CONTROL, "time", CONTROL, "{}"], WHOLE),
-    (families.MISTRAL_NAMED, [CONTROL, "time", CONTROL, "{}", CONTROL, "time", CONTROL, "{}"],
+    (tool_families.XML, [XML], WHOLE),
+    (tool_families.XML, [XML.replace("\nc\n", "\nk")], None),
+    (tool_families.XML, ["<tool_call>\n<function=time>\n</function>\n</tool_call>"], WHOLE),
+    (tool_families.XML, ["<tool_call>\n<function=weather>\n</function>"], None),
+    (tool_families.XML, ["<tool_call>\n<function=weather>\n<parameter=days>"], None),
+    (tool_families.LLAMA, ["It is {"], WHOLE),
+    (tool_families.LLAMA, ['{"a": 1}'], WHOLE),
+    (tool_families.LLAMA, [LLAMA], WHOLE),
+    (tool_families.LLAMA, [f"{LLAMA}; {LLAMA}"], WHOLE),
+    (tool_families.LLAMA, [CONTROL, LLAMA], WHOLE),
+    (tool_families.LLAMA, ['{"name": "nobody"'], None),
+    (tool_families.MISTRAL, ["See", CONTROL, f"[{CALL}]"], LAST),
+    (tool_families.MISTRAL, [CONTROL, f" [{CALL}, {TIME}]"], LAST),
+    (tool_families.MISTRAL, [CONTROL, "no"], None),
+    (tool_families.MISTRAL, ["[TOOL_CALLS] is how it is written"], WHOLE),
+    (tool_families.MISTRAL_NAMED, [CONTROL, "time", CONTROL, "{}"], WHOLE),
+    (tool_families.MISTRAL_NAMED, [CONTROL, "time", CONTROL, "{}", CONTROL, "time", CONTROL, "{}"],
      WHOLE),
-    (families.MISTRAL_NAMED, [CONTROL, "nobody"], None),
-    (families.PHI, [CONTROL, f"[{CALL}, {TIME}]", CONTROL], LAST),
-    (families.PHI, [CONTROL, CALL, CONTROL], LAST),
+    (tool_families.MISTRAL_NAMED, [CONTROL, "nobody"], None),
+    (tool_families.PHI, [CONTROL, f"[{CALL}, {TIME}]", CONTROL], LAST),
+    (tool_families.PHI, [CONTROL, CALL, CONTROL], LAST),
 ]  # fmt: skip
 
 
@@ -120,7 +122,7 @@ FAMILY_CASES: list[tuple[Format, list[str | int], str | None]] = [
 def test_calls_of_the_families(
     grammars: Grammars, format: Format, parts: list[str | int], end: str | None
 ) -> None:
-    has_control = format not in (families.XML, families.HERMES)
+    has_control = format not in (tool_families.XML, tool_families.HERMES)
     marks = dict.fromkeys(format.marks, CONTROL) if has_control else {}
     frame = Frame(marks=marks, format=format, tools=TOOLS)
     assert reaches(grammars, frame, parts, SamplingParams()) == end
@@ -129,7 +131,7 @@ def test_calls_of_the_families(
 def test_one_call_of_a_list(grammars: Grammars) -> None:
     for required in (True, False):
         frame = Frame(
-            marks={}, format=families.MISTRAL, tools=TOOLS, required=required, several=False
+            marks={}, format=tool_families.MISTRAL, tools=TOOLS, required=required, several=False
         )
         start = f"[TOOL_CALLS][{CALL}"
         assert reaches(grammars, frame, [start + "]"], SamplingParams()) == LAST
@@ -160,7 +162,7 @@ def test_thoughts_before_calls(
             marks={},
             tags=THINK,
             is_open=is_open,
-            format=families.HERMES,
+            format=tool_families.HERMES,
             tools=TOOLS,
             required=is_required,
         )
@@ -171,7 +173,7 @@ def test_tags_that_are_control_tokens(grammars: Grammars) -> None:
     tags = tags_of("[THINK]")
     assert tags is not None
     marks = dict.fromkeys((*tags.marks, "[TOOL_CALLS]"), CONTROL)
-    frame = Frame(marks=marks, tags=tags, format=families.MISTRAL, tools=TOOLS)
+    frame = Frame(marks=marks, tags=tags, format=tool_families.MISTRAL, tools=TOOLS)
     cases: list[tuple[list[str | int], str | None]] = [
         ([CONTROL, "hm", CONTROL, "Yes"], WHOLE),
         ([CONTROL, "hm", CONTROL, "I look.", CONTROL, f"[{TIME}]"], LAST),
@@ -209,6 +211,6 @@ def test_thoughts_before_what_is_held(grammars: Grammars, params: SamplingParams
 
 def test_calls_or_what_is_held(grammars: Grammars) -> None:
     params = SamplingParams(json_schema='{"type": "integer"}')
-    frame = Frame(marks={}, tags=THINK, format=families.HERMES, tools=TOOLS)
+    frame = Frame(marks={}, tags=THINK, format=tool_families.HERMES, tools=TOOLS)
     for text, end in (("3", WHOLE), (ONE, WHOLE), (f"<think>a</think>{ONE}", WHOLE), ("x", None)):
         assert reaches(grammars, frame, [text], params) == end

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from localgen.backends.text.reader import Parts, Reader
+from localgen.backends.text import tool_families
 from localgen.backends.text.reasoning import ThoughtParser, tags_of
-from localgen.backends.text.tools import families
-from localgen.backends.text.tools.format import Format
-from localgen.backends.text.tools.parser import CallParser, new_call_id
+from localgen.backends.text.response_parser import Parts, Reader
+from localgen.backends.text.tool_format import Format
+from localgen.backends.text.tool_parser import CallParser, new_call_id
 from localgen.backends.types import Tool
 
 SCHEMA = {
@@ -30,8 +30,8 @@ PARIS = {"city": 'Pa"r\\is } ] é', "days": 3}
 ARGUMENTS = json.dumps(PARIS, ensure_ascii=False)
 CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 NOW = '{"name": "time", "arguments": {}}'
-HERMES, XML, LLAMA = families.HERMES, families.XML, families.LLAMA
-MISTRAL, NAMED, PHI = families.MISTRAL, families.MISTRAL_NAMED, families.PHI
+HERMES, XML, LLAMA = tool_families.HERMES, tool_families.XML, tool_families.LLAMA
+MISTRAL, NAMED, PHI = tool_families.MISTRAL, tool_families.MISTRAL_NAMED, tool_families.PHI
 
 Said = tuple[str, str, list[tuple[str, str]]]
 

@@ -12,9 +12,9 @@ from tool_templates import FAMILIES, HERMES, MISTRAL, PHI, PLAIN, STRICT, TEXT_A
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.backends.text.dialect import NO_SYSTEM, NO_TOOLS, ON_OR_OFF, Dialect, Opening
+from localgen.backends.text import tool_families
+from localgen.backends.text.prompt_renderer import NO_SYSTEM, NO_TOOLS, ON_OR_OFF, Dialect, Opening
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.text.tools import families
 from localgen.backends.types import Message, Request, Tool, ToolCall
 
 ASKED = (Message("user", "Weather?"),)
@@ -42,19 +42,19 @@ def opened(tokenizer: HfTokenizer, source: str, **fields: Any) -> Opening:
     ("family", "format"),
     [
         ("described", None),
-        ("hermes", families.HERMES),
-        ("thinking", families.HERMES),
-        ("xml", families.XML),
-        ("llama", families.LLAMA),
-        ("mistral", families.MISTRAL),
-        ("mistral-named", families.MISTRAL_NAMED),
-        ("phi", families.PHI_IN_SYSTEM),
+        ("hermes", tool_families.HERMES),
+        ("thinking", tool_families.HERMES),
+        ("xml", tool_families.XML),
+        ("llama", tool_families.LLAMA),
+        ("mistral", tool_families.MISTRAL),
+        ("mistral-named", tool_families.MISTRAL_NAMED),
+        ("phi", tool_families.PHI_IN_SYSTEM),
     ],
 )
 def test_the_family_of_a_template(family: str, format: object) -> None:
     source = FAMILIES[family]
     knows_tools = ChatTemplate(source).reads("tools")
-    assert families.family_of(source, knows_tools=knows_tools) is format
+    assert tool_families.family_of(source, knows_tools=knows_tools) is format
 
 
 def test_what_a_template_reads() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.ragged import Ragged
 from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence as Seq
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence as Seq
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

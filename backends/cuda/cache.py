@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from localgen.backends.cuda.pages import PAGE_TOKENS, PagePool, pages_for
 from localgen.backends.cuda.radix import RadixTree
-from localgen.backends.engine.runner import NoRoom, PoolUsage
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.interface import NoRoom, PoolUsage
+from localgen.backends.runner.sequence import Sequence
 
 
 class PagedCache:

@@ -14,15 +14,15 @@ from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import ModelSource, open_source
-from localgen.backends.engine.drafts.attempt import require_prefix_cache
-from localgen.backends.engine.drafts.vocabulary import require_same
-from localgen.backends.engine.loading import LoadedDraft
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.loaded_model import LoadedDraft
+from localgen.backends.engine.optional_draft import require_prefix_cache
+from localgen.backends.engine.speculation.vocabulary import require_same
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.sharding import Shard
 from localgen.backends.memory.kv_sizing import Size
 from localgen.backends.model_info import DraftInfo, DraftModel, MemoryUse
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 

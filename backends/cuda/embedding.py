@@ -12,10 +12,10 @@ from torch import Tensor
 
 from localgen.backends.cuda.batch import StepInputs, arrange
 from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.engine.embedding import as_sequences, in_slices, is_last
-from localgen.backends.engine.runner import Chunk, EmbedSlice, NoRoom, StepFailed
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.embeddings import as_sequences, in_slices, is_last
 from localgen.backends.formats.hf.tokenizer import optional_json
+from localgen.backends.runner.interface import Chunk, EmbedSlice, NoRoom, StepFailed
+from localgen.backends.runner.sequence import Sequence
 
 # how a folder of sentence-transformers names what we call so
 _POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}

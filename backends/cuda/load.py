@@ -18,9 +18,9 @@ from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.runner import Steps
 from localgen.backends.cuda.share import Share
 from localgen.backends.cuda.source import ModelSource, open_source
-from localgen.backends.engine.drafts.attempt import Attempt
-from localgen.backends.engine.drafts.drafters import check
-from localgen.backends.engine.loading import LoadedDraft, LoadedModel
+from localgen.backends.engine.drafters import check
+from localgen.backends.engine.loaded_model import LoadedDraft, LoadedModel
+from localgen.backends.engine.optional_draft import Attempt
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.sharding import Shard

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.logprobs import top_logprobs
-from localgen.backends.engine.runner import Chunk
+from localgen.backends.runner.interface import Chunk
 from localgen.backends.types import PositionLogprobs, TokenLogprob
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from localgen.backends.cuda.batch import Ints, StepInputs
 from localgen.backends.cuda.pages import PAGE_TOKENS
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 

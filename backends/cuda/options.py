@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
+from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.load_defaults import CUDA, CUDA_ON_CPU
 from localgen.backends.model_info import NGRAM, LoadOptions

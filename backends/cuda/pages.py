@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from localgen.backends.engine.runner import NoRoom
+from localgen.backends.runner.interface import NoRoom
 
 PAGE_TOKENS = 16
 

@@ -22,9 +22,9 @@ from localgen.backends.cuda.pages import pages_for
 from localgen.backends.cuda.ranks import Ranks
 from localgen.backends.cuda.sampler import Row, choose
 from localgen.backends.cuda.weights import random_weights
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 # one of every range within which launchers choose the same

@@ -18,8 +18,8 @@ from localgen.backends.cuda.graphs import Latest
 from localgen.backends.cuda.logprobs import StepLogprobs, step_logprobs
 from localgen.backends.cuda.lookahead import Lookahead, can_go_on, looks_back, next_inputs
 from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose_and_show
-from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
-from localgen.backends.engine.runner import (
+from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
+from localgen.backends.runner.interface import (
     Chunk,
     EmbedSlice,
     Limits,
@@ -29,7 +29,7 @@ from localgen.backends.engine.runner import (
     StepFailed,
     StepResult,
 )
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.sequence import Sequence
 
 
 class Steps(Protocol):

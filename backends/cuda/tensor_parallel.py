@@ -33,10 +33,10 @@ from localgen.backends.cuda.share import (
     SharedTokens,
 )
 from localgen.backends.cuda.source import ModelSource
-from localgen.backends.engine.runner import StepFailed
 from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError
 from localgen.backends.formats.architecture.sharding import Shard, check
 from localgen.backends.memory.kv_sizing import Size
+from localgen.backends.runner.interface import StepFailed
 
 
 class TensorParallelSteps:

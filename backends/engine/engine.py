@@ -10,13 +10,16 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from localgen.backends.engine.answer import Answer
-from localgen.backends.engine.budget import TokenBudget
-from localgen.backends.engine.drafts.drafter import Drafter
-from localgen.backends.engine.drafts.speculation import MOST_DRAFTS, Speculation
-from localgen.backends.engine.embedding import Embeddings, Texts
-from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.runner import (
+from localgen.backends.engine.embeddings import Embeddings, Texts
+from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.output_processor import Answer
+from localgen.backends.engine.scheduler import Output, Scheduler
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine.speculation.speculation import MOST_DRAFTS, Speculation
+from localgen.backends.engine.stats import Stats, finished
+from localgen.backends.engine.token_budget import TokenBudget
+from localgen.backends.errors import LocalgenError
+from localgen.backends.runner.interface import (
     Chunk,
     LooksAhead,
     ModelRunner,
@@ -24,10 +27,7 @@ from localgen.backends.engine.runner import (
     StepFailed,
     StepResult,
 )
-from localgen.backends.engine.scheduler import Output, Scheduler
-from localgen.backends.engine.sequence import Sequence, State
-from localgen.backends.engine.stats import Stats, finished
-from localgen.backends.errors import LocalgenError
+from localgen.backends.runner.sequence import Sequence, State
 from localgen.backends.types import (
     Delta,
     Embedded,

@@ -9,14 +9,14 @@ import threading
 from collections.abc import Iterator
 
 from localgen.backends.engine import wire
-from localgen.backends.engine.drafts.drafters import drafters
-from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
+from localgen.backends.engine.drafters import drafters
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.intake import Intake
-from localgen.backends.engine.loading import LoadedModel, Loader
-from localgen.backends.engine.runner import StepFailed
+from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.loaded_model import LoadedModel, Loader
+from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import Load
+from localgen.backends.runner.interface import StepFailed
 from localgen.backends.text.grammar import Grammars
 
 log = logging.getLogger(__name__)

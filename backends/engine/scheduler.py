@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localgen.backends.engine.budget import TokenBudget
-from localgen.backends.engine.drafts.drafter import Proposal
-from localgen.backends.engine.queue import FairQueue, level
-from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, StepResult
-from localgen.backends.engine.sequence import Sequence, State, common_prefix
+from localgen.backends.engine.fair_queue import FairQueue, level
+from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull
+from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, StepResult
+from localgen.backends.runner.sequence import Sequence, State, common_prefix
 from localgen.backends.types import PositionLogprobs
 
 # waiting for another request's prefix pays from about this many tokens on

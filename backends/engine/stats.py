@@ -6,10 +6,10 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 
-from localgen.backends.engine.drafts.record import NO_DRAFTS, Drafting
-from localgen.backends.engine.runner import Chunk, PoolUsage
 from localgen.backends.engine.scheduler import Output, Scheduler
-from localgen.backends.engine.sequence import Sequence, State
+from localgen.backends.engine.speculation.record import NO_DRAFTS, Drafting
+from localgen.backends.runner.interface import Chunk, PoolUsage
+from localgen.backends.runner.sequence import Sequence, State
 from localgen.backends.types import (
     EngineStats,
     Finished,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import llama_cpp.llama_cpp as C
 import numpy as np
 
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.errors import LoadFailed
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.cells import SharedCells
@@ -19,6 +17,8 @@ from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.llamacpp.streams import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.load_defaults import LLAMACPP
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 

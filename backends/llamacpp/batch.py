@@ -9,7 +9,7 @@ from typing import Any
 import llama_cpp.llama_cpp as C
 import numpy as np
 
-from localgen.backends.engine.runner import Chunk
+from localgen.backends.runner.interface import Chunk
 
 
 class Batch:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.engine.runner import NoRoom, PoolUsage
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.llamacpp.lanes import Lane, longest_prefix
 from localgen.backends.llamacpp.native import Context
 from localgen.backends.llamacpp.reuse import Reuse
+from localgen.backends.runner.interface import NoRoom, PoolUsage
+from localgen.backends.runner.sequence import Sequence
 
 # A step looks at every cell in use, its own or not: 3,900 foreign cells were measured to make a
 # token 8 % dearer (1.2 B parameters on two cores). So the newest prefixes stay whatever their

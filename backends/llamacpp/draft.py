@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from localgen.backends.engine.drafts.attempt import require_prefix_cache
-from localgen.backends.engine.drafts.vocabulary import require_same
-from localgen.backends.engine.loading import LoadedDraft
+from localgen.backends.engine.loaded_model import LoadedDraft
+from localgen.backends.engine.optional_draft import require_prefix_cache
+from localgen.backends.engine.speculation.vocabulary import require_same
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.assembly import assemble, max_donors, probe

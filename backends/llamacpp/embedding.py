@@ -12,14 +12,14 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from localgen.backends.engine.embedding import MAX_INPUTS, as_sequences, in_slices, is_last
-from localgen.backends.engine.runner import Chunk, EmbedSlice, StepFailed, Vectors
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.embeddings import MAX_INPUTS, as_sequences, in_slices, is_last
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
 from localgen.backends.llamacpp.native import FLASH_ATTN, Model, library
 from localgen.backends.llamacpp.options import Settings
+from localgen.backends.runner.interface import Chunk, EmbedSlice, StepFailed, Vectors
+from localgen.backends.runner.sequence import Sequence
 
 # llama.cpp computes the logits of every token whose state it gives: this bounds their memory
 SLICE_TOKENS = 256

@@ -10,8 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import llama_cpp.llama_cpp as C
 import numpy as np
 
-from localgen.backends.engine.loading import LoadedModel
-from localgen.backends.engine.runner import (
+from localgen.backends.engine.loaded_model import LoadedModel
+from localgen.backends.errors import LoadFailed, LocalgenError
+from localgen.backends.llamacpp.embedding import TextVectors
+from localgen.backends.llamacpp.native import Model
+from localgen.backends.llamacpp.options import Settings
+from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.model_info import Load, ModelInfo
+from localgen.backends.runner.interface import (
     Chunk,
     EmbedSlice,
     Limits,
@@ -20,13 +26,7 @@ from localgen.backends.engine.runner import (
     StepFailed,
     StepResult,
 )
-from localgen.backends.engine.sequence import Sequence
-from localgen.backends.errors import LoadFailed, LocalgenError
-from localgen.backends.llamacpp.embedding import TextVectors
-from localgen.backends.llamacpp.native import Model
-from localgen.backends.llamacpp.options import Settings
-from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.model_info import Load, ModelInfo
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from localgen.backends.engine.runner import PoolUsage
-from localgen.backends.engine.sequence import Sequence, common_prefix
+from localgen.backends.runner.interface import PoolUsage
+from localgen.backends.runner.sequence import Sequence, common_prefix
 
 AnyLane = TypeVar("AnyLane", bound="Lane")
 

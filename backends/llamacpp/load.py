@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from localgen.backends import sampling_params
-from localgen.backends.engine.drafts.attempt import Attempt
-from localgen.backends.engine.drafts.drafters import check
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.drafters import check
+from localgen.backends.engine.loaded_model import LoadedModel
+from localgen.backends.engine.optional_draft import Attempt
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import llama_cpp.llama_cpp as C
 import psutil
 
-from localgen.backends.engine.drafts.speculation import MOST_DRAFTS
+from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.native import (
     CACHE_TYPES,

@@ -11,7 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import llama_cpp.llama_cpp as C
 import numpy as np
 
-from localgen.backends.engine.runner import (
+from localgen.backends.llamacpp import sampler
+from localgen.backends.llamacpp.batch import Batch
+from localgen.backends.llamacpp.embedding import TextVectors
+from localgen.backends.llamacpp.lanes import Lanes
+from localgen.backends.llamacpp.native import Context, Model, library
+from localgen.backends.llamacpp.sampler import Logits, Sampler
+from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.runner.interface import (
     Chunk,
     EmbedSlice,
     Limits,
@@ -21,14 +28,7 @@ from localgen.backends.engine.runner import (
     StepFailed,
     StepResult,
 )
-from localgen.backends.engine.sequence import Sequence
-from localgen.backends.llamacpp import sampler
-from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.embedding import TextVectors
-from localgen.backends.llamacpp.lanes import Lanes
-from localgen.backends.llamacpp.native import Context, Model, library
-from localgen.backends.llamacpp.sampler import Logits, Sampler
-from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
 
 _DECODE_NO_ROOM = 1

@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import is_adaptive
 from localgen.backends.types import PositionLogprobs, SamplingParams, TokenLogprob
 

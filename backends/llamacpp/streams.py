@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 
-from localgen.backends.engine.runner import NoRoom, PoolUsage
-from localgen.backends.engine.sequence import Sequence
 from localgen.backends.llamacpp.lanes import Lane, longest_prefix
 from localgen.backends.llamacpp.native import Context
 from localgen.backends.llamacpp.reuse import Reuse
+from localgen.backends.runner.interface import NoRoom, PoolUsage
+from localgen.backends.runner.sequence import Sequence
 
 # A donor goes on itself if no more than this, and no more than this share of what is wanted, is
 # lost of it. The end of an answer often comes back as other tokens than were sampled, and nobody

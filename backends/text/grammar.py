@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.text.lark_grammar import HELD, WHITESPACE, Frame
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.text.tools.format import schema_of
-from localgen.backends.text.tools.lark import HELD, WHITESPACE, Frame
+from localgen.backends.text.tool_format import schema_of
 from localgen.backends.types import SamplingParams, Tool
 
 # fields of SamplingParams, of which one at most is given

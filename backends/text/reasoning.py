@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from localgen.backends.text.tools.spec import SPACE, Pattern
+from localgen.backends.text.pattern import SPACE, Pattern
 
 
 class _Place(enum.Enum):

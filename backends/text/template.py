@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -14,9 +18,107 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.text.conversation import conversation, with_text_arguments
-from localgen.backends.text.deadline import Overtime, deadline
-from localgen.backends.types import Message
+from localgen.backends.types import Message, ToolCall
+
+_SHORT_ID = 9
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call: a mapping, and JSON where a template writes them as they are."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+
+def conversation(messages: Sequence[Message], *, short_ids: bool) -> list[dict[str, Any]]:
+    """One dict a message. short_ids: ids of calls are brought to nine letters and digits."""
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    return [_turn(message, names, short_ids) for message in messages]
+
+
+def with_text_arguments(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with the arguments of calls as JSON text."""
+    return [
+        turn | {"tool_calls": [_with_text(call) for call in turn["tool_calls"]]}
+        if "tool_calls" in turn
+        else turn
+        for turn in turns
+    ]
+
+
+def _turn(message: Message, names: dict[str, str], short_ids: bool) -> dict[str, Any]:
+    """Only with the fields that it has: templates ask whether they are there."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        turn["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        turn["tool_calls"] = [_call(call, short_ids) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = _id(message.tool_call_id, short_ids)
+    name = message.name or names.get(message.tool_call_id or "")
+    if name:
+        turn["name"] = name
+    return turn
+
+
+def _call(call: ToolCall, short_ids: bool) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _Arguments(json.loads(call.arguments or "{}"))}
+    return {"id": _id(call.id, short_ids), "type": "function", "function": function}
+
+
+def _id(text: str, short_ids: bool) -> str:
+    """Mistral's templates refuse ids of another length, such as other servers give."""
+    if not short_ids or (len(text) == _SHORT_ID and text.isalnum() and text.isascii()):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return call | {"function": function | {"arguments": str(function["arguments"])}}
+
+
+class Overtime(Exception):
+    """The time is up."""
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Overtime if the block runs longer than that.
+
+    It is raised between two bytecodes: an endless loop in Python ends, a call into C does
+    not end before it returns.
+    """
+    watch = _Watch(threading.get_ident())
+    timer = threading.Timer(seconds, watch.strike)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        watch.leave()
+
+
+class _Watch:
+    def __init__(self, thread_id: int) -> None:
+        self._thread_id = ctypes.c_ulong(thread_id)
+        self._lock = threading.Lock()
+        self._left = False
+
+    def strike(self) -> None:
+        with self._lock:
+            if not self._left:
+                self._raise_in_thread(ctypes.py_object(Overtime))
+
+    def leave(self) -> None:
+        with self._lock:
+            self._left = True
+            self._raise_in_thread(None)  # one that has not arrived yet comes too late
+
+    def _raise_in_thread(self, kind: ctypes.py_object[type[Overtime]] | None) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, kind)
+
 
 # a template is foreign code, and other requests wait for their turn
 MAX_RENDER_S = 5.0

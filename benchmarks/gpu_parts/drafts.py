@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.scripted import SAID, SCRIPTED, Scripted
 from benchmarks.session import Session
 from localgen.backends.cuda.runner import CudaRunner
-from localgen.backends.engine.drafts.model import ModelDrafter
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
 

@@ -21,9 +21,9 @@ from localgen.backends.cuda.options import Settings
 from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.runner import CudaRunner, Ticket, limits
 from localgen.backends.cuda.weights import Weights, random_weights
-from localgen.backends.engine.drafts.drafter import Drafter
-from localgen.backends.engine.runner import StepResult
+from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.runner.interface import StepResult
 
 DTYPE = torch.bfloat16
 SEED = 0

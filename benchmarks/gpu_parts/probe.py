@@ -16,9 +16,9 @@ from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.graphs import DeviceSteps
 from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.weights import LayerWeights, Weights
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence as Seq
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence as Seq
 from localgen.backends.types import BASE_SAMPLING
 
 Part = TypeVar("Part")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localgen.backends.engine.runner import ModelRunner
 from localgen.backends.model_info import DraftInfo, Load, ModelInfo
+from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from localgen.backends.engine.drafts.drafter import Drafter
-from localgen.backends.engine.drafts.model import ModelDrafter
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.loading import LoadedModel
+from localgen.backends.engine.loaded_model import LoadedModel
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import NGRAM, NONE, Load
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from localgen.backends.text.tools.format import Format, Shape
-from localgen.backends.text.tools.spec import NAME, SPACE, Spec
+from localgen.backends.text.pattern import NAME, SPACE, Spec
+from localgen.backends.text.tool_format import Format, Shape
 
 
 def _object(arguments: str) -> Spec:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.text.grammar import Matcher
-from localgen.backends.text.reader import Reader
+from localgen.backends.text.response_parser import Reader
 from localgen.backends.types import SamplingParams
 
 _NONE: frozenset[int] = frozenset()

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.text.reader import Reader
+from localgen.backends.text import tool_prompt
+from localgen.backends.text.lark_grammar import Frame
 from localgen.backends.text.reasoning import Tags, ThoughtParser, tags_of
+from localgen.backends.text.response_parser import Reader
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.text.tools import described
-from localgen.backends.text.tools.families import GENERIC, family_of
-from localgen.backends.text.tools.lark import Frame
-from localgen.backends.text.tools.parser import CallParser
+from localgen.backends.text.tool_families import GENERIC, family_of
+from localgen.backends.text.tool_parser import CallParser
 from localgen.backends.types import Message, Request
 
 NO_TOOLS = "this model's template has no tools: they were described in the system message"
@@ -122,31 +122,31 @@ class Dialect:
             return self._in_system(messages, request, variables), ()
         if tools:
             assert self._tools is not None
-            variables = variables | {self._tools: described.definitions(tools)}
+            variables = variables | {self._tools: tool_prompt.definitions(tools)}
         return self._template.render(messages, variables), ()
 
     def _in_system(
         self, messages: tuple[Message, ...], request: Request, variables: dict[str, Any]
     ) -> str:
-        turns = [described.calls_as_text(message, self._format) for message in messages]
+        turns = [tool_prompt.calls_as_text(message, self._format) for message in messages]
         if not request.tools or request.tool_choice == "none":
             return self._template.render(turns, variables)
-        functions = [one["function"] for one in described.definitions(request.tools)]
+        functions = [one["function"] for one in tool_prompt.definitions(request.tools)]
         text = json.dumps(functions, ensure_ascii=False)
-        return self._template.render(described.with_system(turns, ""), variables, {"tools": text})
+        return self._template.render(tool_prompt.with_system(turns, ""), variables, {"tools": text})
 
     def _described(
         self, messages: tuple[Message, ...], request: Request, variables: dict[str, Any]
     ) -> tuple[str, tuple[str, ...]]:
-        turns = described.as_text(messages, self._format)
+        turns = tool_prompt.as_text(messages, self._format)
         if not request.tools or request.tool_choice == "none":
             return self._template.render(turns, variables), ()
-        told = described.with_system(turns, described.description(request.tools))
+        told = tool_prompt.with_system(turns, tool_prompt.description(request.tools))
         try:
             return self._template.render(told, variables), (NO_TOOLS,)
         except InvalidRequest:
             # some templates have no system message either
-            told = described.without_system(told)
+            told = tool_prompt.without_system(told)
             return self._template.render(told, variables), (NO_SYSTEM,)
 
 

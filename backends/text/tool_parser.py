@@ -6,8 +6,8 @@ import secrets
 import string
 from collections.abc import Callable, Iterable
 
-from localgen.backends.text.tools.format import Format, Shape
-from localgen.backends.text.tools.spec import Pattern
+from localgen.backends.text.pattern import Pattern
+from localgen.backends.text.tool_format import Format, Shape
 from localgen.backends.types import Tool, ToolCallDelta
 
 # nine letters and digits: Mistral's templates take no other

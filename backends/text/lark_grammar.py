@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.text.pattern import NAME, SPACE, Spec
 from localgen.backends.text.reasoning import Tags
-from localgen.backends.text.tools.format import Format, Shape, properties, schema_of
-from localgen.backends.text.tools.spec import NAME, SPACE, Spec
-from localgen.backends.text.tools.xml import is_plain
+from localgen.backends.text.tool_arguments import is_plain
+from localgen.backends.text.tool_format import Format, Shape, properties, schema_of
 from localgen.backends.types import Tool
 
 # between the parts of JSON; without a bound a model may indent for ever

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)

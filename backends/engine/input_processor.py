@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
-from localgen.backends.engine.embedding import Texts
-from localgen.backends.engine.runner import Limits
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.embeddings import Texts
 from localgen.backends.errors import ContextExceeded, InvalidRequest
-from localgen.backends.text.dialect import Dialect, Opening
+from localgen.backends.runner.interface import Limits
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.text.grammar import Grammars
+from localgen.backends.text.prompt_renderer import Dialect, Opening
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import BASE_SAMPLING, EmbedRequest, Request, SamplingParams

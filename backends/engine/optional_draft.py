@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from localgen.backends.engine.loading import LoadedDraft
+from localgen.backends.engine.loaded_model import LoadedDraft
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import NGRAM, DraftModel, LoadOptions
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
 
 

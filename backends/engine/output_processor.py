@@ -6,9 +6,9 @@ Logprobs are held with their text.
 from __future__ import annotations
 
 from localgen.backends.engine.scheduler import Output
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.text.detokenize import Detokenizer
-from localgen.backends.text.reader import Parts
+from localgen.backends.text.response_parser import Parts
 from localgen.backends.text.stop import StopMatcher
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import Delta, PositionLogprobs, ToolCallDelta

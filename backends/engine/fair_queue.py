@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.runner.sequence import Sequence
 
 # a request gains one priority level for each of these, so that none waits for ever
 AGING_S = 30.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from localgen.backends.engine.drafts.acceptance import Acceptance, Common
-from localgen.backends.engine.drafts.drafter import Proposal
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.acceptance import Acceptance, Common
+from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.runner.sequence import Sequence
 
 # a match is at least so many tokens
 LEAST = 2

@@ -9,15 +9,15 @@ from statistics import median
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from localgen.backends.engine.drafts.allowance import Allowance
-from localgen.backends.engine.drafts.choice import Offer, Pick, choose, pays
-from localgen.backends.engine.drafts.costs import StepCosts
-from localgen.backends.engine.drafts.drafter import Drafter, Proposal
-from localgen.backends.engine.drafts.ngram import NgramDrafter
-from localgen.backends.engine.drafts.record import Drafting, Own, Recent, Totals, told
-from localgen.backends.engine.drafts.reference import Reference
-from localgen.backends.engine.runner import Chunk
-from localgen.backends.engine.sequence import Sequence
+from localgen.backends.engine.speculation.allowance import Allowance
+from localgen.backends.engine.speculation.choice import Offer, Pick, choose, pays
+from localgen.backends.engine.speculation.costs import StepCosts
+from localgen.backends.engine.speculation.drafter import Drafter, Proposal
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.engine.speculation.record import Drafting, Own, Recent, Totals, told
+from localgen.backends.engine.speculation.reference import Reference
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SpeculationStats
 
 # most drafts for one sequence, whose step is of as many tokens and one

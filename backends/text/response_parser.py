@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from localgen.backends.text.reasoning import ThoughtParser
-from localgen.backends.text.tools.parser import CallParser
+from localgen.backends.text.tool_parser import CallParser
 from localgen.backends.types import ToolCallDelta
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.engine.budget import TokenBudget
-from localgen.backends.engine.runner import (
+from localgen.backends.engine.token_budget import TokenBudget
+from localgen.backends.errors import InvalidRequest, LocalgenError, OutOfMemory, QueueFull
+from localgen.backends.runner.interface import (
     Chunk,
     Embedder,
     EmbedSlice,
@@ -19,8 +20,7 @@ from localgen.backends.engine.runner import (
     NoRoom,
     Vectors,
 )
-from localgen.backends.engine.sequence import Sequence
-from localgen.backends.errors import InvalidRequest, LocalgenError, OutOfMemory, QueueFull
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, Embedded, Failed, Timings
 
 # inputs that are computed side by side

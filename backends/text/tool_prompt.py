@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from localgen.backends.text.tools.format import Format, parameters_of
+from localgen.backends.text.tool_format import Format, parameters_of
 from localgen.backends.types import Message, Tool
 
 _HOW = """\

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.text.tools.arguments import Arguments, JsonArguments
-from localgen.backends.text.tools.spec import Pattern, Spec
-from localgen.backends.text.tools.xml import XmlArguments
+from localgen.backends.text.pattern import Pattern, Spec
+from localgen.backends.text.tool_arguments import Arguments, JsonArguments, XmlArguments
 from localgen.backends.types import Tool, ToolCall
 
 # beside these, properties are not all there is

@@ -9,11 +9,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from localgen.backends.engine.drafts.acceptance import Acceptance, Common
-from localgen.backends.engine.drafts.costs import StepCosts
-from localgen.backends.engine.drafts.drafter import Proposal
-from localgen.backends.engine.runner import Chunk, ModelRunner, NoRoom, Sampled, StepFailed
-from localgen.backends.engine.sequence import Sequence, State, common_prefix
+from localgen.backends.engine.speculation.acceptance import Acceptance, Common
+from localgen.backends.engine.speculation.costs import StepCosts
+from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, Sampled, StepFailed
+from localgen.backends.runner.sequence import Sequence, State, common_prefix
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # a sequence is drafted for once no more than this of it is new to the draft model

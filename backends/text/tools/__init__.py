@@ -1,1 +1,0 @@
-"""Calls of functions: how model families write them, read back and held to their schemas."""
