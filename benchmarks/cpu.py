@@ -19,7 +19,7 @@ from benchmarks.servers import Localgen, private_settings
 from benchmarks.speed import Bench
 from benchmarks.streams import StreamFailed
 from localgen.backends.errors import LocalgenError
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.config import Settings
 from localgen.hub.names import BUILT_IN, BUILT_IN_PATH

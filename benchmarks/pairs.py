@@ -14,7 +14,7 @@ from benchmarks.gpu_parts.loaded import watched_runner
 from benchmarks.gpu_parts.shapes import llama
 from benchmarks.measure import ModelLine
 from localgen.backends.cuda.weights import random_weights
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.backends.runner.interface import ModelRunner
 from localgen.hub.names import BUILT_IN_PATH

@@ -27,7 +27,7 @@ from benchmarks.streams import (
     output_rate,
     together,
 )
-from localgen.backends.llamacpp.reuse import BLOCK_ROWS
+from localgen.backends.llamacpp.slots import BLOCK_ROWS
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message
 

@@ -14,7 +14,7 @@ from localgen.backends.cuda.decoder import Decoder, KVCache
 from localgen.backends.cuda.pages import PAGE_TOKENS
 from localgen.backends.cuda.weights import Weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.llamacpp.native import library
+from localgen.backends.llamacpp.library import library
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING

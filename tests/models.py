@@ -12,7 +12,7 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import Intake
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.text.grammar import Grammars

@@ -30,7 +30,7 @@ from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.formats.hf.config import read_config
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.runner.interface import Chunk, ModelRunner

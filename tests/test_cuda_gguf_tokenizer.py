@@ -25,7 +25,7 @@ from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS
 from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.backends.llamacpp.native import library
+from localgen.backends.llamacpp.library import library
 from localgen.backends.llamacpp.vocab import Vocab
 
 NASTY = [

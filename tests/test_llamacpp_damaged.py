@@ -8,7 +8,7 @@ import pytest
 from models import TINY_GGUF
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import Load, LoadOptions
 
 WHOLE = Path(TINY_GGUF).read_bytes()

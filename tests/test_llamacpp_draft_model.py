@@ -15,7 +15,7 @@ from models import TINY_GGUF, LoadedBench, noisy, questions
 from localgen.backends.engine.drafters import drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.backends.types import SamplingParams

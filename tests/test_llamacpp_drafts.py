@@ -15,7 +15,7 @@ from test_engine import until_prepared
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import Message, SamplingParams
 

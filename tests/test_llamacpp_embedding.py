@@ -20,8 +20,8 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import Intake
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, OutOfMemory
-from localgen.backends.llamacpp import embedding
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp import embeddings
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.runner.interface import Embedder, Vectors
@@ -124,7 +124,7 @@ def test_alone_or_together_it_is_the_same(tmp_path: Path, tiny: LoadedModel) -> 
 def test_longer_than_a_slice_and_than_the_first_context(tiny: LoadedModel) -> None:
     long = ("one two three four five six seven eight nine ten " * 60,)
     tokens = len(tiny.tokenizer.encode_text(long[0]))
-    assert tokens > max(embedding.SLICE_TOKENS, embedding.LEAST_TOKENS)
+    assert tokens > max(embeddings.SLICE_TOKENS, embeddings.LEAST_TOKENS)
     reference = theirs(TINY_GGUF, long, MEAN)
     np.testing.assert_allclose(ours(tiny, long, 10_000), reference, atol=TOLERANCE)
     np.testing.assert_allclose(ours(tiny, TEXTS), theirs(TINY_GGUF, TEXTS, MEAN), atol=TOLERANCE)
@@ -143,7 +143,7 @@ def test_closed_early_nothing_is_left_of_it(tiny: LoadedModel) -> None:
 def test_no_context_is_made_before_it_is_needed_and_a_long_one_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(embedding, "KEPT_TOKENS", 600)
+    monkeypatch.setattr(embeddings, "KEPT_TOKENS", 600)
     model = loaded(TINY_GGUF)
     assert isinstance(model.runner, LlamaRunner)
     vectors = model.runner._vectors
@@ -161,7 +161,7 @@ def test_without_memory_it_is_refused_with_both_numbers(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Little:
-        available = embedding.RESERVED_BYTES + 1000
+        available = embeddings.RESERVED_BYTES + 1000
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     with pytest.raises(OutOfMemory, match=r"embedding 1,\d+ tokens at once: needs .* GB, 0.0 are"):

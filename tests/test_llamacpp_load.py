@@ -22,7 +22,7 @@ from models import TINY_GGUF, Bench
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import Failed, Finished, Message, Request, SamplingParams, StepEvents
 

@@ -7,7 +7,7 @@ from models import TINY_GGUF, Bench
 
 from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import settle
-from localgen.backends.llamacpp.reuse import BLOCK_ROWS, Reuse
+from localgen.backends.llamacpp.slots import BLOCK_ROWS, Reuse
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 

@@ -31,8 +31,8 @@ from localgen.backends.formats.hf.config import read_config
 from localgen.backends.formats.hf.config_shape import config_shape
 from localgen.backends.formats.model_files import model_file, model_folder
 from localgen.backends.formats.weight_sizes import weights_of
-from localgen.backends.llamacpp import native
-from localgen.backends.llamacpp.buffers import Buffers
+from localgen.backends.llamacpp.library import CACHE_TYPES as LLAMACPP_CACHE_TYPES
+from localgen.backends.llamacpp.library import Buffers, library
 from localgen.backends.memory.compute_buffers import llamacpp_fixed_bytes, llamacpp_work_token_bytes
 from localgen.backends.model_info import MemoryUse
 
@@ -58,7 +58,7 @@ def shape_of(path: Path) -> ModelShape:
 
 def allocated(path: Path, kind: str) -> MemoryUse:
     """What llama.cpp allocates for a model and CELLS tokens of cache, loaded as we load it."""
-    log = native.library()
+    log = library()
     log.buffers = Buffers()
     model_params = C.llama_model_default_params()
     model_params.use_extra_bufts = False
@@ -68,7 +68,7 @@ def allocated(path: Path, kind: str) -> MemoryUse:
     params.n_ctx, params.n_batch, params.n_ubatch = CELLS, STEP, STEP
     params.n_seq_max = params.n_outputs_max = SEQUENCES
     params.kv_unified = params.swa_full = True
-    params.type_k = params.type_v = native.CACHE_TYPES[kind]
+    params.type_k = params.type_v = LLAMACPP_CACHE_TYPES[kind]
     params.flash_attn_type = 1
     context = C.llama_init_from_model(model, params)
     assert context, log.reason()

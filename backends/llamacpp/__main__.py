@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from localgen.backends.engine.process import main
-from localgen.backends.llamacpp.load import load
+from localgen.backends.llamacpp.loader import load
 
 if __name__ == "__main__":
     sys.exit(main(int(sys.argv[1]), load))

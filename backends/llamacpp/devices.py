@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llama_cpp._ggml import libggml
 
-from localgen.backends.llamacpp.native import library
+from localgen.backends.llamacpp.library import library
 
 _KINDS = {0: "cpu", 1: "gpu", 2: "gpu", 3: "accelerator"}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LoadFailed, LocalgenError
-from localgen.backends.llamacpp.embedding import TextVectors
+from localgen.backends.llamacpp.embeddings import TextVectors
 from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import Settings
 from localgen.backends.llamacpp.vocab import Vocab

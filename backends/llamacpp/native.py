@@ -6,37 +6,25 @@ Everything that the C side would answer with an abort is checked before it gets 
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp.llama_cpp as C
 import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.backends.llamacpp.buffers import Buffers
+from localgen.backends.llamacpp.library import (
+    CACHE_TYPES,
+    FLASH_ATTN,
+    MAX_SEQUENCES,
+    Buffers,
+    library,
+)
+from localgen.backends.llamacpp.options import Settings
 
-if TYPE_CHECKING:
-    from localgen.backends.llamacpp.options import Settings
-
-CACHE_TYPES = {
-    "f32": C.GGML_TYPE_F32,
-    "f16": C.GGML_TYPE_F16,
-    "bf16": 30,  # not named by the binding
-    "q8_0": C.GGML_TYPE_Q8_0,
-    "q5_1": C.GGML_TYPE_Q5_1,
-    "q5_0": C.GGML_TYPE_Q5_0,
-    "q4_1": C.GGML_TYPE_Q4_1,
-    "q4_0": C.GGML_TYPE_Q4_0,
-    "iq4_nl": C.GGML_TYPE_IQ4_NL,
-}
-FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
-MAX_SEQUENCES = 256
-_LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
 _LOAD_MODES = {
     (False, False): C.LLAMA_LOAD_MODE_NONE,
     (True, False): C.LLAMA_LOAD_MODE_MMAP,
@@ -49,66 +37,11 @@ _POOLINGS = (
     C.LLAMA_POOLING_TYPE_LAST,
     C.LLAMA_POOLING_TYPE_RANK,
 )
-# how llama.cpp speaks of a file that was cut short or is another kind of file
-_DAMAGED = ("gguf_init_from", "corrupted or incomplete")
 _NOT_GENERATING = "it is not a text-generating decoder model"
 
 
 class NoCache(LoadFailed):
     """The model is an encoder, which llama.cpp runs without a KV cache: it writes no text."""
-
-
-class NativeLog:
-    """What llama.cpp prints: its first error and first warning, to explain a failure, and the
-    sizes of the buffers that it allocates."""
-
-    def __init__(self) -> None:
-        self.buffers = Buffers()
-        self._first: dict[int, str] = {}
-        self._level = 0
-        self._callback = C.llama_log_callback(self._take)  # kept: C holds a bare pointer
-        C.llama_log_set(self._callback, ctypes.c_void_p(0))
-
-    def _take(self, level: int, text: bytes, _user: Any) -> None:
-        self._level = self._level if level == _LOG_CONT else level
-        line = text.decode("utf-8", "replace").strip()
-        if line and self._level in (_LOG_WARN, _LOG_ERROR):
-            self._first.setdefault(self._level, line)
-        else:
-            self.buffers.take(line)
-
-    def reason(self) -> str:
-        """The first error since `clear`, which is usually the cause of the others, in one line."""
-        line = self._first.get(_LOG_ERROR) or self._first.get(_LOG_WARN)
-        # it may quote the file, and must not steer a terminal
-        shown = "".join(c if c.isprintable() else "\ufffd" for c in line or "")
-        if any(sign in shown for sign in _DAMAGED):
-            return f"{shown}: it is no whole GGUF file, fetch it again"
-        return shown or "llama.cpp gave no reason"
-
-    def warned_of(self, word: str) -> bool:
-        """Whether the first warning since `clear` was about that."""
-        return word in self._first.get(_LOG_WARN, "")
-
-    def clear(self) -> None:
-        """Forget what was said before."""
-        self._first.clear()
-
-
-@functools.cache
-def library() -> NativeLog:
-    """Start llama.cpp, once in a process."""
-    # an abort would call a debugger for a backtrace, and keep everybody waiting for seconds
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-    log = NativeLog()
-    C.llama_backend_init()
-    return log
-
-
-def supports_gpu() -> bool:
-    """Whether llama.cpp was built with a GPU backend and finds a device for it."""
-    library()
-    return bool(C.llama_supports_gpu_offload())
 
 
 class Model:

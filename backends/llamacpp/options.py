@@ -10,12 +10,7 @@ import psutil
 
 from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.llamacpp.native import (
-    CACHE_TYPES,
-    FLASH_ATTN,
-    MAX_SEQUENCES,
-    supports_gpu,
-)
+from localgen.backends.llamacpp.library import CACHE_TYPES, FLASH_ATTN, MAX_SEQUENCES, supports_gpu
 from localgen.backends.memory.load_defaults import LLAMACPP, PARTS
 from localgen.backends.model_info import NGRAM, LoadOptions
 

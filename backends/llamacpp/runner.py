@@ -13,10 +13,11 @@ import numpy as np
 
 from localgen.backends.llamacpp import sampler
 from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.embedding import TextVectors
-from localgen.backends.llamacpp.lanes import Lanes
-from localgen.backends.llamacpp.native import Context, Model, library
+from localgen.backends.llamacpp.embeddings import TextVectors
+from localgen.backends.llamacpp.library import library
+from localgen.backends.llamacpp.native import Context, Model
 from localgen.backends.llamacpp.sampler import Logits, Sampler
+from localgen.backends.llamacpp.slots import Lanes
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.runner.interface import (
     Chunk,

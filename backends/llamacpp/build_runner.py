@@ -7,14 +7,14 @@ import numpy as np
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.cells import SharedCells
-from localgen.backends.llamacpp.embedding import TextVectors
-from localgen.backends.llamacpp.lanes import Lanes
-from localgen.backends.llamacpp.native import MAX_SEQUENCES, Context, Model, library
+from localgen.backends.llamacpp.embeddings import TextVectors
+from localgen.backends.llamacpp.library import MAX_SEQUENCES, library
+from localgen.backends.llamacpp.native import Context, Model
 from localgen.backends.llamacpp.options import Settings
-from localgen.backends.llamacpp.reuse import Reuse
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.llamacpp.streams import Streams
+from localgen.backends.llamacpp.shared_cache import SharedCells
+from localgen.backends.llamacpp.slots import Lanes, Reuse
+from localgen.backends.llamacpp.split_cache import Streams
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.load_defaults import LLAMACPP
 from localgen.backends.runner.interface import Chunk

@@ -16,11 +16,12 @@ from localgen.backends.engine.optional_draft import Attempt
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing
-from localgen.backends.llamacpp.assembly import assemble, max_donors, probe
+from localgen.backends.llamacpp.build_runner import assemble, max_donors, probe
 from localgen.backends.llamacpp.devices import gpu_free_bytes
-from localgen.backends.llamacpp.draft import Draft
+from localgen.backends.llamacpp.draft_model import Draft
 from localgen.backends.llamacpp.encoder import load_encoder
-from localgen.backends.llamacpp.native import Context, Model, NoCache, library
+from localgen.backends.llamacpp.library import library
+from localgen.backends.llamacpp.native import Context, Model, NoCache
 from localgen.backends.llamacpp.options import Settings, settle
 from localgen.backends.llamacpp.vocab import Vocab
 from localgen.backends.memory.kv_sizing import Size

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 
-from localgen.backends.llamacpp.lanes import Lane, longest_prefix
 from localgen.backends.llamacpp.native import Context
-from localgen.backends.llamacpp.reuse import Reuse
+from localgen.backends.llamacpp.slots import Lane, Reuse, longest_prefix
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
 

@@ -16,7 +16,8 @@ from localgen.backends.engine.embeddings import MAX_INPUTS, as_sequences, in_sli
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.native import FLASH_ATTN, Model, library
+from localgen.backends.llamacpp.library import FLASH_ATTN, library
+from localgen.backends.llamacpp.native import Model
 from localgen.backends.llamacpp.options import Settings
 from localgen.backends.runner.interface import Chunk, EmbedSlice, StepFailed, Vectors
 from localgen.backends.runner.sequence import Sequence

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.llamacpp.lanes import Lane, longest_prefix
 from localgen.backends.llamacpp.native import Context
-from localgen.backends.llamacpp.reuse import Reuse
+from localgen.backends.llamacpp.slots import Lane, Reuse, longest_prefix
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
 

@@ -11,7 +11,7 @@ from localgen.backends.engine.optional_draft import require_prefix_cache
 from localgen.backends.engine.speculation.vocabulary import require_same
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp import sizing
-from localgen.backends.llamacpp.assembly import assemble, max_donors, probe
+from localgen.backends.llamacpp.build_runner import assemble, max_donors, probe
 from localgen.backends.llamacpp.native import Context, Model, NoCache
 from localgen.backends.llamacpp.options import Settings
 from localgen.backends.llamacpp.vocab import Vocab
