@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.loaded import watched_runner
 from benchmarks.gpu_parts.shapes import llama
 from benchmarks.measure import ModelLine
-from localgen.backends.cuda.weights import random_weights
+from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.backends.runner.interface import ModelRunner

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.fp8 import small_rows
+from localgen.backends.cuda.kernels.gemm.fp8 import small_rows
 from localgen.backends.formats.hf.tensor_names import names_of
 from localgen.quant.forward import LayerForward, Tap, embed, logits
 from localgen.quant.source import Source

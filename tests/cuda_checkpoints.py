@@ -13,7 +13,7 @@ from cuda_configs import write_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localgen.backends.cuda.weights import Weights, load_weights
+from localgen.backends.cuda.model.weights import Weights, load_weights
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.hf.config import read_config
 

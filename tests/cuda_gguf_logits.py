@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.batch import arrange, on_device
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.pages import PAGE_TOKENS
-from localgen.backends.cuda.weights import Weights
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
+from localgen.backends.cuda.model.batch import arrange, on_device
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import Weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.llamacpp.library import library
 from localgen.backends.runner.interface import Chunk

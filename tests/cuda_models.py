@@ -11,10 +11,10 @@ from cuda_checkpoints import begun
 from cuda_configs import SIZES, write_config
 from torch import Tensor
 
-from localgen.backends.cuda.batch import arrange, on_device
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.pages import PAGE_TOKENS
-from localgen.backends.cuda.weights import load_weights
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
+from localgen.backends.cuda.model.batch import arrange, on_device
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import load_weights
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence

@@ -52,12 +52,12 @@ def _compile_for_real() -> None:
 
 def _modules() -> Iterator[str]:
     package = importlib.import_module(KERNELS)
-    for module in pkgutil.iter_modules(package.__path__):
+    for module in pkgutil.walk_packages(package.__path__, f"{KERNELS}."):
         yield module.name
 
 
 def _variants(module: str) -> list[Any]:
-    found = importlib.import_module(f"{KERNELS}.{module}")
+    found = importlib.import_module(module)
     return list(found.variants()) if hasattr(found, "variants") else []
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from fake_runner import next_token
 
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.runner.interface import Chunk, Limits, PoolUsage, Sampled
 from localgen.backends.runner.sequence import Sequence
 

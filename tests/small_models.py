@@ -16,15 +16,15 @@ import torch
 from cuda_configs import write_config
 from numpy.typing import NDArray
 
-from localgen.backends.cuda.batch import arrange
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.embedding import Pooler
-from localgen.backends.cuda.graphs import DeviceSteps
-from localgen.backends.cuda.linear import DenseLinear
-from localgen.backends.cuda.pages import pages_for
+from localgen.backends.cuda.embeddings import Pooler
+from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.model.batch import arrange
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.linear import DenseLinear
+from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.runner import CudaRunner, limits
-from localgen.backends.cuda.weights import random_weights
+from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
 from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.speculation import Speculation

@@ -27,7 +27,8 @@ from benchmarks.gpu_parts.device import Device, poisoned, relative_error
 from benchmarks.gpu_parts.kernel_checks import kernels
 from benchmarks.gpu_parts.report import Check, Report, Row
 from benchmarks.gpu_parts.steps import busy_and_waits
-from localgen.backends.cuda.kernels import activation, matmul, norm
+from localgen.backends.cuda.kernels import activation, norm
+from localgen.backends.cuda.kernels.gemm import dense
 from localgen.backends.types import Finished, Timings
 
 CPU = Device.found(gpu=False)
@@ -115,14 +116,14 @@ def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_checks, "CHECKED", shapes.CHECKED[:1])
     assert [c.line() for c in decoder_checks.decoders(CPU, 1) if not c.passed] == []
-    right = matmul.gated_matmul
+    right = dense.gated_matmul
 
     def wrong(x: Tensor, weight: Tensor, kind: Any) -> Tensor:
         """Gate and up exchanged; the twin in float64 stays as it is."""
         other = weight if x.dtype is torch.float64 else torch.cat(weight.chunk(2)[::-1])
         return right(x, other, kind)
 
-    monkeypatch.setattr("localgen.backends.cuda.linear.gated_matmul", wrong)
+    monkeypatch.setattr("localgen.backends.cuda.model.linear.gated_matmul", wrong)
     failed = [check.name for check in decoder_checks.decoders(CPU, 1) if not check.passed]
     assert "llama: logits of a prompt, in parts, and decoding" in failed
     assert "llama: greedy, graphs, looking ahead" in failed
@@ -130,8 +131,8 @@ def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_kernel_with_a_twin_is_checked() -> None:
     checked = {check.name.split(",")[0] for check in kernels(CPU, case.QUICK, 1)}
-    for found in pkgutil.iter_modules(kernel_modules.__path__):
-        module = importlib.import_module(f"{kernel_modules.__name__}.{found.name}")
+    for found in pkgutil.walk_packages(kernel_modules.__path__, f"{kernel_modules.__name__}."):
+        module = importlib.import_module(found.name)
         twins = {name.removesuffix("_reference") for name in vars(module)}
         own = {
             name

@@ -300,7 +300,7 @@ def test_what_a_glance_sees_is_what_the_library_finds(
 
 
 def test_cache_types_are_those_of_both_backends() -> None:
-    from localgen.backends.cuda.options import CACHE_TYPES as CUDA
+    from localgen.backends.cuda.device.options import CACHE_TYPES as CUDA
     from localgen.backends.llamacpp.library import CACHE_TYPES as LLAMACPP
 
     assert set(candidates.CACHE_TYPES) == {*CUDA, *LLAMACPP}

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels import attend_decode
-from localgen.backends.cuda.kernels.attend_decode import Plan, plan
-from localgen.backends.cuda.kernels.attention import (
+from localgen.backends.cuda.kernels.attention import decode
+from localgen.backends.cuda.kernels.attention.decode import Plan, plan
+from localgen.backends.cuda.kernels.attention.paged import (
     paged_attention_reference,
     paged_attention_triton,
 )
-from localgen.backends.cuda.kernels.kv import LayerKV, shrink
-from localgen.backends.cuda.kernels.ragged import Ragged
+from localgen.backends.cuda.kernels.attention_metadata import Ragged
+from localgen.backends.cuda.kernels.kv_cache import LayerKV, shrink
 
 PAGE = 16
 
@@ -207,7 +207,7 @@ def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> N
     def cut(**numbers: Any) -> Plan:
         return replace(plan(**numbers), splits=splits)
 
-    monkeypatch.setattr(attend_decode, "plan", cut)
+    monkeypatch.setattr(decode, "plan", cut)
     compare(Case(((1, 300), (1, 1), (1, 65)), heads=2, kv_heads=1))
 
 

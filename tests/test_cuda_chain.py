@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated, gated_reference, gated_triton
-from localgen.backends.cuda.kernels.kv import LayerKV, widen
+from localgen.backends.cuda.kernels.kv_cache import LayerKV, widen
 from localgen.backends.cuda.kernels.norm import rms_norm, rms_norm_reference, rms_norm_triton
 from localgen.backends.cuda.kernels.rope import (
     HeadNorms,

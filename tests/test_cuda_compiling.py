@@ -17,15 +17,16 @@ from cuda_configs import write_config
 from torch import Tensor
 
 from localgen.backends.cuda import kernels
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.embedding import Pooler
-from localgen.backends.cuda.graphs import DeviceSteps
+from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.embeddings import Pooler
+from localgen.backends.cuda.kernels import launch as launch_module
 from localgen.backends.cuda.kernels.launch import Launch
-from localgen.backends.cuda.options import Settings
-from localgen.backends.cuda.planning import AbsentRanks, Planner
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.launch_plan import AbsentRanks, Planner
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.runner import CudaRunner, limits
-from localgen.backends.cuda.weights import random_weights
+from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
 from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
 from localgen.backends.formats.architecture.sharding import Shard
 from localgen.backends.formats.hf.config import read_config
@@ -64,11 +65,11 @@ class Recorder:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launch] = []
         self.unaligned: set[tuple[str, str]] = set()
-        for found in pkgutil.iter_modules(kernels.__path__):
-            module = importlib.import_module(f"{kernels.__name__}.{found.name}")
+        for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+            module = importlib.import_module(found.name)
             if hasattr(module, "has_kernels"):
                 patch.setattr(module, "has_kernels", lambda x: True)
-            if found.name != "launch" and hasattr(module, "launch"):
+            if module is not launch_module and hasattr(module, "launch"):
                 patch.setattr(module, "launch", self.launch)
 
     def launch(self, kernel: Any, grid: tuple[int, ...]) -> Any:
@@ -166,9 +167,9 @@ import sys, types
 from pathlib import Path
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from localgen.backends.cuda import compiling
-from localgen.backends.cuda.options import Settings
-from localgen.backends.cuda.planning import Planner
+from localgen.backends.cuda import precompile
+from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.launch_plan import Planner
 from localgen.backends.formats.architecture.sharding import Shard
 from localgen.backends.formats.hf.config import read_config
 
@@ -178,14 +179,14 @@ triton.runtime.driver.set_active(types.SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
 ))
 torch.cuda.set_device = lambda device: None
-compiling.arch_of, compiling.units_of = (lambda device: 90), (lambda device: 132)
+precompile.arch_of, precompile.units_of = (lambda device: 90), (lambda device: 132)
 shard = Shard(read_config(Path(sys.argv[1])))
 few = ("_rms_norm", "_one_row", "_rope_and_store")
 all_first = Planner(shard, Settings(), torch.bfloat16, arch=90, units=132).first()
 found = [one for one in all_first if one.kernel.fn.__name__ in few][:4]
 Planner.first, Planner.later = (lambda self: found), (lambda self: [])
 change(found)
-work = compiling.Compiling(shard, Settings(), torch.bfloat16, torch.device("cuda", 0))
+work = precompile.Compiling(shard, Settings(), torch.bfloat16, torch.device("cuda", 0))
 print("NOTES", *work.wait())
 """
 COMPARE = """

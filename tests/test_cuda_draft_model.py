@@ -11,7 +11,7 @@ from drafting import always_draft
 from hf_folders import TINY, edit
 from models import LoadedBench, noisy, questions
 
-from localgen.backends.cuda.load import load
+from localgen.backends.cuda.loader import load
 from localgen.backends.engine.drafters import drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError

@@ -13,9 +13,9 @@ from models import Reply, moved, noisy, questions
 from test_cuda_runner import TINY, CudaBench
 from test_llamacpp_drafts import COPY, GREEDY, SETTINGS
 
-from localgen.backends.cuda.load import load
-from localgen.backends.cuda.lookahead import Lookahead
-from localgen.backends.cuda.sampler import UNSUPPORTED
+from localgen.backends.cuda.loader import load
+from localgen.backends.cuda.steps.run_ahead import Lookahead
+from localgen.backends.cuda.steps.sampler import UNSUPPORTED
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter

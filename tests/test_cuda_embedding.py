@@ -18,12 +18,12 @@ from test_engine_embedding import VectorLog, found, run
 from test_llamacpp_embedding import TEXTS as WORDS
 from test_llamacpp_embedding import loaded, ours
 
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.embedding import Pooler, embed
-from localgen.backends.cuda.graphs import DeviceSteps
-from localgen.backends.cuda.pages import PAGE_TOKENS
-from localgen.backends.cuda.weights import load_weights
+from localgen.backends.cuda.embeddings import Pooler, embed
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import load_weights
+from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
 from localgen.backends.engine.embeddings import normalized
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.runner.interface import NoRoom, Vectors

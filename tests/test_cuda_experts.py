@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.experts import few_triton, mixture, mixture_reference
-from localgen.backends.cuda.kernels.experts_many import (
+from localgen.backends.cuda.kernels.moe.fused_experts import few_triton, mixture, mixture_reference
+from localgen.backends.cuda.kernels.moe.grouped_experts import (
     Chosen,
     deal_triton,
     group_tile,

@@ -22,9 +22,9 @@ from gguf import GGMLQuantizationType as Kind
 from models import TINY_GGUF, questions
 from torch import Tensor
 
-from localgen.backends.cuda.gguf_checkpoint import GgufCheckpoint, open_gguf
-from localgen.backends.cuda.linear import DenseLinear
-from localgen.backends.cuda.weights import Weights, load_weights
+from localgen.backends.cuda.model.linear import DenseLinear
+from localgen.backends.cuda.model.source import GgufCheckpoint, open_gguf
+from localgen.backends.cuda.model.weights import Weights, load_weights
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.gguf import file as gguf_file
 from localgen.backends.formats.gguf.file import GgufFile

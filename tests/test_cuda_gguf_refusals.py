@@ -19,8 +19,8 @@ import torch
 from cuda_gguf_files import tiny_folder, write_gguf
 from gguf import GGMLQuantizationType as Kind
 
-from localgen.backends.cuda.gguf_checkpoint import open_gguf
-from localgen.backends.cuda.weights import Weights
+from localgen.backends.cuda.model.source import open_gguf
+from localgen.backends.cuda.model.weights import Weights
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.gguf.reader import Reader
 

@@ -11,12 +11,12 @@ from hf_folders import TINY, edit
 from test_cuda_runner import CHATS, PLAIN, CudaBench, texts
 from torch import Tensor
 
-from localgen.backends.cuda import sizing
-from localgen.backends.cuda.batch import StepInputs
-from localgen.backends.cuda.decoder import KVCache
-from localgen.backends.cuda.graphs import Latest
-from localgen.backends.cuda.load import load
-from localgen.backends.cuda.options import Settings, device_of, settle
+from localgen.backends.cuda.device import sizing
+from localgen.backends.cuda.device.options import Settings, device_of, settle
+from localgen.backends.cuda.loader import load
+from localgen.backends.cuda.model.batch import StepInputs
+from localgen.backends.cuda.model.decoder import KVCache
+from localgen.backends.cuda.steps.cuda_graphs import Latest
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec

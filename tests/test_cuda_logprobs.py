@@ -9,7 +9,7 @@ import torch
 from scipy.special import log_softmax
 from test_cuda_runner import CHATS, PLAIN, CudaBench
 
-from localgen.backends.cuda.logprobs import step_logprobs
+from localgen.backends.cuda.steps.logprobs import step_logprobs
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels import fp8, int4, matmul
-from localgen.backends.cuda.linear import DenseLinear, Int4Linear, gated_linear
+from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
+from localgen.backends.cuda.model.linear import DenseLinear, Int4Linear, gated_linear
 
 # largest error of an element, relative to the largest element
 LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -50,22 +50,22 @@ def test_a_product(rows: int, ins: int, outs: int, adds: bool, dtype: torch.dtyp
     x, weight = drawn(1, rows, ins, dtype=dtype), drawn(2, outs, ins, dtype=dtype)
     bias = drawn(3, outs, dtype=dtype) * 20 if adds else None
     residual = drawn(4, rows, outs, dtype=dtype) * 20 if adds else None
-    ours = matmul.matmul_triton(x, weight, bias, residual)
+    ours = dense.matmul_triton(x, weight, bias, residual)
     assert ours.dtype is dtype
-    same(ours, matmul.matmul_reference(*wide(x, weight, bias, residual)))
+    same(ours, dense.matmul_reference(*wide(x, weight, bias, residual)))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 11, 35])
 def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On fewer outputs, for the sake of time."""
-    thin, one = matmul.thin_tile(rows, 28672, 2), matmul.one_row_tile(592, 28672)
-    assert (thin, one) != (matmul.thin_tile(rows, 70, 2), matmul.one_row_tile(592, 70))
-    monkeypatch.setattr(matmul, "thin_tile", lambda *_: thin)
-    monkeypatch.setattr(matmul, "one_row_tile", lambda *_: one)
+    thin, one = dense.thin_tile(rows, 28672, 2), dense.one_row_tile(592, 28672)
+    assert (thin, one) != (dense.thin_tile(rows, 70, 2), dense.one_row_tile(592, 70))
+    monkeypatch.setattr(dense, "thin_tile", lambda *_: thin)
+    monkeypatch.setattr(dense, "one_row_tile", lambda *_: one)
     x, weight = drawn(1, rows, 592), drawn(2, 70, 592)
-    same(matmul.matmul_triton(x, weight), matmul.matmul_reference(*wide(x, weight)))
-    ours = matmul.matmul_triton(x, weight, kind="silu")
-    same(ours, matmul.gated_matmul_reference(x.double(), weight.double(), "silu"), 1e-5)
+    same(dense.matmul_triton(x, weight), dense.matmul_reference(*wide(x, weight)))
+    ours = dense.matmul_triton(x, weight, kind="silu")
+    same(ours, dense.gated_matmul_reference(x.double(), weight.double(), "silu"), 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
@@ -75,8 +75,8 @@ def test_a_gated_product(
 ) -> None:
     for seed in range(3):
         x, weight = drawn(seed, rows, ins), drawn(9 + seed, 2 * size, ins) / 8
-        ours = matmul.matmul_triton(x, weight, kind=kind)
-        same(ours, matmul.gated_matmul_reference(x.double(), weight.double(), kind), 1e-5)
+        ours = dense.matmul_triton(x, weight, kind=kind)
+        same(ours, dense.gated_matmul_reference(x.double(), weight.double(), kind), 1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -84,21 +84,21 @@ def test_bfloat16(rows: int) -> None:
     x, weight = (
         drawn(seed, *shape).bfloat16() for seed, shape in ((1, (rows, 272)), (2, (21, 272)))
     )
-    same(matmul.matmul_triton(x, weight), matmul.matmul_reference(x.double(), weight.double()))
+    same(dense.matmul_triton(x, weight), dense.matmul_reference(x.double(), weight.double()))
 
 
 def test_every_number_of_rows() -> None:
     x, weight = drawn(1, 9, 160), drawn(2, 20, 160)
     whole = x.double() @ weight.double().T
     for rows in range(1, 10):
-        same(matmul.matmul_triton(x[:rows], weight), whole[:rows])
+        same(dense.matmul_triton(x[:rows], weight), whole[:rows])
 
 
 def test_a_row_of_nan_harms_no_other() -> None:
     """Nothing of the next row comes in where inputs are not a multiple of a step."""
     x, weight = drawn(1, 3, 144), drawn(2, 20, 144)
     x[1] = math.nan
-    ours = matmul.matmul_triton(x, weight)
+    ours = dense.matmul_triton(x, weight)
     assert bool(ours[1].isnan().all())
     same(ours[::2], x[::2].double() @ weight.double().T)
     packed, scales, zeros, weight = int4_parts(1, 384, 20, 64)
@@ -109,16 +109,16 @@ def test_a_row_of_nan_harms_no_other() -> None:
 
 def test_the_tensors_that_are_for_cublas() -> None:
     weight = drawn(2, 8, 32, dtype=torch.float16)
-    assert matmul.fits(drawn(1, 3, 32, dtype=torch.float16), weight)
-    assert not matmul.fits(drawn(1, 3, 32), weight)
-    assert not matmul.fits(drawn(1, 0, 32, dtype=torch.float16), weight)
-    assert not matmul.fits(drawn(1, 3, 32, dtype=torch.float16), weight[:, :24].contiguous())
-    assert not matmul.fits(drawn(1, 3, 16, dtype=torch.float16), weight[:, :16])
+    assert dense.fits(drawn(1, 3, 32, dtype=torch.float16), weight)
+    assert not dense.fits(drawn(1, 3, 32), weight)
+    assert not dense.fits(drawn(1, 0, 32, dtype=torch.float16), weight)
+    assert not dense.fits(drawn(1, 3, 32, dtype=torch.float16), weight[:, :24].contiguous())
+    assert not dense.fits(drawn(1, 3, 16, dtype=torch.float16), weight[:, :16])
 
 
 def test_the_public_functions_on_the_cpu_keep_float64() -> None:
     x, weight = drawn(1, 3, 20).double(), drawn(2, 6, 20).double()
-    exact = matmul.matmul(x, weight, weight[:, 0], x[:, :6])
+    exact = dense.matmul(x, weight, weight[:, 0], x[:, :6])
     same(exact, x @ weight.T + weight[:, 0] + x[:, :6], 1e-15)
     gate, up = (x @ weight.T).chunk(2, -1)
     same(gated_linear(DenseLinear(weight), x, "silu"), gate * gate.sigmoid() * up, 1e-14)
@@ -225,7 +225,7 @@ def test_an_fp8_product(rows: int, ins: int, outs: int, dtype: torch.dtype) -> N
     scale, bias = drawn(2, outs).abs() / 10, drawn(3, outs, dtype=dtype)
     x = drawn(4, rows, ins, dtype=dtype)
     exact = exact_of(x, weight.double() * scale.double()[:, None], bias)
-    same(matmul.thin_triton(x, weight, scale, bias), exact)
+    same(dense.thin_triton(x, weight, scale, bias), exact)
     same(fp8.fp8_matmul(*wide(x, weight, scale, bias)), exact)
 
 

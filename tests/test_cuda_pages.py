@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_runner import Memory, PagedRunner
 
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.pages import PAGE_TOKENS, PagePool
-from localgen.backends.cuda.radix import RadixTree
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, PagePool
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.kv.radix_tree import RadixTree
 from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.runner.interface import NoRoom

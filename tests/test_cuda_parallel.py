@@ -31,11 +31,11 @@ from test_cuda_sharing import (  # noqa: F401  the same tests, with the fixture 
 from torch import Tensor
 from tp_peer import SETTINGS, PairedSteps, Peer, peer
 
-from localgen.backends.cuda.batch import arrange
-from localgen.backends.cuda.graphs import Latest
+from localgen.backends.cuda.model.batch import arrange
+from localgen.backends.cuda.model.source import open_source
+from localgen.backends.cuda.parallel.rank_model import Share
 from localgen.backends.cuda.runner import Steps
-from localgen.backends.cuda.share import Share
-from localgen.backends.cuda.source import open_source
+from localgen.backends.cuda.steps.cuda_graphs import Latest
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
 from localgen.backends.formats.architecture.sharding import Shard, check

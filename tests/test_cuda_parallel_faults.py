@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from hf_folders import TINY
 from test_cuda_end_to_end import ON_CPU, error_of, run
 
-from localgen.backends.cuda.followers import _MODULE
+from localgen.backends.cuda.parallel.worker_group import _MODULE
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Client, Text

@@ -26,9 +26,9 @@ from test_cuda_runner import (
     texts,
 )
 
-from localgen.backends.cuda import followers
+from localgen.backends.cuda.parallel import worker_group
+from localgen.backends.cuda.parallel.tensor_parallel import TensorParallelSteps
 from localgen.backends.cuda.runner import CudaRunner
-from localgen.backends.cuda.tensor_parallel import TensorParallelSteps
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 
 
@@ -50,7 +50,7 @@ def processes() -> list[int]:
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if followers._MODULE in child.cmdline():
+            if worker_group._MODULE in child.cmdline():
                 found.append(child.pid)
     return found
 
@@ -120,7 +120,7 @@ def test_a_number_of_ranks_that_is_none(tp: int) -> None:
 
 
 def test_what_cannot_be_divided_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followers, "_MODULE", "localgen.nothing")
+    monkeypatch.setattr(worker_group, "_MODULE", "localgen.nothing")
     message = "--tp 3: 4 heads cannot be divided by 3: use 1, 2 or 4"
     with pytest.raises(InvalidRequest, match=message):
         loaded(tp=3)
@@ -133,6 +133,6 @@ def test_damaged_weights_leave_no_process(folder: Path) -> None:
 
 
 def test_a_rank_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followers, "_MODULE", "localgen.nothing")
+    monkeypatch.setattr(worker_group, "_MODULE", "localgen.nothing")
     message = r"cannot load .*: rank 1 \(process \d+\) ended with status 1"
     assert_fails(LoadFailed, message, TINY)

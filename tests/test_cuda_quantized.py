@@ -17,14 +17,14 @@ from cuda_checkpoints import State, assert_one_line, load, make, rewrite, shapes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localgen.backends.cuda.linear import (
+from localgen.backends.cuda.model.linear import (
     DenseLinear,
     Fp8Linear,
     Int4Linear,
     JoinedLinear,
     Linear,
 )
-from localgen.backends.cuda.weights import Weights, random_weights
+from localgen.backends.cuda.model.weights import Weights, random_weights
 from localgen.backends.formats.hf.config import read_config
 
 GROUP = 16

@@ -14,9 +14,9 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from localgen.backends.cuda import sampler
-from localgen.backends.cuda.kernels import rejection, sampling
-from localgen.backends.cuda.sampler import Row, choose, choose_and_show
+from localgen.backends.cuda.kernels.sampling import rejection, sample
+from localgen.backends.cuda.steps import sampler
+from localgen.backends.cuda.steps.sampler import Row, choose, choose_and_show
 from localgen.backends.types import BASE_SAMPLING
 
 OFF = replace(BASE_SAMPLING, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -66,7 +66,7 @@ def by_kernels(patch: pytest.MonkeyPatch) -> None:
         return made.fill_(math.nan if dtype.is_floating_point else 101)
 
     patch.setattr(torch, "empty", poisoned)
-    patch.setattr(sampler, "sample", sampling.sample_triton)
+    patch.setattr(sampler, "sample", sample.sample_triton)
     patch.setattr(sampler, "verify", rejection.verify_triton)
     patch.setattr(sampler, "probabilities", rejection.probabilities_triton)
 

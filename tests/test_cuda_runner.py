@@ -16,10 +16,10 @@ import pytest
 from models import Bench, LoadedBench, Reply, noisy, questions
 from torch import Tensor
 
-from localgen.backends.cuda.batch import StepInputs
-from localgen.backends.cuda.graphs import DeviceSteps, Latest
-from localgen.backends.cuda.load import load
+from localgen.backends.cuda.loader import load
+from localgen.backends.cuda.model.batch import StepInputs
 from localgen.backends.cuda.runner import CudaRunner
+from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps, Latest
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.types import SamplingParams

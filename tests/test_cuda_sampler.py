@@ -20,17 +20,17 @@ from scipy.special import log_softmax
 from scipy.stats import chisquare
 from torch import Tensor
 
-from localgen.backends.cuda import sampler
-from localgen.backends.cuda.kernels import sampling
-from localgen.backends.cuda.kernels.logprobs import top_logprobs
-from localgen.backends.cuda.kernels.noise import (
+from localgen.backends.cuda.kernels.sampling import sample
+from localgen.backends.cuda.kernels.sampling.gumbel import (
     gumbel,
     noise_bits,
     seed_mix,
     tl_gumbel,
     tl_noise_bits,
 )
-from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose
+from localgen.backends.cuda.steps import sampler
+from localgen.backends.cuda.steps.logprobs import top_logprobs
+from localgen.backends.cuda.steps.sampler import UNSUPPORTED, Row, choose
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000
@@ -63,7 +63,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
             return made.fill_(math.nan if dtype.is_floating_point else 101)
 
         monkeypatch.setattr(torch, "empty", poisoned)
-        monkeypatch.setattr(sampler, "sample", sampling.sample_triton)
+        monkeypatch.setattr(sampler, "sample", sample.sample_triton)
     return str(request.param)
 
 
@@ -73,7 +73,7 @@ def choose_both(
     """By the twin and by the kernels."""
     twin = choose(logits, rows).tolist()
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", sampling.sample_triton)
+        patch.setattr(sampler, "sample", sample.sample_triton)
         return twin, choose(logits, rows).tolist()
 
 
@@ -456,7 +456,7 @@ def test_logits_are_left_as_they_are(path: str) -> None:
 
 
 def test_many_rows_take_the_larger_chunks(path: str) -> None:
-    assert sampling._chunk(2) != sampling._chunk(19)
+    assert sample._chunk(2) != sample._chunk(19)
     logits = drawn(8, 19, 5000)
     rows = asked(4)
     assert choose(logits, rows).tolist()[:2] == choose(logits[:2], rows[:2]).tolist()

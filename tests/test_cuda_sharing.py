@@ -9,13 +9,13 @@ import torch
 from cuda_models import ARCHITECTURES, make, random_text
 from torch import Tensor
 
-from localgen.backends.cuda.batch import arrange
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.graphs import DeviceSteps
-from localgen.backends.cuda.pages import PAGE_TOKENS
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.model.batch import arrange
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import load_weights
 from localgen.backends.cuda.runner import Steps
-from localgen.backends.cuda.weights import load_weights
+from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence

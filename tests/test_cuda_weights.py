@@ -18,8 +18,8 @@ from cuda_checkpoints import State, assert_one_line, load, make, rewrite, shapes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.weights import LayerWeights, Weights, random_weights
+from localgen.backends.cuda.model.linear import DenseLinear, Linear
+from localgen.backends.cuda.model.weights import LayerWeights, Weights, random_weights
 from localgen.backends.formats.hf.config import read_config
 
 # one of each architecture, and those whose tensors differ

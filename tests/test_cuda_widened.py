@@ -16,7 +16,7 @@ from cuda_checkpoints import assert_one_line, load, rewrite
 from cuda_models import Model, make, random_text
 from safetensors.torch import save_file
 
-from localgen.backends.cuda.source import HfFolder
+from localgen.backends.cuda.model.source import HfFolder
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.sharding import check
 from localgen.backends.formats.hf.config import read_config

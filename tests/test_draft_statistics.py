@@ -21,7 +21,7 @@ from scipy.stats import chisquare
 from small_models import Rows, Small, SmallCuda, SmallLlama, generate
 from torch import Tensor
 
-from localgen.backends.cuda.kernels import rejection
+from localgen.backends.cuda.kernels.sampling import rejection
 from localgen.backends.cuda.runner import CudaRunner, Ticket
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.llamacpp.runner import LlamaRunner

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from localgen.backends.cuda.gguf_checkpoint import open_gguf
+from localgen.backends.cuda.model.source import open_gguf
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.hf.config import read_config
 from localgen.quant.gguf import convert

@@ -15,9 +15,9 @@ from cuda_gguf_files import tiny_folder, write_gguf
 from gguf import GGUFReader
 from models import TINY_GGUF
 
-from localgen.backends.cuda import sizing
-from localgen.backends.cuda.decoder import KVCache
-from localgen.backends.cuda.options import CACHE_TYPES
+from localgen.backends.cuda.device import sizing
+from localgen.backends.cuda.device.options import CACHE_TYPES
+from localgen.backends.cuda.model.decoder import KVCache
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import (
     LayerCache,

@@ -17,7 +17,7 @@ pytest.importorskip("tokenizers")
 import torch
 from safetensors.torch import load_file, save_file
 
-from localgen.backends.cuda.weights import load_weights
+from localgen.backends.cuda.model.weights import load_weights
 from localgen.backends.errors import DiskFull, InvalidRequest, LoadFailed, LocalgenError
 from localgen.quant import preflight
 from localgen.quant.job import Job, Progress

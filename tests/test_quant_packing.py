@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.int4 import from_awq, from_gptq, group_order
+from localgen.backends.cuda.model.int4_repack import from_awq, from_gptq, group_order
 from localgen.quant.gptq import factor, gptq_grid, round_in_order
 from localgen.quant.packing import Layout, layout_of, pack, quantization_config, unpack
 from localgen.quant.quantized import GroupedWeight, RowWeight

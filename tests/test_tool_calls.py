@@ -13,7 +13,7 @@ from models import Bench, LoadedBench, Reply
 from test_grammar import fits, random_schema
 from tool_templates import FAMILIES
 
-from localgen.backends.cuda.load import load as load_cuda
+from localgen.backends.cuda.loader import load as load_cuda
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.backends.text.prompt_renderer import NO_TOOLS
 from localgen.backends.types import Failed, Message, SamplingParams, Tool, ToolCall

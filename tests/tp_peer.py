@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda import ranks
-from localgen.backends.cuda.batch import StepInputs
-from localgen.backends.cuda.graphs import Latest
-from localgen.backends.cuda.options import Settings
-from localgen.backends.cuda.share import Share, SharedTokens
-from localgen.backends.cuda.source import open_source
+from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.model import process_group
+from localgen.backends.cuda.model.batch import StepInputs
+from localgen.backends.cuda.model.source import open_source
+from localgen.backends.cuda.parallel.rank_model import Share, SharedTokens
+from localgen.backends.cuda.steps.cuda_graphs import Latest
 from localgen.backends.formats.architecture.sharding import Shard
 from localgen.interpreter import python_environment
 
@@ -90,14 +90,14 @@ def peer() -> Iterator[Peer]:
             pass_fds=[theirs.fileno()],
             env=python_environment(),
         )
-    store = ranks.meeting_point(2)
+    store = process_group.meeting_point(2)
     try:
         ours.send(store.port)
-        ranks.join(_whole(0), store, CPU)
+        process_group.join(_whole(0), store, CPU)
         yield Peer(ours)
     finally:
         ours.send(None)
-        ranks.leave()
+        process_group.leave()
         ours.close()
         assert process.wait(20) == 0
 
@@ -108,7 +108,7 @@ def _whole(rank: int) -> Shard:
 
 
 def _serve(orders: Connection[Any, Any]) -> None:
-    ranks.join(_whole(1), ranks.store_at(orders.recv(), 2), CPU)
+    process_group.join(_whole(1), process_group.store_at(orders.recv(), 2), CPU)
     while (order := orders.recv()) is not None:
         match order:
             case "load", folder, pages, max_len:
@@ -120,7 +120,7 @@ def _serve(orders: Connection[Any, Any]) -> None:
                 share.states(inputs)
             case "copy", pairs:
                 share.steps.copy(pairs)
-    ranks.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from localgen.backends.cuda.load import load
+from localgen.backends.cuda.loader import load
 from localgen.backends.engine.process import main
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.batch import StepInputs, arrange
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.embedding import Pooler, embed
-from localgen.backends.cuda.graphs import Latest
-from localgen.backends.cuda.logprobs import StepLogprobs, step_logprobs
-from localgen.backends.cuda.lookahead import Lookahead, can_go_on, looks_back, next_inputs
-from localgen.backends.cuda.sampler import UNSUPPORTED, Row, choose_and_show
+from localgen.backends.cuda.embeddings import Pooler, embed
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.model.batch import StepInputs, arrange
+from localgen.backends.cuda.steps.cuda_graphs import Latest
+from localgen.backends.cuda.steps.logprobs import StepLogprobs, step_logprobs
+from localgen.backends.cuda.steps.run_ahead import Lookahead, can_go_on, looks_back, next_inputs
+from localgen.backends.cuda.steps.sampler import UNSUPPORTED, Row, choose_and_show
 from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
 from localgen.backends.runner.interface import (
     Chunk,

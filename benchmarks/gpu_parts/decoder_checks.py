@@ -15,7 +15,7 @@ from benchmarks.gpu_parts.loaded import DTYPE, over, watched_runner
 from benchmarks.gpu_parts.probe import Probe, exact, livened
 from benchmarks.gpu_parts.report import Check, said
 from benchmarks.gpu_parts.shapes import CHECKED, Shape
-from localgen.backends.cuda.weights import Weights, random_weights
+from localgen.backends.cuda.model.weights import Weights, random_weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # relative error of the logits of a few layers in bfloat16. Random digits of 4 bits have a mean that

@@ -17,7 +17,7 @@ from pathlib import Path  # noqa: E402
 from benchmarks.answers import Answer  # noqa: E402
 from benchmarks.gpu_parts.device import Device  # noqa: E402
 from benchmarks.gpu_parts.loaded import over  # noqa: E402
-from localgen.backends.cuda.load import load  # noqa: E402
+from localgen.backends.cuda.loader import load  # noqa: E402
 from localgen.backends.cuda.runner import CudaRunner  # noqa: E402
 from localgen.backends.model_info import Load, LoadOptions  # noqa: E402
 

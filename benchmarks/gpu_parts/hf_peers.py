@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import config_of
-from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.weights import Weights
+from localgen.backends.cuda.model.linear import DenseLinear, Linear
+from localgen.backends.cuda.model.weights import Weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # of the memory that is free beside the weights: others are on the device, too

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV, shrink
-from localgen.backends.cuda.kernels.ragged import Ragged
-from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.kernels.attention_metadata import Ragged
+from localgen.backends.cuda.kernels.kv_cache import LARGEST, LayerKV, shrink
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 
 
 @dataclass(frozen=True, slots=True)

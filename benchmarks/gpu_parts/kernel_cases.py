@@ -13,9 +13,10 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, Case, Sizes, Tensors, beside
 from benchmarks.gpu_parts.inputs import Inputs, doubled_cache, exact_cache
-from localgen.backends.cuda.kernels import activation, attention, norm, rope
-from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV, widen
-from localgen.backends.cuda.kernels.tile import Kind
+from localgen.backends.cuda.kernels import activation, norm, rope
+from localgen.backends.cuda.kernels.attention import paged
+from localgen.backends.cuda.kernels.gemm.tile import Kind
+from localgen.backends.cuda.kernels.kv_cache import LARGEST, LayerKV, widen
 
 
 def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -160,14 +161,14 @@ def _attention(
 
     def found() -> Tensors:
         return (
-            attention.paged_attention(
+            paged.paged_attention(
                 queries, cache, ragged, scale=scale, window=window, softcap=softcap
             ),
         )
 
     def wanted() -> Tensors:
         return (
-            attention.paged_attention_reference(
+            paged.paged_attention_reference(
                 *(queries.double(), exact_cache(cache), ragged),
                 scale=scale,
                 window=window,

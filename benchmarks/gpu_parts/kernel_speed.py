@@ -14,12 +14,12 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded
 from benchmarks.gpu_parts.report import Report, said
-from localgen.backends.cuda.kernels.attention import paged_attention
-from localgen.backends.cuda.kernels.kv import LayerKV
-from localgen.backends.cuda.kernels.ragged import Ragged
-from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
-from localgen.backends.cuda.weights import LayerWeights
+from localgen.backends.cuda.kernels.attention.paged import paged_attention
+from localgen.backends.cuda.kernels.attention_metadata import Ragged
+from localgen.backends.cuda.kernels.kv_cache import LayerKV
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.model.linear import DenseLinear, Linear
+from localgen.backends.cuda.model.weights import LayerWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 PART, SDPA = "kernels", "torch SDPA"

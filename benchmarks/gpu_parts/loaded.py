@@ -12,15 +12,15 @@ from benchmarks.answers import NumberTokenizer
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.session import Session
-from localgen.backends.cuda import sizing
-from localgen.backends.cuda.cache import PagedCache
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.embedding import Pooler
-from localgen.backends.cuda.graphs import DeviceSteps
-from localgen.backends.cuda.options import Settings
-from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.device import sizing
+from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.embeddings import Pooler
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import Weights, random_weights
 from localgen.backends.cuda.runner import CudaRunner, Ticket, limits
-from localgen.backends.cuda.weights import Weights, random_weights
+from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.runner.interface import StepResult

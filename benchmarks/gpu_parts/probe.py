@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.inputs import doubled
-from localgen.backends.cuda.batch import Ints, StepInputs, arrange
-from localgen.backends.cuda.decoder import Decoder, KVCache
-from localgen.backends.cuda.graphs import DeviceSteps
-from localgen.backends.cuda.pages import PAGE_TOKENS, pages_for
-from localgen.backends.cuda.weights import LayerWeights, Weights
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.model.batch import Ints, StepInputs, arrange
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import LayerWeights, Weights
+from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Seq

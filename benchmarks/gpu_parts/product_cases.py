@@ -8,13 +8,14 @@ import torch
 
 from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, Case, Sizes, beside
 from benchmarks.gpu_parts.inputs import Inputs, doubled
-from localgen.backends.cuda.kernels import experts, fp8, int4, matmul
-from localgen.backends.cuda.kernels.experts_many import Chosen
+from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
+from localgen.backends.cuda.kernels.moe import fused_experts
+from localgen.backends.cuda.kernels.moe.grouped_experts import Chosen
 
 
 def products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
-    plain = matmul.matmul, matmul.matmul_reference
-    gated = matmul.gated_matmul, matmul.gated_matmul_reference
+    plain = dense.matmul, dense.matmul_reference
+    gated = dense.gated_matmul, dense.gated_matmul_reference
     for rows, ins, outs in _products(sizes):
         given = (
             *(make.normal(rows, ins), make.normal(outs, ins, std=0.02)),
@@ -65,7 +66,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 
 def mixtures(make: Inputs, sizes: Sizes) -> Iterator[Case]:
-    sides = experts.mixture, experts.mixture_reference
+    sides = fused_experts.mixture, fused_experts.mixture_reference
     hidden, inner = sizes.hidden // 2, 768
     for rows, count, top_k in ((1, 8, 2), (8, 16, 4), (sizes.rows, 16, 2)):
         weights = (

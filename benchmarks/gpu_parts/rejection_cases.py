@@ -11,9 +11,9 @@ import torch
 from benchmarks.gpu_parts.case import Case, Sizes, Tensors
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.sampling_cases import DIFFERENT, settings_of
-from localgen.backends.cuda.kernels import rejection, sampling
-from localgen.backends.cuda.kernels.rejection import Drafts
-from localgen.backends.cuda.kernels.sampling import Drawn
+from localgen.backends.cuda.kernels.sampling import rejection, sample
+from localgen.backends.cuda.kernels.sampling.rejection import Drafts
+from localgen.backends.cuda.kernels.sampling.sample import Drawn
 
 
 def rejections(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -60,8 +60,8 @@ def _verify(make: Inputs, rows: int, vocab: int) -> Case:
 
 def _drawn(
     make: Inputs, rows: int, vocab: int
-) -> tuple[Drawn, sampling.SamplingTensors, torch.Tensor]:
+) -> tuple[Drawn, sample.SamplingTensors, torch.Tensor]:
     logits = make.normal(rows, vocab, std=3.0, dtype=torch.float32)
     asked = settings_of(make, rows, vocab, "top-k")
     every = torch.arange(rows, device=make.device, dtype=torch.int32)
-    return sampling.sample(logits, asked), asked, every
+    return sample.sample(logits, asked), asked, every

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.case import Case, Sizes, Tensors
 from benchmarks.gpu_parts.inputs import Inputs
-from localgen.backends.cuda.kernels import sampling
-from localgen.backends.cuda.kernels.noise import seed_mix
-from localgen.backends.cuda.kernels.sampling import SamplingTensors
+from localgen.backends.cuda.kernels.sampling import sample
+from localgen.backends.cuda.kernels.sampling.gumbel import seed_mix
+from localgen.backends.cuda.kernels.sampling.sample import SamplingTensors
 
 # rows that may differ: two tokens can be as good as equal
 DIFFERENT = 0.02
@@ -32,8 +32,8 @@ def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
     settings = settings_of(make, rows, vocab, kind)
 
     def found() -> Tensors:
-        drawn = sampling.sample(logits, settings).tokens
-        same = drawn == sampling.sample_reference(logits.double(), settings).tokens
+        drawn = sample.sample(logits, settings).tokens
+        same = drawn == sample.sample_reference(logits.double(), settings).tokens
         return (same.double(),)
 
     def wanted() -> Tensors:

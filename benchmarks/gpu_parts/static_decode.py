@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu_parts.device import Device
-from localgen.backends.cuda.linear import DenseLinear, Linear
-from localgen.backends.cuda.weights import LayerWeights, Weights
+from localgen.backends.cuda.model.linear import DenseLinear, Linear
+from localgen.backends.cuda.model.weights import LayerWeights, Weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 

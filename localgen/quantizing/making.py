@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from localgen.backends.cuda.options import device_of
+from localgen.backends.cuda.device.options import device_of
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
 from localgen.hub.fit import room_here

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from localgen.backends.cuda.widening import notes
+from localgen.backends.cuda.model.dequantize import notes
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.memory.system import available_bytes, peak_bytes, total_bytes

@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.device import has_kernels
-from localgen.backends.cuda.kernels.launch import launch
-from localgen.backends.cuda.kernels.variant import Variant
-from localgen.backends.cuda.kernels.wide import wide
+from localgen.backends.cuda.kernels.device import has_kernels, wide
+from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # a load of 16 bytes a thread
 _BLOCK, _WARPS = 1024, 4

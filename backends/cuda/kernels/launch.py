@@ -11,6 +11,25 @@ from typing import Any
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """kernel: a triton.jit function. signature: Triton's type of each argument, as `*bf16`, `i32`
+    or `constexpr`. constants: values of those that are constexpr. min_arch: compute capability
+    below which it is not used (80, 89, 90, 100, 120). archs: those that it is chosen for; None:
+    all of these. registers: most of a thread; None: as the compiler has it.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+    registers: int | None = None
+    min_arch: int = 80
+    archs: frozenset[int] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel and what it is compiled for. args: numbers, None, and dtypes in place of tensors.

@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import has_kernels
-from localgen.backends.cuda.kernels.launch import launch
-from localgen.backends.cuda.kernels.variant import Variant
-from localgen.backends.cuda.kernels.wide import wide
+from localgen.backends.cuda.kernels.device import has_kernels, wide
+from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # a row is held in the registers of one program
 MAX_SIZE = 16384

@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, cat
 
-from localgen.backends.cuda.kernels.device import has_kernels
-from localgen.backends.cuda.kernels.kv import LARGEST, LayerKV, shrink
-from localgen.backends.cuda.kernels.launch import launch
+from localgen.backends.cuda.kernels.device import has_kernels, wide
+from localgen.backends.cuda.kernels.kv_cache import LARGEST, LayerKV, shrink
+from localgen.backends.cuda.kernels.launch import Variant, launch
 from localgen.backends.cuda.kernels.norm import rms_norm_reference
-from localgen.backends.cuda.kernels.variant import Variant
-from localgen.backends.cuda.kernels.wide import wide
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,65 @@
+"""A runner from its parts: what computes steps, a cache of pages, a tokenizer."""
+
+from __future__ import annotations
+
+import torch
+
+from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.embeddings import Pooler
+from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.cuda.model.dummy import MadeUpTokenizer
+from localgen.backends.cuda.model.source import ModelSource
+from localgen.backends.cuda.runner import CudaRunner, Steps, limits
+from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
+from localgen.backends.memory.kv_sizing import Size
+
+AnyTokenizer = HfTokenizer | MadeUpTokenizer
+
+
+def tokenizer_of(source: ModelSource, options: Settings) -> AnyTokenizer:
+    """LoadFailed: there is none, and the weights are not random."""
+    try:
+        return source.tokenizer()
+    except LoadFailed:
+        if options.dummy:  # a config.json is enough then
+            return MadeUpTokenizer(source.spec.vocab)
+        raise
+
+
+def assemble(
+    source: ModelSource,
+    options: Settings,
+    tokenizer: AnyTokenizer,
+    steps: Steps,
+    size: Size,
+    *,
+    ahead: bool,
+) -> CudaRunner:
+    """ahead: whether steps are launched before they are asked for."""
+    return CudaRunner(
+        steps,
+        PagedCache(pages_for(size.kv_tokens), share=options.prefix_cache),
+        limits(
+            max_seqs=options.parallel,
+            max_batch_tokens=options.max_batch_tokens,
+            max_len=size.ctx,
+            kv_tokens=size.kv_tokens,
+            share=options.prefix_cache,
+        ),
+        lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
+        ahead=ahead,
+        pooler=Pooler.of_folder(source.path),
+    )
+
+
+def description_of(spec: ModelSpec, dtype: torch.dtype) -> str:
+    """Architecture, size and how the weights are kept."""
+    kind = spec.architecture.removesuffix("ForCausalLM")
+    quant = spec.quant
+    how = str(dtype).removeprefix("torch.") if quant is None else quant.method
+    params = spec.num_params
+    size = f"{params / 1e9:.1f}B" if params >= 1e9 else f"{params / 1e6:.1f}M"
+    return f"{kind} {size} {how}"

@@ -1,0 +1,1 @@
+"""Matrix products with dense, int4 and FP8 weights."""

@@ -1,0 +1,317 @@
+"""Weights of 4 bits in groups of inputs with a scale and a zero each: (digit - zero) * scale.
+
+Where the inputs are a multiple of TILE, a tile of 128 of them is 16 words of 32 bits. Digit s of
+the low half of word i is input 32 s + 2 i of the tile, and that of the high half the input after
+it. So one mask leaves two neighbours where tensor cores want them, each in the low bits of a 16-bit
+float whose exponent is put in by an `or`: 128 + digit in bfloat16, 1024 + digit in float16. What is
+too much is taken off at the end of a group, as a product with ones; scales multiply sums of whole
+numbers, in float32. A program streams whole words of an output row, and no digit is ever moved.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from localgen.backends.cuda.kernels.device import ARCHS, arch_of, has_kernels
+from localgen.backends.cuda.kernels.gemm.dense import fits
+from localgen.backends.cuda.kernels.gemm.tile import Tile, dot_type, store
+from localgen.backends.cuda.kernels.launch import Variant, launch
+
+# inputs of a tile; inputs of a group are a multiple of PART in the kernels
+TILE, PART = 128, 32
+# above, the weight is widened once and cuBLAS multiplies
+MOST_ROWS = 64
+
+
+def int4_matmul(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T + bias, [rows, outs] of x's dtype, summed in float32.
+
+    x: [rows, ins], inputs in packed order. packed: uint8 [outs, ins / 2] as `pack` makes it.
+    scales: float [outs, groups]. zeros: uint8 [outs, groups], 0 to 15. bias: [outs].
+    """
+    if not (has_kernels(x) and tiled(2 * packed.shape[1]) and _in_parts(packed, scales)):
+        return int4_matmul_reference(x, packed, scales, zeros, bias)
+    if x.shape[0] <= MOST_ROWS and fits(x, packed):
+        return int4_matmul_triton(x, packed, scales, zeros, bias)
+    return functional.linear(x, widened_triton(packed, scales, zeros, x.dtype), bias)
+
+
+def tiled(ins: int) -> bool:
+    """Whether digits of so many inputs lie in tiles; else an even one lies below the next."""
+    return ins % TILE == 0
+
+
+def _in_parts(packed: Tensor, scales: Tensor) -> bool:
+    return 2 * packed.shape[1] // scales.shape[1] % PART == 0
+
+
+def pack(digits: Tensor) -> Tensor:
+    """uint8 [outs, ins] of 0 to 15 -> [outs, ins / 2]."""
+    outs, ins = digits.shape
+    if tiled(ins):
+        # [.., digit, word, half] -> [.., word, half, digit]: a half is two bytes of two digits
+        digits = digits.view(outs, -1, 4, 16, 2).permute(0, 1, 3, 4, 2).reshape(outs, ins)
+    return digits[:, 0::2] | digits[:, 1::2] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """What was packed, uint8 [outs, ins]."""
+    outs, ins = packed.shape[0], 2 * packed.shape[1]
+    digits = torch.stack((packed & 15, packed >> 4), dim=-1)
+    if tiled(ins):
+        digits = digits.view(outs, -1, 16, 2, 4).permute(0, 1, 4, 2, 3)
+    return digits.reshape(outs, ins)
+
+
+def widened(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight, [outs, ins] of dtype."""
+    digits = unpack(packed).view(*scales.shape, -1)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    # a digit less a zero is exact, so this rounds once for float32 and once for dtype
+    values = (digits.to(wide) - zeros[..., None].to(wide)) * scales[..., None].to(wide)
+    return values.to(dtype).flatten(1)
+
+
+def int4_matmul_reference(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """The same by torch, the weight rounded to x's dtype."""
+    return functional.linear(x, widened(packed, scales, zeros, x.dtype), bias)
+
+
+def int4_tile(rows: int, outs: int, group: int, arch: int) -> Tile:
+    """Inputs of each warp at once are a tile. Above 32 rows, programs share weights in the L2.
+
+    In flight are stages - 2 tiles of 8 KB of digits or one more; 4096 outputs are 256 programs, 31
+    to 46 KB an SM of an H200, 28672 are 896, 4 on an SM, twice that. With the rows that is 72 or
+    (32 rows) 80 KB of shared memory, 99 being what the smallest GPU has.
+    """
+    if rows <= 8:
+        return Tile(16, TILE, 8, 8, 4) if outs <= 8192 else Tile(32, TILE, 8, 4, 4)
+    if rows <= 16:
+        return Tile(32, TILE, 16, 4, 4)
+    # Triton 3.6 would leave room for a third program in the registers of sm_100, and spill: shared
+    # memory has none for it
+    spills = arch // 10 == 10 and group % TILE == 0
+    return Tile(32, TILE, 32, 4, 3, 255 if spills else None)
+
+
+def int4_matmul_triton(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """The same in one launch, for up to about 64 rows."""
+    rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
+    group = ins // scales.shape[1]
+    tile = int4_tile(rows, outs, group, arch_of(x.device))
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outputs))
+    launch(_int4, grid)(
+        x.contiguous(),
+        packed.view(torch.int32),
+        scales,
+        zeros,
+        bias,
+        out,
+        rows,
+        ins // TILE,
+        outs,
+        group,
+        float_bits=_float_bits(x.dtype),
+        dot=dot_type(x),
+        dots=_dots(group),
+        outputs=tile.outputs,
+        padded=tile.rows,
+        warps=tile.warps,
+        stages=tile.stages,
+        even=ins % (TILE * tile.warps) == 0,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+    )
+    return out
+
+
+def widened_triton(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight, [outs, ins] of dtype, in one launch."""
+    outs, ins = packed.shape[0], 2 * packed.shape[1]
+    out = torch.empty((outs, ins), dtype=dtype, device=packed.device)
+    launch(_widened, (triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE)))(
+        packed.view(torch.int32), scales, zeros, out, ins // TILE, outs, ins // scales.shape[1]
+    )
+    return out
+
+
+def _dots(group: int) -> int:
+    """Parts of a tile in the same group."""
+    return 4 if group % TILE == 0 else 2 if group % (2 * PART) == 0 else 1
+
+
+def _float_bits(dtype: torch.dtype) -> Any:
+    return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
+
+
+@triton.jit
+def neighbours(both, to: tl.constexpr):
+    """Two 16-bit floats in each word, int32 [.., words] -> [.., 2 * words] of `to`."""
+    low = both.to(tl.int16).to(to, bitcast=True)
+    high = (both >> 16).to(tl.int16).to(to, bitcast=True)
+    return tl.reshape(tl.join(low, high), [both.shape[0], both.shape[1], 2 * both.shape[2]])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _int4(
+    x,
+    words,
+    scales,
+    zeros,
+    bias,
+    out,
+    rows,
+    tiles,
+    outs,
+    group,
+    float_bits: tl.constexpr,
+    dot: tl.constexpr,
+    dots: tl.constexpr,
+    outputs: tl.constexpr,
+    padded: tl.constexpr,
+    warps: tl.constexpr,
+    stages: tl.constexpr,
+    even: tl.constexpr,
+):
+    """Warp w computes tiles w, w + warps, ...; [warps, outputs, 32] @ [warps, 32, padded rows]."""
+    exponent: tl.constexpr = 0x4300 if float_bits == tl.bfloat16 else 0x6400
+    one: tl.constexpr = 0x3F80 if float_bits == tl.bfloat16 else 0x3C00
+    surplus: tl.constexpr = 128.0 if float_bits == tl.bfloat16 else 1024.0
+    ins = tiles * 128
+    groups = ins // group
+    block = tl.program_id(1)
+    row = tl.program_id(0) * padded + tl.arange(0, padded)
+    own = tl.minimum(block * outputs + tl.arange(0, outputs), outs - 1)
+    warp = tl.arange(0, warps)
+    w_at = (
+        words
+        + own.to(tl.int64)[None, :, None] * (tiles * 16)
+        + (warp[:, None, None] * 16 + tl.arange(0, 16)[None, None, :])
+    )
+    x_at = (
+        x
+        + row.to(tl.int64)[None, None, :] * ins
+        + (warp[:, None, None] * 128 + tl.arange(0, 32)[None, :, None])
+    )
+    g_at = own.to(tl.int64)[None, :] * groups
+    given = (row < rows)[None, None, :]
+    # nothing at all of some words: what does not come of a load would lie in another way
+    none = (tl.load(words + tl.arange(0, 16)) & 0xFFFF) >> 16
+    some = tl.broadcast_to((none | (one << 16 | one))[None, None, :], [warps, outputs, 16])
+    ones = neighbours(some, float_bits).to(dot)
+    total = tl.zeros([warps, outputs, padded], tl.float32)
+    for tile in tl.range(0, tiles, warps, num_stages=stages):
+        mine = tile + warp
+        here = given
+        if even:
+            w = tl.load(w_at + tile * 16, eviction_policy="evict_first")
+        else:
+            there = (mine < tiles)[:, None, None]
+            w = tl.load(w_at + tile * 16, mask=there, other=0, eviction_policy="evict_first")
+            here = given & there
+            mine = tl.minimum(mine, tiles - 1)
+        for part in tl.static_range(0, 4, dots):
+            at = g_at + ((mine * 128 + part * 32) // group)[:, None]
+            scale = tl.load(scales + at)[:, :, None].to(tl.float32)
+            zero = tl.load(zeros + at)[:, :, None].to(tl.float32)
+            summed = tl.zeros([warps, outputs, padded], tl.float32)
+            inputs = tl.zeros([warps, outputs, padded], tl.float32)
+            for i in tl.static_range(dots):
+                a = tl.load(x_at + tile * 128 + (part + i) * 32, mask=here, other=0.0).to(dot)
+                digits = ((w >> (4 * (part + i))) & 0x000F000F) | (exponent << 16 | exponent)
+                floats = neighbours(digits, float_bits).to(dot)
+                summed = tl.dot(floats, a, summed, input_precision="ieee")
+                inputs = tl.dot(ones, a, inputs, input_precision="ieee")
+            total += scale * (summed - (zero + surplus) * inputs)
+    result = tl.sum(total, 0)
+    to = block * outputs + tl.arange(0, outputs)
+    if bias is not None:
+        result += tl.load(bias + to, mask=to < outs, other=0.0).to(tl.float32)[:, None]
+    store(result, out, row, rows, to, outs)
+
+
+@triton.jit
+def _widened(words, scales, zeros, out, tiles, outs, group):
+    """8 outputs and 8 tiles of each."""
+    own = (tl.program_id(0) * 8 + tl.arange(0, 8))[:, None, None]
+    tile = (tl.program_id(1) * 8 + tl.arange(0, 8))[None, :, None]
+    inside = (own < outs) & (tile < tiles)
+    first = own.to(tl.int64) * tiles + tile
+    w = tl.load(words + first * 16 + tl.arange(0, 16)[None, None, :], mask=inside, other=0)
+    for part in tl.static_range(4):
+        at = own.to(tl.int64) * (tiles * 128 // group) + (tile * 128 + part * 32) // group
+        scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+        zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+        low = ((w >> (4 * part)) & 15).to(tl.float32)
+        high = ((w >> (16 + 4 * part)) & 15).to(tl.float32)
+        pairs = tl.reshape(tl.join((low - zero) * scale, (high - zero) * scale), [8, 8, 32])
+        to = first * 128 + part * 32 + tl.arange(0, 32)[None, None, :]
+        tl.store(out + to, pairs.to(out.dtype.element_ty), mask=inside)
+
+
+def variants() -> Iterator[Variant]:
+    """The sizes of an 8B by rows and groups; one with a rest, one in float16."""
+    for rows, ins, outs, group, kind in (
+        (1, 4096, 4096, 128, "*bf16"),
+        (1, 4096, 28672, 128, "*bf16"),
+        (1, 4096, 6144, 64, "*bf16"),
+        (8, 896, 9728, 32, "*bf16"),
+        (8, 14336, 4096, 128, "*fp16"),
+        (16, 4096, 4096, 128, "*bf16"),
+        (64, 4096, 4096, 128, "*bf16"),
+        (64, 896, 4864, 32, "*bf16"),
+    ):
+        tiles = {arch: int4_tile(rows, outs, group, arch) for arch in ARCHS}
+        for tile in dict.fromkeys(tiles.values()):
+            archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
+            yield _variant(tile, rows, ins, outs, group, kind, archs)
+    pointers = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "out": "*bf16"}
+    numbers = dict.fromkeys(("tiles", "outs", "group"), "i32")
+    yield Variant(name="int4-widened", kernel=_widened, signature=pointers | numbers)
+
+
+def _variant(
+    tile: Tile, rows: int, ins: int, outs: int, group: int, kind: str, archs: frozenset[int]
+) -> Variant:
+    """As int4_matmul_triton launches it. kind: Triton's pointer type of the rows."""
+    of = tl.float16 if kind == "*fp16" else tl.bfloat16
+    constants: dict[str, Any] = {
+        "float_bits": of,
+        "dot": of,
+        "dots": _dots(group),
+        "outputs": tile.outputs,
+        "padded": tile.rows,
+        "warps": tile.warps,
+        "stages": tile.stages,
+        "even": ins % (TILE * tile.warps) == 0,
+    }
+    pointers = {"x": kind, "words": "*i32", "scales": "*fp16", "zeros": "*u8"}
+    numbers = dict.fromkeys(("rows", "tiles", "outs", "group"), "i32")
+    return Variant(
+        name=f"int4-{rows}-{ins}-{outs}-{group}-{kind}",
+        kernel=_int4,
+        signature=pointers
+        | {"bias": kind, "out": kind}
+        | numbers
+        | dict.fromkeys(constants, "constexpr"),
+        constants=constants,
+        num_warps=tile.warps,
+        registers=tile.registers,
+        archs=archs,
+    )

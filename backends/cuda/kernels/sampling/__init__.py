@@ -1,0 +1,1 @@
+"""Sampling and rejection sampling on the device."""

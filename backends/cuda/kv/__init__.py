@@ -1,0 +1,1 @@
+"""The paged KV cache: free pages, known prefixes, which pages belong to which sequence."""

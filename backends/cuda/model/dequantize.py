@@ -1,0 +1,76 @@
+"""Quantized weights that no kernel computes with, as plain ones: GPTQ of other widths than four
+bits, int8 with a scale for each output, and whatever experts are stored as."""
+
+from __future__ import annotations
+
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
+from localgen.backends.formats.architecture.model_spec import Quant
+
+_WORD_BITS = 32
+
+
+def packed_size(count: int, bits: int) -> int | None:
+    """Words of so many digits; None: they do not end where a word does."""
+    whole = count * bits
+    return None if whole % lcm(_WORD_BITS, bits) else whole // _WORD_BITS
+
+
+def widened_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, *, bits: int, zero_offset: int
+) -> Tensor:
+    """float32 [out, in].
+
+    qweight: int32 [in * bits / 32, out]. qzeros: int32 [groups, out * bits / 32]. scales:
+    [groups, out]. g_idx: [in]. zero_offset: added to a stored zero, modulo 2 ** bits.
+    """
+    zeros = _digits(qzeros.T, bits)  # [out, groups]
+    zeros = (zeros + zero_offset) & (2**bits - 1)
+    at = g_idx.long()
+    weight = _digits(qweight, bits).T.float()
+    weight -= zeros.float()[:, at]
+    return weight.mul_(scales.float().T[:, at])
+
+
+def plain_weight(linear: Linear, dtype: torch.dtype) -> Tensor:
+    """What a linear multiplies by, [out, in] in the order of its inputs."""
+    match linear:
+        case DenseLinear():
+            return linear.weight
+        case Fp8Linear():
+            return linear.dequantized(dtype)
+        case Int4Linear():
+            weight = linear.dequantized(dtype)
+            return weight if linear.order is None else weight[:, linear.order.argsort()]
+    raise AssertionError(linear)
+
+
+def notes(quant: Quant | None, *, experts: bool) -> tuple[str, ...]:
+    """What a user should know of weights that take more memory than their files."""
+    if quant is None or not (quant.widened or experts):
+        return ()
+    what = f"{quant.method.upper()} weights of {quant.bits} bits"
+    if not quant.widened:
+        what = f"experts of {what}"
+    return (f"{what} are widened to 16 as they are read: they take the memory of a plain model",)
+
+
+def _digits(words: Tensor, bits: int) -> Tensor:
+    """int32 [a, b] -> int32 [a * 32 / bits, b]: a stream of bits down each column."""
+    together = lcm(_WORD_BITS, bits)
+    every, count = together // bits, together // _WORD_BITS
+    parts = words.reshape(-1, count, words.shape[1])
+    out = words.new_empty((len(parts), every, words.shape[1]))
+    for index in range(every):
+        word, at = divmod(index * bits, _WORD_BITS)
+        left = min(bits, _WORD_BITS - at)
+        # shifted as signed numbers: what comes in from above is masked away
+        digit = (parts[:, word] >> at) & (2**left - 1)
+        if left < bits:
+            digit |= (parts[:, word + 1] & (2 ** (bits - left) - 1)) << left
+        out[:, index] = digit
+    return out.flatten(0, 1)

@@ -1,0 +1,86 @@
+"""Random weights in the layouts of real ones, so that speed can be measured without a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+
+# standard deviation: small enough for the sums of any width to stay finite in float16
+_STD = 0.02
+# of the whole numbers -8 to 7, all equally likely
+_DIGIT_STD = 4.61
+
+
+class MadeUpTensors:
+    """The Tensors of no model at all: normally distributed, quantized as the spec says."""
+
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int
+    ) -> None:
+        self._spec = spec
+        self._device = device
+        self._dtype = dtype
+        # on the meta device there is nothing to draw
+        drawn = device.type != "meta"
+        self._generator = torch.Generator(device).manual_seed(seed) if drawn else None
+
+    def norm(self, name: str, size: int) -> Tensor:
+        neutral = 0.0 if self._spec.norm_offset else 1.0
+        return torch.full((size,), neutral, device=self._device, dtype=self._dtype)
+
+    def embedding(self, name: str, rows: int, size: int) -> Tensor:
+        return self._normal(rows, size)
+
+    def linear(self, name: str, ins: int, outs: int, *, bias: bool = False) -> Linear:
+        b = self._normal(outs) if bias else None
+        quant = self._spec.quant
+        if quant is None or quant.widened or name == "lm_head":
+            return DenseLinear(self._normal(outs, ins), b)
+        if quant.method == "fp8":
+            scale = torch.full((outs,), _STD, device=self._device)
+            return Fp8Linear(self._normal(outs, ins, std=1.0).to(torch.float8_e4m3fn), scale, b)
+        return self._int4(outs, ins, quant.group_size or ins, b)
+
+    def experts(self, layer: str) -> tuple[Tensor, Tensor, Tensor]:
+        moe, hidden = self._spec.moe, self._spec.hidden
+        assert moe is not None
+        gate_up = self._normal(moe.experts, 2 * moe.intermediate, hidden)
+        down = self._normal(moe.experts, hidden, moe.intermediate)
+        return self._normal(moe.experts, hidden), gate_up, down
+
+    def _normal(self, *shape: int, std: float = _STD) -> Tensor:
+        values = torch.empty(shape, device=self._device, dtype=self._dtype)
+        return values if values.is_meta else values.normal_(std=std, generator=self._generator)
+
+    def _int4(self, outs: int, ins: int, group: int, bias: Tensor | None) -> Int4Linear:
+        shape = (outs, ins // group)
+        packed = torch.empty((outs, ins // 2), device=self._device, dtype=torch.uint8)
+        if not packed.is_meta:
+            packed.random_(256, generator=self._generator)
+        scales = torch.full(shape, _STD / _DIGIT_STD, device=self._device, dtype=torch.float16)
+        zeros = torch.full(shape, 8, device=self._device, dtype=torch.uint8)
+        return Int4Linear(packed, scales, zeros, bias)
+
+
+class MadeUpTokenizer:
+    """A token for each byte; all others stand for letters, so that random text can be shown."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.bos = self.eos = ""
+        self.end_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        return [byte % self.vocab_size for byte in text.encode(errors="replace")]
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def piece(self, token: int) -> bytes:
+        return bytes([ord("a") + token % 26])
+
+    def spelling(self, token: int) -> bytes:
+        return self.piece(token)

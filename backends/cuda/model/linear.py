@@ -1,0 +1,186 @@
+"""Linear layers: plain, int4 in groups, FP8; and several of them over the same input as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.kernels.activation import gated
+from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul
+from localgen.backends.cuda.kernels.gemm.fp8 import fp8_matmul, widened
+from localgen.backends.cuda.kernels.gemm.int4 import int4_matmul
+from localgen.backends.cuda.kernels.gemm.int4 import widened as widened_int4
+from localgen.backends.cuda.kernels.gemm.tile import Kind
+
+
+class Linear(Protocol):
+    """x [rows, in_features] -> [rows, out_features], both of x's dtype."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLinear:
+    """weight: [out, in]. bias: [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Linear:
+    """Weights of 4 bits, groups of inputs sharing a scale and a zero: (q - zero) * scale.
+
+    packed: uint8 [out, in / 2], as kernels.int4.pack makes it of one digit for each input.
+    scales: float [out, in / group]. zeros: uint8 [out, in / group], 0 to 15.
+    bias: [out] or None. order: int64 [in] or None; packed column i is for input order[i].
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor
+    bias: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        return 2 * self.packed.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.in_features // self.scales.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x[:, self.order]
+        return int4_matmul(x, self.packed, self.scales, self.zeros, self.bias)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight, [out, in], columns in packed order."""
+        return widened_int4(self.packed, self.scales, self.zeros, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Linear:
+    """weight: float8_e4m3fn [out, in]. scale: float32 [out], of each row. bias: [out] or None."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fp8_matmul(x, self.weight, self.scale, self.bias)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight, [out, in]."""
+        return widened(self.weight, self.scale, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedLinear:
+    """Linears over the same input that cannot be one weight; their outputs side by side."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def gated_linear(gate_up: Linear, x: Tensor, kind: Kind) -> Tensor:
+    """act(gate) * up, [rows, out / 2]; gate_up: all of gate, then all of up."""
+    if isinstance(gate_up, DenseLinear) and gate_up.bias is None:
+        return gated_matmul(x, gate_up.weight, kind)
+    return gated(gate_up(x), kind)
+
+
+def join(parts: Sequence[Linear]) -> Linear:
+    """One linear whose outputs are those of `parts` in turn: one weight wherever that can be."""
+    assert len({part.in_features for part in parts}) == 1
+    if len(parts) == 1:
+        return parts[0]
+    dense = [part for part in parts if isinstance(part, DenseLinear)]
+    if len(dense) == len(parts):
+        return DenseLinear(torch.cat([part.weight for part in dense]), _biases(dense))
+    fp8 = [part for part in parts if isinstance(part, Fp8Linear)]
+    if len(fp8) == len(parts):
+        # torch.cat has no FP8 on every device; bytes are bytes
+        weight = torch.cat([part.weight.view(torch.uint8) for part in fp8])
+        scale = torch.cat([part.scale for part in fp8])
+        return Fp8Linear(weight.view(torch.float8_e4m3fn), scale, _biases(fp8))
+    int4 = [part for part in parts if isinstance(part, Int4Linear)]
+    if len(int4) == len(parts) and _same_groups(int4):
+        return Int4Linear(
+            packed=torch.cat([part.packed for part in int4]),
+            scales=torch.cat([part.scales for part in int4]),
+            zeros=torch.cat([part.zeros for part in int4]),
+            bias=_biases(int4),
+            order=int4[0].order,
+        )
+    return JoinedLinear(tuple(parts))
+
+
+def _biases(parts: Sequence[DenseLinear | Int4Linear | Fp8Linear]) -> Tensor | None:
+    given = [part.bias for part in parts if part.bias is not None]
+    if not given:
+        return None
+    return torch.cat(
+        [
+            given[0].new_zeros(part.out_features) if part.bias is None else part.bias
+            for part in parts
+        ]
+    )
+
+
+def _same_groups(parts: Sequence[Int4Linear]) -> bool:
+    first = parts[0]
+    return all(_same_order(part.order, first.order) for part in parts) and all(
+        (part.group_size, part.scales.dtype) == (first.group_size, first.scales.dtype)
+        for part in parts
+    )
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: rank 0, its worker processes, and the part of a model on each rank."""

@@ -1,0 +1,1 @@
+"""A step on the device: CUDA graphs, run-ahead, sampling, log probabilities."""
