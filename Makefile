@@ -49,6 +49,6 @@ $(VENV)/.installed-dev: $(SETUP) $(if $(LLAMA_WHEEL),force)
 	@LLAMA_WHEEL='$(LLAMA_WHEEL)' ./setup.sh dev
 
 # Installing derives the model too (setup.py); this is for changes since.
-$(MODEL): $(wildcard localgen/models/tiny/*) $(wildcard quant/*.py)
-	@$(VENV)/bin/python -c 'from pathlib import Path; from localgen.quant.gguf import convert; \
+$(MODEL): $(wildcard localgen/models/tiny/*) $(shell find quant/gguf backends/formats -name '*.py')
+	@$(VENV)/bin/python -c 'from pathlib import Path; from localgen.quant.gguf.convert import convert; \
 		convert(Path("localgen/models/tiny"), Path("$@"))'

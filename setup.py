@@ -12,19 +12,17 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 SOURCE = ROOT / "localgen/models/tiny"
 MODEL = ROOT / "localgen/models/tiny.gguf"
-CONVERTER = ROOT / "quant"
 
 
 def derive_model() -> None:
     """Convert the built-in model, unless it is newer than its source and the converter."""
-    # an sdist has the converter only inside the package
-    converter = CONVERTER if CONVERTER.is_dir() else ROOT / "localgen/quant"
-    inputs = [*SOURCE.iterdir(), *converter.glob("*.py")]
+    converter = [ROOT / "localgen/quant/gguf", ROOT / "localgen/backends/formats"]
+    inputs = [*SOURCE.iterdir(), *(path for folder in converter for path in folder.rglob("*.py"))]
     newest = max(path.stat().st_mtime for path in inputs)
     if MODEL.exists() and MODEL.stat().st_mtime >= newest:
         return
     sys.path.insert(0, str(ROOT))
-    from localgen.quant.gguf import convert
+    from localgen.quant.gguf.convert import convert
 
     convert(SOURCE, MODEL, "F16")
 

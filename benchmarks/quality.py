@@ -24,10 +24,10 @@ from benchmarks.measure import ModelLine, Report, command, table
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.formats.hf.folder import Checkpoint
 from localgen.backends.formats.hf.tensor_names import Tensors
-from localgen.quant.arithmetic import multiplied_in
-from localgen.quant.forward import LayerForward, embed, logits
-from localgen.quant.methods import quantize_layer
-from localgen.quant.recipe import Recipe
+from localgen.quant.calibrate.input_stats import multiplied_in
+from localgen.quant.calibrate.layer_forward import LayerForward, embed, logits
+from localgen.quant.methods.layer import quantize_layer
+from localgen.quant.request.recipe import Recipe
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "localgen" / "models" / "tiny"

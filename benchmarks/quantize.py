@@ -26,7 +26,7 @@ from benchmarks.measure import machine
 from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
 from localgen.hub.names import BUILT_IN_PATH
 from localgen.interpreter import python_command, python_environment
-from localgen.quant.tensor_file import Entry, write
+from localgen.quant.files.safetensors_writer import Entry, write
 
 RESULTS = Path(__file__).with_name("results")
 _METHODS = "rtn,fp8,awq,gptq"

@@ -1,1 +1,1 @@
-"""Floor 2: conversion and quantization. It works on files and reports progress."""
+"""Quantization: a request becomes a job, which reports progress and ends in a measured result."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import localgen
-from localgen.quant.packing import layout_of
+from localgen.quant.files.packing import layout_of
 from localgen.quant.preflight import Ready
-from localgen.quant.recipe import Recipe
+from localgen.quant.request.recipe import Recipe
 
 _LAYOUTS = {
     "awq": "AutoAWQ's GEMM layout (`quant_method: awq`)",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import psutil
 
 from localgen.backends.formats.hf.tensor_names import linear_shapes
-from localgen.quant.packing import layout_of
-from localgen.quant.passes import derived_bytes, statistics_bytes
+from localgen.quant.calibrate.passes import derived_bytes, statistics_bytes
+from localgen.quant.calibrate.scaling import junctions
+from localgen.quant.files.packing import layout_of
 from localgen.quant.preflight import Ready
-from localgen.quant.recipe import Mode, Recipe
-from localgen.quant.scaling import junctions
+from localgen.quant.request.recipe import Mode, Recipe
 
 _BATCH_TOKENS = 2048
 _COPIES = 4

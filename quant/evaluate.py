@@ -12,8 +12,8 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.gemm.fp8 import small_rows
 from localgen.backends.formats.hf.tensor_names import names_of
-from localgen.quant.forward import LayerForward, Tap, embed, logits
-from localgen.quant.source import Source
+from localgen.quant.calibrate.layer_forward import LayerForward, Tap, embed, logits
+from localgen.quant.files.layerwise_checkpoint import Source
 
 # tokens of one pass through a layer, and of one product with the head; outputs of such a product
 _BATCH_TOKENS = 2048

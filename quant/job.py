@@ -16,23 +16,21 @@ from torch import Tensor
 
 from localgen.backends.errors import DiskFull
 from localgen.backends.formats.hf.tensor_names import Tensors, names_of
-from localgen.quant.activations import Activations
-from localgen.quant.arithmetic import multiplied_in
+from localgen.quant.calibrate.activations import Activations
+from localgen.quant.calibrate.importance import observed, read_importance, write_importance
+from localgen.quant.calibrate.input_stats import Inputs, multiplied_in
+from localgen.quant.calibrate.layer_forward import LayerForward, embed
 from localgen.quant.card import card_text, write_card
-from localgen.quant.config_files import copy_files, write_config
 from localgen.quant.estimate import Estimate, estimate
-from localgen.quant.folding import fold_layer
-from localgen.quant.forward import LayerForward, embed
-from localgen.quant.importance import read_importance, write_importance
-from localgen.quant.methods import QuantizedLayer, quantize_layer
-from localgen.quant.moments import Inputs
-from localgen.quant.observing import observed
-from localgen.quant.packing import layout_of, pack, quantization_config
+from localgen.quant.files.config_files import copy_files, write_config
+from localgen.quant.files.layerwise_checkpoint import Source
+from localgen.quant.files.packing import layout_of, pack, quantization_config
+from localgen.quant.files.safetensors_writer import entry_of, write
+from localgen.quant.files.work_folder import WorkFolder
+from localgen.quant.methods.folding import fold_layer
+from localgen.quant.methods.layer import QuantizedLayer, quantize_layer
 from localgen.quant.preflight import Ready, check_weights
-from localgen.quant.recipe import Mode
-from localgen.quant.source import Source
-from localgen.quant.tensor_file import entry_of, write
-from localgen.quant.work_folder import WorkFolder
+from localgen.quant.request.recipe import Mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.quant.arithmetic import multiplied_in
-from localgen.quant.calibration import Windows, calibration_windows
-from localgen.quant.packing import fitting
-from localgen.quant.recipe import Calibration, Recipe
-from localgen.quant.source import Source, checked
+from localgen.quant.calibrate.input_stats import multiplied_in
+from localgen.quant.calibrate.text_windows import Windows, calibration_windows
+from localgen.quant.files.layerwise_checkpoint import Source, checked
+from localgen.quant.files.packing import fitting
+from localgen.quant.request.recipe import Calibration, Recipe
 
 _FLOAT16_MOST = 65504.0
 

@@ -93,7 +93,7 @@ def snap_tui(make_tui: MakeTui, snap_compare: Callable[..., bool]) -> Callable[.
 @pytest.fixture
 def two_originals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The quantize screen finds two models and torch, and looks at a choice without a pause."""
-    from localgen.quantizing.originals import Original
+    from localgen.quant.originals import Original
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("localgen.tui.quantize.workshop.require_packages", lambda: None)

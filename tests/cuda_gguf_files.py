@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from localgen.backends.formats.hf.config import read_config
-from localgen.quant.gguf_rope import rope_factors
-from localgen.quant.gguf_tensors import interleave_rotary
+from localgen.quant.gguf.rope import rope_factors
+from localgen.quant.gguf.tensors import interleave_rotary
 
 Array = NDArray[Any]
 Changes = Mapping[str, Any]  # of metadata, by their whole keys; None leaves one out

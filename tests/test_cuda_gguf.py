@@ -30,7 +30,7 @@ from localgen.backends.formats.gguf import file as gguf_file
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.text.template import ChatTemplate
-from localgen.quant.gguf import convert
+from localgen.quant.gguf.convert import convert
 
 # llama.cpp's smallest
 CTX = 256

@@ -20,9 +20,9 @@ from localgen.backends.cuda.model.source import HfFolder
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.sharding import check
 from localgen.backends.formats.hf.config import read_config
-from localgen.quant.packing import layout_of, pack, quantization_config
-from localgen.quant.quantized import GroupedWeight, QuantizedWeight, RowWeight
-from localgen.quant.recipe import Recipe
+from localgen.quant.files.packing import layout_of, pack, quantization_config
+from localgen.quant.files.quantized_weight import GroupedWeight, QuantizedWeight, RowWeight
+from localgen.quant.request.recipe import Recipe
 
 GROUP = 16
 WIDE = {"intermediate_size": 96, "moe_intermediate_size": 96}

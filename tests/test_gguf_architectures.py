@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from localgen.backends.cuda.model.source import open_gguf
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.hf.config import read_config
-from localgen.quant.gguf import convert
+from localgen.quant.gguf.convert import convert
 
 GREEDY_TOKENS, PROMPTS = 20, 3
 # the two best logits of an answer are never nearer than that, in deviations of all logits

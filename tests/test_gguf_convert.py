@@ -25,9 +25,9 @@ from llama_files import LlamaFile
 
 from localgen.backends.formats.architecture.rope import Llama3Scaling, Rope
 from localgen.backends.formats.hf.folder import Checkpoint
-from localgen.quant.gguf import convert
-from localgen.quant.gguf_rope import llama3_factors
-from localgen.quant.gguf_tensors import interleave_rotary
+from localgen.quant.gguf.convert import convert
+from localgen.quant.gguf.rope import llama3_factors
+from localgen.quant.gguf.tensors import interleave_rotary
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_progress_ends_with_everything(tmp_path: Path) -> None:
 
 def test_the_built_in_model_is_derived_without_torch() -> None:
     """A build has nothing but numpy and gguf."""
-    program = "import sys; import localgen.quant.gguf; print('torch' in sys.modules)"
+    program = "import sys; import localgen.quant.gguf.convert; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

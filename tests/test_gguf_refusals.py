@@ -22,7 +22,7 @@ from hf_folders import (
 )
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
-from localgen.quant.gguf import convert
+from localgen.quant.gguf.convert import convert
 
 
 def remove(name: str) -> Callable[[Path], None]:

@@ -17,7 +17,7 @@ from quant_tokenizers import BYTE_LEVEL, PIECES, VARIED, byte_level, pieces, wri
 from tokenizers import Tokenizer
 
 from localgen.backends.errors import LoadFailed
-from localgen.quant.gguf import convert
+from localgen.quant.gguf.convert import convert
 
 # llama.cpp takes capitals for small letters and the other way round outside of ASCII
 BY_CASE = {"tekken", "gpt-4o"}

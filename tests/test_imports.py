@@ -35,8 +35,13 @@ ORDER = (
     "localgen.backends.cuda.steps",
     "localgen.backends.cuda.parallel",
     "localgen.backends.cuda",
-    "localgen.quant",
     "localgen",
+    "localgen.quant.request",
+    "localgen.quant.files",
+    "localgen.quant.calibrate",
+    "localgen.quant.methods",
+    "localgen.quant.gguf",
+    "localgen.quant",
     "localgen.repl",
     "localgen.tui",
     "localgen.cli",
@@ -130,7 +135,7 @@ def test_every_folder_is_seen() -> None:
     [
         ("localgen.cli.main", "localgen.client.http", True),
         ("localgen.server.app", "localgen.cli.main", False),
-        ("localgen.backends.types", "localgen.quant.gguf", False),
+        ("localgen.backends.types", "localgen.quant.gguf.convert", False),
         ("localgen.backends.engine.engine", "localgen.backends.llamacpp.runner", False),
         ("localgen.backends.llamacpp.runner", "localgen.backends.cuda.runner", False),
         ("localgen.repl.loop", "localgen.tui.app", False),
@@ -192,7 +197,7 @@ def test_the_command_line_starts_light(program: str) -> None:
 def test_the_tui_computes_nothing() -> None:
     program = (
         "import sys, localgen.tui.chat.app\n"
-        "from localgen.quantizing.choice import Choice\n"
+        "from localgen.quant.request.form import Choice\n"
         "Choice().asked(), Choice(method='GGUF', weighed='scales').asked()\n"
         "print(*sys.modules)"
     )

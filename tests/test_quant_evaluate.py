@@ -19,17 +19,17 @@ from torch import Tensor
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
-from localgen.quant.calibration import (
+from localgen.quant.calibrate.text_windows import (
     CALIBRATION,
     HELD_OUT,
     calibration_windows,
     held_out_windows,
 )
 from localgen.quant.evaluate_gguf import gguf_loss
+from localgen.quant.files.layerwise_checkpoint import Source
 from localgen.quant.job import Job
 from localgen.quant.preflight import prepare
-from localgen.quant.recipe import Calibration, Recipe
-from localgen.quant.source import Source
+from localgen.quant.request.recipe import Calibration, Recipe
 
 VOCAB = 4096
 

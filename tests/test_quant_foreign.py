@@ -17,11 +17,11 @@ import transformers
 
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
-from localgen.quant.calibration import held_out_windows
+from localgen.quant.calibrate.text_windows import held_out_windows
+from localgen.quant.files.layerwise_checkpoint import Source
 from localgen.quant.job import Job
 from localgen.quant.preflight import prepare
-from localgen.quant.recipe import Calibration, Method, Recipe
-from localgen.quant.source import Source
+from localgen.quant.request.recipe import Calibration, Method, Recipe
 
 
 @pytest.mark.parametrize("method", ["fp8", "smoothquant"])

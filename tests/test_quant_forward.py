@@ -18,7 +18,7 @@ from localgen.backends.formats.hf.tensor_names import (
     names_of,
     with_usual_names,
 )
-from localgen.quant.forward import LayerForward, embed, logits
+from localgen.quant.calibrate.layer_forward import LayerForward, embed, logits
 
 LENGTH = 90
 

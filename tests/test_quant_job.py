@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from localgen.backends.cuda.model.weights import load_weights
 from localgen.backends.errors import DiskFull, InvalidRequest, LoadFailed, LocalgenError
 from localgen.quant import preflight
+from localgen.quant.files.layerwise_checkpoint import Source
 from localgen.quant.job import Job, Progress
 from localgen.quant.preflight import prepare
-from localgen.quant.recipe import Calibration, Recipe
-from localgen.quant.source import Source
+from localgen.quant.request.recipe import Calibration, Recipe
 
 CALIBRATION = Calibration(samples=6, seq_len=32)
 RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))

@@ -15,12 +15,12 @@ from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes, names_of
-from localgen.quant import passes
-from localgen.quant.folding import fold_layer
-from localgen.quant.forward import LayerForward
-from localgen.quant.methods import QuantizedLayer, quantize_layer
-from localgen.quant.recipe import Method, Recipe
-from localgen.quant.scaling import fold, junctions
+from localgen.quant.calibrate import passes
+from localgen.quant.calibrate.layer_forward import LayerForward
+from localgen.quant.calibrate.scaling import fold, junctions
+from localgen.quant.methods.folding import fold_layer
+from localgen.quant.methods.layer import QuantizedLayer, quantize_layer
+from localgen.quant.request.recipe import Method, Recipe
 
 LENGTH, INDEX = 40, 1
 Case = tuple[ModelSpec, Tensors]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.model.int4_repack import from_awq, from_gptq, group_order
-from localgen.quant.gptq import factor, gptq_grid, round_in_order
-from localgen.quant.packing import Layout, layout_of, pack, quantization_config, unpack
-from localgen.quant.quantized import GroupedWeight, RowWeight
-from localgen.quant.recipe import Recipe
+from localgen.quant.files.packing import Layout, layout_of, pack, quantization_config, unpack
+from localgen.quant.files.quantized_weight import GroupedWeight, RowWeight
+from localgen.quant.methods.gptq import factor, gptq_grid, round_in_order
+from localgen.quant.request.recipe import Recipe
 
 INS, OUTS, GROUP = 128, 64, 32
 

@@ -8,13 +8,13 @@ import quant_reference as reference
 import torch
 from torch import Tensor
 
-from localgen.quant.awq import best_scales, round_clipped
-from localgen.quant.gptq import factor, gptq_grid, round_in_order
-from localgen.quant.moments import Moments
-from localgen.quant.ranges import clipped_grid
-from localgen.quant.recipe import Recipe
-from localgen.quant.scaling import Junction
-from localgen.quant.smooth import round_to_int8, smoothing_scales
+from localgen.quant.calibrate.input_stats import Moments
+from localgen.quant.calibrate.scaling import Junction
+from localgen.quant.methods.awq import best_scales, round_clipped
+from localgen.quant.methods.clipping import clipped_grid
+from localgen.quant.methods.gptq import factor, gptq_grid, round_in_order
+from localgen.quant.methods.smoothquant import round_to_int8, smoothing_scales
+from localgen.quant.request.recipe import Recipe
 
 OUTS, INS, SIZE, TOKENS = 6, 64, 16, 200
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
-from localgen.quant.forward import LayerForward
-from localgen.quant.fp8 import round_to_fp8
-from localgen.quant.methods import quantize_layer
+from localgen.quant.calibrate.layer_forward import LayerForward
+from localgen.quant.methods.fp8 import round_to_fp8
+from localgen.quant.methods.layer import quantize_layer
+from localgen.quant.methods.rtn import round_to_nearest
 from localgen.quant.preflight import check_groups
-from localgen.quant.recipe import Method, Recipe
-from localgen.quant.rtn import round_to_nearest
+from localgen.quant.request.recipe import Method, Recipe
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -21,8 +21,8 @@ from localgen.cli import exits
 from localgen.cli.main import run
 from localgen.hub.fit import Room
 from localgen.interpreter import python_command, python_environment
-from localgen.quantizing import original, speed
-from localgen.quantizing.advice import advice, recommended
+from localgen.quant import compare, originals
+from localgen.quant.advice import advice, recommended
 
 INVALID = exits.BY_ERROR_CODE["invalid_request"]
 NOT_FOUND = exits.BY_ERROR_CODE["model_not_found"]
@@ -35,7 +35,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("localgen.quantizing.making.tokens_per_s", lambda path: None)
+    monkeypatch.setattr("localgen.quant.run.tokens_per_s", lambda path: None)
 
 
 def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,15 +218,15 @@ def test_no_rate_where_nothing_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Machine:
         why_no_cuda = "no NVIDIA GPU was found"
 
-    monkeypatch.setattr(speed, "this_machine", Machine)
-    assert speed.tokens_per_s(TINY) is None
+    monkeypatch.setattr(compare, "this_machine", Machine)
+    assert compare.tokens_per_s(TINY) is None
 
 
 def test_missing_packages_are_named() -> None:
     from localgen.backends.errors import LoadFailed
 
     with pytest.raises(LoadFailed, match="with tokenizers, not installed"):
-        original.require_packages(lambda name: None if name == "tokenizers" else name)
+        originals.require_packages(lambda name: None if name == "tokenizers" else name)
 
 
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,20 +22,11 @@ from tui_quantize import Quantizing
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound, OutOfMemory
 from localgen.interpreter import python_environment
-from localgen.quant.recipe import Calibration, Recipe
-from localgen.quantizing import child as children
-from localgen.quantizing.asked import Asked, HeldOut
-from localgen.quantizing.child import Child
-from localgen.quantizing.events import (
-    Advised,
-    At,
-    Event,
-    Made,
-    Needs,
-    Stopped,
-    Unfinished,
-    Verdict,
-)
+from localgen.quant import process as children
+from localgen.quant.events import Advised, At, Event, Made, Needs, Stopped, Unfinished, Verdict
+from localgen.quant.process import Child
+from localgen.quant.request.recipe import Calibration, Recipe
+from localgen.quant.request.request import Asked, HeldOut
 from localgen.tui.quantize.workshop import Workshop
 
 Kind = TypeVar("Kind")

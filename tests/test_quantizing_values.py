@@ -9,11 +9,8 @@ import pytest
 from hf_folders import TINY, edit
 
 from localgen.backends.errors import InvalidRequest
-from localgen.quant.recipe import Recipe
-from localgen.quantizing import originals as here
-from localgen.quantizing.asked import from_json, to_json, usual_out
-from localgen.quantizing.choice import Choice, option, why_not, why_not_value
-from localgen.quantizing.events import (
+from localgen.quant import originals as here
+from localgen.quant.events import (
     Advice,
     Advised,
     At,
@@ -28,8 +25,11 @@ from localgen.quantizing.events import (
     from_record,
     to_line,
 )
-from localgen.quantizing.originals import originals
-from localgen.quantizing.table import Row, markdown, table
+from localgen.quant.originals import originals
+from localgen.quant.report import Row, markdown, table
+from localgen.quant.request.form import Choice, option, why_not, why_not_value
+from localgen.quant.request.recipe import Recipe
+from localgen.quant.request.request import from_json, to_json, usual_out
 
 NEEDS = Needs("tiny", "awq", "out", 10, 4, 2, 100, 1000, 8, 2000)
 EVENTS: tuple[Event, ...] = (

@@ -22,11 +22,11 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.formats.hf.folder import Checkpoint
 from localgen.backends.formats.hf.tensor_shapes import expected_shapes
-from localgen.quant import requantize
-from localgen.quant.gguf import convert
-from localgen.quant.gguf_types import TYPES, WRITTEN, type_name
-from localgen.quant.imatrix import Importance, read_imatrix, write_imatrix
-from localgen.quant.requantize import estimated_bytes, make_gguf
+from localgen.quant.gguf import requantize
+from localgen.quant.gguf.convert import convert
+from localgen.quant.gguf.imatrix import Importance, read_imatrix, write_imatrix
+from localgen.quant.gguf.requantize import estimated_bytes, make_gguf
+from localgen.quant.request.gguf_types import TYPES, WRITTEN, type_name
 
 QUESTION = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
 NEEDY = [name for name, kind in TYPES.items() if kind.needs_importance]
@@ -311,7 +311,7 @@ def test_the_process_ends_when_nobody_listens(tmp_path: Path) -> None:
         "threads": 1,
     }
     child = subprocess.Popen(
-        [sys.executable, "-m", "localgen.quant.requantize_process", json.dumps(job)],
+        [sys.executable, "-m", "localgen.quant.gguf.requantize_process", json.dumps(job)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

@@ -12,7 +12,7 @@ from textual.widgets import Button, Input
 from tui_quantize import BEGUN, LOOK, NEVER, UNFINISHED, Quantizing, play, reckoned, told
 
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
-from localgen.quantizing.choice import Choice
+from localgen.quant.request.form import Choice
 from localgen.tui.quantize.choices import Choices
 from localgen.tui.quantize.name_picker import NamePicker
 

@@ -25,9 +25,9 @@ from tui_quantize import (
 )
 
 from localgen.backends.errors import OutOfMemory
-from localgen.quantizing.choice import Choice
-from localgen.quantizing.events import At, Made, Verdict
-from localgen.quantizing.table import Row
+from localgen.quant.events import At, Made, Verdict
+from localgen.quant.report import Row
+from localgen.quant.request.form import Choice
 from localgen.tui.chat.main_screen import WorkLine
 from localgen.tui.chat.models import ModelPicker
 from localgen.tui.confirm import Confirm

@@ -12,7 +12,7 @@ from textual.widgets import Input, TextArea
 from tui_quantize import BEGUN, DONE, LOOK, UNFINISHED, Quantizing, wait_for_layers
 
 from localgen.backends.errors import DiskFull, InvalidRequest
-from localgen.quantizing.originals import Original
+from localgen.quant.originals import Original
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 Scene = Callable[[Quantizing, Pilot[None]], Awaitable[None]]

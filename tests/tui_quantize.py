@@ -12,8 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 from tui_chats import NoWatch, Tui
 
-from localgen.quantizing.asked import Asked
-from localgen.quantizing.events import (
+from localgen.quant.events import (
     Advice,
     Advised,
     At,
@@ -25,7 +24,8 @@ from localgen.quantizing.events import (
     Unfinished,
     Verdict,
 )
-from localgen.quantizing.table import Row
+from localgen.quant.report import Row
+from localgen.quant.request.request import Asked
 from localgen.tui.chat.app import ChatApp
 from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.quantize.workshop import Workshop

@@ -106,7 +106,7 @@ def command(
     json: JsonFlag = False,
 ) -> None:
     """Make a smaller model of one in 16 bits, a layer at a time, and measure what it lost."""
-    from localgen.quantizing.original import require_packages
+    from localgen.quant.originals import require_packages
 
     names = list(models or ())
     flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
@@ -122,24 +122,25 @@ def command(
         return
     require_packages()
     from localgen.cli.quantize_events import Printer
-    from localgen.quant.recipe import Calibration
-    from localgen.quantizing import making, recipes
-    from localgen.quantizing.asked import Asked, HeldOut
+    from localgen.quant import run
+    from localgen.quant.request import request
+    from localgen.quant.request.recipe import Calibration
+    from localgen.quant.request.request import Asked, HeldOut
 
     held_out = HeldOut(eval_text, eval_samples, seq_len)
     if compare:
         with Printer(as_json=json) as printer:
-            making.compare(names, held_out, device, printer)
+            run.compare(names, held_out, device, printer)
         return
     path = Path(calib).expanduser() if calib not in (None, "builtin") else None
-    recipe = recipes.recipe(flags, gguf, bits, group_size, act_order, calib is not None)
+    recipe = request.recipe(flags, gguf, bits, group_size, act_order, calib is not None)
     if calib is not None and not (recipe is not None and recipe.calibrated):
         raise InvalidRequest("--calib: --rtn and --fp8 look at no text")
     asked = Asked(
         model=_one(names),
         recipe=recipe,
         gguf=gguf,
-        mode=recipes.mode_of(gguf, folds=awq),
+        mode=request.mode_of(gguf, folds=awq),
         calibration=Calibration(path=path, samples=samples, seq_len=seq_len, seed=seed),
         out=out,
         device=device,
@@ -147,7 +148,7 @@ def command(
         held_out=None if no_eval else held_out,
     )
     with Printer(as_json=json) as printer:
-        making.make(asked, printer)
+        run.make(asked, printer)
 
 
 def _refuse_together(shows: dict[str, bool], making: dict[str, object]) -> None:

@@ -11,8 +11,8 @@ from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.cli.plan_report import tell
 from localgen.hub.fit import room_here
-from localgen.quantizing.advice import advice, recommended
-from localgen.quantizing.original import original
+from localgen.quant.advice import advice, recommended
+from localgen.quant.originals import original
 
 
 def show(model: str | None, *, as_json: bool) -> None:

@@ -9,8 +9,8 @@ import typer
 from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.cli.quantize_report import Steps, as_json, minutes, tell
-from localgen.quantizing.events import At, Event, Made, Needs, Note, Stopped, Verdict
-from localgen.quantizing.table import table
+from localgen.quant.events import At, Event, Made, Needs, Note, Stopped, Verdict
+from localgen.quant.report import table
 
 
 class Printer:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 from localgen.cli import tables
-from localgen.quantizing.table import Row
+from localgen.quant.report import Row
 
 # without a terminal, a line this often
 _LINE_S = 10.0

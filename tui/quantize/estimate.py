@@ -10,7 +10,7 @@ from textual.reactive import reactive
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.quantizing.events import Advice, Advised, Event, Needs, Unfinished, both
+from localgen.quant.events import Advice, Advised, Event, Needs, Unfinished, both
 from localgen.tui import figures
 
 _NAME_COLUMNS = 10

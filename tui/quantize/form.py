@@ -16,7 +16,7 @@ from textual.widgets import Input, Label, Static
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.quantizing.choice import (
+from localgen.quant.request.form import (
     BITS,
     GROUP_SIZES,
     METHOD_NAMES,

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 
 from localgen.backends.errors import LocalgenError
-from localgen.quantizing.child import Work
-from localgen.quantizing.choice import Choice
-from localgen.quantizing.events import At, Event, Made, Needs, Note, Stopped, Verdict, both
-from localgen.quantizing.table import Row
+from localgen.quant.events import At, Event, Made, Needs, Note, Stopped, Verdict, both
+from localgen.quant.process import Work
+from localgen.quant.report import Row
+from localgen.quant.request.form import Choice
 from localgen.tui import figures
 from localgen.tui.quantize.pace import Pace
 from localgen.tui.quantize.wording import on_screen

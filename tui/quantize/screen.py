@@ -16,10 +16,10 @@ from textual.widgets import Button, Static
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.quant.gguf_types import TYPES
-from localgen.quantizing.asked import Asked
-from localgen.quantizing.choice import Choice, option
-from localgen.quantizing.originals import originals
+from localgen.quant.originals import originals
+from localgen.quant.request.form import Choice, option
+from localgen.quant.request.gguf_types import TYPES
+from localgen.quant.request.request import Asked
 from localgen.tui import figures
 from localgen.tui.confirm import Confirm
 from localgen.tui.footer import Keys

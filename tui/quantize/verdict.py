@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.quantizing.table import Row, table
+from localgen.quant.report import Row, table
 from localgen.tui import figures
 from localgen.tui.quantize.run import Run
 

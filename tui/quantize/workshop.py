@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
-from localgen.quantizing import choice as choices
-from localgen.quantizing.asked import Asked
-from localgen.quantizing.child import Child, Work
-from localgen.quantizing.choice import Choice
-from localgen.quantizing.original import require_packages
+from localgen.quant.originals import require_packages
+from localgen.quant.process import Child, Work
+from localgen.quant.request import form as choices
+from localgen.quant.request.form import Choice
+from localgen.quant.request.request import Asked
 from localgen.tui.quantize.run import Run
 
 # begins to make what is asked for, or only looks at what that would take

@@ -1,1 +1,0 @@
-"""Quantization between who asks for it and quant/: names, one run and its events, verdicts."""

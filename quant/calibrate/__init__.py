@@ -1,0 +1,1 @@
+"""What calibration measures: inputs of each linear over windows of text."""

@@ -1,0 +1,82 @@
+"""What goes from layer to layer: the hidden states of all windows, in a file. The system keeps of
+it in memory what there is room for, and gives that up when others need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localgen.quant.files.safetensors_writer import replacing
+
+
+class Activations:
+    """float32 [windows, length, hidden] before layer `layer`, in a file of a work folder.
+
+    The file is whole or not there, and one layer's is kept until the next one's is: whatever ends
+    the process, the states before the first unfinished layer are on disk. batch: windows at a
+    time.
+    """
+
+    def __init__(
+        self, folder: Path, shape: tuple[int, int, int], *, layer: int, batch: int
+    ) -> None:
+        self._folder, self._shape, self._batch = folder, shape, batch
+        self.layer = layer
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the layer's file is there, and whole."""
+        path = self._path(self.layer)
+        return path.is_file() and path.stat().st_size == self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the states before one layer."""
+        return 4 * int(torch.Size(self._shape).numel())
+
+    def begin(self, embedded: Callable[[slice], Tensor]) -> None:
+        """Write the first layer's states. embedded: gives those of some windows."""
+        with replacing(self._path(self.layer)) as path, path.open("wb") as file:
+            for part in self._parts():
+                _write(file, embedded(part))
+
+    def batches(self) -> Iterator[Tensor]:
+        """All of them in order, a few windows at a time."""
+        for part in self._parts():
+            yield self._read(part)
+
+    def advance(self, through: Callable[[Tensor], Tensor]) -> None:
+        """Replace the states by what a layer makes of them. The last layer's file stays: `drop` it
+        when the layer itself is written."""
+        with replacing(self._path(self.layer + 1)) as path, path.open("wb") as file:
+            for part in self._parts():
+                _write(file, through(self._read(part)))
+        self.layer += 1
+
+    def drop(self, layer: int) -> None:
+        """Forget the file of a layer that is done."""
+        self._path(layer).unlink(missing_ok=True)
+
+    def _parts(self) -> Iterator[slice]:
+        for first in range(0, self._shape[0], self._batch):
+            yield slice(first, min(first + self._batch, self._shape[0]))
+
+    def _read(self, part: slice) -> Tensor:
+        count = part.stop - part.start
+        each = self._shape[1] * self._shape[2]
+        found = np.fromfile(
+            self._path(self.layer), np.float32, count * each, offset=4 * part.start * each
+        )
+        return torch.from_numpy(found).view(count, *self._shape[1:])
+
+    def _path(self, layer: int) -> Path:
+        return self._folder / f"states-{layer:05d}.bin"
+
+
+def _write(file: BinaryIO, states: Tensor) -> None:
+    states.detach().cpu().contiguous().numpy().tofile(file)

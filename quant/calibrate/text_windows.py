@@ -1,0 +1,95 @@
+"""Text that weights are rounded for, and text that tells what was lost: as windows of tokens.
+
+Both texts in texts/ were made for localgen and are free of restrictions beyond its licence: prose,
+letters and minutes written for it in a dozen languages, excerpts of its own code and documentation,
+and chats, sums, tables and logs that a generator made up. What they share is the generator, of
+which a turn of phrase is in both; no prose, code or question is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
+from localgen.quant.request.recipe import Calibration
+
+_TEXTS = Path(__file__).parents[1] / "texts"
+CALIBRATION = _TEXTS / "calibration.txt"
+HELD_OUT = _TEXTS / "heldout.txt"
+# of a longer file the first so many bytes are used
+_MOST_BYTES = 64 << 20
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """ids: int64 [windows, seq_len]. source: what the text is, for people. digest: of the tokens:
+    equal for equal calibration, whatever the file is called."""
+
+    ids: Tensor
+    source: str
+    digest: str
+
+
+def calibration_windows(asked: Calibration, tokenizer: HfTokenizer) -> Windows:
+    """Windows drawn by the seed, in the order of the text; equal seeds give equal windows.
+
+    ModelNotFound: no such file. InvalidRequest: it is no text, or shorter than one window.
+    """
+    path = asked.path or CALIBRATION
+    ids = _cut(path, tokenizer, asked.seq_len)
+    if len(ids) > asked.samples:
+        drawn = random.Random(asked.seed).sample(range(len(ids)), asked.samples)
+        ids = ids[sorted(drawn)]
+    return _windows(ids, "built-in text" if asked.path is None else path.name)
+
+
+def held_out_windows(path: Path | None, tokenizer: HfTokenizer, seq_len: int, most: int) -> Windows:
+    """The first windows of a text, at most so many. path: None: what ships with localgen.
+
+    Errors: as calibration_windows.
+    """
+    ids = _cut(path or HELD_OUT, tokenizer, seq_len)[:most]
+    return _windows(ids, "built-in held-out text" if path is None else path.name)
+
+
+def _windows(ids: Tensor, source: str) -> Windows:
+    return Windows(ids, source, hashlib.sha256(ids.numpy().tobytes()).hexdigest())
+
+
+def _cut(path: Path, tokenizer: HfTokenizer, seq_len: int) -> Tensor:
+    """[windows, seq_len]. Where the tokenizer begins a text with a token, each window does."""
+    tokens = tokenizer.encode_text(_text(path))
+    first = tokenizer.encode_text("")[:1]
+    body = tokens[len(first) :]
+    length = seq_len - len(first)
+    count = len(body) // length
+    if not count:
+        raise InvalidRequest(
+            f"{path.name} has {len(tokens):,} tokens, one sequence has {seq_len:,}: "
+            "give a longer text, or a smaller --seq-len"
+        )
+    windows = torch.tensor(body[: count * length]).view(count, length)
+    return torch.cat([torch.tensor(first).expand(count, -1), windows], 1).long()
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            read = file.read(_MOST_BYTES)
+    except OSError as error:
+        raise ModelNotFound(f"cannot read the text {path}: {error.strerror}") from None
+    try:
+        # of a longer file the last character may be cut
+        return read.decode("utf-8", "ignore" if len(read) == _MOST_BYTES else "strict")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path} is not UTF-8 text at byte {error.start:,}") from None

@@ -1,0 +1,1 @@
+"""Files that quantization reads and writes: checkpoints, packed weights, work folders."""

@@ -1,0 +1,122 @@
+"""Where a quantization lies until it is whole: beside its result, under the result's name with
+`.partial` behind it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from localgen.backends.errors import InvalidRequest
+from localgen.quant.files.layerwise_checkpoint import headers
+from localgen.quant.files.safetensors_writer import replacing
+
+_PLAN = "plan.json"
+_INDEX = "model.safetensors.index.json"
+
+
+class WorkFolder:
+    """out: where the result will be. files: how many there will be, the first one for what is
+    outside layers."""
+
+    def __init__(self, out: Path, files: int) -> None:
+        self.out = out
+        self.path = out.parent / f"{out.name}.partial"
+        self._files = files
+
+    def open(self, plan: dict[str, Any], *, resume: bool) -> None:
+        """Make it, or go on with one of the same plan.
+
+        plan: what decides the result, a JSON object. InvalidRequest: the result is there, or an
+        unfinished one that is not to be resumed, or that cannot be.
+        """
+        self.check(resume=resume)
+        if (self.path / _PLAN).is_file():
+            self.compare(plan)
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path / _PLAN) as path:
+            path.write_text(json.dumps(plan, indent=2), encoding="utf-8")
+
+    def check(self, *, resume: bool) -> None:
+        """InvalidRequest: as in `open`, without looking at the plan."""
+        if self.out.exists():
+            raise InvalidRequest(f"{self.out} is there already: remove it, or give another --out")
+        if (self.path / _PLAN).is_file() and not resume:
+            raise InvalidRequest(
+                f"{self.path} has an unfinished run of {self.done} layers: --resume goes on with "
+                "it; or remove it"
+            )
+
+    @property
+    def done(self) -> int:
+        """Layers that are whole, counted from the first."""
+        layers = self._files - 1
+        return next((i for i in range(layers) if not self.layer_file(i).is_file()), layers)
+
+    def layer_file(self, index: int) -> Path:
+        """Of a layer's tensors."""
+        return self._file(index + 2)
+
+    def importance_file(self, index: int) -> Path:
+        """Of how much each input of a layer's linears matters."""
+        return self.path / f"importance-{index:05d}.bin"
+
+    def remove(self) -> None:
+        """What it was for is done."""
+        shutil.rmtree(self.path)
+
+    @property
+    def others_file(self) -> Path:
+        """Of what is outside layers."""
+        return self._file(1)
+
+    def finish(self) -> None:
+        """Write the index, and give the folder its final name."""
+        weight_map, size = {}, 0
+        for number in range(1, self._files + 1):
+            path = self._file(number)
+            for name, stored in headers(path).items():
+                weight_map[name] = path.name
+                size += stored.num_bytes
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        with replacing(self.path / _INDEX) as path:
+            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for left in (*self.path.glob("states-*.bin"), *self.path.glob(".*.unfinished")):
+            left.unlink()
+        (self.path / _PLAN).unlink()
+        self.path.rename(self.out)
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"model-{number:05d}-of-{self._files:05d}.safetensors"
+
+    def begun(self) -> dict[str, Any] | None:
+        """The plan of a run that lies there unfinished, empty if it cannot be read; None: none
+        does."""
+        try:
+            found = json.loads((self.path / _PLAN).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def compare(self, plan: dict[str, Any]) -> None:
+        """InvalidRequest: what lies there was begun with another plan."""
+        before, now = _flat(self.begun() or {}), _flat(plan)
+        other = sorted(key for key in before | now if before.get(key) != now.get(key))
+        if other:
+            key = other[0]
+            raise InvalidRequest(
+                f"{self.path} was begun with another {key} ({before.get(key)}, now "
+                f"{now.get(key)}): ask for the same, remove it, or give another --out"
+            )
+
+
+def _flat(values: dict[str, Any], at: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inside = isinstance(value, dict)
+        found |= _flat(value, f"{at}{key} ") if inside else {f"{at}{key}": value}
+    return found

@@ -1,0 +1,1 @@
+"""GGUF output: converted by localgen, requantized by llama.cpp."""

@@ -1,0 +1,116 @@
+"""Importance matrices: how much each input of a matrix matters, as llama.cpp weighs its rounding.
+
+The file is what llama.cpp's own tool writes: for each matrix the sums of squares of its inputs
+and over how many tokens, experts in a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.tensor_shapes import expected_shapes
+from localgen.quant.gguf.names import TensorNames
+
+Array = NDArray[np.float32]
+# by the name of a linear in the checkpoint, without `.weight`: sums of squares of its inputs
+# [in], and the number of tokens
+Importance = Mapping[str, tuple[Array, int]]
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+
+def write_imatrix(path: Path, spec: ModelSpec, importance: Importance, dataset: str) -> None:
+    """Write the importance of a model's linears; norms and linears it lacks are no part of it.
+
+    dataset: what calibrated it, for those who read the file. LoadFailed: a linear that the model
+    does not have, sums of another length or no numbers, or the file cannot be written.
+    """
+    stacks: dict[str, list[tuple[Array, int]]] = {}
+    names, shapes = TensorNames(spec), expected_shapes(spec)
+    for module in _in_order(path, spec, importance, shapes):
+        place = names.place(module)
+        sums, count = importance.get(module, (np.zeros(shapes[f"{module}.weight"][1]), 0))
+        stacks.setdefault(f"{place.name}.weight", []).append((sums.astype(np.float32), int(count)))
+    writer = gguf.GGUFWriter(path, "")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", [dataset])
+    # llama.cpp counts in chunks of a size: here one of all tokens
+    writer.add_uint32("imatrix.chunk_count", 1)
+    writer.add_uint32("imatrix.chunk_size", max((count for _, count in importance.values())))
+    for name, parts in stacks.items():
+        counts = np.array([[count] for _, count in parts], np.float32)
+        writer.add_tensor(name + _SUMS, np.stack([sums for sums, _ in parts]))
+        writer.add_tensor(name + _COUNTS, counts)
+    _save(path, writer)
+
+
+def _in_order(
+    path: Path, spec: ModelSpec, importance: Importance, shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """The linears that are known, and all experts of those that some are known of, checked."""
+    if not importance:
+        raise LoadFailed(f"{path}: there is no importance of any linear")
+    for module, (sums, count) in importance.items():
+        shape = shapes.get(f"{module}.weight", ())
+        if len(shape) != 2:
+            raise LoadFailed(f"{path}: {module} is no linear of a {spec.architecture}")
+        if sums.shape != shape[1:]:
+            raise LoadFailed(
+                f"{path}: {module} has {shape[1]} inputs, the importance is of {sums.shape}"
+            )
+        if not np.isfinite(sums).all() or count < 0:
+            raise LoadFailed(f"{path}: the importance of {module} is no number")
+    stacks = {_stack(module) for module in importance}
+    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+    return [module for module in modules if _stack(module) in stacks]
+
+
+def _stack(module: str) -> str:
+    """The name of a linear without the number of its expert."""
+    before, found, after = module.partition(".experts.")
+    return f"{before}{found}{after.partition('.')[2]}" if found else module
+
+
+def _save(path: Path, writer: gguf.GGUFWriter) -> None:
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    except OSError as error:
+        raise LoadFailed(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        writer.close()
+
+
+def read_imatrix(path: Path) -> dict[str, Array]:
+    """Mean squares of the inputs of each tensor by GGUF's name: [experts * in].
+
+    Where an expert saw no token all its inputs count the same. LoadFailed: no such file, or it is
+    no importance matrix in the format of GGUF.
+    """
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise LoadFailed(f"{path} is no importance matrix (GGUF): {error}") from None
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    means: dict[str, Array] = {}
+    for name, sums in tensors.items():
+        if not name.endswith(_SUMS):
+            continue
+        own = name.removesuffix(_SUMS)
+        if own + _COUNTS not in tensors:
+            raise LoadFailed(f"{path} has no {own}{_COUNTS}")
+        counts = tensors[own + _COUNTS].reshape(-1, 1)
+        rows = sums.reshape(len(counts), -1)
+        mean = np.divide(rows, counts, out=np.ones_like(rows), where=counts > 0)
+        means[own] = np.ascontiguousarray(mean, np.float32).reshape(-1)
+    if not means:
+        raise LoadFailed(f"{path} is no importance matrix: it has no sums of squares")
+    return means

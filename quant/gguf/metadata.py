@@ -1,0 +1,131 @@
+"""What a GGUF file says of a model beside its tensors, and what it cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+from gguf import MODEL_ARCH
+
+from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.quant.gguf.names import architecture
+from localgen.quant.gguf.rope import add_rope, rope_obstacle
+from localgen.quant.gguf.vocabulary import Vocabulary
+
+
+def check_model(path: Path, spec: ModelSpec) -> None:
+    """LoadFailed: a model that llama.cpp would compute otherwise. path: its config.json."""
+    if spec.quant is not None:
+        raise LoadFailed(
+            f"{path}: the model is quantized already ({spec.quant.method}): convert the original"
+        )
+    obstacle = _obstacle(spec) or rope_obstacle(spec)
+    if obstacle is not None:
+        raise LoadFailed(f"{path}: llama.cpp cannot compute {obstacle}")
+
+
+def _obstacle(spec: ModelSpec) -> str | None:
+    kind = architecture(spec)
+    if kind is MODEL_ARCH.GEMMA2:
+        if spec.attn_softcap is None or spec.logit_softcap is None:
+            return "Gemma 2 without soft caps"
+        if not spec.tied:
+            return "Gemma 2 with a head of its own"
+    elif spec.attn_softcap is not None:
+        return "attn_logit_softcapping"
+    if spec.out_bias and kind is not MODEL_ARCH.LLAMA:
+        return "attention_bias in this architecture"
+    if kind in (MODEL_ARCH.QWEN2, MODEL_ARCH.PHI3) and spec.heads * spec.head_dim != spec.hidden:
+        return f"{spec.heads} heads of {spec.head_dim} for a hidden size of {spec.hidden}"
+    if spec.moe is not None and not spec.moe.normalize:
+        return "norm_topk_prob false"
+    return None
+
+
+def add_model(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """The keys of the model's shape and of its variations."""
+    writer.add_vocab_size(spec.vocab)
+    writer.add_context_length(spec.max_len)
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.intermediate)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    add_rope(writer, spec)
+    _add_windows(writer, spec)
+    if spec.attn_softcap is not None:
+        writer.add_attn_logit_softcapping(spec.attn_softcap)
+    if spec.logit_softcap is not None:
+        writer.add_final_logit_softcapping(spec.logit_softcap)
+    if spec.moe is not None:
+        writer.add_expert_count(spec.moe.experts)
+        writer.add_expert_used_count(spec.moe.top_k)
+        writer.add_expert_feed_forward_length(spec.moe.intermediate)
+
+
+def _add_windows(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    kind = architecture(spec)
+    if kind not in (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3, MODEL_ARCH.PHI3):
+        return  # llama.cpp knows of none there
+    window = max((window for window in spec.windows if window is not None), default=0)
+    writer.add_sliding_window(window)
+    if window and kind is not MODEL_ARCH.PHI3:
+        writer.add_sliding_window_pattern([window is not None for window in spec.windows])
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+    """Tokens, how text becomes them, special ones and the chat template."""
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    writer.add_add_bos_token(vocabulary.add_bos)
+    if vocabulary.add_space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.add_space_prefix)
+    roles = {
+        writer.add_bos_token_id: vocabulary.bos_id,
+        writer.add_pad_token_id: vocabulary.pad_id,
+        writer.add_unk_token_id: vocabulary.unk_id,
+    }
+    # llama.cpp ends an answer at any of these three
+    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    roles |= dict(zip(ends, vocabulary.end_ids, strict=False))
+    for add, token_id in roles.items():
+        if token_id is not None:
+            add(token_id)
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)
+
+
+def add_sampling(writer: gguf.GGUFWriter, path: Path, generation: dict[str, Any]) -> None:
+    """The model's own sampling defaults; do_sample false is greedy whatever else is set.
+
+    generation: contents of generation_config.json. LoadFailed: a value is no number.
+    """
+    if generation.get("do_sample") is False:
+        writer.add_sampling_temp(0.0)
+        return
+    adders: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]] = {
+        "temperature": (writer.add_sampling_temp, float),
+        "top_k": (writer.add_sampling_top_k, int),
+        "top_p": (writer.add_sampling_top_p, float),
+        "min_p": (writer.add_sampling_min_p, float),
+        "repetition_penalty": (writer.add_sampling_penalty_repeat, float),
+    }
+    for key, (add, number) in adders.items():
+        if generation.get(key) is None:
+            continue
+        try:
+            add(number(generation[key]))
+        except (TypeError, ValueError):
+            raise LoadFailed(f"{path}: {key} is {generation[key]!r}, not a number") from None

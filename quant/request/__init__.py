@@ -1,0 +1,1 @@
+"""What to quantize and how: the request, its recipe, the form of the screen."""
