@@ -22,7 +22,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import Load, LoadOptions
 from localgen.config import Settings
-from localgen.hub.names import BUILT_IN, BUILT_IN_PATH
+from localgen.hub.resolve import BUILT_IN, BUILT_IN_PATH
 
 RESULTS = Path(__file__).parent / "results"
 CTX, KV_TOKENS = 8192, 16_384

@@ -20,7 +20,7 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import Intake
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.types import Message, Request, SamplingParams, StepEvents
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 
 OVERHEAD_MS, HELP_MS, MEMORY_MB = 5.0, 200.0, 150.0
 _ANSWER_TOKENS = 8

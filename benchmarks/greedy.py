@@ -20,7 +20,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Client, Text
-from localgen.hub.names import BUILT_IN, BUILT_IN_PATH
+from localgen.hub.resolve import BUILT_IN, BUILT_IN_PATH
 
 QUESTIONS = Path(__file__).parents[1] / "tests" / "data" / "questions.jsonl"
 MAX_TOKENS = 120

@@ -17,7 +17,7 @@ from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.llamacpp.loader import load
 from localgen.backends.model_info import DraftModel, Load, LoadOptions
 from localgen.backends.runner.interface import ModelRunner
-from localgen.hub.names import BUILT_IN_PATH
+from localgen.hub.resolve import BUILT_IN_PATH
 
 # of tests, the draft model of the built-in one
 _TINY_DRAFT = Path(__file__).parents[1] / "tests/data/tiny-draft.gguf"

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.measure import machine
 from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
-from localgen.hub.names import BUILT_IN_PATH
-from localgen.interpreter import python_command, python_environment
+from localgen.hub.resolve import BUILT_IN_PATH
+from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.files.safetensors_writer import Entry, write
 
 RESULTS = Path(__file__).with_name("results")

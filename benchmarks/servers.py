@@ -16,7 +16,7 @@ from benchmarks.llamacpp_tools import ToolFailed, Tools
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.client import Client
 from localgen.config import Settings
-from localgen.hub.names import BUILT_IN
+from localgen.hub.resolve import BUILT_IN
 
 _START_S = 120.0
 # a server left behind by a benchmark that was killed ends by itself

@@ -16,7 +16,7 @@ import time
 import psutil
 
 from localgen.config import Settings
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-9;?<>=]*[a-zA-Z$]|[()=>].?)")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.measure import ModelLine, Report
 from benchmarks.terminal import Screen
 from localgen.config import Settings
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 
 RESULTS = Path(__file__).parent / "results"
 SIZE, STREAMS = (120, 40), 4

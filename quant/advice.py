@@ -10,8 +10,8 @@ from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.hf.config_shape import config_shape
 from localgen.backends.formats.hf.folder import Checkpoint, read_json
-from localgen.hub.fit import Place, Room
-from localgen.planning.footprint import Runner, footprint, kept_bytes
+from localgen.hub.quant_choice import Place, Room
+from localgen.placement.footprint import Runner, footprint, kept_bytes
 from localgen.quant.events import Advice
 
 # bits of a weight in the linears, scales and zeros among them

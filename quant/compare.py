@@ -11,7 +11,7 @@ from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
 from localgen.client import Answer, Client
-from localgen.placement import this_machine
+from localgen.placement.backend_choice import this_machine
 from localgen.quant import evaluate
 from localgen.quant.calibrate.text_windows import held_out_windows
 from localgen.quant.evaluate_gguf import gguf_loss, gguf_size

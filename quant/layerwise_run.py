@@ -12,7 +12,7 @@ from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.memory.system import available_bytes, peak_bytes, total_bytes
 from localgen.chats.report import size
-from localgen.placement import this_machine
+from localgen.placement.backend_choice import this_machine
 from localgen.quant.card import in_words
 from localgen.quant.events import At, Made, Needs, Note, Stopped, Tell, Unfinished
 from localgen.quant.job import Job, Outcome, Progress

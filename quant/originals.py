@@ -11,8 +11,8 @@ from pathlib import Path
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile, model_folder
 from localgen.hub.aliases import aliases
-from localgen.hub.glance import cached_folders
-from localgen.hub.names import BUILT_IN, BUILT_IN_PATH, is_path, meant, resolve
+from localgen.hub.cache_scan import cached_folders
+from localgen.hub.resolve import BUILT_IN, BUILT_IN_PATH, is_path, meant, resolve
 
 _PACKAGES = ("torch", "tokenizers")
 _TAG = ":safetensors"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import IO, Protocol
 
 from localgen.backends.errors import LoadFailed, LocalgenError, OutOfMemory, error_of
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.events import Event, from_record
 from localgen.quant.request.request import Asked, to_json
 

@@ -11,7 +11,7 @@ import torch
 from localgen.backends.cuda.device.options import device_of
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
-from localgen.hub.fit import room_here
+from localgen.hub.quant_choice import room_here
 from localgen.quant import gguf_job, layerwise_run
 from localgen.quant.advice import advice, recommended
 from localgen.quant.card import add_table

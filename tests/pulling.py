@@ -12,8 +12,8 @@ import pytest
 from loopback_hub import LoopbackHub
 
 from localgen.hub import pull
-from localgen.hub.library import repo_folder
-from localgen.hub.names import resolve
+from localgen.hub.hf_client import repo_folder
+from localgen.hub.resolve import resolve
 
 REPO = "acme/Chat-GGUF"
 Q4 = "chat-Q4_K_M.gguf"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from serving import House, settings_in, short_folder, wait_until
 
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import httpx
 
 from localgen.client import Client
 from localgen.config import Settings
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 
 SERVER = Path(__file__).with_name("fake_server.py")
 WORDS = "one two three four five six seven eight nine ten"

@@ -354,7 +354,7 @@ def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_kind_of_error_has_a_status_of_its_own() -> None:
-    for module in ("localgen.config", "localgen.client", "localgen.hub.names"):
+    for module in ("localgen.config", "localgen.client", "localgen.hub.resolve"):
         importlib.import_module(module)
     codes = {kind.code for kind in LocalgenError.__subclasses__()}
     assert codes == set(exits.BY_ERROR_CODE)

@@ -15,8 +15,8 @@ from serving import house
 
 from localgen.cli import candidates, shells
 from localgen.cli.commands import COMMANDS
-from localgen.hub.glance import cached_names
-from localgen.hub.names import available
+from localgen.hub.cache_scan import cached_names
+from localgen.hub.resolve import available
 
 LOCALGEN = "from localgen.cli.main import main; main()"
 HEAVY = ("httpx", "huggingface_hub", "rich", "pydantic", "torch", "fastapi", "msgspec")

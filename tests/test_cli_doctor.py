@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from localgen.cli.main import run
-from localgen.doctor import findings, probe
-from localgen.doctor.machine import Machine, cpu_quota
-from localgen.doctor.probe import BrokenBuild, LlamaBuild, features_of
+from localgen.doctor import findings
+from localgen.machine import llama_build
+from localgen.machine.llama_build import BrokenBuild, LlamaBuild, features_of
+from localgen.machine.system_info import Machine, cpu_quota
 
 
 def machine(**changes: object) -> Machine:
@@ -108,8 +109,8 @@ def test_cpu_quota(text: str, cpus: float | None) -> None:
 def test_a_broken_build_is_a_sentence(
     program: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "python_command", lambda _: [sys.executable, "-c", program])
-    found = probe.probe()
+    monkeypatch.setattr(llama_build, "python_command", lambda _: [sys.executable, "-c", program])
+    found = llama_build.probe()
     assert isinstance(found, BrokenBuild)
     assert reason in found.reason
 
@@ -138,7 +139,7 @@ def test_doctor_with_a_broken_build(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        probe, "python_command", lambda _: [sys.executable, "-c", "raise ImportError('torn')"]
+        llama_build, "python_command", lambda _: [sys.executable, "-c", "raise ImportError('torn')"]
     )
     assert run(["doctor"]) == 1
     text = capsys.readouterr().out

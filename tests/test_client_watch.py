@@ -19,7 +19,7 @@ from localgen.client.remote.failures import EndpointUnavailable
 from localgen.client.snapshot import snapshot_of
 from localgen.client.watch import OwnWatch, RemoteWatch
 from localgen.config import BadSetting
-from localgen.hub.errors import AccessDenied
+from localgen.hub.hf_client import AccessDenied
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from serving import wait_until
 
 from localgen.client import Client
 from localgen.config import Settings
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 
 KEY = "a-key-for-these-tests"
 QUESTION = "What is 17 + 25?"

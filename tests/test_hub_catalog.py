@@ -10,14 +10,14 @@ from test_hub import put
 from localgen.backends.errors import InvalidRequest, ModelNotFound, OutOfMemory
 from localgen.backends.formats.architecture.model_shape import token_bytes
 from localgen.config import BadSetting
-from localgen.gpus import Gpu
-from localgen.hub import aliases, catalog, fit
+from localgen.hub import aliases, catalog, quant_choice
 from localgen.hub.catalog import Entry
-from localgen.hub.fit import Alternative, Room
-from localgen.hub.names import available, resolve
+from localgen.hub.quant_choice import Alternative, Room
 from localgen.hub.quants import quant_of
 from localgen.hub.reference import reference
-from localgen.placement import Hardware
+from localgen.hub.resolve import available, resolve
+from localgen.machine.gpus import Gpu
+from localgen.placement.backend_choice import Hardware
 
 GB = 1_000_000_000
 ENTRIES = catalog.entries()
@@ -200,34 +200,34 @@ WAYS = [
     ],
 )
 def test_what_fits(room: Room, quant: str) -> None:
-    chosen, why = fit.choose(WAYS, "it", None, room)
+    chosen, why = quant_choice.choose(WAYS, "it", None, room)
     assert chosen.alternative.quant == quant
     assert why.startswith(f"{quant} needs ")
 
 
 def test_only_wide_weights_are_better_than_none() -> None:
-    chosen, _ = fit.choose(WAYS[3:], "it", None, Room(ram=100 * GB))
+    chosen, _ = quant_choice.choose(WAYS[3:], "it", None, Room(ram=100 * GB))
     assert chosen.alternative.quant == "F16"
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(OutOfMemory, match=r"the smallest, Q2_K, needs 3\.. GB with a context of"):
-        fit.choose(WAYS, "it", None, Room(ram=GB))
+        quant_choice.choose(WAYS, "it", None, Room(ram=GB))
 
 
 def test_why_not_the_next_larger() -> None:
-    _, why = fit.choose(WAYS, "it", None, Room(ram=7 * GB))
+    _, why = quant_choice.choose(WAYS, "it", None, Room(ram=7 * GB))
     assert why.endswith("; Q8_0 would need 9.4 GB")
-    _, why = fit.choose(WAYS, "it", None, Room(ram=100 * GB))
+    _, why = quant_choice.choose(WAYS, "it", None, Room(ram=100 * GB))
     assert "F16 fits, but" in why
-    _, why = fit.choose(WAYS, "it", None, Room(ram=100 * GB, gpu=7 * GB, own_bits=True))
+    _, why = quant_choice.choose(WAYS, "it", None, Room(ram=100 * GB, gpu=7 * GB, own_bits=True))
     assert why.endswith("; Q8_0 would run on the CPU")
 
 
 def test_the_context_takes_its_part() -> None:
     found = catalog.find("llama-8b")
     assert found is not None
-    (one,) = fit.fits([Alternative("Q8_0", 8 * GB)], Room(ram=100 * GB), found[0])
+    (one,) = quant_choice.fits([Alternative("Q8_0", 8 * GB)], Room(ram=100 * GB), found[0])
     cache = 131_072 * 8192
     # and buffers for steps of 512 tokens
     assert 8 * GB + cache < one.need_bytes < 8 * GB + 1.3 * cache
@@ -237,11 +237,11 @@ def test_hugging_face_format_where_something_runs_it() -> None:
     found = catalog.find("llama-8b")
     assert found is not None
     entry = found[0]
-    assert fit.folder_alternatives(entry, Room(ram=100 * GB)) == []
+    assert quant_choice.folder_alternatives(entry, Room(ram=100 * GB)) == []
     for gpu, quant in ((40 * GB, "safetensors"), (14 * GB, "fp8")):
         room = Room(ram=100 * GB, gpu=gpu, folders=True)
-        ways = [*WAYS, *fit.folder_alternatives(entry, room)]
-        chosen, _ = fit.choose(ways, "it", entry, room)
+        ways = [*WAYS, *quant_choice.folder_alternatives(entry, room)]
+        chosen, _ = quant_choice.choose(ways, "it", entry, room)
         assert chosen.alternative.quant == quant
 
 
@@ -249,16 +249,16 @@ def test_room_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALGEN_MEMORY_LIMIT", "8G")
     gpu = Gpu(0, "a GPU", 24 * GB, 20 * GB, (9, 0))
     cpu_only = Hardware((), (), False, lambda: False)
-    assert fit.room_here(cpu_only) == Room(ram=8 << 30)
+    assert quant_choice.room_here(cpu_only) == Room(ram=8 << 30)
     with_cuda = Hardware((gpu,), (), True, lambda: False)
-    assert fit.room_here(with_cuda) == Room(8 << 30, 20 * GB, False, True)
+    assert quant_choice.room_here(with_cuda) == Room(8 << 30, 20 * GB, False, True)
     old = Hardware((Gpu(0, "old", GB, GB, (6, 1)),), (), True, lambda: False)
-    assert fit.room_here(old) == Room(ram=8 << 30)
+    assert quant_choice.room_here(old) == Room(ram=8 << 30)
     llama_cpp = Hardware((gpu,), ("torch",), True, lambda: True)
-    assert fit.room_here(llama_cpp) == Room(8 << 30, 20 * GB, True, False)
+    assert quant_choice.room_here(llama_cpp) == Room(8 << 30, 20 * GB, True, False)
 
 
 def test_auto_among_what_is_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(cache, "a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
-    monkeypatch.setattr(fit, "room_here", lambda: Room(ram=GB))
+    monkeypatch.setattr(quant_choice, "room_here", lambda: Room(ram=GB))
     assert resolve("a/b:auto").name in {file.name for file in available()}

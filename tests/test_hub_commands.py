@@ -24,8 +24,8 @@ from test_cli_commands import Piped, Terminal
 from localgen.cli import exits
 from localgen.cli.main import run
 from localgen.hub.aliases import aliases
-from localgen.hub.library import repo_folder
-from localgen.hub.names import BUILT_IN_PATH, available, resolve
+from localgen.hub.hf_client import repo_folder
+from localgen.hub.resolve import BUILT_IN_PATH, available, resolve
 
 __all__ = ["hub"]
 TINY = "acme/Tiny-GGUF"

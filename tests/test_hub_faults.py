@@ -26,9 +26,14 @@ from pulling import (
 from localgen.backends.errors import LocalgenError, ModelNotFound
 from localgen.hub import pull
 from localgen.hub.download import blob_path
-from localgen.hub.errors import AccessDenied, DiskFull, DownloadFailed, HubUnavailable
-from localgen.hub.library import repo_folder
-from localgen.hub.names import resolve
+from localgen.hub.hf_client import (
+    AccessDenied,
+    DiskFull,
+    DownloadFailed,
+    HubUnavailable,
+    repo_folder,
+)
+from localgen.hub.resolve import resolve
 
 __all__ = ["hub", "impatient"]
 
@@ -98,7 +103,7 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 from localgen.hub import pull
-from localgen.hub.errors import DiskFull
+from localgen.hub.hf_client import DiskFull
 import shutil
 # the check before the first byte is passed, as when others fill the disk meanwhile
 honest = shutil.disk_usage
@@ -113,7 +118,7 @@ print("unfinished", plan.left_bytes)
 filler.unlink()
 plan = pull.plan("acme/Chat-GGUF")
 pull.execute(plan, lambda here: None)
-from localgen.hub.names import resolve
+from localgen.hub.resolve import resolve
 print("whole", resolve("acme/Chat-GGUF").size_bytes)
 """
 

@@ -24,10 +24,9 @@ from pulling import (
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound, OutOfMemory
 from localgen.hub import pull
 from localgen.hub.download import blob_path
-from localgen.hub.errors import HubUnavailable
-from localgen.hub.fit import Room
-from localgen.hub.library import repo_folder
-from localgen.hub.names import resolve
+from localgen.hub.hf_client import HubUnavailable, repo_folder
+from localgen.hub.quant_choice import Room
+from localgen.hub.resolve import resolve
 
 __all__ = ["hub", "impatient"]
 
@@ -118,14 +117,14 @@ def test_a_missing_quantization(hub: LoopbackHub) -> None:
 def test_auto_takes_the_best_that_fits(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {f"chat-{quant}.gguf": made_up(size) for quant, size in SIZES.items()}
     hub.add(REPO, files)
-    monkeypatch.setattr("localgen.hub.fit.room_here", lambda: Room(ram=75_000_000))
+    monkeypatch.setattr("localgen.hub.quant_choice.room_here", lambda: Room(ram=75_000_000))
     plan = pull.plan(f"{REPO}:auto")
     assert plan.name == f"{REPO}:Q6_K"
     assert plan.why.startswith("Q6_K needs 70.")
     assert "Q8_0 would need 7" in plan.why
     pull.execute(plan, lambda here: None)
     assert resolve(f"{REPO}:auto").name == f"{REPO}:Q6_K"
-    monkeypatch.setattr("localgen.hub.fit.room_here", lambda: Room(ram=1_000_000))
+    monkeypatch.setattr("localgen.hub.quant_choice.room_here", lambda: Room(ram=1_000_000))
     with pytest.raises(OutOfMemory, match=r"the smallest, Q2_K, needs 6.*, 1\.0 MB are free"):
         pull.plan(f"{REPO}:auto")
 

@@ -17,7 +17,7 @@ from pulling import CONTENT, Q4, REPO, environment, hub, made_up
 from real_server import RealServer, real_server
 from serving import wait_until
 
-from localgen.hub.library import talking
+from localgen.hub.hf_client import talking
 from localgen.server.ollama.pulling import _progress
 
 __all__ = ["hub"]

@@ -10,8 +10,8 @@ import pytest
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
-from localgen.gpus import Gpu
-from localgen.placement import Hardware, choose
+from localgen.machine.gpus import Gpu
+from localgen.placement.backend_choice import Hardware, choose
 
 GGUF = ModelFile("m", Path("/models/m.gguf"), 4 << 30, (), "file")
 FOLDER = ModelFile("m", Path("/models/m"), 16 << 30, (), "file")

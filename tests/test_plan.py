@@ -18,16 +18,16 @@ from localgen.backends.formats.model_files import model_folder
 from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.kv_sizing import Wanted
 from localgen.backends.model_info import LoadOptions
-from localgen.gpus import Gpu
 from localgen.hub import catalog
 from localgen.hub.catalog import Entry
-from localgen.placement import Hardware
-from localgen.planning import bandwidth, gpu_bandwidth
-from localgen.planning.bandwidth import Bandwidth
+from localgen.machine import bandwidth, gpu_bandwidth
+from localgen.machine.bandwidth import Bandwidth
+from localgen.machine.gpus import Gpu
+from localgen.placement.backend_choice import Hardware
+from localgen.placement.footprint import footprint, kept_bytes
 from localgen.planning.find import facts_elsewhere
-from localgen.planning.footprint import footprint, kept_bytes
-from localgen.planning.machine import Machine
 from localgen.planning.plan import plan
+from localgen.planning.resources import Machine
 
 GB = 10**9
 NOTHING = LoadOptions()

@@ -23,7 +23,7 @@ from localgen.cli import exits
 from localgen.cli.main import run
 from localgen.client import Client
 from localgen.config import Settings
-from localgen.planning import bandwidth
+from localgen.machine import bandwidth
 
 __all__ = ["hub"]
 OUT_OF_MEMORY = exits.BY_ERROR_CODE["out_of_memory"]

@@ -19,8 +19,8 @@ pytest.importorskip("tokenizers")
 
 from localgen.cli import exits
 from localgen.cli.main import run
-from localgen.hub.fit import Room
-from localgen.interpreter import python_command, python_environment
+from localgen.hub.quant_choice import Room
+from localgen.machine.python_process import python_command, python_environment
 from localgen.quant import compare, originals
 from localgen.quant.advice import advice, recommended
 

@@ -21,7 +21,7 @@ pytest.importorskip("tokenizers")
 from tui_quantize import Quantizing
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound, OutOfMemory
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 from localgen.quant import process as children
 from localgen.quant.events import Advised, At, Event, Made, Needs, Stopped, Unfinished, Verdict
 from localgen.quant.process import Child

@@ -31,7 +31,7 @@ from localgen.client.remote.failures import EndpointUnavailable
 from localgen.client.remote.stream import AnswerReader, Arrivals
 from localgen.client.sse import payloads
 from localgen.config import BadSetting
-from localgen.hub.errors import AccessDenied
+from localgen.hub.hf_client import AccessDenied
 
 KEY = "sk-very-secret"
 OPTIONS = LoadOptions()

@@ -17,7 +17,7 @@ from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, RemoteClient, Text
 from localgen.client.remote.endpoint import Endpoint
 from localgen.client.remote.failures import EndpointUnavailable
-from localgen.hub.errors import AccessDenied
+from localgen.hub.hf_client import AccessDenied
 
 KEY = "a-key-of-some-length"
 # each setting that a user can give, within its range; what holds answers comes one at a time

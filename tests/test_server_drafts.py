@@ -13,7 +13,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFoun
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
-from localgen.placement import Placement
+from localgen.placement.backend_choice import Placement
 from localgen.server.drafts import Drafting, find_draft
 
 PAIRED = next(entry for entry in catalog.entries() if entry.draft == "qwen3-0.6b")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from serving import MANY_WORDS, House, house, in_thread, wait_until
 
-from localgen.planning.footprint import footprint
+from localgen.placement.footprint import footprint
 
 # what a model needs at least, however small its file
 LEAST = footprint(0, None).need_bytes()

@@ -13,7 +13,7 @@ from doors import KEY, Door, door, free_port
 from serving import House, chat_body, house, in_thread, wait_until
 
 from localgen.client import Client
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 
 NOT_READY = 503
 

@@ -11,7 +11,7 @@ from doors import Door, code, door
 from serving import chat_body
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
-from localgen.hub.names import require_name, resolve
+from localgen.hub.resolve import require_name, resolve
 
 PATHS = [
     "/etc/passwd",

@@ -14,7 +14,7 @@ import pytest
 from serving import House, chat_body, house, wait_until
 
 from localgen.backends.text.template import MAX_RENDER_S
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
 ESCAPES = [

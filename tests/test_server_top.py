@@ -17,14 +17,13 @@ from models import TINY_GGUF
 from scripted_client import model_info
 from serving import MANY_WORDS, House, chat_body, house, in_thread, wait_until
 
-from localgen import gpus
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.machine_stats import MachineUse, ReadCost
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Finished, Timings
-from localgen.gpus import Gpu, gpu_uses
-from localgen.planning import bandwidth
-from localgen.planning.bandwidth import Bandwidth
+from localgen.machine import bandwidth, gpus
+from localgen.machine.bandwidth import Bandwidth
+from localgen.machine.gpus import Gpu, gpu_uses
 from localgen.server import read_costs
 from localgen.server.journal import Entry
 from localgen.server.machine import FRESH_S, MachineWatch

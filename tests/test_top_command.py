@@ -20,7 +20,7 @@ import httpx
 import pytest
 from serving import MANY_WORDS, House, house, in_thread
 
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?<>=]*[a-zA-Z$]|[()=>].?)")
 

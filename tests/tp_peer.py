@@ -25,7 +25,7 @@ from localgen.backends.cuda.model.source import open_source
 from localgen.backends.cuda.parallel.rank_model import Share, SharedTokens
 from localgen.backends.cuda.steps.cuda_graphs import Latest
 from localgen.backends.formats.architecture.sharding import Shard
-from localgen.interpreter import python_environment
+from localgen.machine.python_process import python_environment
 
 SETTINGS = Settings(
     device="cpu", tp=2, cache_type_k="f32", cache_type_v="f32", parallel=8, max_batch_tokens=512

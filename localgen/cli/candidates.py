@@ -104,7 +104,7 @@ def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 def _here() -> Iterator[str]:
-    from localgen.hub.names import BUILT_IN
+    from localgen.hub.resolve import BUILT_IN
 
     yield BUILT_IN
     yield from _given()
@@ -122,7 +122,7 @@ def _given() -> Iterator[str]:
 
 
 def _cached() -> Iterator[str]:
-    from localgen.hub.glance import cached_names
+    from localgen.hub.cache_scan import cached_names
 
     try:
         yield from cached_names()

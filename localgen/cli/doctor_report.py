@@ -10,8 +10,8 @@ from localgen.chats.report import size
 from localgen.cli.tables import json_text
 from localgen.doctor.checkup import Checkup
 from localgen.doctor.findings import Finding
-from localgen.doctor.machine import Machine
-from localgen.doctor.probe import BrokenBuild, LlamaBuild
+from localgen.machine.llama_build import BrokenBuild, LlamaBuild
+from localgen.machine.system_info import Machine
 
 _WIDTH = 10
 

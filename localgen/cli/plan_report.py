@@ -10,7 +10,7 @@ from typing import Any
 from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 from localgen.cli import tables
-from localgen.planning.loaded import Loaded
+from localgen.planning.loaded_usage import Loaded
 from localgen.planning.plan import Plan
 from localgen.planning.planner import Plans
 

@@ -35,8 +35,8 @@ def command(model: PullArgument) -> None:
 def fetch(model: str) -> None:
     """Pull a model, with a bar on a terminal and lines elsewhere, on stderr."""
     from localgen.hub import pull
-    from localgen.hub.errors import HubUnavailable
-    from localgen.hub.names import is_here
+    from localgen.hub.hf_client import HubUnavailable
+    from localgen.hub.resolve import is_here
 
     try:
         plan = pull.plan(model, _tell)

@@ -10,16 +10,15 @@ from localgen.backends.errors import ModelNotFound
 from localgen.backends.terminal_text import one_line
 from localgen.chats.report import size
 from localgen.cli import tables
-from localgen.hub import fit
+from localgen.hub import quant_choice
 from localgen.hub.aliases import aliases
 from localgen.hub.cache import cached_models
 from localgen.hub.catalog import Entry, same
-from localgen.hub.errors import HubUnavailable
-from localgen.hub.library import talking
-from localgen.hub.names import is_path, unknown
+from localgen.hub.hf_client import HubUnavailable, talking
 from localgen.hub.pull import alternatives
 from localgen.hub.reference import Reference, reference
-from localgen.hub.remote import listing
+from localgen.hub.repository import listing
+from localgen.hub.resolve import is_path, unknown
 
 
 def show(model: str, *, as_json: bool) -> None:
@@ -28,13 +27,13 @@ def show(model: str, *, as_json: bool) -> None:
     wanted = None if is_path(meant) else reference(meant)
     if wanted is None:
         raise unknown(meant)
-    room = fit.room_here()
+    room = quant_choice.room_here()
     ways = _alternatives(wanted, room)
     if not ways:
         raise ModelNotFound(f"{wanted.repo} has no .gguf files, so no quantizations to choose from")
     here = _here(wanted)
-    found = fit.fits(ways, room, wanted.entry)
-    chosen = fit.best(found)
+    found = quant_choice.fits(ways, room, wanted.entry)
+    chosen = quant_choice.best(found)
     if as_json:
         records = [
             {
@@ -56,7 +55,7 @@ def show(model: str, *, as_json: bool) -> None:
     typer.echo(_conclusion(chosen, found, room, wanted.entry))
 
 
-def _row(one: fit.Fit, is_chosen: bool, is_here: bool) -> tuple[str, ...]:
+def _row(one: quant_choice.Fit, is_chosen: bool, is_here: bool) -> tuple[str, ...]:
     alternative = one.alternative
     return (
         alternative.quant,
@@ -69,11 +68,14 @@ def _row(one: fit.Fit, is_chosen: bool, is_here: bool) -> tuple[str, ...]:
 
 
 def _conclusion(
-    chosen: fit.Fit | None, found: list[fit.Fit], room: fit.Room, entry: Entry | None
+    chosen: quant_choice.Fit | None,
+    found: list[quant_choice.Fit],
+    room: quant_choice.Room,
+    entry: Entry | None,
 ) -> str:
     if chosen is None:
         return f"None fits the {size(max(room.ram, room.gpu))} of memory that are free."
-    return one_line(fit.reason(chosen, found, room, entry)) + "."
+    return one_line(quant_choice.reason(chosen, found, room, entry)) + "."
 
 
 def _here(wanted: Reference) -> set[str]:
@@ -88,7 +90,7 @@ def _here(wanted: Reference) -> set[str]:
     return found
 
 
-def _alternatives(wanted: Reference, room: fit.Room) -> list[fit.Alternative]:
+def _alternatives(wanted: Reference, room: quant_choice.Room) -> list[quant_choice.Alternative]:
     """As the hub has them; where it is out of reach, as the catalog has. HubUnavailable: it has
     none."""
     tell = _tell
@@ -100,8 +102,10 @@ def _alternatives(wanted: Reference, room: fit.Room) -> list[fit.Alternative]:
         if entry is None or not entry.gguf.sizes:
             raise
         tell(f"{error.message}; these are the catalog's sizes")
-        files = [fit.Alternative(quant, bytes_) for quant, bytes_ in entry.gguf.sizes.items()]
-        return [*files, *fit.folder_alternatives(entry, room)]
+        files = [
+            quant_choice.Alternative(quant, bytes_) for quant, bytes_ in entry.gguf.sizes.items()
+        ]
+        return [*files, *quant_choice.folder_alternatives(entry, room)]
 
 
 def _gguf_repo(wanted: Reference) -> str:

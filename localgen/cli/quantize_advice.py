@@ -10,7 +10,7 @@ from localgen.backends.errors import OutOfMemory
 from localgen.chats.report import size
 from localgen.cli import tables
 from localgen.cli.plan_report import tell
-from localgen.hub.fit import room_here
+from localgen.hub.quant_choice import room_here
 from localgen.quant.advice import advice, recommended
 from localgen.quant.originals import original
 

@@ -26,7 +26,7 @@ def command(
     """Remove a model from the cache, or a name that `cp` made. Other models keep their files."""
     from localgen.chats.report import size
     from localgen.hub import aliases
-    from localgen.hub.removal import removal
+    from localgen.hub.remove import removal
 
     target = aliases.aliases().get(model)
     if target is not None:

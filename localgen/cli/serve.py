@@ -126,7 +126,7 @@ def command(
     if a host or a port is given. A model that is named and cannot be loaded ends it.
     """
     from localgen.config import Settings, parse_keep_alive, parse_size
-    from localgen.hub.names import draft_for_server, for_server
+    from localgen.hub.resolve import draft_for_server, for_server
     from localgen.server.access import Access, parse_rate_limit, read_keys
     from localgen.server.lifecycle import run
 

@@ -33,8 +33,8 @@ def command(
     from localgen.backends.terminal_text import one_line
     from localgen.cli import quant_table, tables
     from localgen.hub.aliases import aliases
-    from localgen.hub.names import resolve
     from localgen.hub.reference import reference
+    from localgen.hub.resolve import resolve
 
     if quants:
         quant_table.show(model, as_json=json)
@@ -61,7 +61,7 @@ def command(
 
 
 def _from_files(file: ModelFile) -> dict[str, Any]:
-    from localgen.hub.about import about, entry_of
+    from localgen.hub.metadata import about, entry_of
 
     found = asdict(about(file))
     entry = entry_of(file)
@@ -92,7 +92,7 @@ def _from_catalog(wanted: Reference) -> dict[str, Any]:
 
 def _print_template(file: ModelFile) -> None:
     from localgen.backends.terminal_text import inert
-    from localgen.hub.about import about
+    from localgen.hub.metadata import about
 
     template = about(file).chat_template
     if template is None:

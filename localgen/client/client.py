@@ -33,7 +33,7 @@ from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wai
 from localgen.client.sockets import Sockets
 from localgen.client.sse import DONE, payloads
 from localgen.config import Settings
-from localgen.hub.names import available, draft_for_server, for_server
+from localgen.hub.resolve import available, draft_for_server, for_server
 
 _HEALTH_S = 10.0
 _JSON = {"Content-Type": "application/json"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.config import Settings
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 
 SERVER_COMMAND = tuple(python_command("localgen.server"))
 _START_S = 30.0

@@ -30,8 +30,8 @@ def offers() -> list[Offer]:
 def can_pull(name: str) -> bool:
     """Whether a name means a model of the hub that is not here."""
     from localgen.hub.aliases import aliases
-    from localgen.hub.names import is_here, is_path
     from localgen.hub.reference import reference
+    from localgen.hub.resolve import is_here, is_path
 
     meant = aliases().get(name, name)
     return not is_path(meant) and reference(meant) is not None and not is_here(name)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from localgen import __version__
 from localgen.backends.errors import LocalgenError
 from localgen.config import Settings
-from localgen.doctor import machine as machines
 from localgen.doctor.findings import Finding, findings
-from localgen.doctor.machine import Machine
-from localgen.doctor.probe import BrokenBuild, LlamaBuild, probe
-from localgen.placement import this_machine
+from localgen.machine import system_info as machines
+from localgen.machine.llama_build import BrokenBuild, LlamaBuild, probe
+from localgen.machine.system_info import Machine
+from localgen.placement.backend_choice import this_machine
 
 if TYPE_CHECKING:
     from localgen.client import Client
@@ -83,7 +83,7 @@ def _of_folders(settings: Settings) -> list[Finding]:
 
 
 def _models() -> tuple[tuple[str, ...], list[Finding]]:
-    from localgen.hub.names import available
+    from localgen.hub.resolve import available
 
     try:
         found = tuple(model.name for model in available())

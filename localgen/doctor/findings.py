@@ -6,9 +6,9 @@ import shlex
 import sys
 from dataclasses import dataclass
 
-from localgen.doctor.machine import Machine
-from localgen.doctor.probe import BrokenBuild, LlamaBuild
-from localgen.placement import INSTALL
+from localgen.machine.llama_build import BrokenBuild, LlamaBuild
+from localgen.machine.system_info import Machine
+from localgen.placement.backend_choice import INSTALL
 
 # llama.cpp's name of a CPU feature: the kernel's. AMX is not among them: the set-up leaves it out
 # on purpose where the compiler is known to get it wrong.

@@ -17,7 +17,7 @@ from localgen.backends.formats.model_files import (
     stem_of,
 )
 from localgen.hub import quants
-from localgen.hub.library import cache_folder, hub
+from localgen.hub.hf_client import cache_folder, hub
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localgen.hub.errors import DownloadFailed
-from localgen.hub.library import cache_folder, hub, repo_folder
-from localgen.hub.remote import RemoteFile
+from localgen.hub.hf_client import DownloadFailed, cache_folder, hub, repo_folder
+from localgen.hub.repository import RemoteFile
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
-from localgen.hub import catalog, fit
+from localgen.hub import catalog, quant_choice
 from localgen.hub.catalog import Entry
 from localgen.hub.download import bytes_here, fetch
-from localgen.hub.errors import DiskFull, HubUnavailable
-from localgen.hub.library import cache_folder, repo_folder, talking
-from localgen.hub.names import BUILT_IN, is_path, meant, unknown
+from localgen.hub.hf_client import DiskFull, HubUnavailable, cache_folder, repo_folder, talking
 from localgen.hub.quants import pick
 from localgen.hub.reference import Reference, reference
-from localgen.hub.remote import Listing, RemoteFile, RemoteModel, listing, translated
+from localgen.hub.repository import Listing, RemoteFile, RemoteModel, listing, translated
+from localgen.hub.resolve import BUILT_IN, is_path, meant, unknown
 
 Say = Callable[[str], None]
 
@@ -103,17 +102,19 @@ def require_room(plan: Plan) -> None:
         )
 
 
-def alternatives(found: Listing, entry: Entry | None, room: fit.Room) -> list[fit.Alternative]:
+def alternatives(
+    found: Listing, entry: Entry | None, room: quant_choice.Room
+) -> list[quant_choice.Alternative]:
     """The quantizations of a repository, and what the catalog has beside them."""
-    files = [fit.Alternative(model.quant, model.size_bytes) for model in found.models()]
-    return [*files, *fit.folder_alternatives(entry, room)]
+    files = [quant_choice.Alternative(model.quant, model.size_bytes) for model in found.models()]
+    return [*files, *quant_choice.folder_alternatives(entry, room)]
 
 
 def _settled(wanted: Reference, found: Listing) -> tuple[Reference, str]:
     """The best that fits instead of `auto`, and why."""
-    room = fit.room_here()
+    room = quant_choice.room_here()
     ways = alternatives(found, wanted.entry, room)
-    chosen, why = fit.choose(ways, found.repo, wanted.entry, room)
+    chosen, why = quant_choice.choose(ways, found.repo, wanted.entry, room)
     quant = chosen.alternative.quant
     if chosen.alternative.is_gguf:
         return replace(wanted, tag=quant), why

@@ -14,16 +14,14 @@ from localgen.backends.formats.hf.config_shape import config_shape
 from localgen.backends.formats.model_facts import Facts, facts_of_file
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import AUTO, NGRAM, NONE
-from localgen.hub import fit
+from localgen.hub import quant_choice
 from localgen.hub.aliases import aliases
-from localgen.hub.beginning import beginning
 from localgen.hub.catalog import Entry, same
-from localgen.hub.errors import HubUnavailable
-from localgen.hub.library import talking
-from localgen.hub.names import BUILT_IN, is_path, resolve, unknown
+from localgen.hub.hf_client import HubUnavailable, talking
 from localgen.hub.quants import pick, quant_of
 from localgen.hub.reference import Reference, reference
-from localgen.hub.remote import Listing, RemoteFile, listing
+from localgen.hub.repository import Listing, RemoteFile, beginning, listing
+from localgen.hub.resolve import BUILT_IN, is_path, resolve, unknown
 
 Say = Callable[[str], None]
 ALL = "all"
@@ -202,8 +200,8 @@ def _chosen(wanted: Reference, quant: str | None, choices: list[Facts]) -> Facts
 
 def _best(wanted: Reference, choices: list[Facts]) -> Facts:
     """What `auto` takes. OutOfMemory: nothing fits."""
-    ways = [fit.Alternative(facts.quant, facts.weights_bytes) for facts in choices]
-    best, _ = fit.choose(ways, wanted.repo, wanted.entry, fit.room_here())
+    ways = [quant_choice.Alternative(facts.quant, facts.weights_bytes) for facts in choices]
+    best, _ = quant_choice.choose(ways, wanted.repo, wanted.entry, quant_choice.room_here())
     return next(facts for facts in choices if facts.quant == best.alternative.quant)
 
 

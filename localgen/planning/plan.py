@@ -14,11 +14,11 @@ from localgen.backends.formats.architecture.model_shape import (
 from localgen.backends.formats.model_facts import Facts
 from localgen.backends.memory.kv_sizing import Size
 from localgen.backends.model_info import LoadOptions
-from localgen.planning.layers import GpuLayers, layers_on
-from localgen.planning.machine import Machine
-from localgen.planning.setting import Setting, Wish, settle
+from localgen.placement.free_memory import as_gb
+from localgen.placement.gpu_layers import GpuLayers, layers_on
+from localgen.planning.placed_model import Setting, Wish, settle
+from localgen.planning.resources import Machine
 from localgen.planning.speed import Speed, speed
-from localgen.server.memory import as_gb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

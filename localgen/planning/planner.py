@@ -11,9 +11,9 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.formats.model_facts import Facts
 from localgen.backends.model_info import LoadOptions
 from localgen.planning.find import Say, find, find_draft
-from localgen.planning.loaded import Loaded, as_loaded, loaded_in
-from localgen.planning.machine import machine_here
+from localgen.planning.loaded_usage import Loaded, as_loaded, loaded_in
 from localgen.planning.plan import Plan, plan
+from localgen.planning.resources import machine_here
 
 
 @dataclass(frozen=True, slots=True)

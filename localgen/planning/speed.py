@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localgen.planning.layers import GpuLayers
-from localgen.planning.machine import Machine
+from localgen.placement.gpu_layers import GpuLayers
+from localgen.planning.resources import Machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import AUTO, DRAFT_WORDS, NGRAM, NONE, DraftModel
-from localgen.hub.about import entry_of
-from localgen.placement import Placement
+from localgen.hub.metadata import entry_of
+from localgen.placement.backend_choice import Placement
 
 _TEXT_ALONE = "drafts come from the text alone"
 

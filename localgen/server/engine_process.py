@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 
 # from the number of the inherited socket to the command that serves it
 EngineCommand = Callable[[int], list[str]]

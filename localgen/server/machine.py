@@ -10,7 +10,7 @@ import psutil
 
 from localgen.backends.machine_stats import MachineUse
 from localgen.backends.memory.system import available_bytes, total_bytes
-from localgen.gpus import gpu_uses
+from localgen.machine.gpus import gpu_uses
 
 # older than this it is asked again
 FRESH_S = 1.0

@@ -21,8 +21,8 @@ from localgen.backends.errors import (
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_WORDS, Load, LoadOptions, ModelInfo
 from localgen.config import Settings
-from localgen.hub.names import BUILT_IN, require_name, resolve
-from localgen.placement import Hardware, Placement, this_machine
+from localgen.hub.resolve import BUILT_IN, require_name, resolve
+from localgen.placement.backend_choice import Hardware, Placement, this_machine
 from localgen.server.drafts import Drafting, find_draft
 from localgen.server.engine_process import (
     EngineCommand,

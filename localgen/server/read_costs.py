@@ -16,8 +16,8 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.formats.weight_sizes import weights_of
 from localgen.backends.machine_stats import ReadCost
 from localgen.backends.model_info import ModelInfo
-from localgen.gpus import Gpu, nvidia_gpus
-from localgen.planning.bandwidth import Bandwidth, known_gpu_bandwidth, known_memory_bandwidth
+from localgen.machine.bandwidth import Bandwidth, known_gpu_bandwidth, known_memory_bandwidth
+from localgen.machine.gpus import Gpu, nvidia_gpus
 from localgen.server.resident import Resident
 
 _log = logging.getLogger("localgen.server")

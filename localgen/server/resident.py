@@ -11,7 +11,7 @@ from typing import Any
 from localgen.backends.errors import ModelBusy
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import AUTO, LoadOptions, ModelInfo
-from localgen.placement import Placement
+from localgen.placement.backend_choice import Placement
 from localgen.server.engines import Engine
 
 # even with a keep-alive of 0 a client that has loaded a model gets to ask it

@@ -10,11 +10,11 @@ from localgen.backends.errors import LocalgenError, ModelBusy, OutOfMemory
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.config import Settings
-from localgen.gpus import Gpu
-from localgen.placement import Hardware, Placement, choose
-from localgen.server import memory
+from localgen.machine.gpus import Gpu
+from localgen.placement import free_memory
+from localgen.placement.backend_choice import Hardware, Placement, choose
+from localgen.placement.free_memory import as_gb
 from localgen.server.drafts import Drafting
-from localgen.server.memory import as_gb
 from localgen.server.resident import Resident
 
 
@@ -48,7 +48,7 @@ class Room:
         draft = drafting.on(placement).file
         # in a thread: it reads the beginning of the file
         need = await asyncio.to_thread(
-            memory.need_bytes, file, options, placement.backend, draft=draft
+            free_memory.need_bytes, file, options, placement.backend, draft=draft
         )
         await self._make_room(file, need, draft)
         return placement, need
@@ -58,7 +58,9 @@ class Room:
     ) -> Placement:
         """Where a model goes, with room made on its GPU. InvalidRequest."""
         there = await asyncio.to_thread(self._look)
-        need = await asyncio.to_thread(memory.gpu_need_bytes, file, options, there, draft=draft)
+        need = await asyncio.to_thread(
+            free_memory.gpu_need_bytes, file, options, there, draft=draft
+        )
         placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
         for gpu in placement.gpus:
             while need > await self._free_on(gpu) and await self.evict_one(file, gpu):
@@ -124,7 +126,7 @@ class Room:
         return OutOfMemory(f"{numbers}: take a smaller model or quantization, or {way_out}")
 
     def _free_bytes(self) -> int:
-        return memory.free_bytes(
+        return free_memory.free_bytes(
             self._settings.memory_limit,
             [r.info for r in self._residents() if r.info is not None and not r.placement.on_gpu],
             [resident.estimate_bytes for resident in self._residents() if resident.info is None],
@@ -134,4 +136,4 @@ class Room:
 def _taken(resident: Resident) -> int:
     if resident.info is None:
         return resident.estimate_bytes
-    return memory.footprint(resident.info)
+    return free_memory.footprint(resident.info)

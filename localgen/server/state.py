@@ -16,8 +16,8 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.system import available_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.config import Settings
-from localgen.gpus import gpu_bytes_of
-from localgen.hub.names import available, resolve
+from localgen.hub.resolve import available, resolve
+from localgen.machine.gpus import gpu_bytes_of
 from localgen.server.machine import MachineWatch
 from localgen.server.manager import ModelManager
 from localgen.server.read_costs import ReadCosts

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from localgen.hub.names import BUILT_IN
+from localgen.hub.resolve import BUILT_IN
 from localgen.quant.request import request
 from localgen.quant.request.gguf_types import TYPES, WRITTEN
 from localgen.quant.request.recipe import METHODS, Calibration, Method, widths_of

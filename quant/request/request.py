@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from localgen.backends.errors import InvalidRequest
-from localgen.hub.names import is_path
+from localgen.hub.resolve import is_path
 from localgen.quant.request.recipe import METHODS, Calibration, Mode, Recipe, bits_of
 
 

@@ -20,7 +20,7 @@ from localgen.backends.errors import (
     error_of,
 )
 from localgen.client.remote.endpoint import Endpoint
-from localgen.hub.errors import AccessDenied
+from localgen.hub.hf_client import AccessDenied
 
 CONNECT_S = 10.0
 LIST_S = 30.0

@@ -13,10 +13,10 @@ from typing import Any
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.text.reasoning import tags_of
-from localgen.hub.about import About, about, entry_of
 from localgen.hub.aliases import aliases
-from localgen.hub.names import available, resolve
-from localgen.server import memory
+from localgen.hub.metadata import About, about, entry_of
+from localgen.hub.resolve import available, resolve
+from localgen.placement import free_memory
 from localgen.server.ollama.formats import timestamp
 from localgen.server.resident import Resident, model_id
 
@@ -76,7 +76,7 @@ def _tag(name: str, file: ModelFile) -> dict[str, Any]:
 def _process(resident: Resident) -> dict[str, Any]:
     info = resident.info
     assert info is not None, "the caller has looked"
-    size = memory.footprint(info)
+    size = free_memory.footprint(info)
     left_s = resident.seconds_left()
     until_s = time.time() + min(_FOR_EVER_S, _FOR_EVER_S if left_s is None else left_s)
     shown = _tag(resident.file.name, resident.file) | {

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from localgen.hub import pull
 from localgen.hub.pull import Plan
-from localgen.hub.remote import RemoteFile
+from localgen.hub.repository import RemoteFile
 
 _PERIOD_S = 0.1
 _SHA256_DIGITS = 64

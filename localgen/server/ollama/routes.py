@@ -19,9 +19,9 @@ import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.backends.types import Request
 from localgen.hub import aliases
-from localgen.hub.names import BUILT_IN, LATEST, is_here, meant, own_name, resolve
 from localgen.hub.reference import reference
-from localgen.hub.removal import removal
+from localgen.hub.remove import removal
+from localgen.hub.resolve import BUILT_IN, LATEST, is_here, meant, own_name, resolve
 from localgen.server.caller import Caller
 from localgen.server.embeddings import VectorsResponse
 from localgen.server.events import EventStream, LastEvent

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
-from localgen.hub.names import require_name
+from localgen.hub.resolve import require_name
 from localgen.server.body import Body, without_unsupported
 from localgen.server.ollama import keep_alive
 from localgen.server.ollama.messages import ChatMessage, ToolDefinition, to_messages

@@ -8,9 +8,9 @@ from functools import cache, partial
 
 from localgen.backends.memory.system import SPARED_BYTES, available_bytes
 from localgen.config import Settings
-from localgen.gpus import Gpu
-from localgen.placement import Hardware, this_machine
-from localgen.planning.bandwidth import Bandwidth, gpu_bandwidth, memory_bandwidth
+from localgen.machine.bandwidth import Bandwidth, gpu_bandwidth, memory_bandwidth
+from localgen.machine.gpus import Gpu
+from localgen.placement.backend_choice import Hardware, this_machine
 
 
 @dataclass(frozen=True, slots=True)

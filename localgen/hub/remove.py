@@ -11,9 +11,9 @@ from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import shards_of, stem_of
 from localgen.hub import catalog
 from localgen.hub.cache import scan
-from localgen.hub.library import repo_folder
-from localgen.hub.names import BUILT_IN, cached_model, is_path, meant
+from localgen.hub.hf_client import repo_folder
 from localgen.hub.reference import reference
+from localgen.hub.resolve import BUILT_IN, cached_model, is_path, meant
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRepoInfo

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localgen.backends.memory.system import SPARED_BYTES
-from localgen.gpus import Gpu
-from localgen.placement import Hardware, Placement
-from localgen.planning.footprint import Footprint
+from localgen.machine.gpus import Gpu
+from localgen.placement.backend_choice import Hardware, Placement
+from localgen.placement.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)

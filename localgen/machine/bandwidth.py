@@ -18,8 +18,8 @@ import platformdirs
 import psutil
 
 from localgen.backends.memory.system import available_bytes
-from localgen.gpus import Gpu
-from localgen.planning.gpu_bandwidth import measured
+from localgen.machine.gpu_bandwidth import measured
+from localgen.machine.gpus import Gpu
 
 _REVISION = 1  # of how it is measured
 _BLOCK_BYTES = 256 << 20  # of each thread: far more than caches hold
@@ -128,7 +128,7 @@ def _cores() -> int:
 
 def _machine() -> str:
     """What tells machines apart that share a home folder."""
-    from localgen.doctor.machine import cpu_name
+    from localgen.machine.system_info import cpu_name
 
     total_gb = round(psutil.virtual_memory().total / 1e9)
     return f"{_REVISION}: {platform.node()}, {cpu_name()}, {_cores()} cores, {total_gb} GB"

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
-from localgen.doctor.probe import LlamaBuild, probe
-from localgen.gpus import Gpu, nvidia_gpus
+from localgen.machine.gpus import Gpu, nvidia_gpus
+from localgen.machine.llama_build import LlamaBuild, probe
 
 BACKENDS = ("auto", "llamacpp", "cuda")
 # the engine's kernels need bfloat16 and asynchronous copies

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 
 PROBE_S = 60.0
 

@@ -10,9 +10,9 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.formats.weight_sizes import weights_of
 from localgen.backends.memory.system import available_bytes
 from localgen.backends.model_info import DraftInfo, LoadOptions, ModelInfo
-from localgen.placement import Hardware
-from localgen.planning.footprint import Runner, kept_bytes
-from localgen.planning.footprint import footprint as planned
+from localgen.placement.backend_choice import Hardware
+from localgen.placement.footprint import Runner, kept_bytes
+from localgen.placement.footprint import footprint as planned
 
 
 def need_bytes(

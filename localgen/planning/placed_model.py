@@ -11,10 +11,10 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.kv_sizing import PoolRules, Size, Wanted
 from localgen.backends.model_info import LoadOptions
-from localgen.gpus import Gpu
-from localgen.placement import Placement, choose
-from localgen.planning.footprint import Footprint, Runner, footprint, kept_bytes, parts
-from localgen.planning.machine import Machine
+from localgen.machine.gpus import Gpu
+from localgen.placement.backend_choice import Placement, choose
+from localgen.placement.footprint import Footprint, Runner, footprint, kept_bytes, parts
+from localgen.planning.resources import Machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,11 +156,11 @@ def _among(held: list[CachedModel], wanted: Reference) -> CachedModel:
 
 def _best(files: list[CachedModel], wanted: Reference) -> CachedModel:
     # imported late: it looks at the machine's hardware
-    from localgen.hub import fit
+    from localgen.hub import quant_choice
 
     sizes = {model.quant: model.file().size_bytes for model in files}
-    ways = [fit.Alternative(quant, size) for quant, size in sizes.items()]
-    chosen, _ = fit.choose(ways, wanted.repo, wanted.entry, fit.room_here())
+    ways = [quant_choice.Alternative(quant, size) for quant, size in sizes.items()]
+    chosen, _ = quant_choice.choose(ways, wanted.repo, wanted.entry, quant_choice.room_here())
     return next(model for model in files if model.quant == chosen.alternative.quant)
 
 

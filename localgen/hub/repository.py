@@ -15,8 +15,39 @@ from typing import TypeVar
 from localgen.backends.errors import LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import models_in, shards_of, stem_of
 from localgen.hub import catalog, quants
-from localgen.hub.errors import AccessDenied, DiskFull, DownloadFailed, HubUnavailable
-from localgen.hub.library import host, hub
+from localgen.hub.hf_client import AccessDenied, DiskFull, DownloadFailed, HubUnavailable, host, hub
+
+# metadata before the vocabulary take a few kilobytes, a config.json too
+_BYTES = 256 << 10
+_ASK_S = 15.0
+
+
+def beginning(repo: str, commit: str, path: str) -> bytes:
+    """At least as much as there is of the first 256 KiB. HubUnavailable, AccessDenied."""
+    library = hub()
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    url = library.hf_hub_url(repo, path, revision=commit)
+    headers = build_hf_headers() | {"Range": f"bytes=0-{_BYTES - 1}"}
+    with (
+        translated(repo),
+        get_session().stream(
+            "GET", url, headers=headers, timeout=_ASK_S, follow_redirects=True
+        ) as reply,
+    ):
+        hf_raise_for_status(reply)
+        found = b""
+        # a server that knows no ranges sends all of it
+        for block in reply.iter_bytes():
+            found += block
+            if len(found) >= _BYTES:
+                break
+    return found
+
 
 _ASK_S = 15.0
 _TRIES = 5

@@ -9,10 +9,10 @@ from typing import Literal
 from localgen.backends.errors import OutOfMemory
 from localgen.config import Settings
 from localgen.hub.catalog import Entry
-from localgen.placement import Hardware, this_machine
-from localgen.planning.footprint import footprint, kept_bytes, useful_tokens
-from localgen.server import memory
-from localgen.server.memory import as_gb
+from localgen.placement import free_memory
+from localgen.placement.backend_choice import Hardware, this_machine
+from localgen.placement.footprint import footprint, kept_bytes, useful_tokens
+from localgen.placement.free_memory import as_gb
 
 # more bits than this take twice the memory traffic for a difference that is hard to measure
 _WIDE = ("F16", "BF16", "F32")
@@ -54,7 +54,7 @@ class Fit:
 def room_here(hardware: Hardware | None = None) -> Room:
     """Memory of this machine that is free now, within LOCALGEN_MEMORY_LIMIT."""
     there = hardware or this_machine()
-    ram = memory.free_bytes(Settings.from_environment().memory_limit, (), ())
+    ram = free_memory.free_bytes(Settings.from_environment().memory_limit, (), ())
     usable = there.why_no_cuda is None
     own_bits = bool(there.gpus) and there.llamacpp_on_gpu()
     gpu = max((gpu.free_bytes for gpu in there.gpus), default=0) if usable or own_bits else 0

@@ -10,6 +10,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from localgen.backends.errors import DiskFull as DiskFull
+from localgen.backends.errors import LocalgenError
+
+
+class HubUnavailable(LocalgenError):
+    """The hub cannot be reached, or does not answer as one."""
+
+    code = "hub_unavailable"
+
+
+class AccessDenied(LocalgenError):
+    """The repository is private, or gated and its licence not accepted; or a server wants a key."""
+
+    code = "access_denied"
+
+
+class DownloadFailed(LocalgenError):
+    """A file did not arrive as the hub describes it."""
+
+    code = "download_failed"
+
+
 # it reads these once, when it is imported
 VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 

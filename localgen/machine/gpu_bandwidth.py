@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from localgen.interpreter import python_command, python_environment
+from localgen.machine.python_process import python_command, python_environment
 
 _MEASURE_S = 60.0
 _BYTES, _ROUNDS = 1 << 30, 10
