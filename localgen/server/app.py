@@ -24,14 +24,14 @@ from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import EmbedRequest, EngineStats, Request
 from localgen.server import openai
 from localgen.server.access import Access
-from localgen.server.caller import Caller
+from localgen.server.caller import Caller, is_local
 from localgen.server.choices import repeated
 from localgen.server.embeddings import EmbedJob, VectorsResponse
 from localgen.server.events import EventStream
 from localgen.server.failures import failure
 from localgen.server.format import Format, encode
 from localgen.server.generation import GenerationResponse, Job
-from localgen.server.guard import Guard, Refused, is_local
+from localgen.server.guard import Guard, Refused
 from localgen.server.journal import Journal
 from localgen.server.manager import ModelManager
 from localgen.server.metrics import CONTENT_TYPE, Metrics

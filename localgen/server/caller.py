@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastapi import Request as HttpRequest
+from starlette.types import Scope
 
-from localgen.server.guard import KEY_PREFIX, is_local
+# how a connection over the Unix socket calls its client
+LOCAL = "local"
+# how an account begins that is a key
+KEY_PREFIX = "key-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +39,12 @@ def _session_of(http: HttpRequest, account: str) -> str:
     if session:
         return session
     return f"{http.client.host}:{http.client.port}" if http.client else ""
+
+
+
+
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether the request came over the Unix socket."""
+    return scope["client"] is not None and scope["client"][0] == LOCAL

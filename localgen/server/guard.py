@@ -14,13 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localgen.server import shape
 from localgen.server.access import Access
+from localgen.server.caller import KEY_PREFIX, is_local
 from localgen.server.failures import failure
 from localgen.server.rates import Rates
 
-# how a connection over the Unix socket calls its client
-LOCAL = "local"
-# how an account begins that is a key
-KEY_PREFIX = "key-"
 # a body has to come within this
 BODY_S = 60.0
 # a body that is refused is read this far behind the answer: a connection that closes with bytes
@@ -186,8 +183,3 @@ class _Body:
         self._parts.clear()
         if problem is not None:
             raise Refused(413, "too_large", problem)
-
-
-def is_local(scope: Scope) -> bool:
-    """Whether the request came over the Unix socket."""
-    return scope["client"] is not None and scope["client"][0] == LOCAL

@@ -18,8 +18,8 @@ from localgen.config import Settings
 from localgen.server import descriptors
 from localgen.server.access import Access
 from localgen.server.app import create_app
+from localgen.server.caller import LOCAL
 from localgen.server.engine_process import EngineCommand, EngineProcess
-from localgen.server.guard import LOCAL
 from localgen.server.manager import ModelManager
 from localgen.server.preload import Preload
 from localgen.server.state import ServerState
