@@ -12,7 +12,7 @@ import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.config import Settings
 from localgen.server import serving
-from localgen.server.access import Access, RateLimit
+from localgen.server.http.access import Access, RateLimit
 from localgen.server.lifecycle import log_to_file, run
 
 
@@ -32,9 +32,9 @@ def main() -> int:
     if len(sys.argv) > 1:
         localgen.__version__ = sys.argv[1]
     if len(sys.argv) > 2:
-        from localgen.server import state
+        from localgen.server.stats import server_state
 
-        setattr(state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
+        setattr(server_state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
     serving.STALL_S = float(os.environ.get("TEST_STALL_S", serving.STALL_S))
     try:
         settings = replace(Settings.from_environment(), draft=os.environ.get("TEST_DRAFT"))

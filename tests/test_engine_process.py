@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from localgen.server.engine_process import EngineProcess
+from localgen.server.models.engine_process import EngineProcess
 
 _SHOW = "import os; print(os.environ['GLIBC_TUNABLES'])"
 

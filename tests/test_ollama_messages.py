@@ -11,12 +11,12 @@ from ollama._types import ChatResponse
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Delta, Finished, Timings, ToolCallDelta
-from localgen.server.choices import Choice
-from localgen.server.format import Start
-from localgen.server.ollama import keep_alive
-from localgen.server.ollama.formats import AnswerFormat, message, response
+from localgen.server.ollama import options
 from localgen.server.ollama.models import gpu_share
+from localgen.server.ollama.responses import AnswerFormat, message, response
 from localgen.server.ollama.schema import ChatRequest, GenerateRequest
+from localgen.server.requests.choices import Choice
+from localgen.server.requests.protocol import Start
 
 END = Finished(
     request_id="r",
@@ -182,20 +182,20 @@ def test_pieces_of_a_generation() -> None:
     ],
 )
 def test_keep_alive(given: float | str, seconds: float | None) -> None:
-    found = keep_alive.parse(given)
+    found = options.parse_ollama_keep_alive(given)
     assert found is not None
     assert found.seconds == (pytest.approx(seconds) if seconds is not None else None)
 
 
 def test_no_keep_alive() -> None:
-    assert keep_alive.parse(None) is None
-    assert keep_alive.parse("") is None
+    assert options.parse_ollama_keep_alive(None) is None
+    assert options.parse_ollama_keep_alive("") is None
 
 
 @pytest.mark.parametrize("given", ["soon", "5 minutes", "m", "5m30", "1e3", "--1", "9" * 40])
 def test_what_is_no_keep_alive(given: str) -> None:
     with pytest.raises(InvalidRequest, match="keep_alive"):
-        keep_alive.parse(given)
+        options.parse_ollama_keep_alive(given)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from real_server import RealServer, real_server
 from serving import wait_until
 
 from localgen.hub.hf_client import talking
-from localgen.server.ollama.pulling import _progress
+from localgen.server.ollama.pull import _progress
 
 __all__ = ["hub"]
 NAME = f"{REPO}:Q4_K_M"

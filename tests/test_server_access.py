@@ -15,9 +15,9 @@ from serving import chat_body, wait_until
 
 from localgen.config import BadSetting
 from localgen.server import serving
-from localgen.server.access import Access, RateLimit, is_loopback, parse_rate_limit, read_keys
-from localgen.server.journal import Entry
-from localgen.server.rates import Rates
+from localgen.server.http.access import Access, RateLimit, is_loopback, parse_rate_limit, read_keys
+from localgen.server.http.rate_limit import Rates
+from localgen.server.stats.request_log import Entry
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from serving import MANY_WORDS, WORDS, House, chat_body, house, wait_until
 
 from localgen.backends.types import SamplingParams, Timings
-from localgen.server.schema import ChatRequest, CompletionRequest
+from localgen.server.openai.schema import ChatRequest, CompletionRequest
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from serving import House, house, wait_until
 
 from localgen.backends.types import Finished, Request, SamplingParams, Timings
-from localgen.server.choices import repeated, together
-from localgen.server.schema import MAX_ANSWERS
+from localgen.server.openai.schema import MAX_ANSWERS
+from localgen.server.requests.choices import repeated, together
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
 from localgen.placement.backend_choice import Placement
-from localgen.server.drafts import Drafting, find_draft
+from localgen.server.models.draft_choice import Drafting, find_draft
 
 PAIRED = next(entry for entry in catalog.entries() if entry.draft == "qwen3-0.6b")
 BIG = ModelFile(f"{PAIRED.gguf.repo}:Q4_K_M", Path("/m/big.gguf"), 5, (), "cache")

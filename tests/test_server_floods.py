@@ -18,10 +18,10 @@ from doors import Door, code, door
 from serving import chat_body, wait_until
 from starlette.types import Message, Receive, Scope, Send
 
-from localgen.server import guard, shape
-from localgen.server.access import Access, RateLimit
-from localgen.server.guard import Refused
-from localgen.server.rates import Rates
+from localgen.server.http import guard, json_limits
+from localgen.server.http.access import Access, RateLimit
+from localgen.server.http.guard import Refused
+from localgen.server.http.rate_limit import Rates
 
 JSON = {"Content-Type": "application/json"}
 # what anybody else may wait for /health meanwhile
@@ -242,17 +242,17 @@ def test_a_refusal_is_said_before_the_rest_is_read(key: str, expects: bool) -> N
 @pytest.mark.parametrize(
     ("thing", "most"),
     [
-        (TURN, shape.MAX_CONTAINERS),
-        ([], shape.MAX_CONTAINERS),
-        ({"a": '\\" {'}, shape.MAX_CONTAINERS),
-        ("x", shape.MAX_TEXTS),
-        (1, shape.MAX_VALUES),
+        (TURN, json_limits.MAX_CONTAINERS),
+        ([], json_limits.MAX_CONTAINERS),
+        ({"a": '\\" {'}, json_limits.MAX_CONTAINERS),
+        ("x", json_limits.MAX_TEXTS),
+        (1, json_limits.MAX_VALUES),
     ],
 )
 def test_what_there_is_too_much_of(thing: object, most: int) -> None:
-    assert shape.complaint(json.dumps([thing] * (most - 1)).encode()) is None
+    assert json_limits.complaint(json.dumps([thing] * (most - 1)).encode()) is None
     assert "a request may have" in (
-        shape.complaint(json.dumps([thing] * (most + 2)).encode()) or ""
+        json_limits.complaint(json.dumps([thing] * (most + 2)).encode()) or ""
     )
 
 
@@ -263,10 +263,10 @@ def test_what_there_is_too_much_of(thing: object, most: int) -> None:
 def test_what_a_text_quotes_does_not_count(text: str) -> None:
     for ascii_only in (False, True):
         body = json.dumps(chat_body("tiny", text), ensure_ascii=ascii_only).encode()
-        assert shape.complaint(body) is None
+        assert json_limits.complaint(body) is None
 
 
 def test_another_encoding_hides_nothing() -> None:
     body = json.dumps([{"a": "b"}] * 20_000)
     for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
-        assert "UTF-8" in (shape.complaint(body.encode(encoding)) or "")
+        assert "UTF-8" in (json_limits.complaint(body.encode(encoding)) or "")

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import House, chat_body, house, wait_until
 
-from localgen.server.logs import formatter
+from localgen.server.stats.request_log import formatter
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 COUNTERS = {

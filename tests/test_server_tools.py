@@ -17,8 +17,8 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Message, SamplingParams, ToolCall, ToolCallDelta
 from localgen.client import Answer, Client, Text
 from localgen.config import Settings
-from localgen.server.schema import ChatRequest
-from localgen.server.tools import whole_calls
+from localgen.server.openai.schema import ChatRequest
+from localgen.server.openai.tools import whole_calls
 
 WEATHER: Any = {
     "type": "function",

@@ -24,12 +24,12 @@ from localgen.backends.types import Finished, Timings
 from localgen.machine import bandwidth, gpus
 from localgen.machine.bandwidth import Bandwidth
 from localgen.machine.gpus import Gpu, gpu_uses
-from localgen.server import read_costs
-from localgen.server.journal import Entry
-from localgen.server.machine import FRESH_S, MachineWatch
-from localgen.server.read_costs import ReadCosts, read_cost
-from localgen.server.recent import MOST, Recent
-from localgen.server.resident import Resident
+from localgen.server.models.resident import Resident
+from localgen.server.stats import memory_reads
+from localgen.server.stats.machine_watch import FRESH_S, MachineWatch
+from localgen.server.stats.memory_reads import ReadCosts, read_cost
+from localgen.server.stats.recent_requests import MOST, Recent
+from localgen.server.stats.request_log import Entry
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +186,8 @@ def known(monkeypatch: pytest.MonkeyPatch, ram: float | None, gpu: float | None 
     def found(rate: float | None) -> Bandwidth | None:
         return None if rate is None else Bandwidth(rate, "measured before")
 
-    monkeypatch.setattr(read_costs, "known_memory_bandwidth", lambda: found(ram))
-    monkeypatch.setattr(read_costs, "known_gpu_bandwidth", lambda gpu_: found(gpu))
+    monkeypatch.setattr(memory_reads, "known_memory_bandwidth", lambda: found(ram))
+    monkeypatch.setattr(memory_reads, "known_gpu_bandwidth", lambda gpu_: found(gpu))
 
 
 def test_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_a_limit_that_is_not_known_is_none(
     monkeypatch: pytest.MonkeyPatch, processor: str, says: str
 ) -> None:
     known(monkeypatch, None)
-    monkeypatch.setattr(read_costs, "nvidia_gpus", lambda: ())
+    monkeypatch.setattr(memory_reads, "nvidia_gpus", lambda: ())
     cost = read_cost(TINY, model_info(processor=processor), ())
     assert cost is not None
     assert cost.bytes_per_s is None
@@ -242,7 +242,7 @@ def test_a_model_that_cannot_be_reckoned_leaves_the_rest_of_the_figures(
     def fail(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(read_costs, "shape_of", fail)
+    monkeypatch.setattr(memory_reads, "shape_of", fail)
     assert read_cost(TINY, model_info(), ()) is None
 
 
@@ -257,7 +257,7 @@ def test_costs_are_found_once_and_again_only_while_the_limit_is_unknown(
         limit = limits[len(asked) - 1]
         return ReadCost(weights_bytes=1, kv_token_bytes=1, medium="RAM", bytes_per_s=limit, how="")
 
-    monkeypatch.setattr(read_costs, "read_cost", found)
+    monkeypatch.setattr(memory_reads, "read_cost", found)
     resident = cast(Resident, SimpleNamespace(
         info=model_info(), id="x", file=TINY, placement=SimpleNamespace(gpus=())
     ))  # fmt: skip

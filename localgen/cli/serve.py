@@ -11,8 +11,8 @@ import typer
 
 from localgen.cli import candidates
 from localgen.cli.candidates import any_model
-from localgen.server.access import DEFAULT_PORT, MAX_BODY_BYTES
-from localgen.server.logs import LogFormat, formatter
+from localgen.server.http.access import DEFAULT_PORT, MAX_BODY_BYTES
+from localgen.server.stats.request_log import LogFormat, formatter
 
 _OVER_TCP = "Over TCP"
 _LIMITS = "Limits"
@@ -127,7 +127,7 @@ def command(
     """
     from localgen.config import Settings, parse_keep_alive, parse_size
     from localgen.hub.resolve import draft_for_server, for_server
-    from localgen.server.access import Access, parse_rate_limit, read_keys
+    from localgen.server.http.access import Access, parse_rate_limit, read_keys
     from localgen.server.lifecycle import run
 
     settings = Settings.from_environment()

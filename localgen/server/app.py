@@ -22,33 +22,32 @@ import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import EmbedRequest, EngineStats, Request
-from localgen.server import openai
-from localgen.server.access import Access
-from localgen.server.caller import Caller, is_local
-from localgen.server.choices import repeated
-from localgen.server.embeddings import EmbedJob, VectorsResponse
-from localgen.server.events import EventStream
-from localgen.server.failures import failure
-from localgen.server.format import Format, encode
-from localgen.server.generation import GenerationResponse, Job
-from localgen.server.guard import Guard, Refused
-from localgen.server.journal import Journal
-from localgen.server.manager import ModelManager
-from localgen.server.metrics import CONTENT_TYPE, Metrics
+from localgen.server.http.access import Access
+from localgen.server.http.errors import failure
+from localgen.server.http.guard import Guard, Refused
+from localgen.server.http.rate_limit import Rates
+from localgen.server.models.manager import ModelManager
+from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama.routes import OllamaApi
-from localgen.server.openai import ChatFormat, CompletionFormat
-from localgen.server.rates import Rates
-from localgen.server.resident import KeepAlive
-from localgen.server.schema import (
+from localgen.server.openai import responses
+from localgen.server.openai.responses import ChatFormat, CompletionFormat
+from localgen.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     LoadRequest,
     UnloadRequest,
+    texts_of,
 )
-from localgen.server.state import ServerState
-from localgen.server.statuses import status_of
-from localgen.server.texts import texts_of
+from localgen.server.requests.caller import Caller, is_local
+from localgen.server.requests.choices import repeated
+from localgen.server.requests.embeddings import EmbedJob, VectorsResponse
+from localgen.server.requests.generation import GenerationResponse, Job
+from localgen.server.requests.protocol import Format, encode, status_of
+from localgen.server.requests.streaming import EventStream
+from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
+from localgen.server.stats.request_log import Journal
+from localgen.server.stats.server_state import ServerState
 
 STATS_PERIOD_S = 0.25
 _PROGRESS_PERIOD_S = 0.1
@@ -179,7 +178,7 @@ def _add_embeddings(
             dimensions=body.dimensions,
             paths=caller.is_local,
         )
-        shown = partial(openai.embedding_list, as_base64=body.encoding_format == "base64")
+        shown = partial(responses.embedding_list, as_base64=body.encoding_format == "base64")
         return VectorsResponse(manager, journal, job, shown)
 
 
@@ -198,7 +197,7 @@ def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None
     async def load(body: LoadRequest, http: HttpRequest) -> Response:
         events = _load_events(manager, body, paths=is_local(http.scope))
         if body.stream:
-            return EventStream(events, openai.SSE)
+            return EventStream(events, responses.SSE)
         return _json([event async for event in events][-1])
 
     @app.post("/v1/models/unload", response_model=None)
@@ -256,7 +255,7 @@ def _add_server(
 
     @app.get("/v1/stats", response_model=None)
     async def stats(stream: bool = False) -> Response:
-        return EventStream(snapshots(), openai.SSE) if stream else _json(state.stats())
+        return EventStream(snapshots(), responses.SSE) if stream else _json(state.stats())
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:

@@ -19,9 +19,9 @@ from typing import IO
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.config import Settings
-from localgen.server.access import Access, listen
-from localgen.server.engine_process import EngineCommand, EngineProcess, llamacpp_command
-from localgen.server.logs import formatter
+from localgen.server.http.access import Access, listen
+from localgen.server.models.engine_process import EngineCommand, EngineProcess, llamacpp_command
+from localgen.server.stats.request_log import formatter
 
 LOG_BYTES = 4 << 20
 EXIT_FAILED = 1

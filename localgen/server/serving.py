@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import resource
 import signal
 import socket
 import time
@@ -15,15 +16,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions
 from localgen.config import Settings
-from localgen.server import descriptors
-from localgen.server.access import Access
+from localgen.server import serving
 from localgen.server.app import create_app
-from localgen.server.caller import LOCAL
-from localgen.server.engine_process import EngineCommand, EngineProcess
-from localgen.server.manager import ModelManager
-from localgen.server.preload import Preload
-from localgen.server.state import ServerState
+from localgen.server.http.access import Access
+from localgen.server.models.engine_process import EngineCommand, EngineProcess
+from localgen.server.models.manager import ModelManager
+from localgen.server.models.preload import Preload
+from localgen.server.requests.caller import LOCAL
+from localgen.server.stats.server_state import ServerState
 
+# what systems give by default, 256 or 1,024, is for programs that serve nobody
+_WANTED = 8192
 # running answers may go on this long once the server was told to leave
 DRAIN_S = 5.0
 # time for error events to reach their clients after that
@@ -37,6 +40,19 @@ HEADERS_S = 10.0
 STALL_S = 60.0
 MAX_HEADER_BYTES = 64 << 10
 _log = logging.getLogger("localgen.server")
+
+
+def limit() -> int:
+    """Most that this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_limit() -> None:
+    """Take as many as are wanted, if the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def serve(
@@ -53,7 +69,7 @@ def serve(
 
     model: loaded at once; what prevents that ends the server and is raised.
     """
-    descriptors.raise_limit()
+    serving.raise_limit()
     # uvicorn raises the signals it caught once more when it is done: by then all is in order
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -147,7 +163,7 @@ class _Connection(HttpToolsProtocol):
         self._stall: asyncio.TimerHandle | None = None
         if not self.client:
             self.client = (LOCAL, next(self._numbers))
-        elif len(self.connections) > descriptors.limit() // 2:
+        elif len(self.connections) > serving.limit() // 2:
             # the rest is for clients on this machine, engines and files
             transport.abort()
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from localgen.backends.types import Message, ToolCall, ToolCallDelta
-from localgen.server.body import Strict, without_unsupported
-from localgen.server.tools import FunctionTool
+from localgen.server.openai.tools import FunctionTool
+from localgen.server.requests.body import Strict, without_unsupported
 
 
 class ToolDefinition(FunctionTool):

@@ -17,8 +17,8 @@ from localgen.hub.aliases import aliases
 from localgen.hub.metadata import About, about, entry_of
 from localgen.hub.resolve import available, resolve
 from localgen.placement import free_memory
-from localgen.server.ollama.formats import timestamp
-from localgen.server.resident import Resident, model_id
+from localgen.server.models.resident import Resident, model_id
+from localgen.server.ollama.responses import timestamp
 
 # "for ever", as the largest duration of Go makes it
 _FOR_EVER_S = 2**63 / 1e9

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.server.body import Strict, without_unsupported
+from localgen.server.models.resident import KeepAlive
+from localgen.server.requests.body import Strict, without_unsupported
 
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
+_PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
+_WHOLE = re.compile(rf"(-?)((?:{_PART.pattern})+|{_NUMBER})")
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _SEEDS = 2**32
 # what people write for "all layers"
 _ALL_LAYERS = 999
-
 # what has no counterpart here, with the values that change nothing
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tfs_z": (1,),
@@ -27,6 +32,27 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "vocab_only": (False,),
     "embedding_only": (False,),
 }
+
+
+def parse_ollama_keep_alive(given: float | str | None) -> KeepAlive | None:
+    """None: not given, so no change. Below zero: for ever. InvalidRequest."""
+    if given is None or given == "":
+        return None
+    match = _WHOLE.fullmatch(str(given).strip()) if isinstance(given, str) else None
+    if isinstance(given, str) and match is None:
+        raise InvalidRequest(
+            f"keep_alive is {given[:40]!r}: give seconds, or a time such as 30s, 5m, 1h30m, 0, "
+            "or -1 for ever",
+            param="keep_alive",
+        )
+    if match is None:
+        seconds = float(given)
+    else:
+        parts = _PART.findall(match[2])
+        seconds = sum(float(amount) * _UNITS_S[unit] for amount, unit in parts)
+        seconds = seconds if parts else float(match[2])
+        seconds = -1.0 if match[1] and seconds else seconds
+    return KeepAlive(None if seconds < 0 else seconds)
 
 
 class Options(Strict):

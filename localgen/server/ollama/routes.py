@@ -22,23 +22,17 @@ from localgen.hub import aliases
 from localgen.hub.reference import reference
 from localgen.hub.remove import removal
 from localgen.hub.resolve import BUILT_IN, LATEST, is_here, meant, own_name, resolve
-from localgen.server.caller import Caller
-from localgen.server.embeddings import VectorsResponse
-from localgen.server.events import EventStream, LastEvent
-from localgen.server.format import encode
-from localgen.server.generation import GenerationResponse, Job
-from localgen.server.journal import Journal
-from localgen.server.manager import ModelManager
+from localgen.server.models.manager import ModelManager
+from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama import models
-from localgen.server.ollama.embedding import (
+from localgen.server.ollama.embeddings import (
     EmbeddingsRequest,
     EmbedRequest,
     embedded,
     one_embedded,
 )
-from localgen.server.ollama.formats import AnswerFormat, Piece, loaded, message, response
-from localgen.server.ollama.frames import NDJSON
-from localgen.server.ollama.pulling import pulled
+from localgen.server.ollama.pull import pulled
+from localgen.server.ollama.responses import NDJSON, AnswerFormat, Piece, loaded, message, response
 from localgen.server.ollama.schema import (
     ChatRequest,
     CopyRequest,
@@ -47,7 +41,12 @@ from localgen.server.ollama.schema import (
     PullRequest,
     ShowRequest,
 )
-from localgen.server.resident import KeepAlive
+from localgen.server.requests.caller import Caller
+from localgen.server.requests.embeddings import VectorsResponse
+from localgen.server.requests.generation import GenerationResponse, Job
+from localgen.server.requests.protocol import encode
+from localgen.server.requests.streaming import EventStream, LastEvent
+from localgen.server.stats.request_log import Journal
 
 # the words that clients look for are Ollama's own
 GREETING = "localgen answers Ollama's protocol here, as clients expect it where Ollama is running\n"

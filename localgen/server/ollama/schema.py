@@ -11,12 +11,11 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.hub.resolve import require_name
-from localgen.server.body import Body, without_unsupported
-from localgen.server.ollama import keep_alive
+from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama.messages import ChatMessage, ToolDefinition, to_messages
-from localgen.server.ollama.options import Options
-from localgen.server.resident import KeepAlive
-from localgen.server.tools import tools_of
+from localgen.server.ollama.options import Options, parse_ollama_keep_alive
+from localgen.server.openai.tools import tools_of
+from localgen.server.requests.body import Body, without_unsupported
 
 # what only means something where prompts are cut or contexts shifted, which never happens here
 _CUTTING: dict[str, tuple[object, ...]] = {"truncate": (False,), "shift": (False,)}
@@ -60,7 +59,7 @@ class _Generate(Body):
     @property
     def idle(self) -> KeepAlive | None:
         """How long the model then stays; None: no change."""
-        return keep_alive.parse(self.keep_alive)
+        return parse_ollama_keep_alive(self.keep_alive)
 
     @property
     def ctx(self) -> int | None:

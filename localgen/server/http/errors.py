@@ -1,0 +1,31 @@
+"""Failed requests, answered in the shape of the protocol that was spoken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from localgen.server.ollama import responses as ollama
+from localgen.server.openai import responses as openai
+from localgen.server.requests.protocol import encode, status_of
+
+
+def failure(
+    path: str,
+    code: str,
+    message: str,
+    param: str | None = None,
+    *,
+    status: int | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """The answer to a request for that path. status: that of the code by default."""
+    status = status or status_of(code)
+    body: dict[str, Any]
+    if path.startswith(ollama.PATHS):
+        body = ollama.error_body(message)
+    else:
+        body = openai.error_body(code, message, param, status=status)
+    return Response(encode(body), status, headers, "application/json")

@@ -1,0 +1,77 @@
+"""How much each key has used lately."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from localgen.server.http.access import RateLimit
+from localgen.server.stats.request_log import Entry
+
+_MINUTE_S = 60.0
+# accounts that are full again are forgotten when there are so many
+_MANY = 10_000
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Fills at `size` a minute up to `size`; may be overdrawn, and then takes time to recover."""
+
+    size: float
+    level: float
+    filled_s: float
+
+    def fill(self, now_s: float) -> None:
+        """Add what has come since the last time."""
+        gained = (now_s - self.filled_s) * self.size / _MINUTE_S
+        self.level, self.filled_s = min(self.size, self.level + gained), now_s
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until there is so much; 0: now."""
+        return max(0.0, (amount - self.level) * _MINUTE_S / self.size)
+
+
+class Rates:
+    """Token buckets by account: requests are paid in advance, tokens once they are known."""
+
+    def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._requests: dict[str, Bucket] = {}
+        self._tokens: dict[str, Bucket] = {}
+
+    def admit(self, account: str) -> float | None:
+        """Count a request; or the seconds after which one is allowed."""
+        waits = []
+        requests = self._bucket(self._requests, account, self._limit.requests)
+        if requests is not None:
+            waits.append(requests.wait_s(1))
+        tokens = self._bucket(self._tokens, account, self._limit.tokens)
+        if tokens is not None:
+            waits.append(tokens.wait_s(1))
+        if any(waits):
+            return max(waits)
+        if requests is not None:
+            requests.level -= 1
+        return None
+
+    def ended(self, entry: Entry) -> None:
+        """Count the tokens of a request, those of its prompt too if they were computed."""
+        bucket = self._bucket(self._tokens, entry.account, self._limit.tokens)
+        if bucket is not None and entry.account:
+            computed = 0 if entry.end is None else entry.end.timings.prompt_n
+            bucket.level -= computed + entry.num_tokens
+
+    def _bucket(self, buckets: dict[str, Bucket], account: str, size: int | None) -> Bucket | None:
+        if size is None:
+            return None
+        now_s = self._clock()
+        if len(buckets) > _MANY:
+            for name, bucket in list(buckets.items()):
+                bucket.fill(now_s)
+                if bucket.level >= bucket.size:
+                    del buckets[name]
+        found = buckets.setdefault(account, Bucket(size, size, now_s))
+        found.fill(now_s)
+        return found

@@ -1,0 +1,1 @@
+"""Models in memory: engine processes, loading and eviction, draft models."""

@@ -1,0 +1,64 @@
+"""The model that a server loads before anybody has asked for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from localgen.backends.errors import LocalgenError
+from localgen.backends.model_info import LoadOptions
+from localgen.server.models.manager import ModelManager
+
+_log = logging.getLogger("localgen.server")
+
+
+class Preload:
+    """name: None: nothing is loaded. leave: ends the server, if the model cannot be loaded."""
+
+    def __init__(
+        self,
+        manager: ModelManager,
+        name: str | None,
+        leave: Callable[[], None],
+        options: LoadOptions = LoadOptions(),
+    ) -> None:
+        self._manager, self._name, self._leave = manager, name, leave
+        self._options = options
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether the model is still to come."""
+        return self._name is not None and not (self._task is not None and self._task.done())
+
+    def start(self) -> None:
+        """Begin to load it; from then on it stays, or not, like any other."""
+        if self._name is not None:
+            self._task = asyncio.create_task(self._load(self._name))
+            self._task.add_done_callback(self._judge)
+
+    def cancel(self) -> None:
+        """Give it up: the server leaves."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def check(self) -> None:
+        """Raises why the model could not be loaded."""
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+    async def _load(self, name: str) -> None:
+        async with self._manager.using(name, self._options, paths=True):
+            pass
+
+    def _judge(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        # one that was told to end meanwhile has nothing to complain of
+        if self._manager.closing:
+            self._task = None
+            return
+        reason = error.message if isinstance(error, LocalgenError) else error
+        _log.error("%s cannot be loaded, the server ends: %s", self._name, reason)
+        self._leave()

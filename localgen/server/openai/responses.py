@@ -1,0 +1,265 @@
+"""Answers as OpenAI's servers and llama-server print them."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
+from localgen.server.openai import tools
+from localgen.server.requests.choices import Choice
+from localgen.server.requests.embeddings import Vectors
+from localgen.server.requests.protocol import Framing, Start, encode, extras, status_of
+
+
+class Sse:
+    """Server-sent events, the last of which says so."""
+
+    content_type = "text/event-stream; charset=utf-8"
+    end = b"data: [DONE]\n\n"
+
+    def event(self, value: object) -> bytes:
+        return b"data: " + encode(value) + b"\n\n"
+
+    def failed(self, code: str, message: str, param: str | None = None) -> bytes:
+        return self.event(error_body(code, message, param))
+
+
+SSE = Sse()
+
+
+def error_body(
+    code: str, message: str, param: str | None = None, *, status: int | None = None
+) -> dict[str, Any]:
+    """The error object that every failed request gets. status: that of the code by default."""
+    status = status or status_of(code)
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage(end: Finished) -> dict[str, Any]:
+    """Tokens of the prompt, of these from the cache, and of the answer."""
+    return {
+        "prompt_tokens": end.prompt_tokens,
+        "completion_tokens": end.completion_tokens,
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": end.timings.cache_n},
+    }
+
+
+@dataclass(slots=True)
+class ChatFormat:
+    """Objects of /v1/chat/completions for one request."""
+
+    id: str
+    model: str
+    created: int
+    include_usage: bool
+    framing: Framing = SSE
+
+    @classmethod
+    def of(cls, start: Start, *, include_usage: bool) -> ChatFormat:
+        return cls(f"chatcmpl-{start.id}", start.model, int(time.time()), include_usage)
+
+    def opening(self, index: int) -> list[object]:
+        """Who speaks."""
+        return [self._chunk(index, {"role": "assistant", "content": ""})]
+
+    def delta(self, index: int, delta: Delta) -> list[object]:
+        """New text."""
+        chunk = self._chunk(index, _delta_fields(delta))
+        if delta.logprobs:
+            chunk["choices"][0]["logprobs"] = _chat_logprobs(delta.logprobs)
+        chunk["localgen"] = {"num_tokens": delta.num_tokens}
+        return [chunk]
+
+    def ended(self, index: int, end: Finished) -> list[object]:
+        """Why it ended, and its times."""
+        return [self._chunk(index, {}, end.reason) | extras(end)]
+
+    def closing(self, total: Finished) -> list[object]:
+        """Usage, for those who asked for it."""
+        head = self._head("chat.completion.chunk")
+        return [{**head, "choices": [], "usage": usage(total)}] if self.include_usage else []
+
+    def whole(self, choices: Sequence[Choice], total: Finished) -> dict[str, Any]:
+        """The answers in one object."""
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage(total),
+            **extras(total),
+        }
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        positions = _positions(choice.deltas)
+        return {
+            "index": index,
+            "message": _message(choice.deltas),
+            "logprobs": _chat_logprobs(positions) if positions else None,
+            "finish_reason": choice.end.reason,
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+
+@dataclass(slots=True)
+class CompletionFormat:
+    """Objects of /v1/completions for one request. offsets: characters sent so far, by index."""
+
+    id: str
+    model: str
+    created: int
+    include_usage: bool
+    framing: Framing = SSE
+    offsets: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, start: Start, *, include_usage: bool) -> CompletionFormat:
+        return cls(f"cmpl-{start.id}", start.model, int(time.time()), include_usage)
+
+    def opening(self, index: int) -> list[object]:
+        """A completion starts with its text."""
+        return []
+
+    def delta(self, index: int, delta: Delta) -> list[object]:
+        """New text."""
+        choice = self._choice(index, delta.text, self._logprobs(index, delta.logprobs), None)
+        return [{**self._with([choice]), "localgen": {"num_tokens": delta.num_tokens}}]
+
+    def ended(self, index: int, end: Finished) -> list[object]:
+        """Why it ended, and its times."""
+        return [self._with([self._choice(index, "", None, end.reason)]) | extras(end)]
+
+    def closing(self, total: Finished) -> list[object]:
+        """Usage, for those who asked for it."""
+        return [{**self._with([]), "usage": usage(total)}] if self.include_usage else []
+
+    def whole(self, choices: Sequence[Choice], total: Finished) -> dict[str, Any]:
+        """The answers in one object."""
+        printed = [
+            self._choice(
+                index,
+                _text(choice.deltas),
+                self._logprobs(index, _positions(choice.deltas)),
+                choice.end.reason,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._with(printed), "usage": usage(total), **extras(total)}
+
+    def _with(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def _logprobs(self, index: int, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+        if not positions:
+            return None
+        offsets = []
+        for position in positions:
+            offsets.append(self.offsets[index])
+            self.offsets[index] += len(position.chosen.text)
+        return {
+            "tokens": [position.chosen.text for position in positions],
+            "token_logprobs": [position.chosen.logprob for position in positions],
+            "top_logprobs": [
+                {token.text: token.logprob for token in position.top} for position in positions
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _delta_fields(delta: Delta) -> dict[str, Any]:
+    """What is new of a message, in a stream."""
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        fields["tool_calls"] = [tools.delta_fields(part) for part in delta.tool_calls]
+    if delta.text or not fields:
+        fields["content"] = delta.text
+    return fields
+
+
+def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """The whole message; its content is null where it only calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": _text(deltas)}
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = tools.whole_calls(deltas)
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [tools.call_fields(call) for call in calls]
+    return message
+
+
+def _text(deltas: Iterable[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def _positions(deltas: Iterable[Delta]) -> list[PositionLogprobs]:
+    return [position for delta in deltas for position in delta.logprobs]
+
+
+def _chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
+    content = [
+        {**_token(position.chosen), "top_logprobs": [_token(token) for token in position.top]}
+        for position in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    # a part of a character shows as a replacement, whose bytes are not the token's
+    whole = "\ufffd" not in token.text
+    return {
+        "token": token.text,
+        "logprob": token.logprob,
+        "bytes": list(token.text.encode()) if whole else None,
+    }
+
+
+def embedding_list(vectors: Vectors, *, as_base64: bool) -> dict[str, Any]:
+    """The answer of /v1/embeddings. as_base64: little-endian float32 instead of numbers."""
+    rows = vectors.rows()
+    shown: list[Any]
+    shown = [base64.b64encode(r.tobytes()).decode() for r in rows] if as_base64 else rows.tolist()
+    tokens = vectors.num_tokens
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(shown)
+        ],
+        "model": vectors.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "timings": vectors.embedded.timings,
+    }

@@ -1,0 +1,352 @@
+"""What requests may hold. Everything else is refused, with the name of the field."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.model_info import LoadOptions
+from localgen.backends.types import SamplingParams
+from localgen.config import BadSetting, parse_keep_alive
+from localgen.server.openai.messages import ChatMessage, TemplateSettings
+from localgen.server.openai.tools import FunctionTool, choice_of, tools_of
+from localgen.server.requests.body import Body, Strict, without_unsupported
+
+# what the wire to the engine can carry, and what llama.cpp takes
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+MAX_N = 16
+# of all prompts of one request
+MAX_ANSWERS = 64
+
+# fields that other servers know and this one does not; null, or the value given here, is the same
+# as leaving them out. Naming them makes the error say "not supported" instead of "unknown".
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "service_tier": (),
+    "store": (False,),
+    "metadata": (),
+    "web_search_options": (),
+    "verbosity": (),
+    "echo": (False,),
+    "suffix": ("",),
+}
+# in one request, as OpenAI has it
+MAX_TEXTS = 2048
+
+
+class StreamOptions(Strict):
+    """include_usage: a last chunk with usage and no choices."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(Strict):
+    """The schema of an answer. name, description and strict are for other servers: every answer
+    is held to it here."""
+
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
+    )
+    name: str = ""
+    description: str | None = None
+    body: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """json_object: any object. json_schema: one that is valid under the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest(
+                "response_format of type json_schema has a json_schema, and no other has",
+                param="response_format",
+            )
+        return self
+
+    def schema_text(self) -> str | None:
+        """The schema as JSON; None: any text will do."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.body)
+        return '{"type": "object"}' if self.type == "json_object" else None
+
+
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+class _Generate(Body):
+    """What chat and completions share. The engine checks the ranges of the samplers."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_N)] | None = None
+    user: str | None = None
+    priority: Int64 = 0
+    ctx: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
+        None
+    )
+    stop_token_ids: list[Int32] = Field(default_factory=list)
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    mirostat: Int32 | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    repeat_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: Int32 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int32 | None = None
+    dry_penalty_last_n: Int32 | None = None
+    dry_sequence_breakers: list[str] | None = None
+    logit_bias: dict[Int32, float] | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, body: Any) -> Any:
+        return without_unsupported(body, _UNSUPPORTED)
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _schema(self) -> str | None:
+        """The JSON schema of the answer. InvalidRequest: it is given twice."""
+        wanted = None if self.response_format is None else self.response_format.schema_text()
+        if self.json_schema is None:
+            return wanted
+        if wanted is not None:
+            raise InvalidRequest(
+                "give response_format or json_schema, not both", param="json_schema"
+            )
+        plain = isinstance(self.json_schema, str)
+        return str(self.json_schema) if plain else json.dumps(self.json_schema)
+
+    def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The samplers by name; InvalidRequest if one is given twice under two names."""
+        special = {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "repeat_penalty": _one_of(self, "repeat_penalty", "repetition_penalty"),
+            "stop": tuple(self.stop or ()),
+            "logit_bias": self.logit_bias or {},
+            "json_schema": self._schema(),
+        }
+        plain = {
+            field.name: _frozen(getattr(self, field.name))
+            for field in fields(SamplingParams)
+            if field.name not in special
+        }
+        return SamplingParams(**plain, **special)
+
+
+class ChatRequest(_Generate):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template_kwargs: TemplateSettings | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def conversation(self) -> dict[str, Any]:
+        """The fields of a Request that say what is asked, and how it may be answered."""
+        tools = tools_of(self.tools or ())
+        settings = self.chat_template_kwargs or TemplateSettings()
+        if settings.enable_thinking is not None and self.reasoning_effort is not None:
+            raise InvalidRequest(
+                "give reasoning_effort or enable_thinking, not both", param="reasoning_effort"
+            )
+        return {
+            "messages": tuple(turn.to_message(at) for at, turn in enumerate(self.messages)),
+            "tools": tools,
+            "tool_choice": choice_of(self.tool_choice, tools),
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "thinking": settings.enable_thinking,
+            "reasoning_effort": self.reasoning_effort,
+        }
+
+    def to_params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self._sampling(
+            max_tokens=_one_of(self, "max_tokens", "max_completion_tokens"),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionRequest(_Generate):
+    """POST /v1/completions. prompt: a text, or the ids of its tokens; or several of these."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if len(self.prompts) * (self.n or 1) > MAX_ANSWERS:
+            raise InvalidRequest(
+                f"prompt: {len(self.prompts)} prompts, {self.n or 1} answers each, are more than "
+                f"the {MAX_ANSWERS} of one request",
+                param="prompt",
+            )
+        for prompt in self.prompts:
+            # the type of a field that is one of several cannot say which of them is wrong
+            if isinstance(prompt, list) and not all(0 <= token < 2**31 for token in prompt):
+                raise InvalidRequest("prompt: a token id is out of range", param="prompt")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All of them."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [token for token in self.prompt if isinstance(token, int)]
+        if len(tokens) == len(self.prompt):
+            return [tokens]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+    def to_params(self) -> SamplingParams:
+        return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class EmbeddingRequest(Body):
+    """POST /v1/embeddings. input: a text or the ids of its tokens, or a list of either."""
+
+    model: str | None = None
+    input: Annotated[str | list[str] | list[int] | list[list[int] | str], BeforeValidator(checked)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    user: str | None = None
+
+
+class LoadRequest(Body):
+    """POST /v1/models/load. stream: progress as events, then the model.
+
+    keep_alive: how long the model stays when idle, as `30s`; None: no change.
+    """
+
+    model: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    keep_alive: str | None = None
+    stream: bool = False
+
+    def keep_alive_s(self) -> float | None:
+        """Seconds that the model stays when idle; None: for ever. For a keep_alive that is given.
+
+        InvalidRequest: it is not a time.
+        """
+        try:
+            return parse_keep_alive(self.keep_alive or "", "keep_alive")
+        except BadSetting as error:
+            raise InvalidRequest(error.message, param="keep_alive") from error
+
+    def to_options(self) -> LoadOptions:
+        """InvalidRequest names an unknown option or one of the wrong type."""
+        import msgspec
+
+        known = [field.name for field in fields(LoadOptions)]
+        for name, value in self.options.items():
+            if name not in known:
+                raise InvalidRequest(f"unknown load option {name}", param=f"options.{name}")
+            if isinstance(value, int) and not -(2**31) <= value < 2**31:
+                raise InvalidRequest(f"load option {name} is out of range", param=f"options.{name}")
+        try:
+            return msgspec.convert(self.options, LoadOptions)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"load options: {error}", param="options") from error
+
+
+class UnloadRequest(Body):
+    """POST /v1/models/unload."""
+
+    model: str
+
+
+def _one_of(body: BaseModel, name: str, other: str) -> Any:
+    value, alias = getattr(body, name), getattr(body, other)
+    if value is not None and alias is not None and value != alias:
+        raise InvalidRequest(f"{name} is {value} and {other} is {alias}: give one", param=other)
+    return alias if value is None else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def checked(given: Any) -> Any:
+    """The same. InvalidRequest: neither texts nor token ids, or too many."""
+    inputs = [given] if _is_one(given) else given
+    if not isinstance(inputs, list) or not inputs:
+        raise InvalidRequest("input must be a text, token ids, or a list of these", param="input")
+    if len(inputs) > MAX_TEXTS:
+        raise InvalidRequest(
+            f"input has {len(inputs):,} texts, at most {MAX_TEXTS:,} fit a request: send several",
+            param="input",
+        )
+    for at, each in enumerate(inputs):
+        if not _is_one(each):
+            place = f"input[{at}]"
+            raise InvalidRequest(f"{place} is neither a text nor token ids", param=place)
+    return given
+
+
+def texts_of(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    """One for each vector, of a checked input."""
+    inputs = [given] if _is_one(given) else given
+    return tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
+
+
+def _is_one(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    return isinstance(value, str)

@@ -1,0 +1,1 @@
+"""One request for text or vectors, whatever protocol it came by."""

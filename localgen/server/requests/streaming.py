@@ -1,0 +1,107 @@
+"""Responses that end when their client is gone; and those that are streams of our own events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from localgen.backends.errors import LocalgenError
+from localgen.server.requests.protocol import Framing, encode
+
+_log = logging.getLogger("localgen.server")
+
+
+async def send_head(send: Send, framing: Framing) -> None:
+    """The headers of a stream."""
+    headers = [
+        (b"content-type", framing.content_type.encode()),
+        (b"cache-control", b"no-store"),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def send_json(send: Send, value: object, status: int = 200) -> None:
+    """A whole JSON response."""
+    body = encode(value)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block when the client goes away; to its caller it then just ends."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+        if gone:
+            await asyncio.sleep(0)  # a cancel that is on its way must land here
+    except asyncio.CancelledError:
+        if not gone or task.uncancel() > 0:
+            raise
+    finally:
+        watcher.cancel()
+
+
+class EventStream(Response):
+    """Events of our own making. The first is awaited before the headers: it may be an error."""
+
+    def __init__(self, events: AsyncGenerator[object, None], framing: Framing) -> None:
+        super().__init__()
+        self._events = events
+        self._framing = framing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        framing = self._framing
+        async with cancelled_on_disconnect(receive), contextlib.aclosing(self._events) as events:
+            first = await anext(events)
+            await send_head(send, framing)
+            await self._send(send, first)
+            try:
+                async for event in events:
+                    await self._send(send, event)
+                end = framing.end
+            except LocalgenError as error:
+                end = framing.failed(error.code, error.message, error.param)
+            except Exception:
+                _log.exception("a stream of events failed")
+                end = framing.failed("internal_error", "the server's log says why")
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _send(self, send: Send, event: object) -> None:
+        body = self._framing.event(event)
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+class LastEvent(Response):
+    """The last of such events alone."""
+
+    def __init__(self, events: AsyncGenerator[object, None]) -> None:
+        super().__init__()
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with cancelled_on_disconnect(receive), contextlib.aclosing(self._events) as events:
+            last = None
+            async for event in events:
+                last = event
+            await send_json(send, last)

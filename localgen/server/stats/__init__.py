@@ -1,0 +1,1 @@
+"""Statistics: request log, /metrics, /v1/stats."""

@@ -1,0 +1,143 @@
+"""What the server tells about itself and its models."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import psutil
+
+import localgen
+from localgen import PROTOCOL
+from localgen.backends.formats.model_files import ModelFile
+from localgen.backends.memory.system import available_bytes
+from localgen.backends.model_info import ModelInfo
+from localgen.config import Settings
+from localgen.hub.resolve import available, resolve
+from localgen.machine.gpus import gpu_bytes_of
+from localgen.server.models.manager import ModelManager
+from localgen.server.models.resident import Resident, model_id
+from localgen.server.stats.machine_watch import MachineWatch
+from localgen.server.stats.memory_reads import ReadCosts
+from localgen.server.stats.recent_requests import Recent
+
+
+class ServerState:
+    """Views of the manager for /health, /v1/models and /v1/stats.
+
+    starting: whether the model that the server begins with is still to come. recent: to be told
+    of requests that end.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        manager: ModelManager,
+        *,
+        starting: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._settings = settings
+        self._manager = manager
+        self._starting = starting
+        self._started_s = time.monotonic()
+        self.recent = Recent()
+        self._machine = MachineWatch()
+        self._costs = ReadCosts()
+
+    @property
+    def status(self) -> str:
+        """`ok`: requests are welcome; `loading` the model that it was started with; `stopping`."""
+        if self._manager.closing:
+            return "stopping"
+        return "loading" if self._starting() else "ok"
+
+    def health(self) -> dict[str, Any]:
+        """Who answers here, and whether it is at work."""
+        return {
+            "status": self.status,
+            "version": localgen.__version__,
+            "protocol": PROTOCOL,
+            "pid": os.getpid(),
+            "active_requests": self._manager.active_requests,
+        }
+
+    def models(self) -> list[dict[str, Any]]:
+        """Every model that can be named, and those loaded from elsewhere. Reads the disk."""
+        files = {file.path: file for file in available()}
+        files |= {resident.file.path: resident.file for resident in self._manager.residents}
+        return [self._card(file, file.name) for file in files.values()]
+
+    def model(self, name: str, *, paths: bool) -> dict[str, Any]:
+        """One of them, under the name that was asked for. Reads the disk. ModelNotFound."""
+        return self._card(resolve(name, paths=paths), name)
+
+    def _card(self, file: ModelFile, name: str) -> dict[str, Any]:
+        loaded = {resident.file.path: resident for resident in self._manager.residents}
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(file.path.stat().st_mtime) if file.path.exists() else 0,
+            "owned_by": "localgen",
+            "path": str(file.path),
+            "size_bytes": file.size_bytes,
+            "state": loaded[file.path].state if file.path in loaded else "available",
+            "source": file.source,
+            "hash": model_id(file),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Server and models at this moment."""
+        return {
+            "server": self.health()
+            | {
+                "uptime_s": time.monotonic() - self._started_s,
+                "rss_bytes": _rss_bytes(os.getpid()),
+                "keep_alive_s": self._settings.keep_alive_s,
+                "memory_limit": self._settings.memory_limit,
+                "memory_available": available_bytes(),
+            },
+            "machine": self._machine.use,
+            "models": [self._model(resident) for resident in self._manager.residents],
+            "ended": self.recent.requests(),
+        }
+
+    def _model(self, resident: Resident) -> dict[str, Any]:
+        info = resident.info
+        summary = {
+            "name": resident.file.name,
+            "id": resident.id,
+            "path": str(resident.file.path),
+            "state": resident.state,
+            "progress": 1.0 if info else resident.engine.progress,
+            "pid": resident.engine.pid,
+            "rss_bytes": _rss_bytes(resident.engine.pid),
+            "gpu_bytes": gpu_bytes_of(resident.engine.pid) if _on_gpu(resident) else None,
+            "size_bytes": _weight_bytes(info) if info else resident.file.size_bytes,
+            "active_requests": resident.users,
+            "until_s": resident.seconds_left(),
+            "processor": info.processor if info else "",
+            "ctx": info.ctx if info else 0,
+            "draft": info.draft.name if info and info.draft else "",
+        }
+        if info is not None:
+            # not the template: it is long, and snapshots are frequent
+            summary["info"] = asdict(replace(info, chat_template=None))
+        return summary | {"read": self._costs.of(resident), "stats": resident.engine.stats}
+
+
+def _weight_bytes(info: ModelInfo) -> int:
+    return info.size_bytes + (info.draft.size_bytes if info.draft else 0)
+
+
+def _on_gpu(resident: Resident) -> bool:
+    return "GPU" in (resident.info.processor if resident.info else "")
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
