@@ -16,7 +16,7 @@ import httpx
 
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, Client, Text
-from localgen.client.bodies import message_fields
+from localgen.client.protocol import message_fields
 
 # llama-server now and then closes a new connection before it has read the request
 ATTEMPTS = 5

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from localgen.cli import exits
+from localgen.cli import errors
 from localgen.cli.commands import ALIASES, COMMANDS, load_command
 from localgen.cli.main import app
 
@@ -71,7 +71,7 @@ def _param(param: Any, context: Any) -> str:
 
 
 def _exit_statuses() -> str:
-    return f"## Exit statuses\n\n{exits.table()}\n"
+    return f"## Exit statuses\n\n{errors.table()}\n"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from localgen.quant.request.request import HeldOut
 _PROMPT = "Once upon a time"
 _TOKENS = 64
 _CTX = 512
+# model, steps done, steps in all
+OnLayer = Callable[[str, int, int], None]
 
 
 def tokens_per_s(path: Path) -> float | None:
@@ -47,10 +49,6 @@ def _rate(client: Client, name: str, params: SamplingParams) -> float | None:
         piece for piece in client.complete(name, _PROMPT, params) if isinstance(piece, Answer)
     ]
     return answers[-1].timings.predicted_per_second or None if answers else None
-
-
-# model, steps done, steps in all
-OnLayer = Callable[[str, int, int], None]
 
 
 def rows(

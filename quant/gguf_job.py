@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localgen.backends.errors import DiskFull, InvalidRequest
 from localgen.backends.memory.system import available_bytes
-from localgen.chats.report import size
+from localgen.backends.units import size
 from localgen.quant import layerwise_run
 from localgen.quant.events import At, Made, Needs, Tell
 from localgen.quant.files.layerwise_checkpoint import Source

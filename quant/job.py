@@ -16,6 +16,7 @@ from torch import Tensor
 
 from localgen.backends.errors import DiskFull
 from localgen.backends.formats.hf.tensor_names import Tensors, names_of
+from localgen.backends.units import as_gb
 from localgen.quant.calibrate.activations import Activations
 from localgen.quant.calibrate.importance import observed, read_importance, write_importance
 from localgen.quant.calibrate.input_stats import Inputs, multiplied_in
@@ -82,7 +83,7 @@ class Job:
         if self.estimate.disk_bytes > free + taken:
             raise DiskFull(
                 f"the result and what lies beside it until then take "
-                f"{_size(self.estimate.disk_bytes)}, {there} has {_size(free)} free: "
+                f"{as_gb(self.estimate.disk_bytes)}, {there} has {as_gb(free)} free: "
                 "make room, or give an --out on another disk"
             )
 
@@ -103,7 +104,7 @@ class Job:
             # numpy has no errno for a disk that is full
             raise DiskFull(
                 f"cannot write to {self.work.path}: {error.strerror or error}; "
-                f"{_size(self._free()[0])} are free: make room and run again with --resume"
+                f"{as_gb(self._free()[0])} are free: make room and run again with --resume"
             ) from None
 
     def plan(self, checksum: int) -> dict[str, Any]:
@@ -249,10 +250,6 @@ def embedded(source: Source, ids: Tensor) -> Tensor:
     rows, places = torch.unique(ids, return_inverse=True)
     weight = source.picked_rows("model.embed_tokens.weight", rows)
     return embed(source.spec, weight, places)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _kept_linears(ready: Ready) -> list[str]:

@@ -11,7 +11,7 @@ from localgen.backends.cuda.model.dequantize import notes
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.hf.config import read_config
 from localgen.backends.memory.system import available_bytes, peak_bytes, total_bytes
-from localgen.chats.report import size
+from localgen.backends.units import size
 from localgen.placement.backend_choice import this_machine
 from localgen.quant.card import in_words
 from localgen.quant.events import At, Made, Needs, Note, Stopped, Tell, Unfinished

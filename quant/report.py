@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localgen.chats.report import size
+from localgen.backends.units import size
 
 UNKNOWN = "–"
 

@@ -9,10 +9,10 @@ from scripted_client import ScriptedClient, answer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
-from localgen.chats import commands
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.options import ModelOptions
-from localgen.chats.session import Session
+from localgen.chat import commands
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import Session
 
 TURNS = (Turn("one", "1"), Turn("two", "2"))
 

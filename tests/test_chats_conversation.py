@@ -11,8 +11,8 @@ import pytest
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, SamplingParams
-from localgen.chats import saved
-from localgen.chats.conversation import Conversation, Turn, from_messages
+from localgen.chat import saved_chats
+from localgen.chat.conversation import Conversation, Turn, from_messages
 
 ALPHABET = 'ab \n"\\é🙂{}'
 
@@ -60,12 +60,12 @@ def test_a_prompt_follows_everything_said() -> None:
 def test_a_saved_chat_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.5, logit_bias={5: -1.5}, stop=("\n", "x"))
-    chat = saved.SavedChat("tiny", params, some_conversation(rng))
-    path = saved.chat_path("a name", tmp_path)
-    saved.save(path, chat)
-    assert saved.load(path) == chat
+    chat = saved_chats.SavedChat("tiny", params, some_conversation(rng))
+    path = saved_chats.chat_path("a name", tmp_path)
+    saved_chats.save(path, chat)
+    assert saved_chats.load(path) == chat
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert saved.names(tmp_path) == ["a name"]
+    assert saved_chats.names(tmp_path) == ["a name"]
     assert [left.name for left in path.parent.iterdir()] == ["a name.json"]
 
 
@@ -79,14 +79,14 @@ def test_a_saved_chat_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
     ],
 )
 def test_where_a_chat_lies(name: str, place: str, tmp_path: Path) -> None:
-    assert str(saved.chat_path(name, tmp_path)) == place.format(state=tmp_path)
+    assert str(saved_chats.chat_path(name, tmp_path)) == place.format(state=tmp_path)
 
 
 def test_saving_does_not_replace_another_kind_of_file(tmp_path: Path) -> None:
     path = tmp_path / "precious.json"
     path.write_text('{"not": "a chat"}')
     with pytest.raises(InvalidRequest, match=r"precious\.json is not a saved chat"):
-        saved.save(path, saved.SavedChat("tiny", SamplingParams(), Conversation()))
+        saved_chats.save(path, saved_chats.SavedChat("tiny", SamplingParams(), Conversation()))
     assert path.read_text() == '{"not": "a chat"}'
 
 
@@ -98,21 +98,21 @@ def test_what_is_not_a_chat_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidRequest, match=r"broken\.json is not a saved chat"):
-        saved.load(path)
+        saved_chats.load(path)
 
 
 def test_a_chat_out_of_turn_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     said = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    record = {"format": saved.FORMAT, "model": "tiny", "parameters": {}, "messages": said}
+    record = {"format": saved_chats.FORMAT, "model": "tiny", "parameters": {}, "messages": said}
     path.write_text(json.dumps(record))
     with pytest.raises(InvalidRequest, match=r"odd\.json is not a saved chat: .*turns"):
-        saved.load(path)
+        saved_chats.load(path)
 
 
 def test_a_missing_chat_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"cannot read .*gone\.json: No such file"):
-        saved.load(saved.chat_path("gone", tmp_path))
+        saved_chats.load(saved_chats.chat_path("gone", tmp_path))
 
 
 @pytest.mark.parametrize("seed", range(20))

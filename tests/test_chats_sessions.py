@@ -19,9 +19,9 @@ import pytest
 
 from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
 from localgen.backends.types import SamplingParams
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.database import StoreFailed
-from localgen.chats.sessions import (
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.database import StoreFailed, Writer
+from localgen.chat.session_store import (
     BROKEN_OFF,
     Kept,
     SessionBusy,
@@ -29,7 +29,6 @@ from localgen.chats.sessions import (
     SessionGone,
     Sessions,
 )
-from localgen.chats.writers import Writer
 
 NEW = Kept(0)
 ROOT = Path(__file__).parents[1]
@@ -166,7 +165,7 @@ def test_a_killed_program_leaves_what_there_was(one: Program, other: Program) ->
 def test_a_real_process_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib, time\n"
-        "from localgen.chats.sessions import *; from localgen.chats.writers import Writer\n"
+        "from localgen.chat.session_store import *; from localgen.chat.database import Writer\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "sessions = Sessions(folder / 'chats.db', Writer(folder / 'writers'))\n"
         "kept = sessions.begin(sessions.create(Kept(0, 'it')), 'q')\n"

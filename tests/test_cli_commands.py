@@ -19,7 +19,7 @@ from scripted_client import Script, ScriptedClient, answer
 import localgen.client
 from localgen.backends.errors import EngineDied, LocalgenError, ModelNotFound
 from localgen.backends.types import Message
-from localgen.cli import commands, exits
+from localgen.cli import commands, errors
 from localgen.cli.arguments import model_and_prompt
 from localgen.cli.main import run
 from localgen.client import Text
@@ -283,7 +283,7 @@ def test_leaving_early_cancels(scripted: Callable[..., ScriptedClient]) -> None:
     def broken(_text: str) -> None:
         raise BrokenPipeError
 
-    from localgen.repl.plain import stream_plain
+    from localgen.repl.plain_answer import stream_plain
 
     with pytest.raises(BrokenPipeError):
         stream_plain(client.chat("tiny", [Message("user", "x")], answer_params()), broken, broken)
@@ -331,7 +331,7 @@ def test_stop_starts_nothing(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = scripted(running=False)
-    assert run(["stop"]) == exits.status_of("server_unavailable")
+    assert run(["stop"]) == errors.status_of("server_unavailable")
     assert "no server is running" in capsys.readouterr().err
     assert client.record.connects == 0
 
@@ -357,8 +357,8 @@ def test_every_kind_of_error_has_a_status_of_its_own() -> None:
     for module in ("localgen.config", "localgen.client", "localgen.hub.resolve"):
         importlib.import_module(module)
     codes = {kind.code for kind in LocalgenError.__subclasses__()}
-    assert codes == set(exits.BY_ERROR_CODE)
-    statuses = [*exits.BY_ERROR_CODE.values(), 0, exits.OTHER_ERROR, exits.USAGE, 70, 130, 141]
+    assert codes == set(errors.BY_ERROR_CODE)
+    statuses = [*errors.BY_ERROR_CODE.values(), 0, errors.OTHER_ERROR, errors.USAGE, 70, 130, 141]
     assert len(set(statuses)) == len(statuses)
 
 
@@ -395,4 +395,4 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         check=False,
     )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (exits.BROKEN_PIPE, b"")
+    assert (done.returncode, done.stderr) == (errors.BROKEN_PIPE, b"")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from serving import house
 
-from localgen.cli import candidates, shells
+from localgen.cli import completion_values, shells
 from localgen.cli.commands import COMMANDS
 from localgen.hub.cache_scan import cached_names
 from localgen.hub.resolve import available
@@ -303,7 +303,7 @@ def test_cache_types_are_those_of_both_backends() -> None:
     from localgen.backends.cuda.device.options import CACHE_TYPES as CUDA
     from localgen.backends.llamacpp.library import CACHE_TYPES as LLAMACPP
 
-    assert set(candidates.CACHE_TYPES) == {*CUDA, *LLAMACPP}
+    assert set(completion_values.CACHE_TYPES) == {*CUDA, *LLAMACPP}
 
 
 @pytest.mark.parametrize(

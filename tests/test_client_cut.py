@@ -17,8 +17,8 @@ from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Client, ModelClient, RemoteClient
+from localgen.client.endpoints import Endpoint
 from localgen.client.launch import start_lock
-from localgen.client.remote.endpoint import Endpoint
 
 ASKED = [Message("user", MANY_WORDS)]
 

@@ -14,10 +14,10 @@ from serving import MANY_WORDS, House, house, in_thread, wait_until
 from test_client_prometheus import LLAMA
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable
-from localgen.client.remote.endpoint import Endpoint
-from localgen.client.remote.failures import EndpointUnavailable
+from localgen.client.endpoints import Endpoint
+from localgen.client.errors import EndpointUnavailable
+from localgen.client.server_monitor import OwnWatch, RemoteWatch
 from localgen.client.snapshot import snapshot_of
-from localgen.client.watch import OwnWatch, RemoteWatch
 from localgen.config import BadSetting
 from localgen.hub.hf_client import AccessDenied
 

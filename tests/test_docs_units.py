@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from localgen.cli import exits
+from localgen.cli import errors
 from localgen.cli.commands import load_command
 from localgen.server import serving
 
@@ -85,7 +85,7 @@ def test_a_stop_takes_no_longer_than_allowed(service: ConfigParser, plist: dict[
 
 
 def test_what_is_not_tried_again(service: ConfigParser) -> None:
-    wanted = {exits.USAGE, exits.status_of("bad_setting"), exits.status_of("model_not_found")}
+    wanted = {errors.USAGE, errors.status_of("bad_setting"), errors.status_of("model_not_found")}
     assert set(map(int, service["Service"]["RestartPreventExitStatus"].split())) == wanted
 
 

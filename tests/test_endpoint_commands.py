@@ -12,15 +12,22 @@ import pytest
 from plain_openai import PlainServer, answer, error, plain_server
 
 from localgen.backends.errors import InvalidRequest
-from localgen.cli import exits
+from localgen.cli import errors
 from localgen.cli.main import run
-from localgen.client.remote.endpoint import Endpoint, base_url, variable
-from localgen.client.remote.endpoints import add, endpoints, endpoints_path, remove
+from localgen.client.endpoints import (
+    Endpoint,
+    add,
+    base_url,
+    endpoints,
+    endpoints_path,
+    remove,
+    variable,
+)
 from localgen.config import BadSetting
 
-INVALID = exits.BY_ERROR_CODE["invalid_request"]
-BAD_SETTING = exits.BY_ERROR_CODE["bad_setting"]
-UNAVAILABLE = exits.BY_ERROR_CODE["endpoint_unavailable"]
+INVALID = errors.BY_ERROR_CODE["invalid_request"]
+BAD_SETTING = errors.BY_ERROR_CODE["bad_setting"]
+UNAVAILABLE = errors.BY_ERROR_CODE["endpoint_unavailable"]
 KEY = "sk-very-secret"
 
 
@@ -232,7 +239,7 @@ def test_a_folder_that_cannot_be_made(
 
 def test_endpoint_alone_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     status, message = failure(capsys, "endpoint")
-    assert (status, "localgen endpoint --help" in message) == (exits.USAGE, True)
+    assert (status, "localgen endpoint --help" in message) == (errors.USAGE, True)
 
 
 # --- run and chat ---
@@ -339,8 +346,8 @@ def test_what_the_environment_says_of_our_own_server_is_let_be(
         (["chat", "--url", "http://127.0.0.1:9/v1", "m"], INVALID, "no prompt"),
         (["run", "--url", "http://127.0.0.1:9/v1", "m", "x"], UNAVAILABLE, "nothing listens"),
         (["run", "--url", "{url}/else", "m", "x"], UNAVAILABLE, "check the path"),
-        (["ps", "--url", "http://h"], exits.USAGE, "--url"),
-        (["stop", "--url", "http://h"], exits.USAGE, "--url"),
+        (["ps", "--url", "http://h"], errors.USAGE, "--url"),
+        (["stop", "--url", "http://h"], errors.USAGE, "--url"),
     ],
 )
 def test_errors_of_the_command_line(
@@ -361,5 +368,5 @@ def test_a_model_that_is_not_there_is_not_pulled(
     server.models = ["big"]
     server.refuse = lambda body: error(404, "no such model")
     status, message = failure(capsys, "run", "--url", server.url, "llama-8b", "x")
-    assert status == exits.BY_ERROR_CODE["model_not_found"]
+    assert status == errors.BY_ERROR_CODE["model_not_found"]
     assert message == f"no model llama-8b at {server.url}: there is big"

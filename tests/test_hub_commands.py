@@ -21,7 +21,7 @@ from loopback_hub import LoopbackHub
 from pulling import CONTENT, Q4, REPO, environment, hub, made_up
 from test_cli_commands import Piped, Terminal
 
-from localgen.cli import exits
+from localgen.cli import errors
 from localgen.cli.main import run
 from localgen.hub.aliases import aliases
 from localgen.hub.hf_client import repo_folder
@@ -62,11 +62,11 @@ def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "status", "complaint"),
     [
-        ("acme/Nothing", exits.BY_ERROR_CODE["model_not_found"], "has no repository acme/Nothing"),
-        (f"{REPO}:Q9", exits.BY_ERROR_CODE["model_not_found"], "Q4_K_M (0.0 GB)"),
-        ("acme/Gated", exits.BY_ERROR_CODE["access_denied"], "is gated"),
-        ("lama-8b", exits.BY_ERROR_CODE["model_not_found"], "Did you mean llama-8b"),
-        ("tiny", exits.BY_ERROR_CODE["invalid_request"], "nothing to pull"),
+        ("acme/Nothing", errors.BY_ERROR_CODE["model_not_found"], "has no repository acme/Nothing"),
+        (f"{REPO}:Q9", errors.BY_ERROR_CODE["model_not_found"], "Q4_K_M (0.0 GB)"),
+        ("acme/Gated", errors.BY_ERROR_CODE["access_denied"], "is gated"),
+        ("lama-8b", errors.BY_ERROR_CODE["model_not_found"], "Did you mean llama-8b"),
+        ("tiny", errors.BY_ERROR_CODE["invalid_request"], "nothing to pull"),
     ],
 )
 def test_a_pull_that_fails_is_one_line(
@@ -93,7 +93,7 @@ def test_pull_without_network(
     capsys.readouterr()
     assert run(["pull", REPO]) == 0
     assert f"{REPO} is here; whether it is the newest was not checked" in capsys.readouterr().err
-    assert run(["pull", "llama-8b"]) == exits.BY_ERROR_CODE["hub_unavailable"]
+    assert run(["pull", "llama-8b"]) == errors.BY_ERROR_CODE["hub_unavailable"]
     assert re.search(r"cannot reach .*bartowski/.*\(4\.9 GB\)$", capsys.readouterr().err)
     assert run(["show", "llama-8b", "--quants"]) == 0
     out, err = capsys.readouterr()
@@ -117,7 +117,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
         time.sleep(0.02)
     pulling.send_signal(signal.SIGINT)
     _, err = pulling.communicate(timeout=20)
-    assert pulling.returncode == exits.INTERRUPTED
+    assert pulling.returncode == errors.INTERRUPTED
     # what was on its way when it was told to stop
     part = [p.stat().st_size for p in repo_folder(REPO).glob("blobs/*.incomplete")]
     assert re.fullmatch(
@@ -235,8 +235,8 @@ def test_show_what_is_not_here(hub: LoopbackHub, capsys: pytest.CaptureFixture[s
     assert found["here"] is False
     assert found["fetches"].endswith(":Q4_K_M (4.9 GB)")
     assert (found["context"], found["license"]) == (131_072, "llama3.1")
-    assert run(["show", "acme/Nothing"]) == exits.BY_ERROR_CODE["model_not_found"]
-    assert run(["show", "llama-8b", "--template"]) == exits.BY_ERROR_CODE["model_not_found"]
+    assert run(["show", "acme/Nothing"]) == errors.BY_ERROR_CODE["model_not_found"]
+    assert run(["show", "llama-8b", "--template"]) == errors.BY_ERROR_CODE["model_not_found"]
     assert hub.requests == []
 
 
@@ -277,14 +277,14 @@ def test_rm_takes_one_model_and_leaves_the_others(
     assert cached() == [f"{REPO}:Q8_0"]
     assert run(["rm", f"{REPO}:Q8_0", "-y"]) == 0
     assert not repo_folder(REPO).exists()
-    assert run(["rm", REPO, "-y"]) == exits.BY_ERROR_CODE["model_not_found"]
+    assert run(["rm", REPO, "-y"]) == errors.BY_ERROR_CODE["model_not_found"]
 
 
 def test_rm_asks(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["pull", REPO]) == 0
-    assert run(["rm", REPO]) == exits.BY_ERROR_CODE["invalid_request"]
+    assert run(["rm", REPO]) == errors.BY_ERROR_CODE["invalid_request"]
     assert "--yes" in capsys.readouterr().err
     for typed, status, left in ((b"n\n", 1, 1), (b"y\n", 0, 0)):
         monkeypatch.setattr(sys, "stdin", Terminal(typed))
@@ -301,7 +301,7 @@ def test_rm_refuses_what_is_loaded(
     loaded = RunningModel(f"{REPO}:Q4_K_M", "a1", 1, "100% CPU", 2048, 299.0, 0)
     monkeypatch.setattr("localgen.client.Client.running", lambda _client: [loaded])
     assert run(["pull", REPO]) == 0
-    assert run(["rm", REPO, "-y"]) == exits.BY_ERROR_CODE["model_busy"]
+    assert run(["rm", REPO, "-y"]) == errors.BY_ERROR_CODE["model_busy"]
     assert f"localgen stop {REPO}:Q4_K_M" in capsys.readouterr().err
     assert cached() == [f"{REPO}:Q4_K_M"]
 
@@ -312,7 +312,7 @@ def test_rm_leaves_what_is_not_in_the_cache(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.gguf").write_bytes(b"x")
-    assert run(["rm", model, "-y"]) == exits.BY_ERROR_CODE["invalid_request"]
+    assert run(["rm", model, "-y"]) == errors.BY_ERROR_CODE["invalid_request"]
     assert Path("x.gguf").exists()
     assert BUILT_IN_PATH.exists()
 
@@ -327,9 +327,9 @@ def test_cp_and_rm_of_a_name(hub: LoopbackHub, capsys: pytest.CaptureFixture[str
     assert aliases() == {"other": REPO}
     assert cached() == [f"{REPO}:Q4_K_M"]
     capsys.readouterr()
-    assert run(["cp", "nothing", "work"]) == exits.BY_ERROR_CODE["model_not_found"]
-    assert run(["cp", REPO, "tiny"]) == exits.BY_ERROR_CODE["invalid_request"]
-    assert run(["cp", REPO, "a/b"]) == exits.BY_ERROR_CODE["invalid_request"]
+    assert run(["cp", "nothing", "work"]) == errors.BY_ERROR_CODE["model_not_found"]
+    assert run(["cp", REPO, "tiny"]) == errors.BY_ERROR_CODE["invalid_request"]
+    assert run(["cp", REPO, "a/b"]) == errors.BY_ERROR_CODE["invalid_request"]
     assert aliases() == {"other": REPO}
 
 
@@ -362,16 +362,16 @@ def test_pull_then_run(live: dict[str, str]) -> None:
 
     ask = ("run", TINY, "What is 17 + 25?", "--temp", "0", "-n", "32")
     refused = localgen("run", "llama-8b", "x")
-    assert refused.returncode == exits.BY_ERROR_CODE["model_not_found"]
+    assert refused.returncode == errors.BY_ERROR_CODE["model_not_found"]
     assert "localgen pull llama-8b fetches bartowski" in refused.stderr
-    assert localgen(*ask).returncode == exits.BY_ERROR_CODE["model_not_found"]
+    assert localgen(*ask).returncode == errors.BY_ERROR_CODE["model_not_found"]
     pulled = localgen("pull", TINY)
     assert pulled.returncode == 0, pulled.stderr
     answered = localgen(*ask)
     assert answered.returncode == 0, answered.stderr
     assert "42" in answered.stdout
     busy = localgen("rm", TINY, "--yes")
-    assert busy.returncode == exits.BY_ERROR_CODE["model_busy"]
+    assert busy.returncode == errors.BY_ERROR_CODE["model_busy"]
     assert localgen("stop", f"{TINY}:F16").returncode == 0
     assert localgen("rm", TINY, "--yes").returncode == 0
 

@@ -19,14 +19,14 @@ from pulling import hub
 from serving import settings_in, short_folder
 
 from localgen.backends.model_info import LoadOptions
-from localgen.cli import exits
+from localgen.cli import errors
 from localgen.cli.main import run
 from localgen.client import Client
 from localgen.config import Settings
 from localgen.machine import bandwidth
 
 __all__ = ["hub"]
-OUT_OF_MEMORY = exits.BY_ERROR_CODE["out_of_memory"]
+OUT_OF_MEMORY = errors.BY_ERROR_CODE["out_of_memory"]
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_what_cannot_be_planned_is_one_line(
     code: str,
     complaint: str,
 ) -> None:
-    out, err = told(capsys, *arguments, status=exits.BY_ERROR_CODE[code])
+    out, err = told(capsys, *arguments, status=errors.BY_ERROR_CODE[code])
     assert out == ""
     last = err.splitlines()[-1]
     assert last.startswith("localgen: ")
@@ -186,7 +186,7 @@ def test_what_cannot_be_planned_is_one_line(
 def test_a_damaged_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(TINY_GGUF.read_bytes()[:200_000])
-    _, err = told(capsys, str(path), status=exits.BY_ERROR_CODE["load_failed"])
+    _, err = told(capsys, str(path), status=errors.BY_ERROR_CODE["load_failed"])
     assert str(path) in err
 
 
@@ -221,7 +221,7 @@ def test_a_folder_on_the_hub(hub: LoopbackHub, capsys: pytest.CaptureFixture[str
     assert plan["source"] == "hub"
     # float32 on a CPU
     assert (plan["weights_bytes"], plan["kv_bytes_per_1k"]) == (10_000, 2 * 2 * 2 * 16 * 4 * 1000)
-    _, err = told(capsys, "acme/Tiny", status=exits.BY_ERROR_CODE["invalid_request"])
+    _, err = told(capsys, "acme/Tiny", status=errors.BY_ERROR_CODE["invalid_request"])
     assert "only the cuda backend runs" in err
 
 

@@ -17,15 +17,15 @@ from models import TINY_GGUF
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
-from localgen.cli import exits
+from localgen.cli import errors
 from localgen.cli.main import run
 from localgen.hub.quant_choice import Room
 from localgen.machine.python_process import python_command, python_environment
 from localgen.quant import compare, originals
 from localgen.quant.advice import advice, recommended
 
-INVALID = exits.BY_ERROR_CODE["invalid_request"]
-NOT_FOUND = exits.BY_ERROR_CODE["model_not_found"]
+INVALID = errors.BY_ERROR_CODE["invalid_request"]
+NOT_FOUND = errors.BY_ERROR_CODE["model_not_found"]
 QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 
@@ -144,7 +144,7 @@ def test_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], env=python_environment(), capture_output=True, text=True
     )
-    assert done.returncode == exits.BY_ERROR_CODE["load_failed"]
+    assert done.returncode == errors.BY_ERROR_CODE["load_failed"]
     assert done.stderr == (
         "localgen: quantize computes with torch and tokenizers, not installed here: "
         "pip install 'localgen[quant]'\n"
@@ -172,7 +172,7 @@ def test_ctrl_c_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     child = begun(tmp_path)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
-    assert child.returncode == exits.INTERRUPTED
+    assert child.returncode == errors.INTERRUPTED
     assert "Traceback" not in err
     assert "of 6 layers: the same command with --resume goes on from there" in err
     again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]

@@ -12,11 +12,11 @@ from rich.console import Console
 from scripted_client import answer as made_answer
 
 from localgen.backends.types import Timings
-from localgen.chats import report
-from localgen.chats.options import ModelOptions
-from localgen.chats.session import Session
+from localgen.chat import report
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import Session
 from localgen.client import RemoteClient
-from localgen.client.remote.endpoint import Endpoint
+from localgen.client.endpoints import Endpoint
 from localgen.repl.repl import Repl
 
 

@@ -25,11 +25,11 @@ from localgen.backends.errors import (
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams, ToolCall
 from localgen.client import Answer, RemoteClient, Text
-from localgen.client.remote.connection import wait_s
-from localgen.client.remote.endpoint import Endpoint
-from localgen.client.remote.failures import EndpointUnavailable
-from localgen.client.remote.stream import AnswerReader, Arrivals
+from localgen.client.connection import wait_s
+from localgen.client.endpoints import Endpoint
+from localgen.client.errors import EndpointUnavailable
 from localgen.client.sse import payloads
+from localgen.client.stream import AnswerReader, Arrivals
 from localgen.config import BadSetting
 from localgen.hub.hf_client import AccessDenied
 

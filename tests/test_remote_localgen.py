@@ -15,8 +15,8 @@ from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFou
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Answer, RemoteClient, Text
-from localgen.client.remote.endpoint import Endpoint
-from localgen.client.remote.failures import EndpointUnavailable
+from localgen.client.endpoints import Endpoint
+from localgen.client.errors import EndpointUnavailable
 from localgen.hub.hf_client import AccessDenied
 
 KEY = "a-key-of-some-length"

@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 from scripted_client import TIMINGS, answer
 
+from localgen.backends import units
 from localgen.backends.terminal_text import inert, one_line
 from localgen.backends.types import Timings
-from localgen.chats import report
-from localgen.repl.answer import LiveAnswer
+from localgen.chat import report
+from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.markdown import block_lines, split_blocks
 
 RICH_TEXT = """# A title
@@ -308,4 +309,4 @@ def test_warnings() -> None:
     ],
 )
 def test_sizes(size_bytes: float, text: str) -> None:
-    assert report.size(size_bytes) == text
+    assert units.size(size_bytes) == text

@@ -18,13 +18,12 @@ from scripted_client import Script, ScriptedClient, answer
 from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
-from localgen.chats.conversation import Turn
-from localgen.chats.options import ModelOptions
-from localgen.chats.session import Session
+from localgen.chat.conversation import Turn
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import Session
 from localgen.client import ModelCard, Text
-from localgen.repl.loading import Loading
-from localgen.repl.prompt import Completions, prompt_session
-from localgen.repl.quotes import is_open, unquoted
+from localgen.repl.load_progress import Loading
+from localgen.repl.prompt import Completions, is_open, prompt_session, unquoted
 from localgen.repl.repl import Repl, _line_editor
 
 Line = str | type[BaseException]

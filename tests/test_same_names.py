@@ -11,8 +11,8 @@ from serving import House, house, wait_until
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.chats.options import ModelOptions
-from localgen.chats.session import Session
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import Session
 from localgen.client import Client
 
 

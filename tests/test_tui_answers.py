@@ -11,8 +11,8 @@ from tui_chats import MakeTui, settle, wait
 
 from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, ServerUnavailable
 from localgen.backends.types import SamplingParams
-from localgen.chats.conversation import Turn
-from localgen.chats.options import ModelOptions
+from localgen.chat.conversation import Turn
+from localgen.chat.parameters import ModelOptions
 from localgen.client import Text
 from localgen.tui.chat.open_session import CTX
 

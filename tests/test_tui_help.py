@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 from tui_chats import Tui, play, press, told
 
-from localgen.chats import parameters
+from localgen.chat import parameters
 from localgen.tui.chat.ask_text import AskText
 from localgen.tui.chat.compare import CompareSetup
 from localgen.tui.chat.models import ModelPicker

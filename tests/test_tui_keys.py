@@ -13,7 +13,7 @@ from tui_chats import Tui, play, press, told, turns
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import SamplingParams
-from localgen.chats.conversation import Turn
+from localgen.chat.conversation import Turn
 from localgen.client import Text
 from localgen.tui.chat.ask_text import AskText
 from localgen.tui.chat.compare import CompareSetup

@@ -10,7 +10,7 @@ from textual.widgets import OptionList
 from tui_chats import Tui, play, press
 
 from localgen.backends.errors import DiskFull
-from localgen.chats.sessions import Sessions
+from localgen.chat.session_store import Sessions
 from localgen.tui.chat.models import ModelPicker
 from localgen.tui.confirm import Confirm
 from localgen.tui.shell import TooSmall

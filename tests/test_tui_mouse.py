@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input
 from tui_chats import PacedClient, Tui, play, press
 
-from localgen.client import Text, pulling
+from localgen.client import Text, pull
 from localgen.tui.chat.ask_text import AskText
 from localgen.tui.chat.compare import CompareScreen, CompareSetup
 from localgen.tui.chat.models import ModelPicker
@@ -28,7 +28,7 @@ from localgen.tui.shell import KeyHelp
 
 @pytest.fixture(autouse=True)
 def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulling, "offers", list)
+    monkeypatch.setattr(pull, "offers", list)
 
 
 async def click(tui: Tui, pilot: Pilot[None], text: str) -> None:

@@ -15,8 +15,8 @@ from tui_chats import PacedClient, Tui
 
 from localgen.backends.errors import LoadFailed, ServerUnavailable
 from localgen.backends.model_info import ModelInfo
-from localgen.client import Text, pulling
-from localgen.client.pulling import Offer
+from localgen.client import Text, pull
+from localgen.client.pull import Offer
 from localgen.tui.chat.compare import Column, CompareScreen
 from localgen.tui.chat.models import Cancelled
 from localgen.tui.confirm import Confirm
@@ -46,7 +46,7 @@ THOUGHT = Text("", 1, "They ask about stability. Say which sorts are stable, wit
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     offers = [Offer("llama-8b", "Llama 3.1 8B Instruct", 4_900_000_000)]
-    monkeypatch.setattr(pulling, "offers", lambda: offers)
+    monkeypatch.setattr(pull, "offers", lambda: offers)
 
 
 async def talk(tui: Tui, pilot: Pilot[None]) -> None:
@@ -228,8 +228,8 @@ def test_fetching_a_model(
                 on_bytes(1_200_000_000, 4_900_000_000)
         return name
 
-    monkeypatch.setattr(pulling, "can_pull", lambda name: True)
-    monkeypatch.setattr(pulling, "pull", pull)
+    monkeypatch.setattr(pull, "can_pull", lambda name: True)
+    monkeypatch.setattr(pull, "pull", pull)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pick(tui, pilot, "llama-8b", "1.2 GB of 4.9 GB")

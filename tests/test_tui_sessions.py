@@ -13,8 +13,8 @@ from localgen.backends.errors import (
     ModelNotFound,
 )
 from localgen.backends.types import SamplingParams
-from localgen.chats import commands
-from localgen.chats.options import ModelOptions
+from localgen.chat import commands
+from localgen.chat.parameters import ModelOptions
 from localgen.tui.chat.open_session import CTX
 from localgen.tui.chat.variants import variants
 

@@ -11,8 +11,8 @@ from scripted_client import answer
 from textual.pilot import Pilot
 from tui_chats import Tui, play
 
-from localgen.chats.database import StoreFailed
-from localgen.chats.sessions import Sessions
+from localgen.chat.database import StoreFailed
+from localgen.chat.session_store import Sessions
 from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.open_session import OpenSession
 

@@ -11,8 +11,8 @@ from scripted_client import answer
 from tui_chats import MakeTui, settle, wait
 
 from localgen.backends.errors import DiskFull
-from localgen.chats.conversation import Turn
-from localgen.chats.sessions import BROKEN_OFF, Kept, SessionBusy, SessionChanged, Sessions
+from localgen.chat.conversation import Turn
+from localgen.chat.session_store import BROKEN_OFF, Kept, SessionBusy, SessionChanged, Sessions
 
 
 def test_an_answer_outlives_a_program_that_is_killed_while_it_asks_again(make_tui: MakeTui) -> None:

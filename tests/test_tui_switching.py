@@ -10,8 +10,8 @@ from textual.pilot import Pilot
 from tui_chats import Tui, play, told
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.sessions import Kept
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.session_store import Kept
 from localgen.tui.chat.desk import Hit
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.search import SearchScreen

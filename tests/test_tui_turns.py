@@ -8,8 +8,8 @@ import pytest
 from textual.pilot import Pilot
 from tui_chats import Tui, play, press
 
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.sessions import Kept
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.session_store import Kept
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.turn_view import TurnView
 

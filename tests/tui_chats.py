@@ -15,11 +15,11 @@ from textual.widgets import Static
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.chats.conversation import Turn
-from localgen.chats.options import ModelOptions
-from localgen.chats.session import Progress
-from localgen.chats.sessions import Sessions
-from localgen.chats.writers import Writer
+from localgen.chat.conversation import Turn
+from localgen.chat.database import Writer
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import Progress
+from localgen.chat.session_store import Sessions
 from localgen.client import ModelCard, Text
 from localgen.client.snapshot import Snapshot
 from localgen.tui.chat.app import ChatApp

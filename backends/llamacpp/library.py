@@ -15,6 +15,22 @@ from localgen.backends.model_info import MemoryUse
 
 _LINE = re.compile(r"(model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB")
 _MIB = 1 << 20
+CACHE_TYPES = {
+    "f32": C.GGML_TYPE_F32,
+    "f16": C.GGML_TYPE_F16,
+    "bf16": 30,  # not named by the binding
+    "q8_0": C.GGML_TYPE_Q8_0,
+    "q5_1": C.GGML_TYPE_Q5_1,
+    "q5_0": C.GGML_TYPE_Q5_0,
+    "q4_1": C.GGML_TYPE_Q4_1,
+    "q4_0": C.GGML_TYPE_Q4_0,
+    "iq4_nl": C.GGML_TYPE_IQ4_NL,
+}
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+MAX_SEQUENCES = 256
+_LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
+# how llama.cpp speaks of a file that was cut short or is another kind of file
+_DAMAGED = ("gguf_init_from", "corrupted or incomplete")
 
 
 class Buffers:
@@ -36,32 +52,6 @@ class Buffers:
             kv=self._bytes["KV"] + self._bytes["RS"],
             work=self._bytes["compute"] + self._bytes["output"],
         )
-
-
-CACHE_TYPES = {
-    "f32": C.GGML_TYPE_F32,
-    "f16": C.GGML_TYPE_F16,
-    "bf16": 30,  # not named by the binding
-    "q8_0": C.GGML_TYPE_Q8_0,
-    "q5_1": C.GGML_TYPE_Q5_1,
-    "q5_0": C.GGML_TYPE_Q5_0,
-    "q4_1": C.GGML_TYPE_Q4_1,
-    "q4_0": C.GGML_TYPE_Q4_0,
-    "iq4_nl": C.GGML_TYPE_IQ4_NL,
-}
-
-
-FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
-
-
-MAX_SEQUENCES = 256
-
-
-_LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
-
-
-# how llama.cpp speaks of a file that was cut short or is another kind of file
-_DAMAGED = ("gguf_init_from", "corrupted or incomplete")
 
 
 class NativeLog:

@@ -18,6 +18,7 @@ BLOCK_ROWS = 64
 _IN_BLOCKS, _ROW_BY_ROW = 10.0, 41.0
 # below this the attention is too small a part of the work for the choice to matter
 _LEAST_CONTEXT = 512
+AnyLane = TypeVar("AnyLane", bound="Lane")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,6 @@ class Reuse:
         context = self.attention * total
         in_block = BLOCK_ROWS * (1 + _IN_BLOCKS * context)
         return total - BLOCK_ROWS if in_block < rows * (1 + _ROW_BY_ROW * context) else known
-
-
-AnyLane = TypeVar("AnyLane", bound="Lane")
 
 
 class Lane:

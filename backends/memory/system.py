@@ -13,6 +13,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 # what is never given to a model: it is for the rest of the machine
 SPARED_BYTES = 256 << 20
+OWN_STATUS = Path("/proc/self/status")
 
 
 def available_bytes() -> int:
@@ -55,9 +56,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-OWN_STATUS = Path("/proc/self/status")
 
 
 def peak_bytes(status: Path = OWN_STATUS) -> int:

@@ -21,6 +21,8 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, ToolCall
 
 _SHORT_ID = 9
+# a template is foreign code, and other requests wait for their turn
+MAX_RENDER_S = 5.0
 
 
 class _Arguments(dict[str, Any]):
@@ -118,10 +120,6 @@ class _Watch:
 
     def _raise_in_thread(self, kind: ctypes.py_object[type[Overtime]] | None) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, kind)
-
-
-# a template is foreign code, and other requests wait for their turn
-MAX_RENDER_S = 5.0
 
 
 class _Generation(Extension):

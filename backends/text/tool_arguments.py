@@ -7,6 +7,13 @@ from typing import Any, Protocol
 
 from localgen.backends.text.pattern import SPACE, Pattern
 
+_OPEN = "<parameter="
+_CLOSE = "</parameter>"
+_END = Pattern((SPACE, "</function>"))
+_NEXT = Pattern((SPACE, _OPEN))
+# what may stand beside the type of a string that is written without quotes
+_PLAIN = frozenset({"type", "enum", "description", "title", "default", "examples"})
+
 
 class Arguments(Protocol):
     """Reads the arguments of one call. `is_done`: what was fed last went beyond their end."""
@@ -61,14 +68,6 @@ class JsonArguments:
             self._escaped = True
         elif char == '"':
             self._in_string = False
-
-
-_OPEN = "<parameter="
-_CLOSE = "</parameter>"
-_END = Pattern((SPACE, "</function>"))
-_NEXT = Pattern((SPACE, _OPEN))
-# what may stand beside the type of a string that is written without quotes
-_PLAIN = frozenset({"type", "enum", "description", "title", "default", "examples"})
 
 
 def is_plain(schema: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.cli.candidates import any_model
+from localgen.cli.completion_values import any_model
 
 ModelArgument = Annotated[
     str | None,

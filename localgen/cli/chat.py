@@ -8,17 +8,11 @@ from contextlib import closing
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.chats.options import ModelOptions
+from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import ModelArgument, model_and_prompt, whole_prompt
-from localgen.cli.elsewhere import (
-    KeyEnvOption,
-    UrlOption,
-    applicable,
-    client_of,
-    endpoint_of,
-)
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import or_fetch
+from localgen.cli.remote_options import KeyEnvOption, UrlOption, applicable, client_of, endpoint_of
 
 
 @takes_model_options
@@ -40,7 +34,7 @@ def command(
     from rich.console import Console
 
     from localgen.cli.one_shot import answer_one
-    from localgen.repl.loading import Loading
+    from localgen.repl.load_progress import Loading
     from localgen.repl.repl import start_chat
 
     console = Console(highlight=False, stderr=not at_terminal)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from localgen.backends.terminal_text import one_line
-from localgen.chats.report import size
+from localgen.backends.units import size
 from localgen.cli.tables import json_text
 from localgen.doctor.checkup import Checkup
 from localgen.doctor.findings import Finding

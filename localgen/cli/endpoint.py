@@ -33,8 +33,8 @@ def add(
     name: NameArgument, url: UrlArgument, key_env: KeyEnvFlag = None, model: ModelFlag = None
 ) -> None:
     """Give a server a name. Its key stays in the environment; only the variable's name is kept."""
-    from localgen.client.remote import endpoints
-    from localgen.client.remote.endpoint import Endpoint, base_url, variable
+    from localgen.client import endpoints
+    from localgen.client.endpoints import Endpoint, base_url, variable
 
     if model is not None and not (model.strip() and model.isprintable()):
         raise InvalidRequest("--model: give the name of a model")
@@ -50,7 +50,7 @@ def add(
 def list_(json: JsonFlag = False) -> None:
     """List the servers that have a name."""
     from localgen.cli import tables
-    from localgen.client.remote.endpoints import endpoints
+    from localgen.client.endpoints import endpoints
 
     known = list(endpoints().values())
     if json:
@@ -63,7 +63,7 @@ def list_(json: JsonFlag = False) -> None:
 @group.command("rm")
 def rm(name: Annotated[str, typer.Argument(help="The name to forget.")]) -> None:
     """Forget a name. The server does not notice."""
-    from localgen.client.remote import endpoints
+    from localgen.client import endpoints
 
     endpoints.remove(name)
     typer.echo(f"{name} is forgotten")

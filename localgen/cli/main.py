@@ -10,12 +10,12 @@ import typer
 
 from localgen import __version__
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.cli import exits
+from localgen.cli import errors
 from localgen.cli.commands import LazyGroup
 
 _EPILOG = (
     "Settings come from LOCALGEN_* variables too: each option of chat and run from its long name, "
-    "--max-tokens from LOCALGEN_MAX_TOKENS. " + exits.table()
+    "--max-tokens from LOCALGEN_MAX_TOKENS. " + errors.table()
 )
 
 app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, add_completion=False, epilog=_EPILOG)
@@ -57,13 +57,13 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status
     except LocalgenError as error:
-        return _tell(error.message, exits.status_of(error.code))
+        return _tell(error.message, errors.status_of(error.code))
     except typer.TyperException as error:
         return _tell(_usage_message(error), error.exit_code)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the shell's prompt gets a line of its own
-        return exits.INTERRUPTED
+        return errors.INTERRUPTED
     except BrokenPipeError:
         return _leave_broken_pipe()
     except Exception as error:  # the last line of defence: a user never sees a traceback
@@ -104,17 +104,17 @@ def _tell(message: str, status: int) -> int:
 
 
 def _tell_defect(error: Exception) -> int:
-    from localgen.cli import defects
+    from localgen.cli import errors
 
-    where = defects.record(error)
+    where = errors.record(error)
     name = type(error).__name__
-    return _tell(f"a defect of localgen ({name}: {error}); details in {where}", exits.UNEXPECTED)
+    return _tell(f"a defect of localgen ({name}: {error}); details in {where}", errors.UNEXPECTED)
 
 
 def _leave_broken_pipe() -> int:
     # the interpreter flushes stdout once more at its end, and would complain again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return exits.BROKEN_PIPE
+    return errors.BROKEN_PIPE
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from localgen.backends.terminal_text import inert, one_line
-from localgen.chats import report
-from localgen.chats.conversation import Conversation
-from localgen.chats.options import ModelOptions
+from localgen.chat import report
+from localgen.chat.conversation import Conversation
+from localgen.chat.parameters import ModelOptions
 from localgen.cli.tables import json_text
-from localgen.repl.loading import Loading
-from localgen.repl.plain import Whole, stream_plain
+from localgen.repl.load_progress import Loading
+from localgen.repl.plain_answer import Whole, stream_plain
 
 if TYPE_CHECKING:
     from localgen.client import Answer, ModelClient

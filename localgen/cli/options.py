@@ -14,9 +14,9 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
-from localgen.chats import parameters
-from localgen.chats.options import ModelOptions
-from localgen.cli import candidates
+from localgen.chat import parameters
+from localgen.chat.parameters import ModelOptions
+from localgen.cli import completion_values
 from localgen.config import parse_keep_alive
 
 OnOffAuto = Literal["auto", "on", "off"]
@@ -51,7 +51,7 @@ class Flag:
             metavar=_METAVARS.get(self.kind),
             envvar=self.variable,
             show_envvar=False,
-            autocompletion=candidates.of_option(self.field),
+            autocompletion=completion_values.of_option(self.field),
             rich_help_panel=panel,
         )
         annotated: Any = Annotated  # a type that is only known here

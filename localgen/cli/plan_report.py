@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from localgen.backends.terminal_text import one_line
-from localgen.chats.report import size
+from localgen.backends.units import size
 from localgen.cli import tables
 from localgen.planning.loaded_usage import Loaded
 from localgen.planning.plan import Plan
@@ -17,6 +17,19 @@ from localgen.planning.planner import Plans
 _SOURCES = {"files": "here", "hub": "not here yet, as the hub has it", "catalog": "not here yet"}
 _UNKNOWN = "not known"
 Row = tuple[str, str, str, str]
+_NOTHING = Loaded(
+    backend="",
+    reason="",
+    processor="",
+    ctx=0,
+    kv_tokens=0,
+    weights_bytes=None,
+    kv_bytes=None,
+    work_bytes=None,
+    draft=None,
+    rss_bytes=0,
+    gpu_bytes=None,
+)
 
 
 def as_text(found: Plans) -> str:
@@ -74,21 +87,6 @@ def _rows(plan: Plan, loaded: Loaded | None) -> Iterator[Row]:
     yield "context", _count(plan.ctx), _count(used.ctx), _context(plan)
     yield "GPU layers", _layers(plan), used.processor, _why_layers(plan)
     yield "speed", _speed(plan), "", _why_speed(plan)
-
-
-_NOTHING = Loaded(
-    backend="",
-    reason="",
-    processor="",
-    ctx=0,
-    kv_tokens=0,
-    weights_bytes=None,
-    kv_bytes=None,
-    work_bytes=None,
-    draft=None,
-    rss_bytes=0,
-    gpu_bytes=None,
-)
 
 
 def _draft(plan: Plan, used: Loaded) -> tuple[str, str, str]:

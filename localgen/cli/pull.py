@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.backends.errors import ModelNotFound
-from localgen.cli.candidates import catalog_model
+from localgen.cli.completion_values import catalog_model
 
 if TYPE_CHECKING:
     from localgen.hub.pull import Plan
@@ -56,7 +56,7 @@ def fetch(model: str) -> None:
 def or_fetch(model: str | None, run: Callable[[], None], *, draft: str | None = None) -> None:
     """Run what needs a model, and perhaps one that drafts for it. On a terminal, offer to pull what
     is not here, and run again."""
-    from localgen.client.pulling import can_pull
+    from localgen.client.pull import can_pull
 
     try:
         run()
@@ -73,7 +73,7 @@ def or_fetch(model: str | None, run: Callable[[], None], *, draft: str | None = 
 
 
 def _download(model: str, plan: Plan) -> None:
-    from localgen.cli.transfer import Transfer
+    from localgen.cli.download_progress import Transfer
     from localgen.hub import pull
 
     transfer = Transfer(plan.name, plan.size_bytes, plan.size_bytes - plan.left_bytes)

@@ -8,7 +8,7 @@ import typer
 
 from localgen.backends.errors import ModelNotFound
 from localgen.backends.terminal_text import one_line
-from localgen.chats.report import size
+from localgen.backends.units import size
 from localgen.cli import tables
 from localgen.hub import quant_choice
 from localgen.hub.aliases import aliases

@@ -9,7 +9,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.cli.arguments import JsonFlag
-from localgen.cli.candidates import any_model
+from localgen.cli.completion_values import any_model
 
 Models = Annotated[
     list[str] | None,
@@ -116,12 +116,12 @@ def command(
         wanted | {"out": out, "resume": resume, "no-eval": no_eval},
     )
     if recommend:
-        from localgen.cli import quantize_advice
+        from localgen.cli import quantize_report
 
-        quantize_advice.show(_one(names), as_json=json)
+        quantize_report.show(_one(names), as_json=json)
         return
     require_packages()
-    from localgen.cli.quantize_events import Printer
+    from localgen.cli.quantize_report import Printer
     from localgen.quant import run
     from localgen.quant.request import request
     from localgen.quant.request.recipe import Calibration

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelBusy
-from localgen.cli.candidates import removable_model
+from localgen.cli.completion_values import removable_model
 
 YesFlag = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 
@@ -24,7 +24,7 @@ def command(
     yes: YesFlag = False,
 ) -> None:
     """Remove a model from the cache, or a name that `cp` made. Other models keep their files."""
-    from localgen.chats.report import size
+    from localgen.backends.units import size
     from localgen.hub import aliases
     from localgen.hub.remove import removal
 

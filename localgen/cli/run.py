@@ -6,7 +6,7 @@ from contextlib import closing
 
 import typer
 
-from localgen.chats.options import ModelOptions
+from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import (
     JsonFlag,
     ModelArgument,
@@ -14,15 +14,9 @@ from localgen.cli.arguments import (
     model_and_prompt,
     whole_prompt,
 )
-from localgen.cli.elsewhere import (
-    KeyEnvOption,
-    UrlOption,
-    applicable,
-    client_of,
-    endpoint_of,
-)
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import or_fetch
+from localgen.cli.remote_options import KeyEnvOption, UrlOption, applicable, client_of, endpoint_of
 
 
 @takes_model_options
@@ -46,7 +40,7 @@ def command(
     model, prompt = model_and_prompt(model, prompt, there.model if there else None)
     prompt = whole_prompt(prompt)
     from localgen.cli.one_shot import answer_one, stderr_console
-    from localgen.repl.loading import Loading
+    from localgen.repl.load_progress import Loading
 
     loading = Loading(stderr_console(), model or "the built-in model")
     with closing(client_of(there, loading.say)) as client:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from localgen.cli import candidates
-from localgen.cli.candidates import any_model
+from localgen.cli import completion_values
+from localgen.cli.completion_values import any_model
 from localgen.server.http.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.stats.request_log import LogFormat, formatter
 
@@ -38,7 +38,7 @@ def command(
             help="Who proposes tokens ahead where a request does not say: ngram, the text itself; "
             "a model beside it, for models of its family; auto, the catalog's choice; none.",
             metavar="<str>",
-            autocompletion=candidates.of_option("draft"),
+            autocompletion=completion_values.of_option("draft"),
         ),
     ] = None,
     log_format: Annotated[

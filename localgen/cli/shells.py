@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from typer._completion_classes import BashComplete, FishComplete, ZshComplete
 
-from localgen.cli.candidates import paths
+from localgen.cli.completion_values import paths
 
 PROGRAM = "localgen"
 VARIABLE = "_LOCALGEN_COMPLETE"

@@ -11,7 +11,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.cli.arguments import JsonFlag
-from localgen.cli.candidates import any_model
+from localgen.cli.completion_values import any_model
 
 if TYPE_CHECKING:
     from localgen.backends.formats.model_files import ModelFile
@@ -101,7 +101,7 @@ def _print_template(file: ModelFile) -> None:
 
 
 def _cell(name: str, value: Any) -> str:
-    from localgen.chats.report import size
+    from localgen.backends.units import size
 
     match value:
         case None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
-from localgen.cli.candidates import running_model
+from localgen.cli.completion_values import running_model
 
 
 def command(

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from localgen.backends.terminal_text import one_line
-from localgen.chats.report import size as size
+from localgen.backends.units import size as size
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

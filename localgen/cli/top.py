@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
-from localgen.cli.elsewhere import KeyEnvOption, UrlOption
+from localgen.cli.remote_options import KeyEnvOption, UrlOption
 
 if TYPE_CHECKING:
-    from localgen.client.remote.endpoint import Endpoint
+    from localgen.client.endpoints import Endpoint
 
 
 def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
@@ -29,7 +29,7 @@ def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
     settings = Settings.from_environment()
 
     def watch() -> TopWatch:
-        from localgen.client.watch import OwnWatch, RemoteWatch
+        from localgen.client.server_monitor import OwnWatch, RemoteWatch
 
         return OwnWatch(settings) if there is None else RemoteWatch(there)
 
@@ -44,8 +44,7 @@ def _endpoint(url: str | None, api_key_env: str | None) -> Endpoint | None:
         if api_key_env is not None:
             raise InvalidRequest("--api-key-env is for another server: give --url as well")
         return None
-    from localgen.client.remote.endpoint import variable
-    from localgen.client.remote.endpoints import endpoint
+    from localgen.client.endpoints import endpoint, variable
 
     found = endpoint(url)
     found = replace(found, key_env=variable(api_key_env)) if api_key_env else found

@@ -9,10 +9,10 @@ from contextlib import closing
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.chats.options import ModelOptions
+from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import ModelArgument, model_and_prompt
-from localgen.cli.elsewhere import KeyEnvOption, UrlOption, applicable, client_of, endpoint_of
 from localgen.cli.options import takes_model_options
+from localgen.cli.remote_options import KeyEnvOption, UrlOption, applicable, client_of, endpoint_of
 
 
 @takes_model_options
@@ -37,8 +37,8 @@ def command(
     if there is not None:
         there.key()  # said now, not on the screen
     gc.disable()  # what is imported stays: Shell collects again once it is painted
-    from localgen.chats.sessions import Sessions
-    from localgen.chats.writers import Writer
+    from localgen.chat.database import Writer
+    from localgen.chat.session_store import Sessions
     from localgen.config import Settings
     from localgen.tui.chat.app import ChatApp
     from localgen.tui.chat.desk import Desk
@@ -51,7 +51,7 @@ def command(
     settings.prepare_state()
 
     def watch() -> Watch:
-        from localgen.client.watch import OwnWatch, RemoteWatch
+        from localgen.client.server_monitor import OwnWatch, RemoteWatch
 
         return OwnWatch(settings) if there is None else RemoteWatch(there)
 

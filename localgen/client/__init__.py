@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from localgen.client.answers import Answer, Embeddings, Health, ModelCard, RunningModel, Text
     from localgen.client.client import Client
     from localgen.client.model_client import ModelClient
-    from localgen.client.remote.client import RemoteClient
+    from localgen.client.remote_client import RemoteClient
+    from localgen.client.responses import Answer, Embeddings, Health, ModelCard, RunningModel, Text
 
 __all__ = [
     "Answer",
@@ -25,10 +25,10 @@ __all__ = [
     "RunningModel",
     "Text",
 ]
-_FILES = {"Client": "client", "ModelClient": "model_client", "RemoteClient": "remote.client"}
+_FILES = {"Client": "client", "ModelClient": "model_client", "RemoteClient": "remote_client"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_FILES.get(name, 'answers')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_FILES.get(name, 'responses')}"), name)

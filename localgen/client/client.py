@@ -19,8 +19,8 @@ from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams
-from localgen.client.answers import Answer, Embeddings, Health, ModelCard, RunningModel, Text
-from localgen.client.bodies import (
+from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_end
+from localgen.client.protocol import (
     answer_of,
     checked,
     encoded,
@@ -29,7 +29,7 @@ from localgen.client.bodies import (
     message_fields,
     sampling_fields,
 )
-from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_end
+from localgen.client.responses import Answer, Embeddings, Health, ModelCard, RunningModel, Text
 from localgen.client.sockets import Sockets
 from localgen.client.sse import DONE, payloads
 from localgen.config import Settings

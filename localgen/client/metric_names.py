@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# of each step on average, where a server tells it so
+BUSY_PER_STEP = "llamacpp:n_busy_slots_per_decode"
+# a figure whose labels say how large vLLM's cache is
+VLLM_CACHE = "vllm:cache_config_info"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
@@ -98,8 +103,4 @@ LLAMA_SERVER = Names(
         "accepted_tokens": ("llamacpp:spec_decode_num_accepted_tokens_total",),
     },
 )
-# of each step on average, where a server tells it so
-BUSY_PER_STEP = "llamacpp:n_busy_slots_per_decode"
-# a figure whose labels say how large vLLM's cache is
-VLLM_CACHE = "vllm:cache_config_info"
 ALL = (VLLM, SGLANG, LLAMA_SERVER, LOCALGEN)

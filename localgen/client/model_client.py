@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams
-from localgen.client.answers import Answer, ModelCard, Text
+from localgen.client.responses import Answer, ModelCard, Text
 
 
 class ModelClient(Protocol):

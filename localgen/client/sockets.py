@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+_OPENED = ("connect_tcp.complete", "connect_unix_socket.complete", "start_tls.complete")
+
 
 class Sockets:
     """Every connection that a client of httpx opens, as its `trace` extension tells of them.
@@ -50,9 +52,6 @@ class Sockets:
             self._open = [each for each in self._open if each.fileno() >= 0] + [opened]
         if self.is_cut:
             _shut(opened)
-
-
-_OPENED = ("connect_tcp.complete", "connect_unix_socket.complete", "start_tls.complete")
 
 
 def _shut(opened: socket.socket) -> None:

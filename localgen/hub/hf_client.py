@@ -13,6 +13,10 @@ from types import ModuleType
 from localgen.backends.errors import DiskFull as DiskFull
 from localgen.backends.errors import LocalgenError
 
+# it reads these once, when it is imported
+VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+_BLOCK_BYTES = 1 << 18
+
 
 class HubUnavailable(LocalgenError):
     """The hub cannot be reached, or does not answer as one."""
@@ -30,13 +34,6 @@ class DownloadFailed(LocalgenError):
     """A file did not arrive as the hub describes it."""
 
     code = "download_failed"
-
-
-# it reads these once, when it is imported
-VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
-
-
-_BLOCK_BYTES = 1 << 18
 
 
 def hub() -> ModuleType:

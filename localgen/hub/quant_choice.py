@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localgen.backends.errors import OutOfMemory
+from localgen.backends.units import as_gb
 from localgen.config import Settings
 from localgen.hub.catalog import Entry
 from localgen.placement import free_memory
 from localgen.placement.backend_choice import Hardware, this_machine
 from localgen.placement.footprint import footprint, kept_bytes, useful_tokens
-from localgen.placement.free_memory import as_gb
 
 # more bits than this take twice the memory traffic for a difference that is hard to measure
 _WIDE = ("F16", "BF16", "F32")

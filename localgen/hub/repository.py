@@ -20,6 +20,12 @@ from localgen.hub.hf_client import AccessDenied, DiskFull, DownloadFailed, HubUn
 # metadata before the vocabulary take a few kilobytes, a config.json too
 _BYTES = 256 << 10
 _ASK_S = 15.0
+_ASK_S = 15.0
+_TRIES = 5
+# of a repository in Hugging Face's format: what runs it, none of it code or pickles
+_FOLDER_SUFFIXES = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+_DIGEST = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_Result = TypeVar("_Result")
 
 
 def beginning(repo: str, commit: str, path: str) -> bytes:
@@ -47,14 +53,6 @@ def beginning(repo: str, commit: str, path: str) -> bytes:
             if len(found) >= _BYTES:
                 break
     return found
-
-
-_ASK_S = 15.0
-_TRIES = 5
-# of a repository in Hugging Face's format: what runs it, none of it code or pickles
-_FOLDER_SUFFIXES = {".json", ".safetensors", ".jinja", ".model", ".txt"}
-_DIGEST = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,3 @@ def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable
     # mapped weights are page cache, which the system counts as available though we need it
     mapped = sum(one.size_bytes for info in loaded if info.options.mmap for one in _parts(info))
     return available_bytes() - reserved - mapped
-
-
-def as_gb(size_bytes: float) -> str:
-    """`1.5 GB`, as error messages state sizes."""
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -14,7 +14,7 @@ from localgen.backends.formats.architecture.model_shape import (
 from localgen.backends.formats.model_facts import Facts
 from localgen.backends.memory.kv_sizing import Size
 from localgen.backends.model_info import LoadOptions
-from localgen.placement.free_memory import as_gb
+from localgen.backends.units import as_gb
 from localgen.placement.gpu_layers import GpuLayers, layers_on
 from localgen.planning.placed_model import Setting, Wish, settle
 from localgen.planning.resources import Machine

@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.text import Text
 
-from localgen.chats import markup
+from localgen.chat import markup
 
 _PARSER = markup.parser()
 

@@ -15,9 +15,32 @@ from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
 
-from localgen.chats import parameters
-from localgen.chats.commands import COMMANDS
-from localgen.repl.quotes import is_open
+from localgen.chat import parameters
+from localgen.chat.commands import COMMANDS
+
+QUOTES = '"""'
+_OPENINGS = ("", "/set system ")
+
+
+def is_open(text: str) -> bool:
+    """Whether three quotes were opened, at the start or after `/set system`, and not closed."""
+    body = text.lstrip()
+    return any(
+        body.startswith(opening + QUOTES) and not _closed(body.removeprefix(opening).rstrip())
+        for opening in _OPENINGS
+    )
+
+
+def unquoted(text: str) -> str:
+    """A prompt without the three quotes around it."""
+    body = text.strip()
+    if body.startswith(QUOTES) and _closed(body):
+        return body[len(QUOTES) : -len(QUOTES)].strip("\n")
+    return text
+
+
+def _closed(quoted: str) -> bool:
+    return len(quoted) >= 2 * len(QUOTES) and quoted.endswith(QUOTES)
 
 
 class Completions(Completer):

@@ -15,15 +15,15 @@ from rich.text import Text as Styled
 
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
 from localgen.backends.terminal_text import inert, one_line
-from localgen.chats import commands, report
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.options import ModelOptions
-from localgen.chats.session import FIRST_BRANCH, Session
+from localgen.chat import commands, report
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import FIRST_BRANCH, Session
 from localgen.client import Answer, Text
 from localgen.config import Settings
-from localgen.repl.answer import LiveAnswer
-from localgen.repl.loading import Loading
-from localgen.repl.quotes import unquoted
+from localgen.repl.live_answer import LiveAnswer
+from localgen.repl.load_progress import Loading
+from localgen.repl.prompt import unquoted
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient
@@ -195,7 +195,7 @@ def start_chat(
 
 
 def _line_editor(session: Session) -> Callable[[str], str]:
-    from localgen.chats import saved
+    from localgen.chat import saved_chats
     from localgen.repl.prompt import Completions, prompt_session
 
     # a completion is asked for at every key, and looking at a large cache takes a while
@@ -206,7 +206,7 @@ def _line_editor(session: Session) -> Callable[[str], str]:
         except LocalgenError:
             return []  # a completion has no place to say that the server is away
 
-    completions = Completions(lambda: saved.names(session.state_dir), models)
+    completions = Completions(lambda: saved_chats.names(session.state_dir), models)
     editor = prompt_session(session.state_dir / "chat_history", completions)
 
     def read(prompt: str) -> str:

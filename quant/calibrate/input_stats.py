@@ -16,6 +16,10 @@ from localgen.quant.calibrate.layer_forward import LayerForward
 
 # a model of fewer inputs is done in minutes anyway
 _WIDE = 1024
+# a layer's input, float32 [sequences, length, hidden] at a time; each call begins again
+Inputs = Callable[[], Iterable[Tensor]]
+# rows of a large matrix of products that are added up together, from the diagonal on
+_ROWS = 1024
 
 
 def multiplied_in(device: torch.device, hidden: int) -> torch.dtype:
@@ -39,12 +43,6 @@ def short_factors() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-# a layer's input, float32 [sequences, length, hidden] at a time; each call begins again
-Inputs = Callable[[], Iterable[Tensor]]
-# rows of a large matrix of products that are added up together, from the diagonal on
-_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,10 @@ from localgen.backends.errors import InvalidRequest
 from localgen.hub.resolve import is_path
 from localgen.quant.request.recipe import METHODS, Calibration, Mode, Recipe, bits_of
 
+# what the search for scales rounds with in place of a GGUF file's type: its groups are of 32 or
+# less
+FOR_GGUF = Recipe(method="awq", bits=4, group_size=32)
+
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
@@ -62,11 +66,6 @@ def usual_out(model: str, recipe: Recipe | None, gguf: str | None) -> Path:
     assert recipe is not None
     bits = f"-{recipe.bits}bit" if recipe.grouped else ""
     return Path(f"{base}-{recipe.method}{bits}")
-
-
-# what the search for scales rounds with in place of a GGUF file's type: its groups are of 32 or
-# less
-FOR_GGUF = Recipe(method="awq", bits=4, group_size=32)
 
 
 def recipe(

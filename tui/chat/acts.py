@@ -10,8 +10,8 @@ from pathlib import Path
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.chats import commands
-from localgen.chats.sessions import Kept
+from localgen.chat import commands
+from localgen.chat.session_store import Kept
 from localgen.tui.chat.ask_text import AskText
 from localgen.tui.chat.compare import CompareScreen, CompareSetup
 from localgen.tui.chat.desk import Desk, Hit

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
+from localgen.backends import units
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
-from localgen.chats import report
-from localgen.chats.conversation import Turn
-from localgen.chats.session import Session
+from localgen.chat import report
+from localgen.chat.conversation import Turn
+from localgen.chat.session import Session
 from localgen.client import Answer, Text
 
 
@@ -109,7 +110,7 @@ class Answering:
         else:
             return self.progress()
         rate = self.rate()
-        return f"TTFT {report.duration(ttft_ms)}" + (f" · {rate:,.1f} tok/s" if rate else "")
+        return f"TTFT {units.duration(ttft_ms)}" + (f" · {rate:,.1f} tok/s" if rate else "")
 
     def progress(self) -> str:
         """How far it is, in few words."""

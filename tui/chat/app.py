@@ -17,7 +17,7 @@ from textual.widgets import TextArea
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import inert, one_line
-from localgen.chats import commands, saved
+from localgen.chat import commands, saved_chats
 from localgen.tui.chat import leaving, slash
 from localgen.tui.chat.acts import Acts
 from localgen.tui.chat.compare import CompareScreen
@@ -97,7 +97,7 @@ class ChatApp(Shell):
         self._settling, self._keeping, self._setting = Lock(), Lock(), Lock()
         names = slash.Names(
             models=lambda: self.acts.models,
-            chats=lambda: saved.names(desk.house.state_dir),
+            chats=lambda: saved_chats.names(desk.house.state_dir),
             sessions=lambda: [listed.name for listed in desk.listed if listed.name],
         )
         self.main = MainScreen(desk, where, names)

@@ -14,10 +14,10 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Button, Static, TextArea
 
+from localgen.backends import units
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import inert, one_line
 from localgen.backends.types import SamplingParams
-from localgen.chats import report
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.transcript import READING, Transcript
@@ -132,7 +132,7 @@ class Column(Vertical):
             return f"loading {last.load_share:.0%}"
         mark = "▸ " if self.opened.is_answering else ""
         tokens = last.answer.completion_tokens if last.answer else last.tokens
-        return f"{mark}{last.speed()} · {report.count(tokens, 'token')}"
+        return f"{mark}{last.speed()} · {units.count(tokens, 'token')}"
 
 
 class CompareScreen(Screen[None]):

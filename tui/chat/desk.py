@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.sessions import Kept, Listed, SessionGone
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.session_store import Kept, Listed, SessionGone
 from localgen.tui.chat.open_session import House, OpenSession
 from localgen.tui.chat.variants import Variant, sessions
 

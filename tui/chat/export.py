@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
-from localgen.chats import saved
+from localgen.chat import saved_chats
 from localgen.tui.chat.open_session import OpenSession
 
 
@@ -18,8 +18,8 @@ def export(opened: OpenSession, name: str) -> Path:
     path = Path(name).expanduser()
     session = opened.session
     if path.suffix == ".json":
-        saved.save(
-            path, saved.SavedChat(session.name, session.options.params, session.conversation)
+        saved_chats.save(
+            path, saved_chats.SavedChat(session.name, session.options.params, session.conversation)
         )
         return path.absolute()
     try:

@@ -14,8 +14,8 @@ from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
 from localgen.backends.terminal_text import one_line
-from localgen.chats import commands, report
-from localgen.chats.session import BUILT_IN
+from localgen.chat import commands, report
+from localgen.chat.session import BUILT_IN
 from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.prompt import Prompt, Suggestions

@@ -7,7 +7,7 @@ from markdown_it.rules_core import StateCore
 from textual.widgets import Markdown
 
 from localgen.backends.terminal_text import inert
-from localgen.chats import markup
+from localgen.chat import markup
 
 # the widget counts these as ends of lines, its parser does not
 _LINE_ENDS = str.maketrans({"\u2028": "\n", "\u2029": "\n"})

@@ -15,11 +15,11 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Input, OptionList, ProgressBar, Static
 
+from localgen.backends import units
 from localgen.backends.errors import LocalgenError, ModelNotFound
 from localgen.backends.terminal_text import one_line
-from localgen.chats import report
 from localgen.client import ModelCard
-from localgen.client.pulling import Offer
+from localgen.client.pull import Offer
 from localgen.tui.picker import Picker, has_words, named_row
 
 _LOOKING, _NONE_SO = "looking", "None of the list is called so."
@@ -199,7 +199,7 @@ class ModelPicker(Picker[str]):
         if self._cancelled.is_set():
             raise Cancelled
         share = here / total if total else 1.0
-        line = f"fetching {one_line(name)}: {report.size(here)} of {report.size(total)}"
+        line = f"fetching {one_line(name)}: {units.size(here)} of {units.size(total)}"
         self.call_later(self._progress, share, line)
 
     def _on_share(self, share: float) -> None:
@@ -234,7 +234,7 @@ class ModelPicker(Picker[str]):
 
 def _here(cards: list[ModelCard]) -> Iterator[Choice]:
     for card in cards:
-        size = report.size(card.size_bytes) if card.size_bytes else ""
+        size = units.size(card.size_bytes) if card.size_bytes else ""
         parts = (size, card.state, card.source)
         yield Choice(card.name, " · ".join(part for part in parts if part), is_here=True)
 
@@ -243,5 +243,5 @@ def _elsewhere(cards: list[ModelCard], offers: list[Offer]) -> Iterator[Choice]:
     names = {card.name for card in cards}
     for offer in offers:
         if offer.name not in names:
-            size = f" · {report.size(offer.size_bytes)}" if offer.size_bytes else ""
+            size = f" · {units.size(offer.size_bytes)}" if offer.size_bytes else ""
             yield Choice(offer.name, f"{offer.title}{size} · to be fetched", is_here=False)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.chats import commands
-from localgen.chats.conversation import Turn
-from localgen.chats.options import ModelOptions
-from localgen.chats.session import Progress, Session
-from localgen.chats.sessions import Kept, SessionBusy, SessionChanged, Sessions
+from localgen.chat import commands
+from localgen.chat.conversation import Turn
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import Progress, Session
+from localgen.chat.session_store import Kept, SessionBusy, SessionChanged, Sessions
 from localgen.client import ModelClient
 from localgen.tui.chat.answering import Answering
 

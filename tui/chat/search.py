@@ -12,9 +12,9 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 
+from localgen.backends import units
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.chats import report
 from localgen.tui.chat.desk import MOST_HITS, Hit
 from localgen.tui.picker import Picker
 
@@ -69,7 +69,7 @@ class SearchScreen(Picker[Hit]):
             return
         self.show((hit, _drawn(hit, text)) for hit in hits)
         more = " or more" if len(hits) >= MOST_HITS else ""
-        count = report.count(len(hits), "place") + more if text.strip() else ""
+        count = units.count(len(hits), "place") + more if text.strip() else ""
         self.query_one("#count", Static).update(Content(count))
 
 

@@ -11,8 +11,8 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
+from localgen.backends import units
 from localgen.backends.terminal_text import one_line
-from localgen.chats import report
 from localgen.tui.chat.open_session import UNNAMED
 
 # for the mouse, at the foot of the list
@@ -104,7 +104,7 @@ class SessionList(OptionList):
 
     def _drawn(self, row: Row) -> Content:
         mark = "▌" if row.id == self._current else " "
-        about = [one_line(row.model), *([report.count(row.turns, "turn")] if row.turns else [])]
+        about = [one_line(row.model), *([units.count(row.turns, "turn")] if row.turns else [])]
         second = (f"▸ {row.state}", "$success") if row.state else (" · ".join(about), "dim")
         name = one_line(row.name) or UNNAMED
         return Content.assemble(

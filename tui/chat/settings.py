@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, Label, Static, TextArea
 
-from localgen.chats import parameters
+from localgen.chat import parameters
 from localgen.tui.chat.open_session import CTX, SYSTEM
 from localgen.tui.text_field import TextField
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from localgen.backends.errors import InvalidRequest
-from localgen.chats.session import BUILT_IN
-from localgen.client import ModelCard, pulling
-from localgen.client.pulling import Offer
+from localgen.chat.session import BUILT_IN
+from localgen.client import ModelCard, pull
+from localgen.client.pull import Offer
 from localgen.tui.chat.open_session import OpenSession, Stopped
 
 
@@ -22,15 +22,15 @@ class SessionShelf:
         return self._opened.session.client.models()
 
     def offers(self) -> list[Offer]:
-        return [] if self._is_elsewhere else pulling.offers()
+        return [] if self._is_elsewhere else pull.offers()
 
     def can_pull(self, name: str) -> bool:
-        return not self._is_elsewhere and pulling.can_pull(name)
+        return not self._is_elsewhere and pull.can_pull(name)
 
     def pull(self, name: str, on_bytes: Callable[[int, int], None]) -> str:
         if self._is_elsewhere:
             raise InvalidRequest("another server fetches its models itself")
-        return pulling.pull(name, on_bytes)
+        return pull.pull(name, on_bytes)
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:
         """InvalidRequest: the user has ended it."""

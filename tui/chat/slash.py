@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.chats import commands, parameters
+from localgen.chat import commands, parameters
 
 # what is done by the screen rather than by a session
 OWN = {

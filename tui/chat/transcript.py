@@ -10,7 +10,7 @@ from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from localgen.chats.conversation import Turn
+from localgen.chat.conversation import Turn
 from localgen.tui.chat.answering import Answering, Position
 from localgen.tui.chat.open_session import OpenSession
 from localgen.tui.chat.turn_view import TurnView

@@ -9,7 +9,7 @@ from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from localgen.backends.terminal_text import inert
-from localgen.chats.conversation import Turn
+from localgen.chat.conversation import Turn
 from localgen.tui.chat.markdown import ModelMarkdown, harmless
 
 _PROMPT_LINES = 12

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import SamplingParams
-from localgen.chats import parameters
-from localgen.chats.session import BUILT_IN
-from localgen.chats.sessions import Kept
+from localgen.chat import parameters
+from localgen.chat.session import BUILT_IN
+from localgen.chat.session_store import Kept
 
 MOST = 8
 

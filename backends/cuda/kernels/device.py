@@ -9,14 +9,13 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.launch import planned_for
 
+# compute capabilities that kernels are compiled for in tests
+ARCHS = (80, 89, 90, 100, 120)
+
 
 def wide(x: Tensor) -> Tensor:
     """x as float32, or as it is if float64."""
     return x if x.dtype is torch.float64 else x.float()
-
-
-# compute capabilities that kernels are compiled for in tests
-ARCHS = (80, 89, 90, 100, 120)
 
 
 def has_kernels(x: Tensor) -> bool:

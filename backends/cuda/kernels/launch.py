@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+_planned: ContextVar[Planned | None] = ContextVar("planned", default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -52,9 +54,6 @@ class Planned:
     arch: int
     units: int
     launches: list[Launch] = field(default_factory=list)
-
-
-_planned: ContextVar[Planned | None] = ContextVar("planned", default=None)
 
 
 @contextmanager

@@ -22,6 +22,15 @@ from localgen.backends.formats.hf.generation_config import defaults_of
 from localgen.backends.formats.hf.tokenizer import HfTokenizer, chat_template, optional_json
 from localgen.backends.types import SamplingParams
 
+# generation_config.json's names of what a file may have under general.sampling
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
 
 class ModelSource(Protocol):
     """path: the folder or file. chat_template: None where there is none. notes: what a user should
@@ -96,16 +105,6 @@ class HfFolder:
     def sampling(self) -> tuple[SamplingParams, tuple[str, ...]]:
         path = self.path / "generation_config.json"
         return defaults_of(optional_json(path))
-
-
-# generation_config.json's names of what a file may have under general.sampling
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
 
 
 class GgufCheckpoint:

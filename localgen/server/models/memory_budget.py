@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from localgen.backends.errors import LocalgenError, ModelBusy, OutOfMemory
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.units import as_gb
 from localgen.config import Settings
 from localgen.machine.gpus import Gpu
 from localgen.placement import free_memory
 from localgen.placement.backend_choice import Hardware, Placement, choose
-from localgen.placement.free_memory import as_gb
 from localgen.server.models.draft_choice import Drafting
 from localgen.server.models.resident import Resident
 

@@ -11,14 +11,14 @@ import msgspec
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams
-from localgen.client.answers import Answer, ModelCard, Text
-from localgen.client.bodies import encoded
-from localgen.client.remote.body import Dialect, chat_body, extras
-from localgen.client.remote.connection import Connection, Reply
-from localgen.client.remote.endpoint import Endpoint
-from localgen.client.remote.failures import Refusal, failure, names, not_openai
-from localgen.client.remote.stream import AnswerReader, Arrivals
+from localgen.client.connection import Connection, Reply
+from localgen.client.endpoints import Endpoint
+from localgen.client.errors import Refusal, failure, names, not_openai
+from localgen.client.openai_body import Dialect, chat_body, extras
+from localgen.client.protocol import encoded
+from localgen.client.responses import Answer, ModelCard, Text
 from localgen.client.sse import DONE, payloads
+from localgen.client.stream import AnswerReader, Arrivals
 
 _MEASURED = "TTFT and tokens/s are measured here, the network included"
 # a server need not have a list, and a key need not be good for it

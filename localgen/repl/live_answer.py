@@ -13,7 +13,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text as Styled
 
 from localgen.backends.terminal_text import inert
-from localgen.chats import report
+from localgen.chat import report
 from localgen.repl.markdown import block_lines, split_blocks
 
 PAINT_S = 0.08

@@ -7,11 +7,12 @@ import math
 import shlex
 import types
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_type_hints
 
 from localgen.backends import sampling_params
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # logprobs have nowhere to be shown in a chat
@@ -24,6 +25,19 @@ ALIASES = {
     "repetition_penalty": "repeat_penalty",
 }
 _UNSET = ("default", "none", "unset")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What a user asks of a model: how to load it, how to sample, how to be served."""
+
+    params: SamplingParams = SamplingParams()
+    load: LoadOptions = LoadOptions()
+    ctx: int | None = None
+    system: str | None = None
+    priority: int = 0
+    keep_alive: str | None = None
+    verbose: bool = False
 
 
 def with_parameter(

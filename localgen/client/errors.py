@@ -19,7 +19,7 @@ from localgen.backends.errors import (
     QueueFull,
     error_of,
 )
-from localgen.client.remote.endpoint import Endpoint
+from localgen.client.endpoints import Endpoint
 from localgen.hub.hf_client import AccessDenied
 
 CONNECT_S = 10.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import httpx
 
 import localgen
-from localgen.client.remote.endpoint import Endpoint
-from localgen.client.remote.failures import CONNECT_S, LIST_S, Refusal, lost
+from localgen.client.endpoints import Endpoint
+from localgen.client.errors import CONNECT_S, LIST_S, Refusal, lost
 from localgen.client.sockets import Sockets
 from localgen.config import BadSetting
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DRAFT_WORDS, ModelInfo
-from localgen.chats import parameters
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.options import ModelOptions
+from localgen.chat import parameters
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.parameters import ModelOptions
 
 if TYPE_CHECKING:
     from localgen.client import Answer, ModelClient, Text

@@ -6,32 +6,13 @@ from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import Timings
+from localgen.backends.units import count, duration, size
 
 if TYPE_CHECKING:
     from localgen.client import Answer
 
 # the only drafter that is no model
 TEXT_DRAFTER = "n-gram"
-_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
-
-
-def size(size_bytes: float) -> str:
-    """Bytes for people, in powers of 1000 as `ps` and the hubs write them."""
-    unit = 0
-    while size_bytes >= 999.5 and unit < len(_BYTE_UNITS) - 1:
-        size_bytes /= 1000
-        unit += 1
-    digits = 0 if unit == 0 or size_bytes >= 99.95 else 1
-    return f"{size_bytes:.{digits}f} {_BYTE_UNITS[unit]}"
-
-
-def duration(ms: float) -> str:
-    """Milliseconds below a second, seconds above."""
-    return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.2f} s"
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def model_line(info: ModelInfo) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, SamplingParams
-from localgen.chats.conversation import Conversation, from_messages
+from localgen.chat.conversation import Conversation, from_messages
 
 FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
 

@@ -10,12 +10,12 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.chats.options import ModelOptions
+from localgen.chat.parameters import ModelOptions
 from localgen.cli.options import ASKING, LOADING
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient
-    from localgen.client.remote.endpoint import Endpoint
+    from localgen.client.endpoints import Endpoint
 
 _PANEL = "Another server"
 UrlOption = Annotated[
@@ -58,8 +58,7 @@ def endpoint_of(
                 f"{flag.long} does not apply to a model on another server (--url): leave it out",
                 param=flag.field,
             )
-    from localgen.client.remote.endpoint import variable
-    from localgen.client.remote.endpoints import endpoint
+    from localgen.client.endpoints import endpoint, variable
 
     found = endpoint(url)
     return replace(found, key_env=variable(api_key_env)) if api_key_env else found

@@ -11,7 +11,7 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable, error_of
 from localgen.backends.types import Message, SamplingParams, Timings
-from localgen.client.answers import Answer, Health, Text
+from localgen.client.responses import Answer, Health, Text
 from localgen.client.sse import DONE
 
 

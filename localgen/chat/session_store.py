@@ -12,9 +12,8 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import SamplingParams
-from localgen.chats.conversation import Conversation, Turn
-from localgen.chats.database import Database, StoreFailed
-from localgen.chats.writers import Writer
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.database import Database, StoreFailed, Writer
 
 BROKEN_OFF = "broken off: the program ended"
 _KEPT_DELETED_S = 30 * 86_400.0

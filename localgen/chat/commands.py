@@ -6,11 +6,14 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
-from localgen.chats import parameters, report, saved
-from localgen.chats.session import Progress, Session
+from localgen.chat import parameters, report, saved_chats
+from localgen.chat.session import Progress, Session
+
+ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +162,11 @@ def _info(session: Session) -> str:
         ("model", info.name),
         ("file", info.path),
         ("kind", f"{info.architecture} · {info.description} · {info.params / 1e6:,.1f}M params"),
-        ("size", f"{report.size(info.size_bytes)} · context memory {report.size(info.kv_bytes)}"),
+        ("size", f"{units.size(info.size_bytes)} · context memory {units.size(info.kv_bytes)}"),
         ("context", f"{ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
         ("runs on", " · ".join(_runs_on(info))),
         *((("drafts", _drafts(info.draft)),) if info.draft else ()),
-        ("branch", f"{session.branch} · {report.count(len(session.conversation.turns), 'turn')}"),
+        ("branch", f"{session.branch} · {units.count(len(session.conversation.turns), 'turn')}"),
         *(("note", note) for note in info.notes),
     ]
     return "\n".join(f"{name:<9} {value}" for name, value in rows)
@@ -175,14 +178,14 @@ def _info_elsewhere(session: Session) -> str:
         ("model", info.name),
         ("server", info.url),
         *((("context", f"{info.ctx:,}"),) if info.ctx else ()),
-        ("branch", f"{session.branch} · {report.count(len(session.conversation.turns), 'turn')}"),
+        ("branch", f"{session.branch} · {units.count(len(session.conversation.turns), 'turn')}"),
         *(("note", note) for note in info.notes),
     ]
     return "\n".join(f"{name:<9} {value}" for name, value in rows)
 
 
 def _drafts(draft: DraftInfo) -> str:
-    sizes = f"{report.size(draft.size_bytes)} · context memory {report.size(draft.kv_bytes)}"
+    sizes = f"{units.size(draft.size_bytes)} · context memory {units.size(draft.kv_bytes)}"
     return f"{draft.name} · {draft.description} · {sizes}"
 
 
@@ -190,26 +193,26 @@ def _runs_on(info: ModelInfo) -> Iterator[str]:
     yield info.backend
     yield info.processor
     if info.options.threads is not None:
-        yield report.count(info.options.threads, "thread")
+        yield units.count(info.options.threads, "thread")
     if info.backend_reason:
         yield info.backend_reason
 
 
 def _save(session: Session, argument: str, _: Progress) -> Outcome:
-    path = saved.chat_path(_unquoted(argument) or "last", session.state_dir)
-    chat = saved.SavedChat(session.name, session.options.params, session.conversation)
-    saved.save(path, chat)
-    return Say(f"saved {report.count(len(session.conversation.turns), 'turn')} to {path}")
+    path = saved_chats.chat_path(_unquoted(argument) or "last", session.state_dir)
+    chat = saved_chats.SavedChat(session.name, session.options.params, session.conversation)
+    saved_chats.save(path, chat)
+    return Say(f"saved {units.count(len(session.conversation.turns), 'turn')} to {path}")
 
 
 def _load(session: Session, argument: str, _: Progress) -> Outcome:
     if not argument:
-        names = ", ".join(saved.names(session.state_dir)) or "none yet"
+        names = ", ".join(saved_chats.names(session.state_dir)) or "none yet"
         return Say(f"saved chats: {names}")
-    chat = saved.load(saved.chat_path(_unquoted(argument), session.state_dir))
+    chat = saved_chats.load(saved_chats.chat_path(_unquoted(argument), session.state_dir))
     session.change(chat.conversation)
     session.set(params=chat.params)
-    lines = [f"loaded {report.count(len(chat.conversation.turns), 'turn')}"]
+    lines = [f"loaded {units.count(len(chat.conversation.turns), 'turn')}"]
     if chat.model != session.name:
         lines.append(f"held with {chat.model}, this is {session.name}: /model changes that")
     return Say("\n".join(lines))
@@ -251,14 +254,14 @@ def _switch(session: Session, argument: str, _: Progress) -> Outcome:
 
 def _branch_line(session: Session, name: str) -> str:
     mark = "*" if name == session.branch else " "
-    return f"{mark} {name} · {report.count(len(session.branches[name].turns), 'turn')}"
+    return f"{mark} {name} · {units.count(len(session.branches[name].turns), 'turn')}"
 
 
 def _undo(session: Session, argument: str, _: Progress) -> Outcome:
     if argument and not argument.isdecimal():
         raise InvalidRequest(f"/undo {argument}: give a number of turns")
     session.change(session.conversation.undo(int(argument or 1)))
-    return Say(f"{report.count(len(session.conversation.turns), 'turn')} left")
+    return Say(f"{units.count(len(session.conversation.turns), 'turn')} left")
 
 
 def _stats(session: Session, _argument: str, _: Progress) -> Outcome:
@@ -327,4 +330,3 @@ _TABLE = (
     Command("/bye", "", "leaves", _bye),
 )
 COMMANDS = {command.name: command for command in _TABLE}
-ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}

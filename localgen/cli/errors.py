@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from localgen import __version__
+from localgen.backends.errors import LocalgenError
+from localgen.config import Settings
+
 OTHER_ERROR = 1
 USAGE = 2
 UNEXPECTED = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-
 BY_ERROR_CODE = {
     "invalid_request": 3,
     "context_length_exceeded": 4,
@@ -27,7 +36,6 @@ BY_ERROR_CODE = {
     "endpoint_unavailable": 18,
     "store_failed": 19,
 }
-
 _MEANINGS = {
     0: "done",
     OTHER_ERROR: "another error",
@@ -37,6 +45,25 @@ _MEANINGS = {
     INTERRUPTED: "Ctrl+C",
     BROKEN_PIPE: "the reader of the output went away",
 }
+
+
+def record(error: Exception) -> Path:
+    """Append an error's traceback to the log; gives the log."""
+    path = _folder() / "defects.log"
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    trace = "".join(traceback.format_exception(error))
+    with path.open("a", encoding="utf-8", errors="replace") as log:
+        log.write(f"{stamp} localgen {__version__} {' '.join(sys.argv[1:])}\n{trace}\n")
+    return path
+
+
+def _folder() -> Path:
+    try:
+        settings = Settings.from_environment()
+        settings.prepare()
+        return settings.state_dir
+    except (LocalgenError, OSError):
+        return Path(tempfile.mkdtemp(prefix="localgen-"))
 
 
 def status_of(code: str) -> int:

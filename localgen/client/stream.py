@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from localgen.backends.types import Timings
-from localgen.client.answers import Answer, Text
-from localgen.client.remote.endpoint import Endpoint
-from localgen.client.remote.failures import EndpointUnavailable, said
+from localgen.client.endpoints import Endpoint
+from localgen.client.errors import EndpointUnavailable, said
+from localgen.client.responses import Answer, Text
 from localgen.client.sse import DONE
 
 _FILTERED = "the server's content filter ended the answer"

@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.text import Text
 
 from localgen.backends.terminal_text import one_line
-from localgen.chats.report import size
+from localgen.backends.units import size
 
 # without a terminal, a line this often
 _LINE_S = 10.0

@@ -11,10 +11,10 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.client.client import Client
+from localgen.client.connection import Connection, Reply
+from localgen.client.endpoints import Endpoint
+from localgen.client.errors import failure, not_openai
 from localgen.client.prometheus import MetricsReader
-from localgen.client.remote.connection import Connection, Reply
-from localgen.client.remote.endpoint import Endpoint
-from localgen.client.remote.failures import failure, not_openai
 from localgen.client.snapshot import Snapshot, snapshot_of
 from localgen.config import Settings
 

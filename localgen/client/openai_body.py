@@ -9,7 +9,7 @@ from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, SamplingParams
-from localgen.client.bodies import message_fields, sampling_fields
+from localgen.client.protocol import message_fields, sampling_fields
 
 _STANDARD = {
     "temperature",

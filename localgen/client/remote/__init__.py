@@ -1,1 +1,0 @@
-"""Models on other servers: anything that speaks OpenAI's protocol, at a URL."""
