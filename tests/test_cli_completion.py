@@ -199,7 +199,8 @@ def test_a_damaged_file_of_names_says_nothing_here(desk: Desk) -> None:
 
 def test_nothing_heavy_is_loaded(desk: Desk) -> None:
     program = (
-        "import sys\nfrom localgen.cli import shells\nshells.answer('complete_bash')\n"
+        "import sys\nfrom localgen.cli import main, shells\n"
+        "shells.answer(main.app, 'complete_bash')\n"
         "print('MODULES', *sys.modules)"
     )
     said = desk.ask({"COMP_WORDS": "localgen\nrun\nti", "COMP_CWORD": "2"}, program)

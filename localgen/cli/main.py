@@ -41,7 +41,7 @@ def main() -> None:
     if "_LOCALGEN_COMPLETE" in os.environ:
         from localgen.cli import shells
 
-        sys.exit(shells.answer(os.environ[shells.VARIABLE]))
+        sys.exit(shells.answer(app, os.environ[shells.VARIABLE]))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a terminal that is not UTF-8 shows ? instead of ending the answer
@@ -104,8 +104,6 @@ def _tell(message: str, status: int) -> int:
 
 
 def _tell_defect(error: Exception) -> int:
-    from localgen.cli import errors
-
     where = errors.record(error)
     name = type(error).__name__
     return _tell(f"a defect of localgen ({name}: {error}); details in {where}", errors.UNEXPECTED)

@@ -129,11 +129,11 @@ _SHELLS: dict[str, Any] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
 
 def script(shell: str) -> str:
     """What a shell is to run, so that it asks us."""
-    asked = _of(shell)
-    return str(asked.source_template % asked.source_vars())
+    found = _SHELLS[shell](None, {}, PROGRAM, VARIABLE)
+    return str(found.source_template % found.source_vars())
 
 
-def answer(instruction: str) -> int:
+def answer(app: typer.Typer, instruction: str) -> int:
     """Print what may stand at the cursor; gives the exit status.
 
     Whatever goes wrong, a shell has no use for it: then nothing is printed.
@@ -143,15 +143,12 @@ def answer(instruction: str) -> int:
     # half of a value may not be one yet, and converting takes as long as all else together
     setattr(typer.core, "build_runtime_param", lambda _: _AsTyped())  # noqa: B010
     try:
-        text = _of(instruction.removeprefix("complete_")).complete()
+        text = _completer(app, instruction.removeprefix("complete_")).complete()
     except Exception:
         return 1
     sys.stdout.write(text + "\n" if text else "")
     return 0
 
 
-def _of(shell: str) -> Any:
-    from localgen.cli.main import app
-
-    group = typer.main.get_command(app)
-    return _SHELLS[shell](group, {}, PROGRAM, VARIABLE)
+def _completer(app: typer.Typer, shell: str) -> Any:
+    return _SHELLS[shell](typer.main.get_command(app), {}, PROGRAM, VARIABLE)
