@@ -20,7 +20,7 @@ from textual.app import App, ComposeResult
 from textual.widgets import Sparkline, Static
 
 from benchmarks.measure import ModelLine, Report
-from localgen.tui.gauges.drawing import plot
+from localgen.tui.gauges.plots import plot
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, ROWS, SAMPLES, REDRAWS, ROUNDS = 60, 8, 120, 20, 5

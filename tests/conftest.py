@@ -96,7 +96,7 @@ def two_originals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from localgen.quant.originals import Original
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("localgen.tui.quantize.workshop.require_packages", lambda: None)
+    monkeypatch.setattr("localgen.tui.quantize.runner.require_packages", lambda: None)
     monkeypatch.setattr("localgen.tui.quantize.screen.PAUSE_S", 0.0)
     here = [Original("tiny", 22_976_512, "built-in"), Original("./other", 5_000_000, "here")]
     monkeypatch.setattr("localgen.tui.quantize.screen.originals", lambda: here)

@@ -13,22 +13,15 @@ from textual.content import Content
 from localgen.backends.machine_stats import MachineUse, ReadCost
 from localgen.backends.types import SpeculationStats
 from localgen.client.snapshot import Latency, Snapshot, Totals
-from localgen.tui import figures
 from localgen.tui.gauges.bandwidth import BandwidthGauge
-from localgen.tui.gauges.drafts import DraftsGauge
-from localgen.tui.gauges.drawing import EMPTY, FILLS, bar, plot, spread, stacked
-from localgen.tui.gauges.history import Record
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
-from localgen.tui.gauges.readings import (
-    BandwidthUse,
-    Drafts,
-    Latencies,
-    Memory,
-    Rates,
-    memory_of,
-)
+from localgen.tui.gauges.plots import EMPTY, FILLS, bar, plot, spread, stacked
+from localgen.tui.gauges.sample_builder import Record
+from localgen.tui.gauges.samples import BandwidthUse, Drafts, Latencies, Memory, Rates, memory_of
+from localgen.tui.gauges.speculation import DraftsGauge
 from localgen.tui.gauges.speed import SpeedGauge
+from localgen.tui.widgets import numbers
 
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 
@@ -36,35 +29,35 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        (figures.rate(None), "—"),
-        (figures.rate(0.4321), "0.43"),
-        (figures.rate(45.63), "45.6"),
-        (figures.rate(1234.4), "1,234"),
-        (figures.number(0), "0"),
-        (figures.number(99.96), "100"),
-        (figures.number(9.996), "10.0"),
-        (figures.count(1_234_567), "1.23M"),
-        (figures.count(2_500_000_000), "2.50G"),
-        (figures.count(12_345), "12,345"),
-        (figures.duration(0.42), "0.42 ms"),
-        (figures.duration(999.6), "1.00 s"),
-        (figures.duration(1234), "1.23 s"),
-        (figures.duration(125_000), "2m 05s"),
-        (figures.duration(None), "—"),
-        (figures.clock(59.4), "59s"),
-        (figures.clock(3720), "1h 02m"),
-        (figures.clock(4 * 86_400 + 3600), "4d 01h"),
-        (figures.size(999), "999 B"),
-        (figures.size(999_600), "1.00 MB"),
-        (figures.size(12_345_678_901), "12.3 GB"),
-        (figures.part_of(9e9, 16e9), "9.00 of 16.0 GB"),
-        (figures.part_of(9e8, 16e9), "900 MB of 16.0 GB"),
-        (figures.part_of(None, 16e9), "— of 16.0 GB"),
-        (figures.percent(0.042), "4.2%"),
-        (figures.percent(0.425), "42%"),
-        (figures.percent(1.2), "120%"),
-        (figures.percent(0), "0%"),
-        (figures.percent(None), "—"),
+        (numbers.rate(None), "—"),
+        (numbers.rate(0.4321), "0.43"),
+        (numbers.rate(45.63), "45.6"),
+        (numbers.rate(1234.4), "1,234"),
+        (numbers.number(0), "0"),
+        (numbers.number(99.96), "100"),
+        (numbers.number(9.996), "10.0"),
+        (numbers.count(1_234_567), "1.23M"),
+        (numbers.count(2_500_000_000), "2.50G"),
+        (numbers.count(12_345), "12,345"),
+        (numbers.duration(0.42), "0.42 ms"),
+        (numbers.duration(999.6), "1.00 s"),
+        (numbers.duration(1234), "1.23 s"),
+        (numbers.duration(125_000), "2m 05s"),
+        (numbers.duration(None), "—"),
+        (numbers.clock(59.4), "59s"),
+        (numbers.clock(3720), "1h 02m"),
+        (numbers.clock(4 * 86_400 + 3600), "4d 01h"),
+        (numbers.size(999), "999 B"),
+        (numbers.size(999_600), "1.00 MB"),
+        (numbers.size(12_345_678_901), "12.3 GB"),
+        (numbers.part_of(9e9, 16e9), "9.00 of 16.0 GB"),
+        (numbers.part_of(9e8, 16e9), "900 MB of 16.0 GB"),
+        (numbers.part_of(None, 16e9), "— of 16.0 GB"),
+        (numbers.percent(0.042), "4.2%"),
+        (numbers.percent(0.425), "42%"),
+        (numbers.percent(1.2), "120%"),
+        (numbers.percent(0), "0%"),
+        (numbers.percent(None), "—"),
     ],
 )
 def test_figures(text: str, wanted: str) -> None:

@@ -58,7 +58,12 @@ ORDER = (
     "localgen.quant",
     "localgen.chat",
     "localgen.repl",
+    "localgen.tui.widgets",
+    "localgen.tui.gauges",
     "localgen.tui",
+    "localgen.tui.top",
+    "localgen.tui.quantize",
+    "localgen.tui.chat",
     "localgen.cli",
 )
 # they stand side by side

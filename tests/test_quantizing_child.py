@@ -27,7 +27,7 @@ from localgen.quant.events import Advised, At, Event, Made, Needs, Stopped, Unfi
 from localgen.quant.process import Child
 from localgen.quant.request.recipe import Calibration, Recipe
 from localgen.quant.request.request import Asked, HeldOut
-from localgen.tui.quantize.workshop import Workshop
+from localgen.tui.quantize.runner import Workshop
 
 Kind = TypeVar("Kind")
 ENOUGH_S = 120.0

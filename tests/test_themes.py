@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from top_script import top_app
 
-from localgen.tui.shell import Shell
+from localgen.tui.base_app import Shell
 from localgen.tui.themes import DARK, LIGHT, MONOCHROME, ThemeChoice
 
 

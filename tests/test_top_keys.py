@@ -24,9 +24,8 @@ from top_script import (
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.client.snapshot import Snapshot
-from localgen.tui.confirm import Confirm
+from localgen.tui.base_app import KeyHelp, Shell, TooSmall
 from localgen.tui.feed import Seen
-from localgen.tui.shell import KeyHelp, Shell, TooSmall
 from localgen.tui.themes import LIGHT, NAMES
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
@@ -34,6 +33,7 @@ from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.requests import COLUMNS
 from localgen.tui.top.table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
+from localgen.tui.widgets.dialog import Confirm
 
 
 def test_the_table_lists_what_waits_first_and_what_has_ended_last() -> None:

@@ -20,9 +20,9 @@ from top_script import (
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.tui import feed
-from localgen.tui.notice import Notice
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
+from localgen.tui.widgets.notice import Notice
 
 # nothing is tried again by itself while a test runs
 LONG_S = 1000.0

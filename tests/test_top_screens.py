@@ -14,7 +14,7 @@ from top_script import reading, snapshot, top_app
 
 from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
 from localgen.tui.feed import Lost, Seen
-from localgen.tui.gauges.readings import Reading
+from localgen.tui.gauges.samples import Reading
 
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), (120, 40), (200, 60)], ids=lambda size: f"{size[0]}x{size[1]}"

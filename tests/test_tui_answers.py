@@ -14,7 +14,7 @@ from localgen.backends.types import SamplingParams
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.client import Text
-from localgen.tui.chat.open_session import CTX
+from localgen.tui.chat.active_session import CTX
 
 
 def test_an_answer_becomes_a_turn_and_is_kept(make_tui: MakeTui, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_growing_answer_is_read_in_pieces(make_tui: MakeTui) -> None:
     opened.ask("q")
     answering = opened.answering
     assert answering is not None
-    from localgen.tui.chat.answering import Position
+    from localgen.tui.chat.answer_stream import Position
 
     wait(lambda: answering.tokens == 2)
     thought, text, place = answering.since(Position())

@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets._footer import FooterKey
 
-from localgen.tui.footer import Keys
+from localgen.tui.widgets.footer import Keys
 
 WORDS = ("Timeline", "Cancel", "Sort", "見る", "Pause", "A longer one")
 

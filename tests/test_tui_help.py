@@ -11,14 +11,13 @@ from textual.widgets import Input
 from tui_chats import Tui, play, press, told
 
 from localgen.chat import parameters
-from localgen.tui.chat.ask_text import AskText
+from localgen.tui.base_app import KeyHelp, TooSmall
 from localgen.tui.chat.compare import CompareSetup
-from localgen.tui.chat.models import ModelPicker
+from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.search import SearchScreen
-from localgen.tui.confirm import Confirm
-from localgen.tui.dialog import Sheet
-from localgen.tui.shell import KeyHelp, TooSmall
+from localgen.tui.chat.text_dialog import AskText
 from localgen.tui.themes import NAMES
+from localgen.tui.widgets.dialog import Confirm, Sheet
 
 
 def test_every_key_is_in_the_help(tmp_path: Path) -> None:

@@ -15,17 +15,17 @@ from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import SamplingParams
 from localgen.chat.conversation import Turn
 from localgen.client import Text
-from localgen.tui.chat.ask_text import AskText
+from localgen.tui.base_app import KeyHelp
 from localgen.tui.chat.compare import CompareSetup
-from localgen.tui.chat.models import ModelPicker
+from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.session_list import SessionList
 from localgen.tui.chat.settings import SettingsPanel
+from localgen.tui.chat.text_dialog import AskText
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.turn_view import TurnView
-from localgen.tui.confirm import Confirm
 from localgen.tui.gauges.panel import Gauges
-from localgen.tui.shell import KeyHelp
+from localgen.tui.widgets.dialog import Confirm
 
 
 def test_ctrl_c_stops_then_leaves(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from tui_chats import Tui, play, press
 
 from localgen.backends.errors import DiskFull
 from localgen.chat.session_store import Sessions
-from localgen.tui.chat.models import ModelPicker
-from localgen.tui.confirm import Confirm
-from localgen.tui.shell import TooSmall
+from localgen.tui.base_app import TooSmall
+from localgen.tui.chat.model_picker import ModelPicker
+from localgen.tui.widgets.dialog import Confirm
 
 
 def test_leaving_asks_about_what_is_not_saved(

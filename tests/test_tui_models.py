@@ -12,13 +12,15 @@ from textual.widgets import OptionList
 from tui_chats import PacedClient, Tui, play, press, turns
 
 from localgen.backends.errors import LoadFailed
-from localgen.client import pull
-from localgen.client.pull import Offer
-from localgen.tui.chat.models import ModelPicker
+from localgen.client import pullable_models
+from localgen.client.pullable_models import Offer
+from localgen.tui.chat.model_picker import ModelPicker
 
 
 def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "offers", lambda: [Offer("big", "Big 70B", 40_000_000_000)])
+    monkeypatch.setattr(
+        pullable_models, "offers", lambda: [Offer("big", "Big 70B", 40_000_000_000)]
+    )
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+o")
@@ -54,9 +56,9 @@ def test_fetching_a_model_shows_how_far_it_is(
         on_bytes(4_000_000_000, 4_000_000_000)
         return name
 
-    monkeypatch.setattr(pull, "offers", lambda: [Offer("third", "Third", 4_000_000_000)])
-    monkeypatch.setattr(pull, "can_pull", lambda name: name == "third")
-    monkeypatch.setattr(pull, "pull", pull)
+    monkeypatch.setattr(pullable_models, "offers", lambda: [Offer("third", "Third", 4_000_000_000)])
+    monkeypatch.setattr(pullable_models, "can_pull", lambda name: name == "third")
+    monkeypatch.setattr(pullable_models, "pull", pull)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for client in tui.clients:
@@ -81,7 +83,7 @@ def test_fetching_a_model_shows_how_far_it_is(
 
 @pytest.fixture(autouse=True)
 def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "offers", list)
+    monkeypatch.setattr(pullable_models, "offers", list)
 
 
 def test_up_and_down_choose_while_a_name_is_typed(tmp_path: Path) -> None:

@@ -14,21 +14,20 @@ from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input
 from tui_chats import PacedClient, Tui, play, press
 
-from localgen.client import Text, pull
-from localgen.tui.chat.ask_text import AskText
+from localgen.client import Text, pullable_models
+from localgen.tui.base_app import KeyHelp
 from localgen.tui.chat.compare import CompareScreen, CompareSetup
-from localgen.tui.chat.models import ModelPicker
+from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.settings import SettingsPanel
-from localgen.tui.confirm import Confirm
-from localgen.tui.dialog import Dialog
+from localgen.tui.chat.text_dialog import AskText
 from localgen.tui.gauges.panel import Gauges
-from localgen.tui.shell import KeyHelp
+from localgen.tui.widgets.dialog import Confirm, Dialog
 
 
 @pytest.fixture(autouse=True)
 def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "offers", list)
+    monkeypatch.setattr(pullable_models, "offers", list)
 
 
 async def click(tui: Tui, pilot: Pilot[None], text: str) -> None:

@@ -13,8 +13,7 @@ from tui_quantize import BEGUN, LOOK, NEVER, UNFINISHED, Quantizing, play, recko
 
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
 from localgen.quant.request.form import Choice
-from localgen.tui.quantize.choices import Choices
-from localgen.tui.quantize.name_picker import NamePicker
+from localgen.tui.quantize.choices import Choices, NamePicker
 
 pytestmark = pytest.mark.usefixtures("two_originals")
 

@@ -11,8 +11,8 @@ from textual.widgets import Static
 from tui_quantize import Quantizing, play
 
 from localgen.backends.errors import LoadFailed
+from localgen.tui.base_app import KeyHelp
 from localgen.tui.quantize.screen import QuantizeScreen
-from localgen.tui.shell import KeyHelp
 
 pytestmark = pytest.mark.usefixtures("two_originals")
 
@@ -73,5 +73,5 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise LoadFailed("quantize computes with torch: pip install 'localgen[quant]'")
 
-    monkeypatch.setattr("localgen.tui.quantize.workshop.require_packages", missing)
+    monkeypatch.setattr("localgen.tui.quantize.runner.require_packages", missing)
     refused(Quantizing(tmp_path), "pip install 'localgen[quant]'")

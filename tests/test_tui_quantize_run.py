@@ -29,9 +29,9 @@ from localgen.quant.events import At, Made, Verdict
 from localgen.quant.report import Row
 from localgen.quant.request.form import Choice
 from localgen.tui.chat.main_screen import WorkLine
-from localgen.tui.chat.models import ModelPicker
-from localgen.tui.confirm import Confirm
+from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.quantize.screen import QuantizeScreen
+from localgen.tui.widgets.dialog import Confirm
 
 pytestmark = pytest.mark.usefixtures("two_originals")
 

@@ -21,7 +21,7 @@ Scene = Callable[[Quantizing, Pilot[None]], Awaitable[None]]
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr("localgen.tui.quantize.workshop.require_packages", lambda: None)
+    monkeypatch.setattr("localgen.tui.quantize.runner.require_packages", lambda: None)
     monkeypatch.setattr("localgen.tui.quantize.screen.PAUSE_S", 0.0)
     here = [
         Original("tiny", 22_976_512, "built-in"),

@@ -15,13 +15,12 @@ from tui_chats import PacedClient, Tui
 
 from localgen.backends.errors import LoadFailed, ServerUnavailable
 from localgen.backends.model_info import ModelInfo
-from localgen.client import Text, pull
-from localgen.client.pull import Offer
+from localgen.client import Text, pullable_models
+from localgen.client.pullable_models import Offer
 from localgen.tui.chat.compare import Column, CompareScreen
-from localgen.tui.chat.models import Cancelled
-from localgen.tui.confirm import Confirm
-from localgen.tui.dialog import Sheet
+from localgen.tui.chat.model_picker import Cancelled
 from localgen.tui.feed import Seen
+from localgen.tui.widgets.dialog import Confirm, Sheet
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 ANSWER = """Sorting keeps *equal* elements in their order:
@@ -46,7 +45,7 @@ THOUGHT = Text("", 1, "They ask about stability. Say which sorts are stable, wit
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     offers = [Offer("llama-8b", "Llama 3.1 8B Instruct", 4_900_000_000)]
-    monkeypatch.setattr(pull, "offers", lambda: offers)
+    monkeypatch.setattr(pullable_models, "offers", lambda: offers)
 
 
 async def talk(tui: Tui, pilot: Pilot[None]) -> None:
@@ -228,8 +227,8 @@ def test_fetching_a_model(
                 on_bytes(1_200_000_000, 4_900_000_000)
         return name
 
-    monkeypatch.setattr(pull, "can_pull", lambda name: True)
-    monkeypatch.setattr(pull, "pull", pull)
+    monkeypatch.setattr(pullable_models, "can_pull", lambda name: True)
+    monkeypatch.setattr(pullable_models, "pull", pull)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pick(tui, pilot, "llama-8b", "1.2 GB of 4.9 GB")

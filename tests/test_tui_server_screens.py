@@ -15,7 +15,7 @@ from tui_chats import Tui, play
 import localgen
 from localgen.backends.errors import ServerUnavailable
 from localgen.tui.feed import Lost, Seen
-from localgen.tui.notice import Notice
+from localgen.tui.widgets.notice import Notice
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 ENDS = pytest.mark.parametrize("size", [(60, 20), (250, 80)], ids=str)

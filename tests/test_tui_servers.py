@@ -14,11 +14,11 @@ from top_script import reading, snapshot
 from tui_chats import NoWatch, Tui, play, press
 
 from localgen.client.snapshot import Snapshot
-from localgen.tui.chat.models import ModelPicker
+from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.settings import SettingsPanel
 from localgen.tui.feed import Lost, Seen
 from localgen.tui.gauges.panel import Gauges
-from localgen.tui.notice import Notice
+from localgen.tui.widgets.notice import Notice
 
 
 def test_another_server_settles_its_context(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from localgen.backends.errors import (
 from localgen.backends.types import SamplingParams
 from localgen.chat import commands
 from localgen.chat.parameters import ModelOptions
-from localgen.tui.chat.open_session import CTX
-from localgen.tui.chat.variants import variants
+from localgen.tui.chat.active_session import CTX
+from localgen.tui.chat.compare import variants
 
 
 def test_another_model_has_no_use_for_the_context_of_the_last(make_tui: MakeTui) -> None:

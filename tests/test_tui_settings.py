@@ -12,7 +12,7 @@ from textual.widgets import Input, TextArea
 from tui_chats import Tui, play, press
 
 from localgen.backends.types import SamplingParams
-from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.active_session import OpenSession
 
 
 async def two_sessions(tui: Tui, pilot: Pilot[None]) -> tuple[OpenSession, OpenSession]:

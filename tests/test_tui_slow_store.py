@@ -13,8 +13,8 @@ from tui_chats import Tui, play
 
 from localgen.chat.database import StoreFailed
 from localgen.chat.session_store import Sessions
-from localgen.tui.chat.desk import Desk
-from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.active_session import OpenSession
+from localgen.tui.chat.session_manager import Desk
 
 
 def test_keys_before_there_is_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from tui_chats import Tui, play, told
 from localgen.backends.errors import ServerUnavailable
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import Kept
-from localgen.tui.chat.desk import Hit
-from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.active_session import OpenSession
 from localgen.tui.chat.search import SearchScreen
+from localgen.tui.chat.session_manager import Hit
 from localgen.tui.chat.transcript import Transcript
 
 

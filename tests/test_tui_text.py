@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets.markdown import MarkdownFence
 from tui_chats import PacedClient, Tui, play, press
 
-from localgen.client import ModelCard, Text, pull
+from localgen.client import ModelCard, Text, pullable_models
 from localgen.tui.chat.markdown import ModelMarkdown
 from localgen.tui.chat.turn_view import TurnView
 
@@ -112,7 +112,7 @@ def test_names_of_a_hostile_server_are_inert(
 ) -> None:
     card = ModelCard("\x1b]0;m\x07[red]x", "\x1b[2J", 1, "\x1b[31mloaded", "\x9b1mhere")
     monkeypatch.setattr(PacedClient, "models", lambda self: [card])
-    monkeypatch.setattr(pull, "offers", list)
+    monkeypatch.setattr(pullable_models, "offers", list)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+o")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localgen import quant
-from localgen.tui.quantize.wording import on_screen
+from localgen.tui.quantize.run import on_screen
 
 # these read options or draw tables: the screen's child says nothing of theirs
 SILENT = {"advice", "compare", "form", "originals", "process", "report", "request", "run"}

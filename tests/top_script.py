@@ -14,8 +14,8 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.machine_stats import EndedRequest, GpuUse, MachineUse, ReadCost
 from localgen.backends.types import Phases, SequenceStats, SpeculationStats
 from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
-from localgen.tui.gauges.history import Record
-from localgen.tui.gauges.readings import Reading
+from localgen.tui.gauges.sample_builder import Record
+from localgen.tui.gauges.samples import Reading
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.table import RequestTable

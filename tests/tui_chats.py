@@ -22,11 +22,11 @@ from localgen.chat.session import Progress
 from localgen.chat.session_store import Sessions
 from localgen.client import ModelCard, Text
 from localgen.client.snapshot import Snapshot
+from localgen.tui.chat.active_session import House, OpenSession
 from localgen.tui.chat.app import ChatApp
-from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.main_screen import MainScreen
-from localgen.tui.chat.open_session import House, OpenSession
 from localgen.tui.chat.prompt import Prompt
+from localgen.tui.chat.session_manager import Desk
 from localgen.tui.feed import Watch
 
 Say = str | Text | BaseException | threading.Event

@@ -27,8 +27,8 @@ from localgen.quant.events import (
 from localgen.quant.report import Row
 from localgen.quant.request.request import Asked
 from localgen.tui.chat.app import ChatApp
+from localgen.tui.quantize.runner import Workshop
 from localgen.tui.quantize.screen import QuantizeScreen
-from localgen.tui.quantize.workshop import Workshop
 
 Play = Callable[["Quantizing", Pilot[None]], Awaitable[None]]
 # an event is told, a number of seconds passes, a threading.Event is waited for

@@ -11,8 +11,8 @@ from textual.message import Message
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.client.snapshot import Snapshot
-from localgen.tui.gauges.history import Record
-from localgen.tui.gauges.readings import Reading
+from localgen.tui.gauges.sample_builder import Record
+from localgen.tui.gauges.samples import Reading
 
 # the most often that gauges get to repaint
 PERIOD_S = 0.25

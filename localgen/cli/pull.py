@@ -56,7 +56,7 @@ def fetch(model: str) -> None:
 def or_fetch(model: str | None, run: Callable[[], None], *, draft: str | None = None) -> None:
     """Run what needs a model, and perhaps one that drafts for it. On a terminal, offer to pull what
     is not here, and run again."""
-    from localgen.client.pull import can_pull
+    from localgen.client.pullable_models import can_pull
 
     try:
         run()

@@ -22,7 +22,7 @@ def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
         raise InvalidRequest("top needs a terminal: localgen ps lists models without one")
     gc.disable()  # what is imported stays: Shell collects again once it is painted
     from localgen.config import Settings
-    from localgen.tui.shell import Shell
+    from localgen.tui.base_app import Shell
     from localgen.tui.themes import ThemeChoice
     from localgen.tui.top.app import TopApp, TopWatch
 

@@ -40,11 +40,11 @@ def command(
     from localgen.chat.database import Writer
     from localgen.chat.session_store import Sessions
     from localgen.config import Settings
+    from localgen.tui.base_app import Shell
+    from localgen.tui.chat.active_session import House
     from localgen.tui.chat.app import ChatApp
-    from localgen.tui.chat.desk import Desk
-    from localgen.tui.chat.open_session import House
+    from localgen.tui.chat.session_manager import Desk
     from localgen.tui.feed import Watch
-    from localgen.tui.shell import Shell
     from localgen.tui.themes import ThemeChoice
 
     settings = Settings.from_environment()

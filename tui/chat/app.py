@@ -18,23 +18,23 @@ from textual.widgets import TextArea
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import inert, one_line
 from localgen.chat import commands, saved_chats
-from localgen.tui.chat import leaving, slash
-from localgen.tui.chat.acts import Acts
+from localgen.tui.base_app import Shell
+from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.compare import CompareScreen
-from localgen.tui.chat.desk import Desk
 from localgen.tui.chat.editor import edited
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.prompt import Prompt
-from localgen.tui.chat.server_state import seen
+from localgen.tui.chat.server_status import seen
+from localgen.tui.chat.session_actions import Acts
 from localgen.tui.chat.session_list import SessionList
+from localgen.tui.chat.session_manager import Desk
 from localgen.tui.chat.settings import SettingsPanel, Typed
-from localgen.tui.confirm import Confirm
 from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
 from localgen.tui.gauges.panel import Gauges
+from localgen.tui.quantize.runner import Workshop
 from localgen.tui.quantize.screen import QuantizeScreen
-from localgen.tui.quantize.workshop import Workshop
-from localgen.tui.shell import Shell
 from localgen.tui.themes import ThemeChoice
+from localgen.tui.widgets.dialog import Confirm
 
 TICK_S, KEEP_S = 1 / 15, 1.0
 _TWICE_S = 2.0
@@ -55,7 +55,7 @@ class ChatApp(Shell):
         "Ctrl+A and Ctrl+E go to the ends of a line, Ctrl+W, Ctrl+U and Ctrl+K delete a word,\n"
         "what is before and what is behind; Ctrl+Z undoes.\n"
         "In the list of sessions: r renames, f forks, d deletes.\n\n"
-        + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash.table())
+        + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash_commands.table())
     )
     # but for Ctrl+C no key has priority: it would overtake what was typed before it
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -95,7 +95,7 @@ class ChatApp(Shell):
         self._stopped_s = float("-inf")
         self._is_leaving = False
         self._settling, self._keeping, self._setting = Lock(), Lock(), Lock()
-        names = slash.Names(
+        names = slash_commands.Names(
             models=lambda: self.acts.models,
             chats=lambda: saved_chats.names(desk.house.state_dir),
             sessions=lambda: [listed.name for listed in desk.listed if listed.name],
@@ -206,7 +206,7 @@ class ChatApp(Shell):
 
     def _command(self, line: str) -> None:
         try:
-            own = slash.own(line)
+            own = slash_commands.own(line)
         except InvalidRequest as error:
             self.tell(error.message, fault=True)
             return
@@ -356,7 +356,7 @@ class ChatApp(Shell):
 
     async def action_quit(self) -> None:
         """Leave; ask first if that ends or loses something."""
-        question = leaving.question(self.desk, self.screen_stack, self.workshop)
+        question = quit_confirmation.question(self.desk, self.screen_stack, self.workshop)
         if not question:
             self._leave()
         elif not isinstance(self.screen, Confirm):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
 from localgen.chat import saved_chats
-from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.active_session import OpenSession
 
 
 def export(opened: OpenSession, name: str) -> Path:

@@ -16,19 +16,19 @@ from textual.widgets import Static, TextArea
 from localgen.backends.terminal_text import one_line
 from localgen.chat import commands, report
 from localgen.chat.session import BUILT_IN
-from localgen.tui.chat.desk import Desk
-from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.active_session import OpenSession
 from localgen.tui.chat.prompt import Prompt, Suggestions
-from localgen.tui.chat.server_state import ServerState
+from localgen.tui.chat.server_status import ServerState
 from localgen.tui.chat.session_list import Row, SessionList
+from localgen.tui.chat.session_manager import Desk
 from localgen.tui.chat.settings import SettingsPanel
-from localgen.tui.chat.slash import Names, completions, suggestions
+from localgen.tui.chat.slash_commands import Names, completions, suggestions
 from localgen.tui.chat.transcript import READING, Transcript
-from localgen.tui.dialog import Sheet
-from localgen.tui.footer import Keys
-from localgen.tui.gauges.drawing import spread
 from localgen.tui.gauges.panel import Gauges
-from localgen.tui.notice import Notice
+from localgen.tui.gauges.plots import spread
+from localgen.tui.widgets.dialog import Sheet
+from localgen.tui.widgets.footer import Keys
+from localgen.tui.widgets.notice import Notice
 
 _LIST_COLUMNS, _GAUGES_COLUMNS = 76, 118
 _MOST_TOLD = 12

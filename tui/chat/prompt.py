@@ -16,7 +16,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from localgen.backends.terminal_text import inert
-from localgen.tui.text_field import TextField
+from localgen.tui.widgets.text_field import TextField
 
 # Alt+Enter as terminals send it; Textual would take it for Enter
 cast(dict[str, object], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (Keys.ControlJ,)

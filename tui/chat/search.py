@@ -15,8 +15,8 @@ from textual.widgets import Input, OptionList, Static
 from localgen.backends import units
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.tui.chat.desk import MOST_HITS, Hit
-from localgen.tui.picker import Picker
+from localgen.tui.chat.session_manager import MOST_HITS, Hit
+from localgen.tui.widgets.picker import Picker
 
 _PAUSE_S = 0.15
 

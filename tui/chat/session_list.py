@@ -13,7 +13,7 @@ from textual.widgets.option_list import Option
 
 from localgen.backends import units
 from localgen.backends.terminal_text import one_line
-from localgen.tui.chat.open_session import UNNAMED
+from localgen.tui.chat.active_session import UNNAMED
 
 # for the mouse, at the foot of the list
 _ACTIONS = " ".join(f"[@click=ask('{act}')][u]{act}[/][/]" for act in ("rename", "fork", "delete"))

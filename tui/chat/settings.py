@@ -15,8 +15,8 @@ from textual.widget import Widget
 from textual.widgets import Input, Label, Static, TextArea
 
 from localgen.chat import parameters
-from localgen.tui.chat.open_session import CTX, SYSTEM
-from localgen.tui.text_field import TextField
+from localgen.tui.chat.active_session import CTX, SYSTEM
+from localgen.tui.widgets.text_field import TextField
 
 
 class Setting(Horizontal):

@@ -11,8 +11,8 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from localgen.chat.conversation import Turn
-from localgen.tui.chat.answering import Answering, Position
-from localgen.tui.chat.open_session import OpenSession
+from localgen.tui.chat.active_session import OpenSession
+from localgen.tui.chat.answer_stream import Answering, Position
 from localgen.tui.chat.turn_view import TurnView
 
 # what screens with transcripts bind

@@ -5,10 +5,10 @@ from __future__ import annotations
 from textual.content import Content
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui import figures
-from localgen.tui.gauges.drawing import bar, spread
 from localgen.tui.gauges.gauge import Gauge, history
-from localgen.tui.gauges.readings import BandwidthUse
+from localgen.tui.gauges.plots import bar, spread
+from localgen.tui.gauges.samples import BandwidthUse
+from localgen.tui.widgets import numbers
 
 
 class BandwidthGauge(Gauge[BandwidthUse]):
@@ -23,9 +23,9 @@ class BandwidthGauge(Gauge[BandwidthUse]):
             left = Content.assemble(("read ", "$muted"), (_rate(reading.read_per_s), "bold"))
             right = Content.styled("limit unknown", "$muted")
         else:
-            percent = f"{figures.percent(reading.share):>4}"
+            percent = f"{numbers.percent(reading.share):>4}"
             left = Content.assemble((percent, "bold $success"), (" of the limit", "$muted"))
-            right = Content(f"{figures.part_of(reading.read_per_s, reading.limit_per_s)}/s")
+            right = Content(f"{numbers.part_of(reading.read_per_s, reading.limit_per_s)}/s")
         lines = [
             spread(left, right, width),
             Content.styled(bar(reading.share, width), "$success"),
@@ -34,8 +34,8 @@ class BandwidthGauge(Gauge[BandwidthUse]):
         if told:
             lines.append(Content.styled(told, "$muted"))
         rows = height - len(lines)
-        return [*lines, *history(reading.shares, width, rows, "$success", figures.percent)]
+        return [*lines, *history(reading.shares, width, rows, "$success", numbers.percent)]
 
 
 def _rate(per_s: float | None) -> str:
-    return figures.UNKNOWN if per_s is None else f"{figures.size(per_s)}/s"
+    return numbers.UNKNOWN if per_s is None else f"{numbers.size(per_s)}/s"

@@ -9,8 +9,8 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from localgen.tui.gauges.drawing import highest, plot
-from localgen.tui.gauges.readings import History
+from localgen.tui.gauges.plots import highest, plot
+from localgen.tui.gauges.samples import History
 
 # half seconds: a minute
 _SAMPLES = 120

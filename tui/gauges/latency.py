@@ -5,9 +5,9 @@ from __future__ import annotations
 from textual.content import Content
 
 from localgen.client.snapshot import Latency
-from localgen.tui import figures
 from localgen.tui.gauges.gauge import Gauge, history
-from localgen.tui.gauges.readings import Latencies
+from localgen.tui.gauges.samples import Latencies
+from localgen.tui.widgets import numbers
 
 _NAME, _LEAST, _MOST = 5, 9, 10
 
@@ -32,14 +32,14 @@ class LatencyGauge(Gauge[Latencies]):
         return [
             Content.styled(heading, "$muted"),
             _row("TTFT", reading.ttft, names, each, "$accent"),
-            *history(reading.ttft_ms, width, rows // 2, "$accent", figures.duration),
+            *history(reading.ttft_ms, width, rows // 2, "$accent", numbers.duration),
             _row("ITL", reading.itl, names, each, "$primary"),
-            *history(reading.itl_ms, width, (rows + 1) // 2, "$primary", figures.duration),
+            *history(reading.itl_ms, width, (rows + 1) // 2, "$primary", numbers.duration),
         ]
 
 
 def _row(name: str, latency: Latency, names: tuple[str, ...], each: int, style: str) -> Content:
     told = {"last": latency.last_ms, "p50": latency.p50_ms, "p99": latency.p99_ms}
-    cells = [f"{figures.duration(told[column]):>{each}}" for column in names]
+    cells = [f"{numbers.duration(told[column]):>{each}}" for column in names]
     head = Content.assemble((f"{name:<{_NAME}}", "$muted"), (cells[0], f"bold {style}"))
     return Content.assemble(head, *cells[1:])

@@ -8,10 +8,10 @@ from textual.content import Content
 
 from localgen.backends.machine_stats import GpuUse, MachineUse
 from localgen.backends.terminal_text import one_line
-from localgen.tui import figures
-from localgen.tui.gauges.drawing import EMPTY, FILLS, bar, spread, stacked
 from localgen.tui.gauges.gauge import Gauge
-from localgen.tui.gauges.readings import Memory, ModelMemory
+from localgen.tui.gauges.plots import EMPTY, FILLS, bar, spread, stacked
+from localgen.tui.gauges.samples import Memory, ModelMemory
+from localgen.tui.widgets import numbers
 
 _LEAST_BAR = 6
 
@@ -25,7 +25,7 @@ class MemoryGauge(Gauge[Memory]):
     def frame(self, reading: Memory) -> tuple[str, str]:
         """What the server itself takes, beside the processes of its models."""
         known = reading.server_bytes is not None
-        return "", f"server {figures.size(reading.server_bytes)}" if known else ""
+        return "", f"server {numbers.size(reading.server_bytes)}" if known else ""
 
     def lines(self, reading: Memory, width: int, height: int) -> list[Content]:
         """Models, each in three lines or fewer; the machine below them."""
@@ -46,13 +46,13 @@ class MemoryGauge(Gauge[Memory]):
 
 def _model(model: ModelMemory, width: int) -> list[Content]:
     if model.state == "loading":
-        share = f" {figures.percent(model.progress)}"
+        share = f" {numbers.percent(model.progress)}"
         name = Content.assemble((model.name, "bold"), (" loading", "$warning"), share)
         return [name, Content.styled(bar(model.progress, width), "$warning")]
     taken = model.gpu_bytes if model.gpu_bytes is not None else model.rss_bytes
     weights = Content.assemble(
-        ("weights ", "$muted"), figures.size(model.weights_bytes),
-        ("  process ", "$muted"), figures.size(taken),
+        ("weights ", "$muted"), numbers.size(model.weights_bytes),
+        ("  process ", "$muted"), numbers.size(taken),
     )  # fmt: skip
     return [spread(Content.styled(model.name, "bold"), weights, width), *_cache(model, width)]
 
@@ -65,7 +65,7 @@ def _cache(model: ModelMemory, width: int) -> list[Content]:
         return [
             Content.assemble(
                 ("KV ", "$muted"), (bar(used, max(1, width - 9)), "$primary"),
-                f" {figures.percent(used):>5}",
+                f" {numbers.percent(used):>5}",
             )
         ]  # fmt: skip
     pieces = stacked((used, cached), used + cached + free, max(_LEAST_BAR, width - 3))
@@ -80,7 +80,7 @@ def _cache(model: ModelMemory, width: int) -> list[Content]:
 
 def _legend(used: float, cached: float, free: float, width: int) -> Content:
     """Which characters mean what, in words where there is room for them."""
-    sizes = [figures.size(each) for each in (used, cached, free)]
+    sizes = [numbers.size(each) for each in (used, cached, free)]
     for words in (("used ", "prefixes ", "free "), ("used ", "kept ", "")):
         if sum(map(len, (*sizes, *words))) + 8 <= width:
             break
@@ -112,10 +112,10 @@ def _machine(reading: Memory, width: int, rows: int) -> list[Content]:
 def _ram(machine: MachineUse, width: int) -> Content:
     total, free = machine.ram_bytes, machine.ram_free_bytes
     used = total - free if total is not None and free is not None else None
-    cpu = Content.assemble((" CPU ", "$muted"), f"{figures.percent(machine.cpu):>4}")
+    cpu = Content.assemble((" CPU ", "$muted"), f"{numbers.percent(machine.cpu):>4}")
     if used is None or total is None:
-        return Content.assemble(("RAM ", "$muted"), f"{figures.size(free)} free", cpu)
-    text = Content(f" {figures.part_of(used, total)}")
+        return Content.assemble(("RAM ", "$muted"), f"{numbers.size(free)} free", cpu)
+    text = Content(f" {numbers.part_of(used, total)}")
     if width - 4 - text.cell_length - cpu.cell_length >= _LEAST_BAR:
         text = Content.assemble(text, cpu)
     return _filled("RAM ", used / total, text, width)
@@ -123,12 +123,12 @@ def _ram(machine: MachineUse, width: int) -> Content:
 
 def _gpu(gpu: GpuUse, width: int) -> list[Content]:
     share = gpu.used_bytes / gpu.total_bytes if gpu.total_bytes else None
-    text = Content(f" {figures.part_of(gpu.used_bytes, gpu.total_bytes)}")
+    text = Content(f" {numbers.part_of(gpu.used_bytes, gpu.total_bytes)}")
     facts = [
-        f"busy {figures.percent(gpu.busy)}",
-        f"{figures.number(gpu.power_w)}/{figures.number(gpu.power_limit_w)} W",
-        f"{figures.count(gpu.temperature_c)} °C",
-        f"{figures.count(gpu.clock_mhz)} MHz",
+        f"busy {numbers.percent(gpu.busy)}",
+        f"{numbers.number(gpu.power_w)}/{numbers.number(gpu.power_limit_w)} W",
+        f"{numbers.count(gpu.temperature_c)} °C",
+        f"{numbers.count(gpu.clock_mhz)} MHz",
     ]
     while len("  ".join(facts)) > width:
         facts.pop()
@@ -142,7 +142,7 @@ def _gpu(gpu: GpuUse, width: int) -> list[Content]:
 def _together(gpus: Sequence[GpuUse], name: str, width: int) -> Content:
     """The memory of several."""
     used, total = sum(gpu.used_bytes for gpu in gpus), sum(gpu.total_bytes for gpu in gpus)
-    text = Content(f" {figures.part_of(used, total)}")
+    text = Content(f" {numbers.part_of(used, total)}")
     return _filled(name, used / total if total else None, text, width)
 
 

@@ -7,10 +7,10 @@ from textual.containers import Vertical
 from textual.reactive import var
 
 from localgen.tui.gauges.bandwidth import BandwidthGauge
-from localgen.tui.gauges.drafts import DraftsGauge
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
-from localgen.tui.gauges.readings import Reading
+from localgen.tui.gauges.samples import Reading
+from localgen.tui.gauges.speculation import DraftsGauge
 from localgen.tui.gauges.speed import SpeedGauge
 
 

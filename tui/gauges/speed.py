@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from localgen.tui import figures
-from localgen.tui.gauges.drawing import spread
 from localgen.tui.gauges.gauge import Gauge, history
-from localgen.tui.gauges.readings import Rates
+from localgen.tui.gauges.plots import spread
+from localgen.tui.gauges.samples import Rates
+from localgen.tui.widgets import numbers
 
 
 class SpeedGauge(Gauge[Rates]):
@@ -23,16 +23,16 @@ class SpeedGauge(Gauge[Rates]):
         prefill = _line("prefill", reading.prefill_per_s, "$secondary")
         counts = Content.assemble(
             ("running ", "$muted"),
-            (figures.count(reading.running), "bold"),
+            (numbers.count(reading.running), "bold"),
             ("  waiting ", "$muted"),
-            (figures.count(reading.waiting), "bold $warning" if reading.waiting else "bold"),
+            (numbers.count(reading.waiting), "bold $warning" if reading.waiting else "bold"),
         )
-        batch = Content.assemble((figures.number(reading.batch), "bold"), (" a step", "$muted"))
+        batch = Content.assemble((numbers.number(reading.batch), "bold"), (" a step", "$muted"))
         return [
             decode,
-            *history(reading.decode, width, (rows + 1) // 2, "$success", figures.rate),
+            *history(reading.decode, width, (rows + 1) // 2, "$success", numbers.rate),
             prefill,
-            *history(reading.prefill, width, rows // 2, "$secondary", figures.rate),
+            *history(reading.prefill, width, rows // 2, "$secondary", numbers.rate),
             spread(counts, batch, width),
         ]
 
@@ -40,6 +40,6 @@ class SpeedGauge(Gauge[Rates]):
 def _line(name: str, per_s: float | None, style: str) -> Content:
     return Content.assemble(
         (f"{name:<8}", "$muted"),
-        (f"{figures.rate(per_s):>7}", f"bold {style}"),
+        (f"{numbers.rate(per_s):>7}", f"bold {style}"),
         (" tok/s", "$muted"),
     )

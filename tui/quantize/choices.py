@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from textual import events
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical
 from textual.content import Content
 from textual.geometry import Size
 from textual.message import Message
 from textual.widget import Widget
+from textual.widgets import Input, OptionList
+
+from localgen.tui.widgets.picker import Picker, has_words, named_row
 
 _CHOSEN, _OTHER, _REFUSED, _GAP = "●", "○", "·", 2
 
@@ -108,3 +113,47 @@ class Choices(Widget, can_focus=True):
             return Content(f"{_OTHER} {label}")
         style = "bold reverse" if self.has_focus else "bold $primary"
         return Content.assemble((f"{_CHOSEN} {label}", style))
+
+
+class NamePicker(Picker[str]):
+    """rows: names and what is said of them. hint: what may be typed that is not among them; empty:
+    nothing. Closes with a name."""
+
+    DEFAULT_CSS = """
+    NamePicker > Vertical { max-width: 80; }
+    """
+
+    def __init__(
+        self, title: str, rows: Sequence[tuple[str, str]], current: str, hint: str = ""
+    ) -> None:
+        super().__init__()
+        self._title, self._rows, self._current, self._hint = title, rows, current, hint
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = self._title
+            box.border_subtitle = "Enter takes one, Esc closes"
+            hint = f"part of a name{self._hint and f', or {self._hint}'}"
+            yield Input(placeholder=hint, compact=True, select_on_focus=False)
+            yield OptionList(markup=False)
+
+    def on_mount(self) -> None:
+        self._fill("")
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._fill(event.value)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        typed = event.value.strip()
+        if self.highlighted is not None:
+            self.take(self.highlighted)
+        elif typed and self._hint:
+            self.take(typed)
+
+    def _fill(self, typed: str) -> None:
+        rows = [
+            (name, named_row(name, about, is_current=name == self._current))
+            for name, about in self._rows
+            if has_words(f"{name} {about}", typed)
+        ]
+        self.show(rows, self._current)

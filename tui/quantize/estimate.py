@@ -11,7 +11,7 @@ from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
 from localgen.quant.events import Advice, Advised, Event, Needs, Unfinished, both
-from localgen.tui import figures
+from localgen.tui.widgets import numbers
 
 _NAME_COLUMNS = 10
 
@@ -91,12 +91,12 @@ def _lines(reckoning: Reckoning, width: int) -> Iterable[Content]:
 
 
 def _need_lines(needs: Needs) -> Iterable[Content]:
-    yield _line("result", figures.part_of(needs.output_bytes, needs.source_bytes))
-    memory = f"{figures.size(needs.memory_bytes)}, {figures.size(needs.free_bytes)} free"
+    yield _line("result", numbers.part_of(needs.output_bytes, needs.source_bytes))
+    memory = f"{numbers.size(needs.memory_bytes)}, {numbers.size(needs.free_bytes)} free"
     is_much = needs.memory_bytes is not None and needs.memory_bytes > needs.free_bytes
     yield _line("memory", memory, "$warning" if is_much else "")
     yield _line(
-        "disk", f"{figures.size(needs.disk_bytes)}, {figures.size(needs.disk_free_bytes)} free"
+        "disk", f"{numbers.size(needs.disk_bytes)}, {numbers.size(needs.disk_free_bytes)} free"
     )
     if is_much:
         yield Content.styled(
@@ -110,7 +110,7 @@ def _advice_lines(advised: Advised, option: str, width: int) -> Iterable[Content
     head = f"  {'WAY':<{name_width}}  {'SIZE':>8}  FITS"
     yield Content.styled(head, "bold $muted")
     for name, way in ways:
-        text = f"{name:<{name_width}}  {figures.size(way.size_bytes):>8}  {way.place or 'no'}"
+        text = f"{name:<{name_width}}  {numbers.size(way.size_bytes):>8}  {way.place or 'no'}"
         if width - len(text) - 4 > len(way.trade):
             text = f"{text:<{len(head)}}  {way.trade}"
         is_chosen = way.option == option

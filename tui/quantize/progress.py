@@ -8,9 +8,9 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui import figures
-from localgen.tui.gauges.drawing import bar, spread
+from localgen.tui.gauges.plots import bar, spread
 from localgen.tui.quantize.run import Run
+from localgen.tui.widgets import numbers
 
 _NAME_COLUMNS = 10
 _LATEST_NOTES = 6
@@ -42,14 +42,14 @@ def _lines(run: Run, width: int) -> Iterable[Content]:
     yield Content.styled(f"{one_line(run.choice.model)} → {one_line(run.name)}", "bold")
     yield Content("")
     step = "stopping" if run.is_stopping else run.step
-    left = "" if run.left_s is None else f"{figures.clock(run.left_s)} left"
+    left = "" if run.left_s is None else f"{numbers.clock(run.left_s)} left"
     yield spread(Content(one_line(step)), Content.styled(left, "bold"), width)
     share = None if run.at is None or not run.at.total else run.at.done / run.at.total
-    percent = figures.percent(share) if share is not None else ""
+    percent = numbers.percent(share) if share is not None else ""
     yield Content.assemble((bar(share, max(4, width - 5)), "$primary"), f"{percent:>5}")
     yield Content("")
     yield from _memory_lines(run)
-    yield _line("so far", figures.clock(run.took_s))
+    yield _line("so far", numbers.clock(run.took_s))
     for note in run.notes[-_LATEST_NOTES:]:
         yield Content.styled(one_line(note), "$muted")
 
@@ -59,7 +59,7 @@ def _memory_lines(run: Run) -> Iterable[Content]:
     if estimated is None:  # as llama.cpp does it: a tensor at a time
         return
     memory = run.memory_bytes()
-    text = f"{figures.size(memory)}, about {figures.size(estimated)} at most"
+    text = f"{numbers.size(memory)}, about {numbers.size(estimated)} at most"
     yield _line("memory", text)
 
 

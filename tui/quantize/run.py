@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 from collections.abc import Callable
 
@@ -10,9 +12,72 @@ from localgen.quant.events import At, Event, Made, Needs, Note, Stopped, Verdict
 from localgen.quant.process import Work
 from localgen.quant.report import Row
 from localgen.quant.request.form import Choice
-from localgen.tui import figures
-from localgen.tui.quantize.pace import Pace
-from localgen.tui.quantize.wording import on_screen
+from localgen.tui.widgets import numbers
+
+# so long a measurement counts for
+_MEMORY_S = 20.0
+
+
+class Pace:
+    """Learns what one of many takes, by those that were done while somebody looked."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._step = ""
+        self._done = self._total = 0
+        self._at_s = 0.0
+        self._each_s: float | None = None
+
+    def at(self, step: str, done: int, total: int) -> None:
+        """How far it is now."""
+        now = self._clock()
+        if step != self._step or done < self._done:
+            self._step, self._done, self._at_s, self._each_s = step, done, now, None
+        elif done > self._done:
+            took_s = now - self._at_s
+            each_s = took_s / (done - self._done)
+            if self._each_s is not None:
+                weight = 1 - math.exp(-took_s / _MEMORY_S)
+                each_s = self._each_s + weight * (each_s - self._each_s)
+            self._each_s, self._done, self._at_s = each_s, done, now
+        self._total = total
+
+    def left_s(self) -> float | None:
+        """Of the step; None: not known yet."""
+        if self._each_s is None:
+            return None
+        # the one that is being worked on goes on since
+        going_s = min(self._clock() - self._at_s, self._each_s)
+        return max(0.0, self._each_s * (self._total - self._done) - going_s)
+
+
+# what has a field or a key here is called by it; the rest is an option of a command
+_SAID = (
+    ("run again with --resume", "press Ctrl+R to go on"),
+    ("--resume goes on", "Ctrl+R goes on"),
+    ("another --out", "another name under Result"),
+    ("an --out on another disk", "a folder on another disk under Result"),
+    ("--out ", "Result "),
+    ("use --group-size ", "use groups of "),
+    ("use --fp8", "use fp8"),
+    ("--rtn or --fp8 need less", "rtn or fp8 need less"),
+    ("--calib builtin makes one", "Calibrate makes one"),
+    ("--backend cuda --device cpu runs", "localgen tui --backend cuda --device cpu runs"),
+    ("change --seq-len", "localgen quantize --seq-len changes it"),
+    ("a smaller --seq-len", "localgen quantize with a smaller --seq-len"),
+    (
+        "--device cpu, or fewer tokens at once with --seq-len",
+        "localgen quantize --device cpu, or its --seq-len for fewer tokens at once",
+    ),
+)
+_TABLE = dict(_SAID)
+_OPTIONS = re.compile("|".join(re.escape(said) for said, _ in _SAID))
+
+
+def on_screen(message: str) -> str:
+    """The message for somebody who has a form and keys before him."""
+    return _OPTIONS.sub(lambda found: _TABLE[found[0]], message)
+
 
 _MEMORY_EACH_S = 1.0
 
@@ -79,7 +144,7 @@ class Run:
             return "beginning"
         done, total = self.at.done, self.at.total
         if self.at.unit == "bytes":
-            return figures.percent(done / total if total else 1.0)
+            return numbers.percent(done / total if total else 1.0)
         return f"{self.at.unit.removesuffix('s')} {min(done + 1, total)} of {total}"
 
     @property
@@ -90,7 +155,7 @@ class Run:
     def line(self) -> str:
         """How it goes or went, in one line."""
         if self.is_running:
-            left = "" if self.left_s is None else f", {figures.clock(self.left_s)} left"
+            left = "" if self.left_s is None else f", {numbers.clock(self.left_s)} left"
             is_layer = self.at is not None and self.at.unit == "layers"
             where = f"{self.place if is_layer else self.step}{left}"
             return f"quantizing {self.name}: {'stopping' if self.is_stopping else where}"

@@ -20,16 +20,16 @@ from localgen.quant.originals import originals
 from localgen.quant.request.form import Choice, option
 from localgen.quant.request.gguf_types import TYPES
 from localgen.quant.request.request import Asked
-from localgen.tui import figures
-from localgen.tui.confirm import Confirm
-from localgen.tui.footer import Keys
+from localgen.tui.quantize.choices import NamePicker
 from localgen.tui.quantize.estimate import EstimatePanel, Reckoning, with_event
 from localgen.tui.quantize.form import Form, Opener
-from localgen.tui.quantize.name_picker import NamePicker
 from localgen.tui.quantize.progress import ProgressPanel
-from localgen.tui.quantize.verdict import VerdictPanel
-from localgen.tui.quantize.wording import on_screen
-from localgen.tui.quantize.workshop import Workshop
+from localgen.tui.quantize.result import VerdictPanel
+from localgen.tui.quantize.run import on_screen
+from localgen.tui.quantize.runner import Workshop
+from localgen.tui.widgets import numbers
+from localgen.tui.widgets.dialog import Confirm
+from localgen.tui.widgets.footer import Keys
 
 PAUSE_S = 0.4
 _WIDE_COLUMNS = 76
@@ -230,7 +230,7 @@ class QuantizeScreen(Screen[str | None]):
     async def action_model(self) -> None:
         """Choose one of the models that are here, or type one."""
         found = await asyncio.to_thread(originals)
-        rows = [(one.name, f"{figures.size(one.size_bytes)} · {one.source}") for one in found]
+        rows = [(one.name, f"{numbers.size(one.size_bytes)} · {one.source}") for one in found]
         hint = "a folder with config.json and safetensors"
         picker = NamePicker("Models in 16 bits", rows, self._form.choice.model, hint)
         name = await self.app.push_screen_wait(picker)

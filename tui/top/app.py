@@ -10,15 +10,15 @@ from textual.reactive import var
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.tui.confirm import Confirm
+from localgen.tui.base_app import Shell
 from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
-from localgen.tui.gauges.readings import Reading
-from localgen.tui.shell import Shell
+from localgen.tui.gauges.samples import Reading
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.requests import RequestRow
 from localgen.tui.top.table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
+from localgen.tui.widgets.dialog import Confirm
 
 
 class TopWatch(Watch, Protocol):

@@ -9,8 +9,8 @@ from textual.widget import Widget
 import localgen
 from localgen.backends.terminal_text import one_line
 from localgen.client.snapshot import Snapshot
-from localgen.tui import figures
-from localgen.tui.gauges.drawing import spread
+from localgen.tui.gauges.plots import spread
+from localgen.tui.widgets import numbers
 
 _STYLES = {
     "LIVE": "bold $success",
@@ -61,7 +61,7 @@ def facts_of(snapshot: Snapshot) -> tuple[str, ...]:
     if snapshot.status != "ok":
         facts.append(one_line(snapshot.status))
     if snapshot.uptime_s is not None:
-        facts.append(f"up {figures.clock(snapshot.uptime_s)}")
+        facts.append(f"up {numbers.clock(snapshot.uptime_s)}")
     count = len(snapshot.models)
     facts.append("1 model" if count == 1 else f"{count} models")
     return (*facts, *map(one_line, snapshot.notes))

@@ -10,17 +10,17 @@ from textual.containers import Container, Vertical
 from textual.screen import Screen
 from textual.widgets import Static
 
-from localgen.tui.footer import Keys
 from localgen.tui.gauges.bandwidth import BandwidthGauge
-from localgen.tui.gauges.drafts import DraftsGauge
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
-from localgen.tui.gauges.readings import Reading
+from localgen.tui.gauges.samples import Reading
+from localgen.tui.gauges.speculation import DraftsGauge
 from localgen.tui.gauges.speed import SpeedGauge
-from localgen.tui.notice import Notice
 from localgen.tui.top.banner import Banner
 from localgen.tui.top.requests import rows_of
 from localgen.tui.top.table import RequestTable
+from localgen.tui.widgets.footer import Keys
+from localgen.tui.widgets.notice import Notice
 
 _NO_LIST = "this server does not list its requests"
 _NO_REQUESTS = "no requests yet"

@@ -9,7 +9,7 @@ from localgen.backends.machine_stats import EndedRequest
 from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Phases, SequenceStats
 from localgen.client.snapshot import Snapshot
-from localgen.tui import figures
+from localgen.tui.widgets import numbers
 
 _STATES = {"queued": 0, "prefill": 1, "decode": 2}
 _ENDED = 3
@@ -49,7 +49,7 @@ class RequestRow:
         match self.state:
             case "prefill":
                 owed = max(1, self.prompt_tokens - self.cached_tokens)
-                return f"prefill {figures.percent(min(1.0, self.new_tokens / owed))}"
+                return f"prefill {numbers.percent(min(1.0, self.new_tokens / owed))}"
             case "decode":
                 return "decoding"
         return self.state if self.is_live else f"({self.state})"
@@ -85,7 +85,7 @@ COLUMNS = (
         "Prompt",
         7,
         0,
-        lambda r: figures.count(r.prompt_tokens),
+        lambda r: numbers.count(r.prompt_tokens),
         lambda r: r.prompt_tokens,
     ),
     Column(
@@ -93,7 +93,7 @@ COLUMNS = (
         "Cached",
         7,
         72,
-        lambda r: figures.count(r.cached_tokens),
+        lambda r: numbers.count(r.cached_tokens),
         lambda r: r.cached_tokens,
     ),
     Column(
@@ -101,7 +101,7 @@ COLUMNS = (
         "Answer",
         7,
         0,
-        lambda r: figures.count(r.generated_tokens),
+        lambda r: numbers.count(r.generated_tokens),
         lambda r: r.generated_tokens,
     ),
     Column(
@@ -109,7 +109,7 @@ COLUMNS = (
         "TTFT",
         8,
         72,
-        lambda r: figures.duration(r.ttft_ms),
+        lambda r: numbers.duration(r.ttft_ms),
         lambda r: _known(r.ttft_ms),
     ),
     Column(
@@ -117,7 +117,7 @@ COLUMNS = (
         "tok/s",
         7,
         0,
-        lambda r: figures.rate(r.tokens_per_s),
+        lambda r: numbers.rate(r.tokens_per_s),
         lambda r: _known(r.tokens_per_s),
     ),
     Column(
@@ -125,7 +125,7 @@ COLUMNS = (
         "Drafts",
         6,
         100,
-        lambda r: figures.percent(r.acceptance),
+        lambda r: numbers.percent(r.acceptance),
         lambda r: _known(r.acceptance),
     ),
     Column(
@@ -133,10 +133,10 @@ COLUMNS = (
         "Ctx",
         5,
         90,
-        lambda r: figures.percent(r.context),
+        lambda r: numbers.percent(r.context),
         lambda r: _known(r.context),
     ),
-    Column("age", "Age", 7, 104, lambda r: figures.clock(r.age_s), lambda r: r.age_s),
+    Column("age", "Age", 7, 104, lambda r: numbers.clock(r.age_s), lambda r: r.age_s),
     Column("client", "Client", 18, 120, lambda r: r.client, lambda r: r.client, is_number=False),
     Column("id", "Id", 14, 160, lambda r: one_line(r.id)[:12], lambda r: r.id, is_number=False),
 )

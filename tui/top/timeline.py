@@ -11,10 +11,10 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui import figures
-from localgen.tui.dialog import Dialog
-from localgen.tui.gauges.readings import Reading
+from localgen.tui.gauges.samples import Reading
 from localgen.tui.top.requests import RequestRow, rows_of
+from localgen.tui.widgets import numbers
+from localgen.tui.widgets.dialog import Dialog
 
 _NAME, _FIGURE, _TOLD, _LEAST_BAR = 15, 10, 28, 10
 # from so many columns on, figures stand beside the bars
@@ -27,18 +27,18 @@ def phases_of(row: RequestRow) -> list[tuple[str, float, str]]:
     phases = row.phases
     total_ms = phases.prefill_ms + phases.first_step_ms
     rate = row.new_tokens / total_ms * 1e3 if total_ms and row.generated_tokens else None
-    prefill = f"{figures.count(row.new_tokens)} tokens"
+    prefill = f"{numbers.count(row.new_tokens)} tokens"
     if rate:
-        prefill += f", {figures.rate(rate)} tok/s"
-    decode = f"{figures.count(row.generated_tokens)} tokens"
+        prefill += f", {numbers.rate(rate)} tok/s"
+    decode = f"{numbers.count(row.generated_tokens)} tokens"
     if row.tokens_per_s:
-        decode += f", {figures.rate(row.tokens_per_s)} tok/s"
+        decode += f", {numbers.rate(row.tokens_per_s)} tok/s"
     return [
         ("template", phases.template_ms, ""),
         ("queue", phases.queue_ms, ""),
-        ("cached prefill", phases.cached_ms, f"{figures.count(row.cached_tokens)} tokens"),
+        ("cached prefill", phases.cached_ms, f"{numbers.count(row.cached_tokens)} tokens"),
         ("new prefill", phases.prefill_ms, prefill),
-        ("first step", phases.first_step_ms, f"TTFT {figures.duration(row.ttft_ms)}"),
+        ("first step", phases.first_step_ms, f"TTFT {numbers.duration(row.ttft_ms)}"),
         ("decode", phases.decode_ms, decode),
     ]
 
@@ -56,7 +56,7 @@ def timeline(row: RequestRow, width: int) -> list[Content]:
         lines.append(
             Content.assemble(
                 (f"{name:<{_NAME}}", "$muted"),
-                (f"{figures.duration(ms):>{_FIGURE}} ", "bold"),
+                (f"{numbers.duration(ms):>{_FIGURE}} ", "bold"),
                 (f"{told:<{_TOLD}}" if beside else "", "$muted"),
                 (bar, "$success" if name == "decode" else "$primary"),
             )
@@ -79,13 +79,13 @@ def _bar(before_ms: float, ms: float, whole_ms: float, width: int) -> str:
 def _summary(row: RequestRow, whole_ms: float) -> list[Content]:
     used = row.prompt_tokens + row.generated_tokens
     facts = [
-        ("total", figures.duration(whole_ms)),
+        ("total", numbers.duration(whole_ms)),
         ("state", row.state_text),
-        ("prompt", f"{figures.count(row.prompt_tokens)} ({row.cached_tokens:,} cached)"),
-        ("answer", figures.count(row.generated_tokens)),
-        ("context", f"{figures.count(used)} of {figures.count(row.ctx or None)}"),
-        ("drafts right", figures.percent(row.acceptance)),
-        ("client", row.client or figures.UNKNOWN),
+        ("prompt", f"{numbers.count(row.prompt_tokens)} ({row.cached_tokens:,} cached)"),
+        ("answer", numbers.count(row.generated_tokens)),
+        ("context", f"{numbers.count(used)} of {numbers.count(row.ctx or None)}"),
+        ("drafts right", numbers.percent(row.acceptance)),
+        ("client", row.client or numbers.UNKNOWN),
         ("id", one_line(row.id)),
     ]
     return [Content.assemble((f"{name:<{_NAME}}", "$muted"), (value, "")) for name, value in facts]

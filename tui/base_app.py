@@ -20,9 +20,9 @@ from textual.theme import BUILTIN_THEMES
 from textual.widgets import Input, Static
 
 from localgen.backends.terminal_text import inert
-from localgen.tui.dialog import Sheet
 from localgen.tui.terminal import Terminal
 from localgen.tui.themes import NAMES, THEMES, ThemeChoice
+from localgen.tui.widgets.dialog import Sheet
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 20
 _KEY_COLUMNS = 19

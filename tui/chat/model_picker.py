@@ -16,11 +16,13 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, ProgressBar, Static
 
 from localgen.backends import units
-from localgen.backends.errors import LocalgenError, ModelNotFound
+from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.terminal_text import one_line
-from localgen.client import ModelCard
-from localgen.client.pull import Offer
-from localgen.tui.picker import Picker, has_words, named_row
+from localgen.chat.session import BUILT_IN
+from localgen.client import ModelCard, pullable_models
+from localgen.client.pullable_models import Offer
+from localgen.tui.chat.active_session import OpenSession, Stopped
+from localgen.tui.widgets.picker import Picker, has_words, named_row
 
 _LOOKING, _NONE_SO = "looking", "None of the list is called so."
 
@@ -245,3 +247,36 @@ def _elsewhere(cards: list[ModelCard], offers: list[Offer]) -> Iterator[Choice]:
         if offer.name not in names:
             size = f" · {units.size(offer.size_bytes)}" if offer.size_bytes else ""
             yield Choice(offer.name, f"{offer.title}{size} · to be fetched", is_here=False)
+
+
+class SessionShelf:
+    """Another server fetches its models itself."""
+
+    def __init__(self, opened: OpenSession) -> None:
+        self._opened = opened
+        self._is_elsewhere = opened.session.is_elsewhere
+
+    def cards(self) -> list[ModelCard]:
+        return self._opened.session.client.models()
+
+    def offers(self) -> list[Offer]:
+        return [] if self._is_elsewhere else pullable_models.offers()
+
+    def can_pull(self, name: str) -> bool:
+        return not self._is_elsewhere and pullable_models.can_pull(name)
+
+    def pull(self, name: str, on_bytes: Callable[[int, int], None]) -> str:
+        if self._is_elsewhere:
+            raise InvalidRequest("another server fetches its models itself")
+        return pullable_models.pull(name, on_bytes)
+
+    def load(self, name: str, on_progress: Callable[[float], None]) -> None:
+        """InvalidRequest: the user has ended it."""
+        built_in = name == BUILT_IN and not self._is_elsewhere
+        try:
+            self._opened.use_model(None if built_in else name, on_progress)
+        except Stopped as stopped:
+            raise InvalidRequest("stopped") from stopped
+
+    def stop_loading(self) -> None:
+        self._opened.stop_command()

@@ -10,7 +10,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Input, Static
 
-from localgen.tui.dialog import Dialog
+from localgen.tui.widgets.dialog import Dialog
 
 
 class AskText(Dialog[str | None]):

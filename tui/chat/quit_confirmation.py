@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from textual.screen import Screen
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui.chat.desk import Desk
-from localgen.tui.chat.models import ModelPicker
-from localgen.tui.quantize.workshop import Workshop
+from localgen.tui.chat.model_picker import ModelPicker
+from localgen.tui.chat.session_manager import Desk
+from localgen.tui.quantize.runner import Workshop
 
 
 def question(desk: Desk, screens: Sequence[Screen[object]], workshop: Workshop) -> str:

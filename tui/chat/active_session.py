@@ -18,7 +18,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import Progress, Session
 from localgen.chat.session_store import Kept, SessionBusy, SessionChanged, Sessions
 from localgen.client import ModelClient
-from localgen.tui.chat.answering import Answering
+from localgen.tui.chat.answer_stream import Answering
 
 UNNAMED = "New session"
 # settings that are no sampling parameters

@@ -12,21 +12,19 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.chat import commands
 from localgen.chat.session_store import Kept
-from localgen.tui.chat.ask_text import AskText
-from localgen.tui.chat.compare import CompareScreen, CompareSetup
-from localgen.tui.chat.desk import Desk, Hit
+from localgen.tui.chat.active_session import UNNAMED, OpenSession, Stopped
+from localgen.tui.chat.compare import CompareScreen, CompareSetup, Variant
 from localgen.tui.chat.export import export
 from localgen.tui.chat.main_screen import MainScreen
-from localgen.tui.chat.models import ModelPicker
-from localgen.tui.chat.open_session import UNNAMED, OpenSession, Stopped
+from localgen.tui.chat.model_picker import ModelPicker, SessionShelf
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.search import SearchScreen
-from localgen.tui.chat.shelf import SessionShelf
+from localgen.tui.chat.session_manager import Desk, Hit
+from localgen.tui.chat.text_dialog import AskText
 from localgen.tui.chat.transcript import Transcript
-from localgen.tui.chat.variants import Variant
-from localgen.tui.confirm import Confirm
+from localgen.tui.quantize.runner import Workshop
 from localgen.tui.quantize.screen import QuantizeScreen
-from localgen.tui.quantize.workshop import Workshop
+from localgen.tui.widgets.dialog import Confirm
 
 Tell = Callable[..., None]
 # commands that are keys as well

@@ -9,8 +9,8 @@ from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
 from localgen.quant.report import Row, table
-from localgen.tui import figures
 from localgen.tui.quantize.run import Run
+from localgen.tui.widgets import numbers
 
 _NAME_COLUMNS, _FIGURE_COLUMNS = 13, 11
 
@@ -92,12 +92,12 @@ def _line(name: str, cells: Sequence[str]) -> Content:
 
 
 def _took(run: Run) -> str:
-    took = f"took {figures.clock(run.took_s)}"
+    took = f"took {numbers.clock(run.took_s)}"
     made = run.made
     if made is None or made.layers is None:
         return took
     resumed = f", {made.resumed} were there" if made.resumed else ""
     return (
-        f"{took}: {made.layers} layers in {figures.clock(made.seconds)}{resumed}; at most "
-        f"{figures.size(made.peak_bytes)} of memory, {figures.size(made.estimated_bytes)} estimated"
+        f"{took}: {made.layers} layers in {numbers.clock(made.seconds)}{resumed}; at most "
+        f"{numbers.size(made.peak_bytes)} of memory, {numbers.size(made.estimated_bytes)} estimated"
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from textual.content import Content
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui import figures
 from localgen.tui.gauges.gauge import Gauge
-from localgen.tui.gauges.readings import Drafts as DraftsReading
+from localgen.tui.gauges.samples import Drafts as DraftsReading
+from localgen.tui.widgets import numbers
 
 
 class DraftsGauge(Gauge[DraftsReading]):
@@ -20,29 +20,29 @@ class DraftsGauge(Gauge[DraftsReading]):
         """Where nothing is drafted it says why, as far as the server does."""
         stats = reading.stats
         who = one_line(", ".join(stats.drafters)) if stats else ""
-        lines = [_line("drafts", who or ("none" if stats else figures.UNKNOWN))]
+        lines = [_line("drafts", who or ("none" if stats else numbers.UNKNOWN))]
         if stats and (stats.share or not stats.reason):
             lines.append(
                 Content.assemble(
                     ("right ", "$muted"),
-                    (figures.percent(reading.acceptance), "bold"),
+                    (numbers.percent(reading.acceptance), "bold"),
                     (" a step ", "$muted"),
-                    (figures.number(stats.tokens_per_step or None), "bold"),
+                    (numbers.number(stats.tokens_per_step or None), "bold"),
                     (" speed ×", "$muted"),
-                    (figures.number(stats.speedup or None), "bold"),
+                    (numbers.number(stats.speedup or None), "bold"),
                 )
             )
         elif stats:
             lines.append(Content.styled(f"not now: {one_line(stats.reason)}", "$muted"))
         elif reading.acceptance is not None:
-            right = (figures.percent(reading.acceptance), "bold")
+            right = (numbers.percent(reading.acceptance), "bold")
             lines.append(Content.assemble(("right ", "$muted"), right))
         lines.append(
             Content.assemble(
                 ("prefix hits ", "$muted"),
-                (figures.percent(reading.prefix_hits), "bold"),
+                (numbers.percent(reading.prefix_hits), "bold"),
                 ("  preempted ", "$muted"),
-                (figures.count(reading.preemptions), "bold"),
+                (numbers.count(reading.preemptions), "bold"),
             )
         )
         return lines

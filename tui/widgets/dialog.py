@@ -7,10 +7,10 @@ from typing import ClassVar, TypeVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Button, Static
 
 _Result = TypeVar("_Result")
 
@@ -61,3 +61,39 @@ class Sheet(Dialog[None]):
             box.border_title = Content(self._title)
             box.border_subtitle = "Esc closes"
             yield Static(self._text)
+
+
+class Confirm(Dialog[bool]):
+    """Yes or no. The key that takes nothing away has the focus."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "Yes"),
+        Binding("n,escape", "answer(False)", "No"),
+        Binding("left,right", "app.focus_next", "Other button", show=False),
+    ]
+    DEFAULT_CSS = """
+    Confirm > Vertical {
+        width: 56; max-width: 95%; height: auto; padding: 1 2;
+        border: round $warning; background: $surface;
+    }
+    Confirm Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
+    Confirm Button { margin-left: 2; min-width: 14; }
+    """
+
+    def __init__(self, question: str, *, yes: str, no: str) -> None:
+        super().__init__()
+        self._question, self._yes, self._no = question, yes, no
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Static(Content(self._question))
+            with Horizontal():
+                yield Button(f"{self._no} (n)", id="no", compact=True)
+                yield Button(f"{self._yes} (y)", id="yes", variant="warning", compact=True)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id == "yes")
+
+    def action_answer(self, answer: bool) -> None:
+        """Close with it."""
+        self.dismiss(answer)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from localgen.backends.terminal_text import one_line
 from localgen.client.snapshot import ModelSnapshot, Snapshot, Totals
-from localgen.tui.gauges.readings import (
+from localgen.tui.gauges.samples import (
     BandwidthUse,
     Drafts,
     Latencies,

@@ -11,7 +11,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui.dialog import Dialog
+from localgen.tui.widgets.dialog import Dialog
 
 _Chosen = TypeVar("_Chosen")
 

@@ -11,8 +11,8 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import Kept, Listed, SessionGone
-from localgen.tui.chat.open_session import House, OpenSession
-from localgen.tui.chat.variants import Variant, sessions
+from localgen.tui.chat.active_session import House, OpenSession
+from localgen.tui.chat.compare import Variant, sessions
 
 _AROUND_CHARS = 40
 MOST_HITS = 200

@@ -1,0 +1,1 @@
+"""Widgets that every screen uses: dialogs, pickers, footer, numbers."""
