@@ -124,11 +124,11 @@ def imports(module: str) -> Iterator[str]:
                 yield whole if whole in MODULES else source
 
 
-def part_of(module: str) -> str:
-    """The longest prefix of a module's name that has a place in the order."""
+def place(module: str) -> int:
+    """Index in ORDER of the longest prefix of a module's name."""
     parts = module.split(".")
-    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    return next(prefix for prefix in prefixes if prefix in ORDER)
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next(ORDER.index(prefix) for prefix in prefixes if prefix in ORDER)
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -137,16 +137,49 @@ def may_import(importer: str, imported: str) -> bool:
     for here, there in STRANGERS:
         if f"{importer}.".startswith(f"{here}.") and f"{imported}.".startswith(f"{there}."):
             return False
-    return ORDER.index(part_of(imported)) <= ORDER.index(part_of(importer))
+    return place(imported) <= place(importer)
 
 
-def test_every_folder_is_seen() -> None:
-    assert {part_of(module) for module in MODULES} >= {
-        "localgen.backends",
-        "localgen.backends.llamacpp",
-        "localgen.quant",
+def cycles() -> list[list[str]]:
+    """Groups of modules that import each other, directly or not (Tarjan 1972)."""
+    edges = {
+        module: {name for name in imports(module) if name in MODULES and name != module}
+        for module in MODULES
     }
+    found: list[list[str]] = []
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for name in edges[module]:
+            if name not in index:
+                visit(name)
+            if name in stack:
+                low[module] = min(low[module], low[name])
+        if low[module] == index[module]:
+            group = stack[stack.index(module) :]
+            del stack[-len(group) :]
+            if len(group) > 1:
+                found.append(group)
+
+    for module in MODULES:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_every_package_has_its_place() -> None:
+    packages = {m for m in MODULES if MODULES[m].name == "__init__.py"}
+    assert packages - set(ORDER) == set()
+    assert set(ORDER) - packages == {"localgen.config"}
     assert len(set(MODULES.values())) == len(MODULES)
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    assert cycles() == []
 
 
 @pytest.mark.parametrize(
@@ -180,7 +213,7 @@ def test_import_names_are_those_of_the_package(module: str) -> None:
     assert [name for name in imports(module) if name.split(".")[0] in top_level] == []
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if part_of(m) in FLOOR_0))
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if ORDER[place(m)] in FLOOR_0))
 def test_floor_0_needs_only_numpy_and_jinja(module: str) -> None:
     libraries = {name.split(".")[0] for name in imports(module)} - {"localgen"}
     allowed = FLOOR_0_LIBRARIES | LIBRARIES_OF.get(module, set())
