@@ -50,5 +50,5 @@ $(VENV)/.installed-dev: $(SETUP) $(if $(LLAMA_WHEEL),force)
 
 # Installing derives the model too (setup.py); this is for changes since.
 $(MODEL): $(wildcard localgen/models/tiny/*) $(shell find quant/gguf backends/formats -name '*.py')
-	@$(VENV)/bin/python -c 'from pathlib import Path; from localgen.quant.gguf.convert import convert; \
-		convert(Path("localgen/models/tiny"), Path("$@"))'
+	@$(VENV)/bin/python -c 'from pathlib import Path; from localgen.quant.gguf.convert import convert_to_gguf; \
+		convert_to_gguf(Path("localgen/models/tiny"), Path("$@"))'

@@ -22,9 +22,9 @@ def derive_model() -> None:
     if MODEL.exists() and MODEL.stat().st_mtime >= newest:
         return
     sys.path.insert(0, str(ROOT))
-    from localgen.quant.gguf.convert import convert
+    from localgen.quant.gguf.convert import convert_to_gguf
 
-    convert(SOURCE, MODEL, "F16")
+    convert_to_gguf(SOURCE, MODEL, "F16")
 
 
 class BuildWithModel(build_py):

@@ -84,7 +84,7 @@ class ServerUnavailable(LocalgenError):
     code = "server_unavailable"
 
 
-def error_of(code: str, message: str, param: str | None = None) -> LocalgenError:
+def error_from_code(code: str, message: str, param: str | None = None) -> LocalgenError:
     """The error class of a code that came over a wire; an unknown code stays a LocalgenError."""
     for kind in LocalgenError.__subclasses__():
         if kind.code == code:

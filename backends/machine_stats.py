@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from localgen.backends.types import Phases
+from localgen.backends.types import RequestPhases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuUse:
+class GpuStats:
     """A GPU at this moment, as its driver says. None: it does not say.
 
     busy: share of the time in which a kernel ran.
@@ -27,14 +27,14 @@ class GpuUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineUse:
+class MachineStats:
     """The machine that a server runs on. cpu: share of all its cores that is at work."""
 
     cpu: float | None = None
     cores: int | None = None
     ram_bytes: int | None = None
     ram_free_bytes: int | None = None
-    gpus: tuple[GpuUse, ...] = ()
+    gpus: tuple[GpuStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,4 +71,4 @@ class EndedRequest:
     tokens_per_s: float | None = None
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    phases: Phases = field(default_factory=Phases)
+    phases: RequestPhases = field(default_factory=RequestPhases)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from localgen.backends.types import SamplingParams
 
 # what LoadOptions.draft may be besides a model
-NGRAM, NONE, AUTO = "ngram", "none", "auto"
-DRAFT_WORDS = (NGRAM, NONE, AUTO)
+DRAFT_NGRAM, DRAFT_NONE, DRAFT_AUTO = "ngram", "none", "auto"
+DRAFT_KEYWORDS = (DRAFT_NGRAM, DRAFT_NONE, DRAFT_AUTO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
+class DraftModelRequest:
     """A model that is to draft for another. optional: where it cannot, that one is loaded without
     it, and a note says why."""
 
@@ -66,7 +66,7 @@ class DraftModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ModelLoadRequest:
     """What to load, under which name, how.
 
     memory_bytes: most that weights and KV pool may take; None: what the machine has. draft: the
@@ -77,11 +77,11 @@ class Load:
     path: str
     options: LoadOptions
     memory_bytes: int | None = None
-    draft: DraftModel | None = None
+    draft: DraftModelRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
+class MemoryUsage:
     """Bytes that a runner has allocated, by its own account; None: it cannot tell.
 
     work: buffers of the computation.
@@ -103,7 +103,7 @@ class DraftInfo:
     ctx: int
     kv_bytes: int
     work_bytes: int
-    memory: MemoryUse = MemoryUse()
+    memory: MemoryUsage = MemoryUsage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,5 +145,5 @@ class ModelInfo:
     embedding_width: int = 0
     url: str = ""
     work_bytes: int = 0
-    memory: MemoryUse = MemoryUse()
+    memory: MemoryUsage = MemoryUsage()
     draft: DraftInfo | None = None

@@ -36,11 +36,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 # an infinite logit leaves no probabilities
 _MAX_BIAS = 1e6
 # each is looked up in the whole vocabulary; llama.cpp would cut a longer one without a word
-_MAX_BREAKERS = 32
-_MAX_BREAKER_BYTES = 40
+_MAX_SEQUENCE_BREAKERS = 32
+_MAX_SEQUENCE_BREAKER_BYTES = 40
 
 
-def check(params: SamplingParams) -> None:
+def validate_sampling_params(params: SamplingParams) -> None:
     """InvalidRequest for a value out of range or settings that exclude each other."""
     for name, (lowest, highest) in _RANGES.items():
         value = getattr(params, name)
@@ -53,37 +53,41 @@ def check(params: SamplingParams) -> None:
                 f"logit_bias of token {token} is {bias:g}, it must be a number up to {_MAX_BIAS:g}",
                 param="logit_bias",
             )
-    _check_breakers(params.dry_sequence_breakers or ())
+    _validate_sequence_breakers(params.dry_sequence_breakers or ())
     if params.mirostat and not params.temperature:
         raise InvalidRequest(
             "mirostat cannot be used with temperature 0 (greedy): set one of them",
             param="mirostat",
         )
-    if params.mirostat and is_adaptive(params):
+    if params.mirostat and uses_adaptive_p(params):
         raise InvalidRequest(
             "mirostat and adaptive_target both choose the token: set one of them",
             param="adaptive_target",
         )
-    if is_adaptive(params) and not params.temperature:
+    if uses_adaptive_p(params) and not params.temperature:
         raise InvalidRequest(
             "adaptive_target cannot be used with temperature 0 (greedy): set one of them",
             param="adaptive_target",
         )
 
 
-def _check_breakers(breakers: tuple[str, ...]) -> None:
+def _validate_sequence_breakers(breakers: tuple[str, ...]) -> None:
     name = "dry_sequence_breakers"
-    if len(breakers) > _MAX_BREAKERS:
-        raise InvalidRequest(f"more than {_MAX_BREAKERS} {name}", param=name)
+    if len(breakers) > _MAX_SEQUENCE_BREAKERS:
+        raise InvalidRequest(f"more than {_MAX_SEQUENCE_BREAKERS} {name}", param=name)
     for text in breakers:
-        if not 0 < len(text.encode(errors="replace")) <= _MAX_BREAKER_BYTES or "\0" in text:
+        if (
+            not 0 < len(text.encode(errors="replace")) <= _MAX_SEQUENCE_BREAKER_BYTES
+            or "\0" in text
+        ):
             raise InvalidRequest(
-                f"{name}: {text!r} must be 1 to {_MAX_BREAKER_BYTES} bytes without NUL", param=name
+                f"{name}: {text!r} must be 1 to {_MAX_SEQUENCE_BREAKER_BYTES} bytes without NUL",
+                param=name,
             )
 
 
 # what mirostat decides in place of the truncating samplers
-_TRUNCATION = (
+_REPLACED_BY_MIROSTAT = (
     "top_k",
     "top_p",
     "min_p",
@@ -94,15 +98,15 @@ _TRUNCATION = (
 )
 
 
-def check_asked(asked: SamplingParams) -> None:
+def reject_mirostat_conflicts(requested: SamplingParams) -> None:
     """InvalidRequest if a request asks for mirostat and, explicitly, for what it replaces."""
-    if not asked.mirostat:
+    if not requested.mirostat:
         return
-    for name in _TRUNCATION:
-        if getattr(asked, name) is not None:
+    for name in _REPLACED_BY_MIROSTAT:
+        if getattr(requested, name) is not None:
             raise InvalidRequest(f"mirostat replaces {name}: leave one of them out", param=name)
 
 
-def is_adaptive(params: SamplingParams) -> bool:
+def uses_adaptive_p(params: SamplingParams) -> bool:
     """Whether adaptive-p chooses the token."""
     return params.adaptive_target is not None and params.adaptive_target >= 0

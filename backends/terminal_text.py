@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _C0_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A, 0x0D)}
-_REPLACED = {
+_REPLACEMENTS = {
     code: 0xFFFD
     for block in (
         range(0x80, 0xA0),  # C1: CSI, OSC and friends in one character
@@ -13,10 +13,10 @@ _REPLACED = {
     )
     for code in block
 }
-_TABLE: dict[int, int | None] = {**_C0_PICTURES, **_REPLACED, 0x7F: 0x2421, 0x0D: None}
+_TABLE: dict[int, int | None] = {**_C0_PICTURES, **_REPLACEMENTS, 0x7F: 0x2421, 0x0D: None}
 
 
-def inert(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """The text with every control character but newline and tab made visible; \\r is dropped.
 
     Character by character, so a stream may be cut anywhere: an escape sequence that spans two
@@ -27,4 +27,4 @@ def inert(text: str) -> str:
 
 def one_line(text: str) -> str:
     """The text inert and on a single line."""
-    return " ".join(inert(text).split())
+    return " ".join(escape_control_chars(text).split())

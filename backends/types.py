@@ -288,7 +288,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
+class RequestPhases:
     """Milliseconds of a request's life, in order; what has not begun is 0.
 
     cached: taking the known beginning of its prompt from the cache; prefill: the steps of the rest
@@ -322,7 +322,7 @@ class SequenceStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     ttft_ms: float | None = None
-    phases: Phases = Phases()
+    phases: RequestPhases = RequestPhases()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def size(size_bytes: float) -> str:
+def format_size(size_bytes: float) -> str:
     """Bytes for people, in powers of 1000 as `ps` and the hubs write them."""
     unit = 0
     while size_bytes >= 999.5 and unit < len(_BYTE_UNITS) - 1:
@@ -15,21 +15,21 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.{digits}f} {_BYTE_UNITS[unit]}"
 
 
-def duration(ms: float) -> str:
+def format_duration(ms: float) -> str:
     """Milliseconds below a second, seconds above."""
     return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.2f} s"
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def as_gb(size_bytes: float) -> str:
+def format_gb(size_bytes: float) -> str:
     """`1.5 GB`, as error messages state sizes."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
-def minutes(seconds: float) -> str:
+def format_elapsed(seconds: float) -> str:
     """`1 h 05 min`, `3 min 20 s` or `12 s`."""
     whole = round(seconds)
     if whole >= 3600:

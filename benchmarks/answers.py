@@ -20,12 +20,12 @@ class NumberTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.bos = self.eos = ""
-        self.end_ids: frozenset[int] = frozenset()
+        self.eos_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:
         return [int(number) for number in text.split()]
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_for_embedding(self, text: str) -> list[int]:
         return self.encode(text)
 
     def piece(self, token: int) -> bytes:

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from benchmarks import random_gguf
 from benchmarks.measure import table
-from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.native import Context, Model
-from localgen.backends.llamacpp.options import settle
+from localgen.backends.llamacpp.batch import LlamaBatch
+from localgen.backends.llamacpp.native import LlamaContext, LlamaModel
+from localgen.backends.llamacpp.options import resolve_llama_options
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Seq
@@ -31,17 +31,19 @@ _REPEATS = 5
 class Cache:
     """A context whose sequences are filled and extended directly."""
 
-    def __init__(self, model: Model, *, tokens: int, sequences: int, unified: bool) -> None:
+    def __init__(self, model: LlamaModel, *, tokens: int, sequences: int, unified: bool) -> None:
         size = -(-tokens // 256) * 256
-        options = replace(settle(LoadOptions()), kv_unified=unified)
-        self.context = Context(model, options, kv_tokens=size * sequences, n_seq_max=sequences)
-        self._batch = Batch(self.context.n_batch)
-        self._seq = Seq(id="", tokens=[], num_prompt=0, params=SamplingParams(), ctx=0, limit=0)
+        options = replace(resolve_llama_options(LoadOptions()), kv_unified=unified)
+        self.context = LlamaContext(model, options, kv_tokens=size * sequences, n_seq_max=sequences)
+        self._batch = LlamaBatch(self.context.n_batch)
+        self._seq = Seq(id="", tokens=[], num_prompt=0, params=SamplingParams(), ctx=0, max_len=0)
 
     def step(self, sequences: Sequence[int], start: int, rows: int) -> float:
         """Compute `rows` tokens of each behind `start` others; milliseconds."""
         tokens = [5] * rows
-        chunks = [Chunk(seq=self._seq, start=start, tokens=tokens, samples=True) for _ in sequences]
+        chunks = [
+            Chunk(seq=self._seq, start=start, tokens=tokens, is_sampled=True) for _ in sequences
+        ]
         self._batch.fill(chunks, sequences)
         begun = time.perf_counter()
         assert self.context.decode(self._batch.native).result() == 0
@@ -54,7 +56,7 @@ class Cache:
 
 
 @contextmanager
-def _cache(model: Model, tokens: int, sequences: int, *, unified: bool) -> Iterator[Cache]:
+def _cache(model: LlamaModel, tokens: int, sequences: int, *, unified: bool) -> Iterator[Cache]:
     cache = Cache(model, tokens=tokens + 256, sequences=sequences, unified=unified)
     yield cache
     cache.context.close()
@@ -65,7 +67,7 @@ def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(_REPEATS))
 
 
-def crowd(model: Model, sequences: int, length: int, *, unified: bool) -> tuple[float, float]:
+def crowd(model: LlamaModel, sequences: int, length: int, *, unified: bool) -> tuple[float, float]:
     """Milliseconds of a decode step of all sequences, and of copying one to another."""
     with _cache(model, length, sequences, unified=unified) as cache:
         cache.fill(length)
@@ -79,20 +81,20 @@ def crowd(model: Model, sequences: int, length: int, *, unified: bool) -> tuple[
         def step() -> float:
             took = cache.step(everyone, length, 1)
             for sequence in everyone:
-                cache.context.cut(sequence, length)
+                cache.context.truncate(sequence, length)
             return took
 
         return _median(step), statistics.median(copies)
 
 
-def rows(model: Model, length: int) -> list[float]:
+def rows(model: LlamaModel, length: int) -> list[float]:
     """Milliseconds of a step of so many ROWS behind `length` tokens."""
     with _cache(model, length, 1, unified=True) as cache:
         cache.fill(length)
 
         def step(count: int) -> float:
             took = cache.step([0], length, count)
-            cache.context.cut(0, length)
+            cache.context.truncate(0, length)
             return took
 
         return [_median(lambda count=count: step(count)) for count in ROWS]  # type: ignore[misc]
@@ -100,8 +102,10 @@ def rows(model: Model, length: int) -> list[float]:
 
 def main() -> None:
     """Measure and print."""
-    model = Model(
-        random_gguf.cached(random_gguf.SHAPES["1b"]), settle(LoadOptions()), lambda _: None
+    model = LlamaModel(
+        random_gguf.cached(random_gguf.SHAPES["1b"]),
+        resolve_llama_options(LoadOptions()),
+        lambda _: None,
     )
     lines = []
     for sequences, length in CROWDS:

@@ -19,10 +19,10 @@ from benchmarks.servers import Localgen, private_settings
 from benchmarks.speed import Bench
 from benchmarks.streams import StreamFailed
 from localgen.backends.errors import LocalgenError
-from localgen.backends.llamacpp.loader import load
-from localgen.backends.model_info import Load, LoadOptions
-from localgen.config import Settings
-from localgen.hub.resolve import BUILT_IN, BUILT_IN_PATH
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.config import ServerSettings
+from localgen.hub.resolve import BUILT_IN_MODEL, BUILT_IN_PATH
 
 RESULTS = Path(__file__).parent / "results"
 CTX, KV_TOKENS = 8192, 16_384
@@ -62,7 +62,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure(options: argparse.Namespace, tools: Tools | None, settings: Settings) -> Report:
+def _measure(options: argparse.Namespace, tools: Tools | None, settings: ServerSettings) -> Report:
     plan = speed.QUICK if options.quick else speed.FULL
     model = random_gguf.cached(random_gguf.SHAPES["quick" if options.quick else "1b"])
     server = Localgen(
@@ -109,13 +109,16 @@ def _speed(bench: Bench, only: tuple[str, ...]) -> None:
         speed.alone(bench, when="pool in use", fresh=False)
 
 
-def _footprint(report: Report, settings: Settings, options: argparse.Namespace) -> None:
+def _footprint(report: Report, settings: ServerSettings, options: argparse.Namespace) -> None:
     """The rest is measured with the built-in model, so that the engine takes next to nothing."""
     runs = 10 if not options.quick else 3
     if "overhead" in options.only:
         tiny = Localgen(settings, None, LoadOptions(threads=options.threads))
-        alone = load(
-            Load(BUILT_IN, str(BUILT_IN_PATH), LoadOptions(threads=options.threads)), lambda _: None
+        alone = load_llamacpp_model(
+            ModelLoadRequest(
+                BUILT_IN_MODEL, str(BUILT_IN_PATH), LoadOptions(threads=options.threads)
+            ),
+            lambda _: None,
         )
         footprint.overhead(report, tiny, alone, 3 * runs)
         alone.runner.close()

@@ -17,7 +17,7 @@ from benchmarks.measure import Report
 from benchmarks.servers import Localgen
 from benchmarks.streams import LocalgenSpeaker, StreamFailed
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.types import Message, Request, SamplingParams, StepEvents
 from localgen.machine.python_process import python_command, python_environment
@@ -60,7 +60,7 @@ class InProcess:
         self._ended = False
         self._engine = Engine(
             loaded.runner,
-            Intake(
+            InputProcessor(
                 limits=loaded.runner.limits,
                 tokenizer=loaded.tokenizer,
                 template=loaded.template,
@@ -132,7 +132,7 @@ def _chatting(server: Localgen) -> Iterator[int]:
     terminal, theirs = pty.openpty()
     options = ["--temp", "0", "--ignore-eos", "-n", str(_CHAT_TOKENS)]
     command = _localgen("chat", *([server.model] if server.model else []), *options)
-    environment = _environment() | server.settings.environment() | {"TERM": "xterm-256color"}
+    environment = _environment() | server.settings.to_environment() | {"TERM": "xterm-256color"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
     )
@@ -155,7 +155,7 @@ def _chatting(server: Localgen) -> Iterator[int]:
 
 def _is_answering(server: Localgen) -> bool:
     with server.client() as client:
-        return any(model.active_requests for model in client.running())
+        return any(model.active_requests for model in client.running_models())
 
 
 def _read_all(terminal: int, said: bytearray) -> None:

@@ -19,8 +19,8 @@ from benchmarks.servers import private_settings
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Message, SamplingParams
-from localgen.client import Client, Text
-from localgen.hub.resolve import BUILT_IN, BUILT_IN_PATH
+from localgen.client import Client, TextDelta
+from localgen.hub.resolve import BUILT_IN_MODEL, BUILT_IN_PATH
 
 QUESTIONS = Path(__file__).parents[1] / "tests" / "data" / "questions.jsonl"
 MAX_TOKENS = 120
@@ -58,7 +58,7 @@ def compare(tools: Tools) -> list[Comparison]:
     """Every question through both."""
     with private_settings() as settings, Client(settings) as client:
         client.connect()
-        info = client.load(BUILT_IN, LoadOptions(), lambda _share: None)
+        info = client.load(BUILT_IN_MODEL, LoadOptions(), lambda _share: None)
         assert info.chat_template is not None
         template = ChatTemplate(info.chat_template)
         prompts = [template.render(chat) for chat in _chats()]
@@ -75,8 +75,8 @@ def _chats() -> list[list[Message]]:
 
 def _ours(client: Client, prompt: str) -> str:
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    events = client.complete(BUILT_IN, prompt, params)
-    return "".join(event.text for event in events if isinstance(event, Text)).strip()
+    events = client.complete(BUILT_IN_MODEL, prompt, params)
+    return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()
 
 
 def _theirs(tools: Tools, prompt: str) -> str:

@@ -29,7 +29,7 @@ class Side:
     def over(cls, runner: ModelRunner, vocab: int, drafters: Seq[Drafter]) -> Side:
         """An engine over a runner that others have too, and that must not look ahead: what was
         computed for one side would be lost with the next one's step."""
-        assert not runner.limits.looks_ahead
+        assert not runner.limits.runs_ahead
         clock = OwnTime()
         session = Session(runner, vocab, itl_target_ms=2000.0, drafters=drafters, clock=clock)
         return cls(session, clock)

@@ -14,8 +14,8 @@ from benchmarks.gpu_parts.loaded import watched_runner
 from benchmarks.gpu_parts.shapes import llama
 from benchmarks.measure import ModelLine
 from localgen.backends.cuda.model.weights import random_weights
-from localgen.backends.llamacpp.loader import load
-from localgen.backends.model_info import DraftModel, Load, LoadOptions
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import ModelRunner
 from localgen.hub.resolve import BUILT_IN_PATH
 
@@ -33,7 +33,7 @@ _TARGET = llama(
     vocab=2048,
     max_len=CTX,
 )
-_DRAFT = replace(_TARGET, layers=1, windows=(None,))
+_DRAFT = replace(_TARGET, num_layers=1, sliding_windows=(None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _twins(threads: int | None) -> Pair:
         line=ModelLine("llama F32, random", weights[0].num_bytes, _TARGET.num_params),
         target=runners[0],
         draft=runners[1],
-        vocab=_TARGET.vocab,
+        vocab=_TARGET.vocab_size,
         threads=torch.get_num_threads(),
         close=close,
         is_small=True,
@@ -99,8 +99,10 @@ def _llamacpp(name: str, target_path: Path, draft_path: Path, threads: int | Non
     is_trained = target_path == BUILT_IN_PATH
     weights = "" if is_trained else ", random"
     options = LoadOptions(ctx=None if is_trained else CTX, kv_tokens=KV_TOKENS, threads=threads)
-    asked = Load(name, str(target_path), options, draft=DraftModel("draft", str(draft_path)))
-    model = load(asked, lambda _: None)
+    asked = ModelLoadRequest(
+        name, str(target_path), options, draft=DraftModelRequest("draft", str(draft_path))
+    )
+    model = load_llamacpp_model(asked, lambda _: None)
     assert model.draft is not None
     target, drafting, info = model.runner, model.draft.runner, model.info
 
@@ -117,5 +119,5 @@ def _llamacpp(name: str, target_path: Path, draft_path: Path, threads: int | Non
         threads=info.options.threads or 0,
         close=close,
         is_small=is_trained,
-        encode=model.tokenizer.encode_text if is_trained else None,
+        encode=model.tokenizer.encode_for_embedding if is_trained else None,
     )

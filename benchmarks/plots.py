@@ -29,7 +29,7 @@ Redraw = Callable[[Any, Values], object]
 
 
 def _own(widget: Any, values: Values) -> None:
-    widget.update("\n".join(plot(values, WIDTH, ROWS, samples=SAMPLES)))
+    widget.update("\n".join(plot(values, WIDTH, ROWS, min_points=SAMPLES)))
 
 
 def _sparkline(widget: Any, values: Values) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.measure import ModelLine, Report, command, table
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.folder import Checkpoint
-from localgen.backends.formats.hf.tensor_names import Tensors
-from localgen.quant.calibrate.input_stats import multiplied_in
-from localgen.quant.calibrate.layer_forward import LayerForward, embed, logits
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.backends.formats.hf.tensor_names import LayerTensors
+from localgen.quant.calibrate.input_stats import calibration_dtype
+from localgen.quant.calibrate.layer_forward import LayerForward, compute_logits, embed_tokens
 from localgen.quant.methods.layer import quantize_layer
 from localgen.quant.request.recipe import Recipe
 
@@ -81,19 +81,19 @@ class Subject:
         lines = (HERE / "data" / "heldout.txt").read_text(encoding="utf-8").splitlines(True)
         halves = "".join(lines[: len(lines) // 2]), "".join(lines[len(lines) // 2 :])
         calibration, trial = reversed(halves) if swap else halves
-        self.spec = read_config(MODEL)
-        self._checkpoint = Checkpoint(MODEL)
+        self.spec = read_hf_config(MODEL)
+        self._checkpoint = NumpyCheckpoint(MODEL)
         self._embedding = self._read("model.embed_tokens.weight")
         self._forward = LayerForward(self.spec, WINDOW)
         # as the command does it
-        dtype = multiplied_in(torch.device("cpu"), self.spec.hidden)
+        dtype = calibration_dtype(torch.device("cpu"), self.spec.hidden_size)
         self._calibrating = LayerForward(self.spec, WINDOW, dtype=dtype)
         self._calibration = windows(calibration)[:, :WINDOW]
         self._trial = windows(trial)
 
     def loss(self, recipe: Recipe | None) -> Loss:
         """What is left after quantization by a recipe; None: of the original."""
-        layers = [self._layer(index) for index in range(self.spec.layers)]
+        layers = [self._layer(index) for index in range(self.spec.num_layers)]
         if recipe is not None:
             layers = self._quantized(layers, recipe)
         nats = divergence = 0.0
@@ -107,32 +107,32 @@ class Subject:
 
     @cached_property
     def _original(self) -> list[Tensor]:
-        layers = [self._layer(index) for index in range(self.spec.layers)]
+        layers = [self._layer(index) for index in range(self.spec.num_layers)]
         return [self._log_shares(layers, batch) for batch in torch.split(self._trial, BATCH)]
 
-    def _quantized(self, layers: list[Tensors], recipe: Recipe) -> list[Tensors]:
+    def _quantized(self, layers: list[LayerTensors], recipe: Recipe) -> list[LayerTensors]:
         """Each calibrated with what comes out of the quantized ones before."""
         found = []
-        hidden = embed(self.spec, self._embedding, self._calibration)
+        hidden = embed_tokens(self.spec, self._embedding, self._calibration)
         for index, layer in enumerate(layers):
             given = torch.split(hidden, BATCH)
             found.append(
                 quantize_layer(
                     self.spec, index, layer, partial(iter, given), self._calibrating, recipe
-                ).dequantized()
+                ).dequantize()
             )
             hidden = torch.cat([self._calibrating.run(index, found[-1], part) for part in given])
         return found
 
-    def _log_shares(self, layers: list[Tensors], ids: Tensor) -> Tensor:
+    def _log_shares(self, layers: list[LayerTensors], ids: Tensor) -> Tensor:
         """log p of every next token: float32 [windows, WINDOW, vocab]."""
-        hidden = embed(self.spec, self._embedding, ids[:, :-1])
+        hidden = embed_tokens(self.spec, self._embedding, ids[:, :-1])
         for index, layer in enumerate(layers):
             hidden = self._forward.run(index, layer, hidden)
         norm = self._read("model.norm.weight")
-        return logits(self.spec, norm, self._embedding, hidden).log_softmax(-1)
+        return compute_logits(self.spec, norm, self._embedding, hidden).log_softmax(-1)
 
-    def _layer(self, index: int) -> Tensors:
+    def _layer(self, index: int) -> LayerTensors:
         prefix = f"model.layers.{index}."
         names = [name for name in self._checkpoint.names() if name.startswith(prefix)]
         return {name.removeprefix(prefix): self._read(name) for name in names}

@@ -26,7 +26,7 @@ from benchmarks.measure import machine
 from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
 from localgen.hub.resolve import BUILT_IN_PATH
 from localgen.machine.python_process import python_command, python_environment
-from localgen.quant.files.safetensors_writer import Entry, write
+from localgen.quant.files.safetensors_writer import StreamedTensor, write_safetensors
 
 RESULTS = Path(__file__).with_name("results")
 _METHODS = "rtn,fp8,awq,gptq"
@@ -103,7 +103,7 @@ def random_folder(shape: Shape, place: Path) -> Path:
     for path in BUILT_IN_PATH.with_suffix("").glob("*token*.json"):
         shutil.copyfile(path, folder / path.name)
     (folder / "config.json").write_text(json.dumps(config_of(shape)), encoding="utf-8")
-    write(folder / "model.safetensors", entries(shape))
+    write_safetensors(folder / "model.safetensors", entries(shape))
     return folder
 
 
@@ -128,7 +128,7 @@ def config_of(shape: Shape) -> dict[str, object]:
     }
 
 
-def entries(shape: Shape) -> dict[str, Entry]:
+def entries(shape: Shape) -> dict[str, StreamedTensor]:
     """All tensors, made as they are written."""
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     linears = {
@@ -153,18 +153,20 @@ def entries(shape: Shape) -> dict[str, Entry]:
     return found
 
 
-def _normal(rows: int, width: int) -> Entry:
+def _normal(rows: int, width: int) -> StreamedTensor:
     def pieces() -> Iterator[Tensor]:
         made = torch.Generator().manual_seed(rows + width)
         for first in range(0, rows, _PIECE_ROWS):
             count = min(_PIECE_ROWS, rows - first)
             yield torch.randn(count, width, generator=made).mul_(EMBEDDING_STD).bfloat16()
 
-    return Entry(torch.bfloat16, (rows, width), pieces)
+    return StreamedTensor(torch.bfloat16, (rows, width), pieces)
 
 
-def _ones(size: int) -> Entry:
-    return Entry(torch.bfloat16, (size,), lambda: (torch.ones(size, dtype=torch.bfloat16),))
+def _ones(size: int) -> StreamedTensor:
+    return StreamedTensor(
+        torch.bfloat16, (size,), lambda: (torch.ones(size, dtype=torch.bfloat16),)
+    )
 
 
 def _save(found: list[Figures], more: tuple[str, ...], target: Path | None) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import localgen.quant
 from benchmarks.step_curve import Curve, step_ms
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.runner.interface import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
+from localgen.backends.runner.interface import (
+    Chunk,
+    ModelRunner,
+    PoolUsage,
+    SampledTokens,
+    StepResult,
+)
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
@@ -47,14 +53,14 @@ class Reciting:
         found = self._runner.collect(own)
         return [self._said(chunk) or one for chunk, one in zip(chunks, found, strict=True)]
 
-    def _said(self, chunk: Chunk) -> Sampled | None:
+    def _said(self, chunk: Chunk) -> SampledTokens | None:
         text = self._texts.get(tuple(chunk.seq.tokens[: chunk.seq.num_prompt]))
-        if text is None or not chunk.samples:
+        if text is None or not chunk.is_sampled:
             return None
         at = chunk.start + len(chunk) - chunk.num_drafts
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
         right = _right(drafts, text[at:])
-        return Sampled(tuple(text[at : at + right + 1]))
+        return SampledTokens(tuple(text[at : at + right + 1]))
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self._runner.rewind(seq, length)
@@ -122,7 +128,7 @@ def _took_ms(curve: Curve, prompt: Seq[int], answer: Seq[int], drafts: int) -> f
         num_prompt=len(prompt),
         params=SamplingParams(),
         ctx=len(text),
-        limit=len(text),
+        max_len=len(text),
     )
     drafter, took_ms = NgramDrafter(), 0.0
     while len(seq.tokens) < len(text):

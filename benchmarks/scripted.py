@@ -7,8 +7,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from localgen.backends.engine.speculation.drafter import Drafter, Proposal
-from localgen.backends.runner.interface import Chunk, ModelRunner, PoolUsage, Sampled, StepResult
+from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
+from localgen.backends.runner.interface import (
+    Chunk,
+    ModelRunner,
+    PoolUsage,
+    SampledTokens,
+    StepResult,
+)
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
 
@@ -23,32 +29,32 @@ class Watched:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.name, self.must_be_tried = drafter.name, drafter.must_be_tried
+        self.name, self.needs_probing = drafter.name, drafter.needs_probing
 
-    def chances(self, seq: Sequence, most: int) -> Seq[float]:
-        return self._drafter.chances(seq, most)
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> Seq[float]:
+        return self._drafter.acceptance_probs(seq, max_drafts)
 
     @property
     def failure(self) -> str:
         return self._drafter.failure
 
-    def draft_ms(self, sequences: int) -> float:
-        return self._drafter.draft_ms(sequences)
+    def draft_ms(self, num_sequences: int) -> float:
+        return self._drafter.draft_ms(num_sequences)
 
-    def usual_chance(self) -> float:
-        return self._drafter.usual_chance()
+    def default_acceptance(self) -> float:
+        return self._drafter.default_acceptance()
 
-    def catch_up(self, most_ms: float) -> None:
-        self._drafter.catch_up(most_ms)
+    def prefill(self, budget_ms: float) -> None:
+        self._drafter.prefill(budget_ms)
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
-        return self._drafter.propose(wanted)
+    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+        return self._drafter.propose(requests)
 
-    def learn(self, seq: Sequence, came: Seq[int]) -> None:
-        self._drafter.learn(seq, came)
+    def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
+        self._drafter.observe(seq, new_tokens)
 
-    def forget(self, seq: Sequence) -> None:
-        self._drafter.forget(seq)
+    def release(self, seq: Sequence) -> None:
+        self._drafter.release(seq)
 
     def close(self) -> None:
         self._drafter.close()
@@ -64,21 +70,21 @@ class Counted(Watched):
         self.right = self.wrong = 0
         self.lengths: list[int] = []
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
-        proposals = super().propose(wanted)
+    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+        proposals = super().propose(requests)
         self._proposed = {
-            seq: found.tokens for (seq, _), found in zip(wanted, proposals, strict=True)
+            seq: found.tokens for (seq, _), found in zip(requests, proposals, strict=True)
         }
         self.lengths += [len(found.tokens) for found in proposals if found.tokens]
         return proposals
 
-    def learn(self, seq: Sequence, came: Seq[int]) -> None:
-        for draft, token in zip(self._proposed.pop(seq, []), came, strict=False):
+    def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
+        for draft, token in zip(self._proposed.pop(seq, []), new_tokens, strict=False):
             if draft != token:
                 self.wrong += 1
                 break
             self.right += 1
-        super().learn(seq, came)
+        super().observe(seq, new_tokens)
 
 
 def acceptance(counted: Seq[Counted]) -> float:
@@ -96,14 +102,14 @@ class Insisting(Watched):
         super().__init__(drafter)
         self._drafts = drafts
 
-    def chances(self, seq: Sequence, most: int) -> Seq[float]:
-        return [1.0] * len(self._drafter.chances(seq, min(most, self._drafts)))
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> Seq[float]:
+        return [1.0] * len(self._drafter.acceptance_probs(seq, min(max_drafts, self._drafts)))
 
-    def draft_ms(self, sequences: int) -> float:
+    def draft_ms(self, num_sequences: int) -> float:
         return 0.0
 
-    def usual_chance(self) -> float:
-        return 1.0 if self._drafter.usual_chance() else 0.0
+    def default_acceptance(self) -> float:
+        return 1.0 if self._drafter.default_acceptance() else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class Scripted:
 
     def collect(self, ticket: Any) -> StepResult:
         return [
-            Sampled(tuple(self._token() for _ in sampled.tokens))
+            SampledTokens(tuple(self._token() for _ in sampled.tokens))
             for sampled in self._runner.collect(ticket.ticket)
         ]
 

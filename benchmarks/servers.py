@@ -15,8 +15,8 @@ import httpx
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.client import Client
-from localgen.config import Settings
-from localgen.hub.resolve import BUILT_IN
+from localgen.config import ServerSettings
+from localgen.hub.resolve import BUILT_IN_MODEL
 
 _START_S = 120.0
 # a server left behind by a benchmark that was killed ends by itself
@@ -24,15 +24,15 @@ _KEEP_ALIVE_S = 900.0
 
 
 @contextlib.contextmanager
-def private_settings() -> Iterator[Settings]:
+def private_settings() -> Iterator[ServerSettings]:
     """Settings under which no other server of this user is met; what runs there ends with it."""
     with tempfile.TemporaryDirectory(prefix="localgen-bench-") as folder:
-        settings = Settings(
+        settings = ServerSettings(
             runtime_dir=Path(folder) / "run",
             state_dir=Path(folder) / "state",
             keep_alive_s=_KEEP_ALIVE_S,
         )
-        settings.prepare()
+        settings.create_dirs()
         try:
             yield settings
         finally:
@@ -43,7 +43,7 @@ def private_settings() -> Iterator[Settings]:
 class Localgen:
     """localgen's server with one model loaded; a new Client is what a new terminal would be."""
 
-    def __init__(self, settings: Settings, model: Path | None, options: LoadOptions) -> None:
+    def __init__(self, settings: ServerSettings, model: Path | None, options: LoadOptions) -> None:
         self.settings = settings
         self.model = None if model is None else str(model)
         self._options = options
@@ -59,7 +59,7 @@ class Localgen:
     def unload(self) -> None:
         """Give the model's memory back."""
         with Client(self.settings) as client:
-            client.unload(self.model or BUILT_IN)
+            client.unload(self.model or BUILT_IN_MODEL)
 
     def client(self) -> Client:
         """A client, closed at the end of the run."""

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from benchmarks.answers import Answer, NumberTokenizer
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.types import (
@@ -61,7 +61,7 @@ class Session:
         self._answers: dict[str, Answer] = {}
         self._count = 0
         self.stats = EngineStats()
-        intake = Intake(
+        intake = InputProcessor(
             limits=runner.limits,
             tokenizer=NumberTokenizer(vocab),
             template=None,

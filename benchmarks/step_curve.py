@@ -50,7 +50,7 @@ class _Text:
             num_prompt=context,
             params=_GREEDY,
             ctx=most,
-            limit=most,
+            max_len=most,
         )
         self._seq.num_computed = runner.admit(self._seq, spare=0)
         self._read(context - 1)
@@ -61,7 +61,7 @@ class _Text:
             count = min(runner.limits.max_batch_tokens, until - seq.num_computed)
             assert runner.grow(seq, count)
             tokens = seq.tokens[seq.num_computed : seq.num_computed + count]
-            chunk = Chunk(seq=seq, start=seq.num_computed, tokens=tokens, samples=False)
+            chunk = Chunk(seq=seq, start=seq.num_computed, tokens=tokens, is_sampled=False)
             runner.collect(runner.launch([chunk]))
             seq.num_computed += count
 
@@ -75,7 +75,7 @@ class _Text:
             start=start,
             tokens=[seq.tokens[-1], *(self._any_token() for _ in range(drafts))],
             num_drafts=drafts,
-            samples=True,
+            is_sampled=True,
         )
         begun_s = time.perf_counter()
         runner.collect(runner.launch([chunk]))

@@ -15,7 +15,7 @@ from typing import Protocol
 import httpx
 
 from localgen.backends.types import Message, SamplingParams
-from localgen.client import Answer, Client, Text
+from localgen.client import Client, Completion, TextDelta
 from localgen.client.protocol import message_fields
 
 # llama-server now and then closes a new connection before it has read the request
@@ -86,16 +86,16 @@ class LocalgenSpeaker:
         stream = Stream(sent_s=time.perf_counter())
         for part in self._parts(prompt, params):
             match part:
-                case Text(text, num_tokens):
+                case TextDelta(text, num_tokens):
                     stream.arrived(text, num_tokens)
-                case Answer():
+                case Completion():
                     stream.prompt_tokens = part.prompt_tokens or 0
                     stream.cached_tokens = part.cached_tokens or 0
                     stream.completion_tokens = part.completion_tokens
                     stream.engine_ttft_ms = part.timings.ttft_ms
         return _ended(stream, max_tokens)
 
-    def _parts(self, prompt: Prompt, params: SamplingParams) -> Iterator[Text | Answer]:
+    def _parts(self, prompt: Prompt, params: SamplingParams) -> Iterator[TextDelta | Completion]:
         if isinstance(prompt, str):
             return self._client.complete(self._model, prompt, params)
         return self._client.chat(self._model, prompt, params)

@@ -15,7 +15,7 @@ import time
 
 import psutil
 
-from localgen.config import Settings
+from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-9;?<>=]*[a-zA-Z$]|[()=>].?)")
@@ -24,14 +24,14 @@ _ESCAPES = re.compile(rb"\x1b(?:\[[0-9;?<>=]*[a-zA-Z$]|[()=>].?)")
 class Screen:
     """A program of localgen on a pseudo-terminal of so many columns and rows."""
 
-    def __init__(self, settings: Settings, size: tuple[int, int], *command: str) -> None:
+    def __init__(self, settings: ServerSettings, size: tuple[int, int], *command: str) -> None:
         columns, rows = size
         self._fd, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.started_s = time.monotonic()
         self._process = subprocess.Popen(
             python_command("localgen.cli.main", *command),
-            env=python_environment() | settings.environment() | {"TERM": "xterm-256color"},
+            env=python_environment() | settings.to_environment() | {"TERM": "xterm-256color"},
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)

@@ -22,9 +22,9 @@ from typing import Any
 import localgen
 from benchmarks.measure import ModelLine, Report
 from benchmarks.terminal import Screen
-from localgen.backends.machine_stats import EndedRequest, MachineUse, ReadCost
-from localgen.backends.types import EngineStats, Phases, SequenceStats, SpeculationStats
-from localgen.config import Settings
+from localgen.backends.machine_stats import EndedRequest, MachineStats, ReadCost
+from localgen.backends.types import EngineStats, RequestPhases, SequenceStats, SpeculationStats
+from localgen.config import ServerSettings
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = ((120, 40), (200, 60))
@@ -52,7 +52,9 @@ def _session(number: int, elapsed_s: float) -> SequenceStats:
         draft_tokens=generated // 2,
         accepted_tokens=generated // 3,
         ttft_ms=120.0 + number,
-        phases=Phases(queue_ms=3.0, prefill_ms=90.0, first_step_ms=25.0, decode_ms=elapsed_s * 1e3),
+        phases=RequestPhases(
+            queue_ms=3.0, prefill_ms=90.0, first_step_ms=25.0, decode_ms=elapsed_s * 1e3
+        ),
     )
 
 
@@ -96,7 +98,7 @@ def _snapshot(elapsed_s: float, *, busy: bool) -> dict[str, Any]:
         "size_bytes": 4_700_000_000, "processor": "100% GPU", "ctx": 8192,
         "read": asdict(read), "stats": asdict(stats),
     }  # fmt: skip
-    machine = MachineUse(cpu=0.4, cores=8, ram_bytes=64 << 30, ram_free_bytes=40 << 30)
+    machine = MachineStats(cpu=0.4, cores=8, ram_bytes=64 << 30, ram_free_bytes=40 << 30)
     server = {"status": "ok", "version": localgen.__version__, "uptime_s": elapsed_s}
     return {
         "server": server,
@@ -127,11 +129,11 @@ def serve(path: str, busy: bool) -> None:
 
 
 @contextmanager
-def _scripted(*, busy: bool) -> Iterator[Settings]:
+def _scripted(*, busy: bool) -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         root = Path(folder)
-        settings = Settings(runtime_dir=root / "run", state_dir=root / "state")
-        settings.prepare()
+        settings = ServerSettings(runtime_dir=root / "run", state_dir=root / "state")
+        settings.create_dirs()
         server = multiprocessing.get_context("fork").Process(
             target=serve, args=(str(settings.socket_path), busy), daemon=True
         )
@@ -156,7 +158,9 @@ class Figures:
     key_ms: tuple[float, ...]
 
 
-def _round(settings: Settings, size: tuple[int, int], seconds: float, *, keys: int) -> Figures:
+def _round(
+    settings: ServerSettings, size: tuple[int, int], seconds: float, *, keys: int
+) -> Figures:
     screen = Screen(settings, size, "top")
     try:
         painted_s = screen.read(screen.started_s + 30, b"Requests")

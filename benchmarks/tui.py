@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.measure import ModelLine, Report
 from benchmarks.terminal import Screen
-from localgen.config import Settings
+from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,7 +29,7 @@ _CTRL_N = b"\x0e"
 _EACH_S = 0.2
 
 
-def _round(settings: Settings, tokens: int, presses: int) -> dict[str, list[float]]:
+def _round(settings: ServerSettings, tokens: int, presses: int) -> dict[str, list[float]]:
     screen = Screen(settings, SIZE, "tui", "tiny", "--ignore-eos", "--max-tokens", str(tokens))
     try:
         painted_s = screen.read(screen.started_s + 30, b"localgen tui")
@@ -65,7 +65,7 @@ def _echo_ms(screen: Screen, character: str) -> float:
     return (seen_s - since_s) * 1e3
 
 
-def _running(settings: Settings) -> int:
+def _running(settings: ServerSettings) -> int:
     from localgen.client import Client
 
     with Client(settings) as client:
@@ -84,15 +84,17 @@ def main() -> int:
     found: dict[str, list[float]] = {}
     for _ in range(asked.rounds):
         with tempfile.TemporaryDirectory(prefix="lg") as folder:
-            settings = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
-            settings.prepare()
+            settings = ServerSettings(
+                runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state"
+            )
+            settings.create_dirs()
             try:
                 for name, values in _round(settings, asked.tokens, asked.presses).items():
                     found.setdefault(name, []).extend(values)
             finally:
                 subprocess.run(
                     python_command("localgen.cli.main", "stop"),
-                    env=python_environment() | settings.environment(),
+                    env=python_environment() | settings.to_environment(),
                     check=False,
                 )
     test = f"{SIZE[0]}×{SIZE[1]}, {STREAMS} answers at once"

@@ -71,7 +71,7 @@ def _param(param: Any, context: Any) -> str:
 
 
 def _exit_statuses() -> str:
-    return f"## Exit statuses\n\n{errors.table()}\n"
+    return f"## Exit statuses\n\n{errors.exit_status_help()}\n"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class BadSetting(LocalgenError):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServerSettings:
     """What a user may set. keep_alive_s: idle time before unloading and leaving; None: never.
 
     memory_limit: bytes that models may use together; None: what the machine has available.
@@ -50,20 +50,21 @@ class Settings:
     draft: str | None = None
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ServerSettings:
         """Settings of this environment. BadSetting names the variable that is wrong."""
         keep_alive = environ.get("LOCALGEN_KEEP_ALIVE", "").strip()
         limit = environ.get("LOCALGEN_MEMORY_LIMIT", "").strip()
         max_queue = environ.get("LOCALGEN_MAX_QUEUE", "").strip()
         return cls(
-            runtime_dir=_folder(environ, "LOCALGEN_RUNTIME_DIR") or _default_runtime_dir(environ),
-            state_dir=_folder(environ, "LOCALGEN_STATE_DIR") or _default_state_dir(),
+            runtime_dir=_dir_from_env(environ, "LOCALGEN_RUNTIME_DIR")
+            or _default_runtime_dir(environ),
+            state_dir=_dir_from_env(environ, "LOCALGEN_STATE_DIR") or _default_state_dir(),
             keep_alive_s=parse_keep_alive(keep_alive) if keep_alive else DEFAULT_KEEP_ALIVE_S,
             memory_limit=parse_size(limit, "LOCALGEN_MEMORY_LIMIT") if limit else None,
             max_queue=_parse_count(max_queue, "LOCALGEN_MAX_QUEUE") if max_queue else None,
         )
 
-    def environment(self) -> dict[str, str]:
+    def to_environment(self) -> dict[str, str]:
         """The variables that give a child process these settings."""
         variables = {
             "LOCALGEN_RUNTIME_DIR": str(self.runtime_dir),
@@ -96,21 +97,21 @@ class Settings:
         """Where a server started by a client, and its engines, write what happens."""
         return self.state_dir / "server.log"
 
-    def prepare(self) -> None:
+    def create_dirs(self) -> None:
         """Make both folders. BadSetting: unsafe, not writable, or too long for a socket."""
-        _require_short(self.socket_path)
-        make_private(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
-        self.prepare_state()
+        _require_short_path(self.socket_path)
+        make_private_dir(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
+        self.create_state_dir()
 
-    def prepare_state(self) -> None:
+    def create_state_dir(self) -> None:
         """Make the folder of chats and logs. BadSetting: unsafe, or not writable."""
-        make_private(self.state_dir, "LOCALGEN_STATE_DIR")
+        make_private_dir(self.state_dir, "LOCALGEN_STATE_DIR")
 
 
 def config_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Where files lie that the user writes, or has written. It need not exist."""
     default = platformdirs.user_config_path("localgen", appauthor=False)
-    return _folder(environ, "LOCALGEN_CONFIG_DIR") or default
+    return _dir_from_env(environ, "LOCALGEN_CONFIG_DIR") or default
 
 
 def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float | None:
@@ -136,7 +137,7 @@ def _parse_count(text: str, variable: str) -> int:
     return int(text)
 
 
-def _folder(environ: Mapping[str, str], variable: str) -> Path | None:
+def _dir_from_env(environ: Mapping[str, str], variable: str) -> Path | None:
     text = environ.get(variable, "")
     if not text:
         return None
@@ -160,7 +161,7 @@ def _default_state_dir() -> Path:
     return platformdirs.user_state_path("localgen", appauthor=False)
 
 
-def _require_short(socket_path: Path) -> None:
+def _require_short_path(socket_path: Path) -> None:
     size = len(os.fsencode(socket_path))
     if size > SOCKET_PATH_BYTES:
         raise BadSetting(
@@ -169,7 +170,7 @@ def _require_short(socket_path: Path) -> None:
         )
 
 
-def make_private(folder: Path, variable: str) -> None:
+def make_private_dir(folder: Path, variable: str) -> None:
     """Make a folder that is ours alone (0700), or refuse one that is not.
 
     variable: the setting that names it. BadSetting: unsafe, or not writable.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import localgen
-from localgen.quant.files.packing import layout_of
-from localgen.quant.preflight import Ready
+from localgen.quant.files.packing import packing_layout
+from localgen.quant.preflight import PreparedQuantization
 from localgen.quant.request.recipe import Recipe
 
 _LAYOUTS = {
@@ -24,21 +24,21 @@ _METHODS = {
 }
 
 
-def write_card(folder: Path, text: str) -> None:
+def write_model_card(folder: Path, text: str) -> None:
     """Into a folder, in place of one that is there."""
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def add_table(folder: Path, measured: Sequence[str]) -> None:
+def append_results(folder: Path, table_lines: Sequence[str]) -> None:
     """Append what was measured, lines of a table, to the card of a folder."""
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8")
-    card.write_text("\n".join([text, "## Measured", "", *measured, ""]), encoding="utf-8")
+    card.write_text("\n".join([text, "## Measured", "", *table_lines, ""]), encoding="utf-8")
 
 
-def card_text(model: str, ready: Ready) -> str:
+def render_model_card(model: str, prepared: PreparedQuantization) -> str:
     """model: what the original is called."""
-    recipe, windows = ready.recipe, ready.windows
+    recipe, windows = prepared.recipe, prepared.windows
     calibration = "none"
     if windows is not None:
         count, length = windows.ids.shape
@@ -50,32 +50,32 @@ def card_text(model: str, ready: Ready) -> str:
         "library_name: transformers",
         "---",
         "",
-        f"# {model}, {in_words(recipe)}",
+        f"# {model}, {describe_recipe(recipe)}",
         "",
         f"Made by `localgen quantize` {localgen.__version__}.",
         "",
         "| | |",
         "|---|---|",
         f"| method | {_METHODS[recipe.method]} |",
-        f"| weights | {in_words(recipe)}; embedding, head, norms and routers in "
-        f"{str(ready.dtype).removeprefix('torch.')} |",
-        f"| layout | {_LAYOUTS[layout_of(recipe)]} |",
-        f"| details | {_details(recipe)} |",
+        f"| weights | {describe_recipe(recipe)}; embedding, head, norms and routers in "
+        f"{str(prepared.dtype).removeprefix('torch.')} |",
+        f"| layout | {_LAYOUTS[packing_layout(recipe)]} |",
+        f"| details | {_method_details(recipe)} |",
         f"| calibration | {calibration} |",
         "",
     ]
     return "\n".join(lines)
 
 
-def in_words(recipe: Recipe) -> str:
+def describe_recipe(recipe: Recipe) -> str:
     """Such as `awq, 4 bits in groups of 128`."""
-    if not recipe.grouped:
+    if not recipe.has_groups:
         return recipe.method if recipe.method == "fp8" else f"{recipe.method}, int8"
     groups = f"groups of {recipe.group_size}" if recipe.group_size else "whole rows"
     return f"{recipe.method}, {recipe.bits} bits in {groups}"
 
 
-def _details(recipe: Recipe) -> str:
+def _method_details(recipe: Recipe) -> str:
     match recipe.method:
         case "awq":
             return f"range of each group {'searched' if recipe.clip else 'whole'}"

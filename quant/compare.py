@@ -10,14 +10,14 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
-from localgen.client import Answer, Client
-from localgen.placement.backend_choice import this_machine
+from localgen.client import Client, Completion
+from localgen.placement.backend_choice import detect_hardware
 from localgen.quant import evaluate
 from localgen.quant.calibrate.text_windows import held_out_windows
-from localgen.quant.evaluate_gguf import gguf_loss, gguf_size
-from localgen.quant.files.layerwise_checkpoint import Source
-from localgen.quant.report import Row
-from localgen.quant.request.request import HeldOut
+from localgen.quant.evaluate_gguf import gguf_metrics, gguf_weights_and_bytes
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
+from localgen.quant.report import EvalRow
+from localgen.quant.request.request import EvalSet
 
 _PROMPT = "Once upon a time"
 _TOKENS = 64
@@ -26,17 +26,17 @@ _CTX = 512
 OnLayer = Callable[[str, int, int], None]
 
 
-def tokens_per_s(path: Path) -> float | None:
+def measure_tokens_per_s(path: Path) -> float | None:
     """Of one answer of 64 tokens by whatever backend runs it; None: nothing here does, or fast
     enough to be worth asking (a folder without a GPU)."""
-    if path.is_dir() and this_machine().why_no_cuda is not None:
+    if path.is_dir() and detect_hardware().cuda_unavailable_reason is not None:
         return None
     name = str(path.absolute())
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, min_tokens=_TOKENS, seed=0)
     try:
         with Client() as client:
             client.load(name, LoadOptions(ctx=_CTX), keep_alive="1m")
-            rates = [_rate(client, name, params) for _ in range(2)]
+            rates = [_decode_rate(client, name, params) for _ in range(2)]
             client.unload(name)
     except LocalgenError:
         return None
@@ -44,19 +44,19 @@ def tokens_per_s(path: Path) -> float | None:
     return rates[-1]
 
 
-def _rate(client: Client, name: str, params: SamplingParams) -> float | None:
+def _decode_rate(client: Client, name: str, params: SamplingParams) -> float | None:
     answers = [
-        piece for piece in client.complete(name, _PROMPT, params) if isinstance(piece, Answer)
+        piece for piece in client.complete(name, _PROMPT, params) if isinstance(piece, Completion)
     ]
     return answers[-1].timings.predicted_per_second or None if answers else None
 
 
-def rows(
+def evaluate_models(
     models: Sequence[tuple[str, Path]],
-    text: HeldOut,
+    eval_set: EvalSet,
     device: str = "cpu",
     on_layer: OnLayer = lambda *_: None,
-) -> list[Row]:
+) -> list[EvalRow]:
     """Size and loss of folders in Hugging Face's format and of GGUF files; the first folder is the
     original.
 
@@ -68,8 +68,10 @@ def rows(
             "GGUF files are measured beside the folder that they were made of: name it first",
             param="model",
         )
-    read = _read(folders, text, device, on_layer)
-    losses = dict(zip([path for _, path in folders], evaluate.losses(read, device), strict=True))
+    read = _read_models(folders, eval_set, device, on_layer)
+    losses = dict(
+        zip([path for _, path in folders], evaluate.compute_metrics(read, device), strict=True)
+    )
     for name, path in models:
         if path.is_file():
             windows = len(read[0].ids)
@@ -77,36 +79,36 @@ def rows(
             def tell(done: int, name: str = name, windows: int = windows) -> None:
                 on_layer(name, done, windows)
 
-            losses[path] = gguf_loss(path, read[0], device, tell)
+            losses[path] = gguf_metrics(path, read[0], device, tell)
     return [
-        replace(size_row(name, path), perplexity=losses[path].perplexity, kl=losses[path].kl)
+        replace(unmeasured_row(name, path), perplexity=losses[path].perplexity, kl=losses[path].kl)
         for name, path in models
     ]
 
 
-def _read(
-    folders: Sequence[tuple[str, Path]], text: HeldOut, device: str, on_layer: OnLayer
-) -> list[evaluate.Read]:
+def _read_models(
+    folders: Sequence[tuple[str, Path]], eval_set: EvalSet, device: str, on_layer: OnLayer
+) -> list[evaluate.FinalStates]:
     read = []
     for name, path in folders:
-        source = Source(path)
-        tokenizer = HfTokenizer.of_folder(path, source.spec.vocab)
-        length = min(text.length, source.spec.max_len)
-        windows = held_out_windows(text.path, tokenizer, length, text.windows)
-        layers = source.spec.layers
+        source = LayerwiseCheckpoint(path)
+        tokenizer = HfTokenizer.from_folder(path, source.spec.vocab_size)
+        length = min(eval_set.seq_len, source.spec.max_len)
+        windows = held_out_windows(eval_set.path, tokenizer, length, eval_set.samples)
+        layers = source.spec.num_layers
 
         def tell(done: int, name: str = name, layers: int = layers) -> None:
             on_layer(name, done, layers)
 
-        read.append(evaluate.read(source, windows.ids, device, tell))
+        read.append(evaluate.compute_final_states(source, windows.ids, device, tell))
     return read
 
 
-def size_row(name: str, path: Path) -> Row:
+def unmeasured_row(name: str, path: Path) -> EvalRow:
     """What is known of a model without running it. ModelNotFound, LoadFailed: it is none."""
     if path.is_file():
-        count, size = gguf_size(path)
-        return Row(name, str(path), size, 8 * size / count)
-    source = Source(path)
+        count, size = gguf_weights_and_bytes(path)
+        return EvalRow(name, str(path), size, 8 * size / count)
+    source = LayerwiseCheckpoint(path)
     size = source.size_bytes
-    return Row(name, str(path), size, 8 * size / source.spec.num_params)
+    return EvalRow(name, str(path), size, 8 * size / source.spec.num_params)

@@ -7,104 +7,110 @@ from dataclasses import dataclass
 import psutil
 
 from localgen.backends.formats.hf.tensor_names import linear_shapes
-from localgen.quant.calibrate.passes import derived_bytes, statistics_bytes
-from localgen.quant.calibrate.scaling import junctions
-from localgen.quant.files.packing import layout_of
-from localgen.quant.preflight import Ready
-from localgen.quant.request.recipe import Mode, Recipe
+from localgen.quant.calibrate.passes import gptq_factor_bytes, statistics_bytes
+from localgen.quant.calibrate.scaling import scale_mappings
+from localgen.quant.files.packing import packing_layout
+from localgen.quant.preflight import PreparedQuantization
+from localgen.quant.request.recipe import LayerMode, Recipe
 
 _BATCH_TOKENS = 2048
-_COPIES = 4
+_ROUNDING_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class ResourceEstimate:
     """peak_bytes: of the whole process, on the host. disk_bytes: most that lies there at once.
 
     output_bytes: of the result's weights. states_bytes: activations of all windows, before one
-    layer. batch: windows that go through a layer together.
+    layer. batch_windows: windows that go through a layer together.
     """
 
     peak_bytes: int
     disk_bytes: int
     output_bytes: int
     states_bytes: int
-    batch: int
+    batch_windows: int
 
 
-def estimate(ready: Ready, mode: Mode = "round") -> Estimate:
-    """mode: as of Job."""
-    spec = ready.source.spec
+def estimate_resources(
+    prepared: PreparedQuantization, mode: LayerMode = "round"
+) -> ResourceEstimate:
+    """mode: as of QuantizeJob."""
+    spec = prepared.source.spec
     states = 0
-    if ready.windows is not None:
-        states = 4 * spec.hidden * ready.windows.ids.numel()
-    output = _written_bytes(ready, mode)
-    batch = max(1, _BATCH_TOKENS // ready.length)
-    return Estimate(
-        peak_bytes=psutil.Process().memory_info().rss + working_bytes(ready, batch),
+    if prepared.windows is not None:
+        states = 4 * spec.hidden_size * prepared.windows.ids.numel()
+    output = _written_bytes(prepared, mode)
+    batch = max(1, _BATCH_TOKENS // prepared.seq_len)
+    return ResourceEstimate(
+        peak_bytes=psutil.Process().memory_info().rss + peak_layer_bytes(prepared, batch),
         disk_bytes=output + 2 * states,
         output_bytes=output,
         states_bytes=states,
-        batch=batch,
+        batch_windows=batch,
     )
 
 
-def _written_bytes(ready: Ready, mode: Mode) -> int:
+def _written_bytes(prepared: PreparedQuantization, mode: LayerMode) -> int:
     match mode:
         case "round":
-            return output_bytes(ready)
+            return output_bytes(prepared)
         case "fold":
-            return plain_bytes(ready)
+            return unquantized_layers_bytes(prepared)
         case "observe":
             return 0
 
 
-def output_bytes(ready: Ready) -> int:
+def output_bytes(prepared: PreparedQuantization) -> int:
     """Of the result's tensors."""
-    spec = ready.source.spec
+    spec = prepared.source.spec
     shapes = linear_shapes(spec)
-    packed = spec.layers * sum(packed_bytes(ready.recipe, *shape) for shape in shapes.values())
-    plain = spec.num_params - spec.layers * sum(outs * ins for outs, ins in shapes.values())
-    norms = spec.layers * 4 * spec.hidden + spec.hidden
-    return packed + (plain + norms) * ready.dtype.itemsize
+    packed = spec.num_layers * sum(
+        packed_linear_bytes(prepared.recipe, *shape) for shape in shapes.values()
+    )
+    plain = spec.num_params - spec.num_layers * sum(outs * ins for outs, ins in shapes.values())
+    norms = spec.num_layers * 4 * spec.hidden_size + spec.hidden_size
+    return packed + (plain + norms) * prepared.dtype.itemsize
 
 
-def plain_bytes(ready: Ready) -> int:
+def unquantized_layers_bytes(prepared: PreparedQuantization) -> int:
     """Of the layers without rounding."""
-    spec = ready.source.spec
+    spec = prepared.source.spec
     shapes = linear_shapes(spec).values()
-    return spec.layers * sum(outs * ins for outs, ins in shapes) * ready.dtype.itemsize
+    return spec.num_layers * sum(outs * ins for outs, ins in shapes) * prepared.dtype.itemsize
 
 
-def packed_bytes(recipe: Recipe, outs: int, ins: int) -> int:
+def packed_linear_bytes(recipe: Recipe, outs: int, ins: int) -> int:
     """Of one linear."""
-    if not recipe.grouped:
+    if not recipe.has_groups:
         return outs * ins + 4 * outs
     groups = ins // (recipe.group_size or ins)
-    order = 4 * ins if layout_of(recipe) == "gptq" else 0
+    order = 4 * ins if packing_layout(recipe) == "gptq" else 0
     return outs * ins * recipe.bits // 8 + groups * outs * (16 + recipe.bits) // 8 + order
 
 
-def working_bytes(ready: Ready, batch: int) -> int:
+def peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
     """Most that one layer takes at once, beside what the process has anyway."""
-    spec, recipe = ready.source.spec, ready.recipe
+    spec, recipe = prepared.source.spec, prepared.recipe
     shapes = linear_shapes(spec)
     sizes = {name: outs * ins for name, (outs, ins) in shapes.items()}
-    # the layer in float32, and its digits
+    # the layer in float32, and its codes
     layer = 5 * sum(sizes.values())
     # of what is rounded at a time; awq looks at all linears that read the same at once
     at_once = max(sizes.values())
     if recipe.method == "awq":
-        at_once = max(sum(sizes[name] for name in one.linears) for one in junctions(spec))
+        at_once = max(sum(sizes[name] for name in one.linears) for one in scale_mappings(spec))
     sums = statistics_bytes(spec, recipe)
-    rounding = layer + 4 * _COPIES * at_once + sums + derived_bytes(spec, recipe)
-    return max(rounding, layer + sums + _forward_bytes(ready, batch)) if sums else rounding
+    rounding = layer + 4 * _ROUNDING_COPIES * at_once + sums + gptq_factor_bytes(spec, recipe)
+    return (
+        max(rounding, layer + sums + _forward_bytes(prepared, batch_windows)) if sums else rounding
+    )
 
 
-def _forward_bytes(ready: Ready, batch: int) -> int:
+def _forward_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
     """Of some windows on their way through a layer."""
-    spec, length = ready.source.spec, ready.length
-    width = spec.intermediate if spec.moe is None else spec.moe.intermediate
+    spec, length = prepared.source.spec, prepared.seq_len
+    width = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
     # gate and up apart, together, acted on and multiplied
-    linears = 4 * batch * length * 6 * (width + spec.hidden)
-    return linears + 8 * batch * spec.heads * length**2
+    linears = 4 * batch_windows * length * 6 * (width + spec.hidden_size)
+    return linears + 8 * batch_windows * spec.num_heads * length**2

@@ -11,43 +11,43 @@ import torch
 from llama_cpp import Llama
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.quant.evaluate import Loss, Read, Sums, window_logits
+from localgen.quant.evaluate import EvalMetrics, FinalStates, LossAccumulator, window_logits
 
 
-def gguf_loss(
+def gguf_metrics(
     path: Path,
-    original: Read,
+    reference: FinalStates,
     device: torch.device | str = "cpu",
     on_window: Callable[[int], None] = lambda done: None,
-) -> Loss:
+) -> EvalMetrics:
     """On the windows that the original has read. on_window: how many are done.
 
     LoadFailed: llama.cpp cannot load it. InvalidRequest: it has other tokens.
     """
-    count, length = original.ids.shape
+    count, length = reference.ids.shape
     model = _load(path, length)
     try:
-        if model.n_vocab() != original.source.spec.vocab:
+        if model.n_vocab() != reference.source.spec.vocab_size:
             raise InvalidRequest(
-                f"{path.name} has {model.n_vocab():,} tokens, {original.source.folder.name} "
-                f"{original.source.spec.vocab:,}: they cannot be compared",
+                f"{path.name} has {model.n_vocab():,} tokens, {reference.source.folder.name} "
+                f"{reference.source.spec.vocab_size:,}: they cannot be compared",
                 param="model",
             )
-        own, beside = (Sums(count * (length - 1)) for _ in range(2))
+        own, beside = (LossAccumulator(count * (length - 1)) for _ in range(2))
         for index in range(count):
-            ids = original.ids[index]
+            ids = reference.ids[index]
             block = slice(index * (length - 1), (index + 1) * (length - 1))
             found = _logits(model, ids.tolist())[:-1]
-            wanted = window_logits(original, index, device)[:-1]
+            wanted = window_logits(reference, index, device)[:-1]
             own.add(block, 0, found, ids[1:])
             beside.add(block, 0, found, ids[1:], wanted)
             on_window(index + 1)
     finally:
         model.close()
-    return Loss(own.perplexity, beside.divergence(own))
+    return EvalMetrics(own.perplexity, beside.kl_divergence(own))
 
 
-def gguf_size(path: Path) -> tuple[int, int]:
+def gguf_weights_and_bytes(path: Path) -> tuple[int, int]:
     """Weights of a file, and their bytes. LoadFailed: it is no GGUF file."""
     try:
         tensors = gguf.GGUFReader(path).tensors

@@ -9,22 +9,22 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from localgen.quant.report import Row
+from localgen.quant.report import EvalRow
 
-Unit = Literal["bytes", "layers", "tensors", "steps"]
+ProgressUnit = Literal["bytes", "layers", "tensors", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a run, or a part of it, will take. what: is done to the weights.
+class EstimateEvent:
+    """What a run, or a part of it, will take. description: is done to the weights.
 
     output_bytes: of the result; None: what is made is no result yet. memory_bytes: of the whole
     process, on the host; None: it is not known. states_bytes: activations, part of disk_bytes.
     """
 
     model: str
-    what: str
-    out: str
+    description: str
+    output: str
     source_bytes: int
     output_bytes: int | None
     states_bytes: int
@@ -34,7 +34,7 @@ class Needs:
     disk_free_bytes: int
 
 
-def both(first: Needs | None, second: Needs) -> Needs:
+def combine_estimates(first: EstimateEvent | None, second: EstimateEvent) -> EstimateEvent:
     """What two parts of one run take, one after the other."""
     if first is None:
         return second
@@ -49,7 +49,7 @@ def both(first: Needs | None, second: Needs) -> Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class UnfinishedEvent:
     """A run that lies at the place of the result and can be gone on with: layers of all."""
 
     done: int
@@ -57,7 +57,7 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class MethodEstimate:
     """One way for one model. option: what to ask `localgen quantize` for. need_bytes: with a
     useful context. place: where the result would run; None: it does not fit."""
 
@@ -69,32 +69,32 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Advised:
-    """Every way, most bits first. best: the option to take; None: none fits."""
+class RecommendationEvent:
+    """Every way, most bits first. best_option: the option to take; None: none fits."""
 
-    ways: tuple[Advice, ...]
-    best: str | None
+    estimates: tuple[MethodEstimate, ...]
+    best_option: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class ProgressEvent:
     """How far a step is: done of so many. A layer that is being worked on is not done."""
 
     step: str
     done: int
     total: int
-    unit: Unit
+    unit: ProgressUnit
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class NoteEvent:
     """Something that a user should know, in a sentence."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class FinishedEvent:
     """The result is whole. layers and what follows: None where nothing went layer by layer, as
     with GGUF files. resumed: layers that were there. seconds: of this process, for layers only.
     peak_bytes: most that the process has had; estimated_bytes: what was said before."""
@@ -109,31 +109,42 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EvalEvent:
     """The original, then the result; measured if that was asked for."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[EvalRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class StoppedEvent:
     """It was interrupted; so many layers are done, and stay."""
 
     done: int
     total: int
 
 
-Event = Needs | Unfinished | Advised | At | Note | Made | Verdict | Stopped
-Tell = Callable[[Event], None]
+QuantizeEvent = (
+    EstimateEvent
+    | UnfinishedEvent
+    | RecommendationEvent
+    | ProgressEvent
+    | NoteEvent
+    | FinishedEvent
+    | EvalEvent
+    | StoppedEvent
+)
+OnEvent = Callable[[QuantizeEvent], None]
 
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+_EVENT_TYPES: dict[str, type[QuantizeEvent]] = {
+    kind.__name__: kind for kind in get_args(QuantizeEvent)
+}
 
 
-def to_line(event: Event) -> str:
+def encode_event(event: QuantizeEvent) -> str:
     """One line of JSON."""
     return json.dumps({"event": type(event).__name__, **asdict(event)})
 
 
-def from_record(record: dict[str, Any]) -> Event:
+def decode_event(record: dict[str, Any]) -> QuantizeEvent:
     """Of what such a line holds."""
-    return msgspec.convert(record, _KINDS[record["event"]])
+    return msgspec.convert(record, _EVENT_TYPES[record["event"]])

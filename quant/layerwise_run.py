@@ -7,98 +7,119 @@ from contextlib import contextmanager
 
 import torch
 
-from localgen.backends.cuda.model.dequantize import notes
+from localgen.backends.cuda.model.dequantize import dequantization_notes
 from localgen.backends.errors import OutOfMemory
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.memory.system import available_bytes, peak_bytes, total_bytes
-from localgen.backends.units import size
-from localgen.placement.backend_choice import this_machine
-from localgen.quant.card import in_words
-from localgen.quant.events import At, Made, Needs, Note, Stopped, Tell, Unfinished
-from localgen.quant.job import Job, Outcome, Progress
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.memory.system import (
+    available_memory_bytes,
+    peak_memory_bytes,
+    total_memory_bytes,
+)
+from localgen.backends.units import format_size
+from localgen.placement.backend_choice import detect_hardware
+from localgen.quant.card import describe_recipe
+from localgen.quant.events import (
+    EstimateEvent,
+    FinishedEvent,
+    NoteEvent,
+    OnEvent,
+    ProgressEvent,
+    StoppedEvent,
+    UnfinishedEvent,
+)
+from localgen.quant.job import QuantizeJob, QuantizeProgress, QuantizeResult
 
-_WHAT = {
+_MODE_DESCRIPTIONS = {
     "fold": "awq's scales folded in, and what llama.cpp is to weigh inputs by",
     "observe": "what llama.cpp is to weigh inputs by",
 }
 
 
-def tell_needs(job: Job, tell: Tell) -> None:
+def report_estimate(job: QuantizeJob, on_event: OnEvent) -> None:
     """What it will take. OutOfMemory: more than this machine has."""
-    estimate, ready = job.estimate, job.ready
-    tell(
-        Needs(
+    estimate, ready = job.estimate, job.prepared
+    on_event(
+        EstimateEvent(
             model=job.model,
-            what=_WHAT.get(job.mode) or in_words(ready.recipe),
-            out=str(job.work.out),
+            description=_MODE_DESCRIPTIONS.get(job.mode) or describe_recipe(ready.recipe),
+            output=str(job.work_folder.out),
             source_bytes=ready.source.size_bytes,
             output_bytes=estimate.output_bytes if job.mode == "round" else None,
             states_bytes=estimate.states_bytes,
             memory_bytes=estimate.peak_bytes,
-            free_bytes=available_bytes(),
+            free_bytes=available_memory_bytes(),
             disk_bytes=estimate.disk_bytes,
-            disk_free_bytes=job.free_bytes(),
+            disk_free_bytes=job.free_disk_bytes(),
         )
     )
-    if estimate.peak_bytes > total_bytes():
+    if estimate.peak_bytes > total_memory_bytes():
         raise OutOfMemory(
-            f"one layer with its statistics takes about {size(estimate.peak_bytes)}, this machine "
-            f"has {size(total_bytes())}: --rtn or --fp8 need less, or a smaller --seq-len"
+            f"one layer with its statistics takes about {format_size(estimate.peak_bytes)}, "
+            f"this machine has {format_size(total_memory_bytes())}: "
+            "--rtn or --fp8 need less, or a smaller --seq-len"
         )
 
 
-def tell_unfinished(job: Job, tell: Tell) -> None:
+def report_unfinished(job: QuantizeJob, on_event: OnEvent) -> None:
     """Of a run that could be gone on with. InvalidRequest: of one that cannot."""
-    if job.begun():
-        tell(Unfinished(job.work.done, job.ready.source.spec.layers))
+    if job.has_resumable_run():
+        on_event(
+            UnfinishedEvent(job.work_folder.num_done_layers, job.prepared.source.spec.num_layers)
+        )
 
 
-def tell_made(job: Job, outcome: Outcome, tell: Tell) -> None:
+def report_result(job: QuantizeJob, outcome: QuantizeResult, on_event: OnEvent) -> None:
     """What it took, and where the result runs."""
-    tell(
-        Made(
+    on_event(
+        FinishedEvent(
             str(outcome.folder),
-            outcome.layers,
-            outcome.resumed,
+            outcome.num_layers,
+            outcome.num_resumed,
             outcome.seconds,
             outcome.layer_s,
-            peak_bytes(),
+            peak_memory_bytes(),
             job.estimate.peak_bytes,
         )
     )
-    why_not = this_machine().why_no_cuda
+    why_not = detect_hardware().cuda_unavailable_reason
     if why_not is not None:
-        tell(Note(f"it runs on GPUs ({why_not} here); --backend cuda --device cpu runs it slowly"))
-    spec = read_config(outcome.folder)
-    for note in notes(spec.quant, experts=spec.moe is not None):
-        tell(Note(f"in localgen's engine {note}"))
+        on_event(
+            NoteEvent(
+                f"it runs on GPUs ({why_not} here); --backend cuda --device cpu runs it slowly"
+            )
+        )
+    spec = read_hf_config(outcome.folder)
+    for note in dequantization_notes(spec.quant, has_experts=spec.moe is not None):
+        on_event(NoteEvent(f"in localgen's engine {note}"))
 
 
-def run(job: Job, tell: Tell, *, resume: bool) -> Outcome:
-    """Do it. OutOfMemory: the GPU's is full; else as Job.run."""
+def run_job(job: QuantizeJob, on_event: OnEvent, *, resume: bool) -> QuantizeResult:
+    """Do it. OutOfMemory: the GPU's is full; else as QuantizeJob.run."""
     doing = "quantizing" if job.mode == "round" else "calibrating"
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: QuantizeProgress) -> None:
         if progress.stage == "checking":
-            tell(At("checking weights", progress.done, progress.total, "bytes"))
+            on_event(ProgressEvent("checking weights", progress.done, progress.total, "bytes"))
         else:
-            tell(At(doing, progress.done, progress.total, "layers"))
+            on_event(ProgressEvent(doing, progress.done, progress.total, "layers"))
 
-    with resumable(job, tell):
+    with reporting_interruption(job, on_event):
         return job.run(resume=resume, on_progress=on_progress)
 
 
 @contextmanager
-def resumable(job: Job, tell: Tell) -> Iterator[None]:
+def reporting_interruption(job: QuantizeJob, on_event: OnEvent) -> Iterator[None]:
     """Tells how much is done where Ctrl+C ends it. OutOfMemory: the GPU's is full."""
     try:
         yield
     except KeyboardInterrupt:
-        if job.work.path.exists():
-            tell(Stopped(job.work.done, job.ready.source.spec.layers))
+        if job.work_folder.path.exists():
+            on_event(
+                StoppedEvent(job.work_folder.num_done_layers, job.prepared.source.spec.num_layers)
+            )
         raise
     except torch.OutOfMemoryError:
         raise OutOfMemory(
             "the GPU's memory is full: --device cpu, or fewer tokens at once with --seq-len; "
-            f"--resume goes on after {job.work.done} layers"
+            f"--resume goes on after {job.work_folder.num_done_layers} layers"
         ) from None

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile, model_folder
-from localgen.hub.aliases import aliases
+from localgen.hub.aliases import load_aliases
 from localgen.hub.cache_scan import cached_folders
-from localgen.hub.resolve import BUILT_IN, BUILT_IN_PATH, is_path, meant, resolve
+from localgen.hub.resolve import BUILT_IN_MODEL, BUILT_IN_PATH, expand_alias, is_path, resolve_model
 
 _PACKAGES = ("torch", "tokenizers")
-_TAG = ":safetensors"
+_SAFETENSORS_TAG = ":safetensors"
 
 
-def require_packages(find: Callable[[str], object] = find_spec) -> None:
+def require_packages(find_module: Callable[[str], object] = find_spec) -> None:
     """LoadFailed: what quantization computes with is not installed."""
-    missing = [name for name in _PACKAGES if find(name) is None]
+    missing = [name for name in _PACKAGES if find_module(name) is None]
     if missing:
         raise LoadFailed(
             f"quantize computes with {' and '.join(missing)}, not installed here: "
@@ -28,15 +28,15 @@ def require_packages(find: Callable[[str], object] = find_spec) -> None:
         )
 
 
-def original(name: str | None) -> tuple[str, Path]:
+def resolve_original(name: str | None) -> tuple[str, Path]:
     """What a model is called, and its folder with config.json and safetensors.
 
     Of a name that has both kinds of files here, the folder is meant. ModelNotFound: there is none,
     with how to get it.
     """
-    if name is None or meant(name) == BUILT_IN:
-        return BUILT_IN, _built_in()
-    file = _folder_of(name)
+    if name is None or expand_alias(name) == BUILT_IN_MODEL:
+        return BUILT_IN_MODEL, _built_in_folder()
+    file = _original_file(name)
     if file.is_gguf:
         raise ModelNotFound(
             f"{name} is a GGUF file, which is rounded or converted already: name the original, a "
@@ -46,48 +46,48 @@ def original(name: str | None) -> tuple[str, Path]:
     return (name if not is_path(name) else file.name), file.path
 
 
-def any_form(name: str) -> tuple[str, Path]:
+def resolve_any_format(name: str) -> tuple[str, Path]:
     """What a model is called, and its folder or GGUF file, quantized or not. ModelNotFound."""
-    if meant(name) == BUILT_IN and BUILT_IN_PATH.with_suffix("").is_dir():
-        return BUILT_IN, _built_in()
-    file = resolve(name)
+    if expand_alias(name) == BUILT_IN_MODEL and BUILT_IN_PATH.with_suffix("").is_dir():
+        return BUILT_IN_MODEL, _built_in_folder()
+    file = resolve_model(name)
     return file.name if is_path(name) else name, file.path
 
 
-def _folder_of(name: str) -> ModelFile:
-    plain = meant(name)
+def _original_file(name: str) -> ModelFile:
+    plain = expand_alias(name)
     if is_path(plain) or ":" in plain:
-        return resolve(name)
+        return resolve_model(name)
     try:
-        return resolve(plain + _TAG)
+        return resolve_model(plain + _SAFETENSORS_TAG)
     except ModelNotFound as missing:
         try:
-            found = resolve(name)
+            found = resolve_model(name)
         except ModelNotFound as error:
             # of the two, the one that knows how to get it
             raise (missing if "localgen pull" in missing.message else error) from None
         if found.is_gguf and "localgen pull" in missing.message:
             raise ModelNotFound(
                 f"of {name} there is only a GGUF file here, which is rounded or converted already: "
-                f"localgen pull {plain}{_TAG} fetches the original",
+                f"localgen pull {plain}{_SAFETENSORS_TAG} fetches the original",
                 param="model",
             ) from None
         return found
 
 
-def _built_in() -> Path:
+def _built_in_folder() -> Path:
     folder = BUILT_IN_PATH.with_suffix("")
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
-            f"the original weights of {BUILT_IN} come with localgen's repository, not with the "
-            "installed package: name another model",
+            f"the original weights of {BUILT_IN_MODEL} come with localgen's repository, "
+            "not with the installed package: name another model",
             param="model",
         )
     return folder
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class OriginalModel:
     """A model in 16 bits. source: built-in, cache, here (in this folder) or the name's meaning."""
 
     name: str
@@ -95,33 +95,33 @@ class Original:
     source: str
 
 
-def originals() -> list[Original]:
+def scan_originals() -> list[OriginalModel]:
     """By where they are: the built-in model, names of the user's own, the cache, this folder. They
     may still be incomplete, or of a kind that is not known: a look at one tells."""
-    found: dict[str, Original] = {}
+    found: dict[str, OriginalModel] = {}
     for name, folder, source in _folders():
-        if name not in found and _is_plain(folder):
-            found[name] = Original(name, model_folder(folder).size_bytes, source)
+        if name not in found and _is_unquantized(folder):
+            found[name] = OriginalModel(name, model_folder(folder).size_bytes, source)
     return list(found.values())
 
 
 def _folders() -> Iterator[tuple[str, Path, str]]:
-    yield BUILT_IN, BUILT_IN_PATH.with_suffix(""), "built-in"
-    yield from ((name, Path(meant).expanduser(), meant) for name, meant in _given())
+    yield BUILT_IN_MODEL, BUILT_IN_PATH.with_suffix(""), "built-in"
+    yield from ((name, Path(meant).expanduser(), meant) for name, meant in _alias_folders())
     yield from ((name, folder, "cache") for name, folder in cached_folders())
     for config in sorted(Path().glob("*/config.json")):
         yield f"./{config.parent}", config.parent, "here"
 
 
-def _given() -> list[tuple[str, str]]:
+def _alias_folders() -> list[tuple[str, str]]:
     """Names of the user's own for folders."""
     try:
-        return [(name, meant) for name, meant in aliases().items() if is_path(meant)]
+        return [(name, meant) for name, meant in load_aliases().items() if is_path(meant)]
     except LocalgenError:
         return []  # what needs the file says what is wrong with it
 
 
-def _is_plain(folder: Path) -> bool:
+def _is_unquantized(folder: Path) -> bool:
     """Whether it is a model whose weights are not rounded."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

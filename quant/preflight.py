@@ -15,62 +15,62 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.quant.calibrate.input_stats import multiplied_in
-from localgen.quant.calibrate.text_windows import Windows, calibration_windows
-from localgen.quant.files.layerwise_checkpoint import Source, checked
-from localgen.quant.files.packing import fitting
-from localgen.quant.request.recipe import Calibration, Recipe
+from localgen.quant.calibrate.input_stats import calibration_dtype
+from localgen.quant.calibrate.text_windows import TokenWindows, calibration_windows
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint, iter_checked_chunks
+from localgen.quant.files.packing import packing_multiple
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
-_FLOAT16_MOST = 65504.0
+_FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ready:
+class PreparedQuantization:
     """A model that a recipe fits. windows: None where the recipe does not calibrate.
 
     dtype: of what is not quantized, in the result.
     """
 
-    source: Source
+    source: LayerwiseCheckpoint
     tokenizer: HfTokenizer
     recipe: Recipe
-    windows: Windows | None
+    windows: TokenWindows | None
     dtype: torch.dtype
     device: torch.device
 
     @property
-    def length(self) -> int:
+    def seq_len(self) -> int:
         """Tokens of a window; 1 where there are none."""
         return 1 if self.windows is None else self.windows.ids.shape[1]
 
-    def plan(self, checksum: int) -> dict[str, Any]:
+    def resume_manifest(self, checksum: int) -> dict[str, Any]:
         """What decides the result: a run of another plan cannot be gone on with."""
         windows = self.windows
         return {
             "localgen": localgen.__version__,
             "device": self.device.type,
-            "arithmetic": str(multiplied_in(self.device, self.source.spec.hidden)),
+            "arithmetic": str(calibration_dtype(self.device, self.source.spec.hidden_size)),
             "recipe": asdict(self.recipe),
             "calibration": None if windows is None else windows.digest,
             "model": {"bytes": self.source.size_bytes, "checksum": checksum},
         }
 
 
-def prepare(
-    folder: Path, recipe: Recipe, calibration: Calibration, device: torch.device | str
-) -> Ready:
+def prepare_quantization(
+    folder: Path, recipe: Recipe, calibration: CalibrationConfig, device: torch.device | str
+) -> PreparedQuantization:
     """Check all that can be checked without reading the weights.
 
     LoadFailed, ModelNotFound: no such model, of an unknown kind, or damaged. InvalidRequest: it is
     quantized, or the recipe or the text does not suit it.
     """
-    refuse_quantized(folder)
-    source = Source(folder)
-    tokenizer = HfTokenizer.of_folder(folder, source.spec.vocab)
-    check_groups(source.spec, recipe)
+    require_unquantized(folder)
+    source = LayerwiseCheckpoint(folder)
+    tokenizer = HfTokenizer.from_folder(folder, source.spec.vocab_size)
+    check_group_size(source.spec, recipe)
     _check_packing(source, recipe)
     windows = None
-    if recipe.calibrated:
+    if recipe.needs_calibration:
         longest = source.spec.max_len
         if not 2 <= calibration.seq_len <= longest:
             raise InvalidRequest(
@@ -79,10 +79,12 @@ def prepare(
                 param="seq_len",
             )
         windows = calibration_windows(calibration, tokenizer)
-    return Ready(source, tokenizer, recipe, windows, _dtype(source), torch.device(device))
+    return PreparedQuantization(
+        source, tokenizer, recipe, windows, _output_dtype(source), torch.device(device)
+    )
 
 
-def refuse_quantized(folder: Path) -> None:
+def require_unquantized(folder: Path) -> None:
     """InvalidRequest: the folder's weights are rounded already."""
     quantization = read_json(folder / "config.json").get("quantization_config")
     if isinstance(quantization, dict):
@@ -93,28 +95,30 @@ def refuse_quantized(folder: Path) -> None:
         )
 
 
-def check_weights(source: Source, on_progress: Callable[[int], None]) -> int:
+def check_finite_and_checksum(
+    source: LayerwiseCheckpoint, on_progress: Callable[[int], None]
+) -> int:
     """Read everything once; a checksum of it. on_progress: bytes so far. LoadFailed: a weight is
     not a finite number."""
     total = 0
-    for done, checksum in checked(source):
+    for done, checksum in iter_checked_chunks(source):
         on_progress(done)
         total = checksum
     return total
 
 
-def _dtype(source: Source) -> torch.dtype:
+def _output_dtype(source: LayerwiseCheckpoint) -> torch.dtype:
     """The model's own; of a float32 one the sixteen bits that its embedding fits."""
     own = source.dtype
     if own is not torch.float32:
         return own
-    pieces = source.pieces("model.embed_tokens.weight")
+    pieces = source.iter_chunks("model.embed_tokens.weight")
     most = max(float(piece.abs().max()) for piece in pieces)
-    return torch.float16 if most < _FLOAT16_MOST else torch.bfloat16
+    return torch.float16 if most < _FLOAT16_MAX else torch.bfloat16
 
 
-def _check_packing(source: Source, recipe: Recipe) -> None:
-    every = fitting(recipe)
+def _check_packing(source: LayerwiseCheckpoint, recipe: Recipe) -> None:
+    every = packing_multiple(recipe)
     for name, (outs, ins) in linear_shapes(source.spec).items():
         if outs % every or ins % every:
             raise InvalidRequest(
@@ -124,14 +128,14 @@ def _check_packing(source: Source, recipe: Recipe) -> None:
             )
 
 
-def check_groups(spec: ModelSpec, recipe: Recipe) -> None:
+def check_group_size(spec: ModelSpec, recipe: Recipe) -> None:
     """InvalidRequest: a linear's inputs do not divide into the recipe's groups."""
     size = recipe.group_size
-    if not recipe.grouped or size is None:
+    if not recipe.has_groups or size is None:
         return
     for name, (_, ins) in linear_shapes(spec).items():
         if ins % size:
-            fitting = [str(g) for g in (256, 128, 64, 32, 16, 8) if not _misfits(spec, g)]
+            fitting = [str(g) for g in (256, 128, 64, 32, 16, 8) if not _is_indivisible(spec, g)]
             remedy = f"--group-size {' or '.join(fitting)}" if fitting else "another method"
             raise InvalidRequest(
                 f"{name} has {ins} inputs, which groups of {size} do not divide: use {remedy}",
@@ -139,5 +143,5 @@ def check_groups(spec: ModelSpec, recipe: Recipe) -> None:
             )
 
 
-def _misfits(spec: ModelSpec, size: int) -> bool:
+def _is_indivisible(spec: ModelSpec, size: int) -> bool:
     return any(ins % size for _, ins in linear_shapes(spec).values())

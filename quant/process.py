@@ -10,38 +10,38 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO, Protocol
 
-from localgen.backends.errors import LoadFailed, LocalgenError, OutOfMemory, error_of
+from localgen.backends.errors import LoadFailed, LocalgenError, OutOfMemory, error_from_code
 from localgen.machine.python_process import python_command, python_environment
-from localgen.quant.events import Event, from_record
-from localgen.quant.request.request import Asked, to_json
+from localgen.quant.events import QuantizeEvent, decode_event
+from localgen.quant.request.request import QuantizeRequest, encode_request
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
-class Work(Protocol):
+class QuantizeWorker(Protocol):
     """Something that tells events while it goes on. Its methods may be called in any thread."""
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[QuantizeEvent]:
         """Until it ends; to be asked for once. LocalgenError: it failed."""
 
     def stop(self) -> None:
         """Let it end soon, and keep what is done."""
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End it at once."""
 
     def memory_bytes(self) -> int | None:
         """What it has in memory now; None: it is not known."""
 
 
-class Child:
-    """The process. looks: it only tells what the run would take. LoadFailed: it cannot start."""
+class QuantizeProcess:
+    """The process. dry_run: it only tells what the run would take. LoadFailed: it cannot start."""
 
-    def __init__(self, asked: Asked, *, looks: bool = False) -> None:
+    def __init__(self, request: QuantizeRequest, *, dry_run: bool = False) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this
         try:
             self._process = subprocess.Popen(
-                python_command("localgen.quant", "look" if looks else "make"),
+                python_command("localgen.quant", "dry-run" if dry_run else "run"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -53,33 +53,33 @@ class Child:
         assert self._process.stdin is not None
         # the pipe stays open: that it closes is how the process knows that we are gone
         with contextlib.suppress(OSError):
-            self._process.stdin.write(to_json(asked) + b"\n")
+            self._process.stdin.write(encode_request(request) + b"\n")
             self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[QuantizeEvent]:
         """LocalgenError: what it failed of; LoadFailed: it was killed, or died."""
         assert self._process.stdout is not None
         failed: LocalgenError | None = None
         for line in self._process.stdout:
             said = json.loads(line)
             if "error" in said:
-                failed = error_of(said["code"], said["error"])
+                failed = error_from_code(said["code"], said["error"])
             else:
-                yield from_record(said)
+                yield decode_event(said)
         status = self._process.wait()
         if failed is not None:
             raise failed
-        if status not in (0, INTERRUPTED):
-            raise self._death(status)
+        if status not in (0, EXIT_INTERRUPTED):
+            raise self._exit_error(status)
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGINT)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -94,7 +94,7 @@ class Child:
         except psutil.Error:
             return None
 
-    def _death(self, status: int) -> LocalgenError:
+    def _exit_error(self, status: int) -> LocalgenError:
         if status == -signal.SIGKILL:
             return OutOfMemory(
                 "the process that quantized was killed, as systems do whose memory is full; what "

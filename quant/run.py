@@ -8,103 +8,108 @@ from pathlib import Path
 
 import torch
 
-from localgen.backends.cuda.device.options import device_of
+from localgen.backends.cuda.device.options import resolve_device
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
-from localgen.hub.quant_choice import room_here
+from localgen.hub.quant_choice import available_memory
 from localgen.quant import gguf_job, layerwise_run
-from localgen.quant.advice import advice, recommended
-from localgen.quant.card import add_table
-from localgen.quant.compare import rows, size_row, tokens_per_s
-from localgen.quant.events import Advised, At, Tell, Verdict
-from localgen.quant.job import Job
-from localgen.quant.originals import any_form, original
-from localgen.quant.preflight import prepare
-from localgen.quant.report import Row, markdown
-from localgen.quant.request.request import Asked, HeldOut, usual_out
+from localgen.quant.advice import best_method, estimate_methods
+from localgen.quant.card import append_results
+from localgen.quant.compare import evaluate_models, measure_tokens_per_s, unmeasured_row
+from localgen.quant.events import EvalEvent, OnEvent, ProgressEvent, RecommendationEvent
+from localgen.quant.job import QuantizeJob
+from localgen.quant.originals import resolve_any_format, resolve_original
+from localgen.quant.preflight import prepare_quantization
+from localgen.quant.report import EvalRow, eval_markdown
+from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
 
 
-def make(asked: Asked, tell: Tell) -> None:
-    """Quantize, measure, and tell the verdict. Errors: as prepare, make_gguf and Job.run."""
-    device = _device(asked.device)
-    name, folder = original(asked.model)
-    if asked.gguf is not None:
-        plan = gguf_job.plan(asked, name, folder, device, tell)
-        out = gguf_job.make(plan, tell, resume=asked.resume)
+def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
+    """Quantize, measure, and tell the verdict. Errors: as prepare_quantization, make_gguf and
+    QuantizeJob.run."""
+    device = _resolve_device(request.device)
+    name, folder = resolve_original(request.model)
+    if request.gguf is not None:
+        plan = gguf_job.prepare_gguf_job(request, name, folder, device, on_event)
+        out = gguf_job.run_gguf_job(plan, on_event, resume=request.resume)
     else:
-        job = _folder_job(asked, name, folder, device, tell)
-        outcome = layerwise_run.run(job, tell, resume=asked.resume)
-        layerwise_run.tell_made(job, outcome, tell)
+        job = _prepare_job(request, name, folder, device, on_event)
+        outcome = layerwise_run.run_job(job, on_event, resume=request.resume)
+        layerwise_run.report_result(job, outcome, on_event)
         out = outcome.folder
     models = [(name, folder), (out.name, out)]
-    found = [size_row(*one) for one in models]
-    if asked.held_out is not None:
-        found = _measured(models, asked.held_out, device, tell)
+    found = [unmeasured_row(*one) for one in models]
+    if request.eval_set is not None:
+        found = _measure(models, request.eval_set, device, on_event)
         if out.is_dir():
-            add_table(out, markdown(found))
-    tell(Verdict(tuple(found)))
+            append_results(out, eval_markdown(found))
+    on_event(EvalEvent(tuple(found)))
 
 
-def look(asked: Asked, tell: Tell) -> None:
+def dry_run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     """Tell what it would take, what lies there unfinished, and which ways suit this machine. The
-    weights are not read. Errors: as make."""
-    device = _device(asked.device)
-    name, folder = original(asked.model)
-    _advise(folder, tell)
-    asked = replace(asked, resume=True)
-    if asked.gguf is not None:
-        job = gguf_job.plan(asked, name, folder, device, tell).job
+    weights are not read. Errors: as run_quantization."""
+    device = _resolve_device(request.device)
+    name, folder = resolve_original(request.model)
+    _report_recommendation(folder, on_event)
+    request = replace(request, resume=True)
+    if request.gguf is not None:
+        job = gguf_job.prepare_gguf_job(request, name, folder, device, on_event).calibration_job
     else:
-        job = _folder_job(asked, name, folder, device, tell)
+        job = _prepare_job(request, name, folder, device, on_event)
     if job is not None:
-        layerwise_run.tell_unfinished(job, tell)
+        layerwise_run.report_unfinished(job, on_event)
 
 
-def compare(names: Sequence[str], held_out: HeldOut, device: str | None, tell: Tell) -> None:
+def compare_models(
+    names: Sequence[str], eval_set: EvalSet, device: str | None, on_event: OnEvent
+) -> None:
     """The same verdict on models that are here."""
     if not names:
         raise InvalidRequest("--compare: name the models, the original first", param="model")
-    models = [any_form(name) for name in names]
-    tell(Verdict(tuple(_measured(models, held_out, _device(device), tell))))
+    models = [resolve_any_format(name) for name in names]
+    on_event(EvalEvent(tuple(_measure(models, eval_set, _resolve_device(device), on_event))))
 
 
-def _folder_job(asked: Asked, name: str, folder: Path, device: str, tell: Tell) -> Job:
+def _prepare_job(
+    request: QuantizeRequest, name: str, folder: Path, device: str, on_event: OnEvent
+) -> QuantizeJob:
     """What is to be run, once nothing is to be refused and what it takes is told."""
-    assert asked.recipe is not None
-    ready = prepare(folder, asked.recipe, asked.calibration, device)
-    job = Job(name, ready, asked.out or usual_out(name, asked.recipe, None))
-    job.check_room(resume=asked.resume)
-    layerwise_run.tell_needs(job, tell)
+    assert request.recipe is not None
+    ready = prepare_quantization(folder, request.recipe, request.calibration, device)
+    job = QuantizeJob(name, ready, request.output or default_output(name, request.recipe, None))
+    job.check_disk_space(resume=request.resume)
+    layerwise_run.report_estimate(job, on_event)
     return job
 
 
-def _measured(
-    models: Sequence[tuple[str, Path]], text: HeldOut, device: str, tell: Tell
-) -> list[Row]:
+def _measure(
+    models: Sequence[tuple[str, Path]], eval_set: EvalSet, device: str, on_event: OnEvent
+) -> list[EvalRow]:
     def on_step(name: str, done: int, total: int) -> None:
-        tell(At(f"measuring {name}", done, total, "steps"))
+        on_event(ProgressEvent(f"measuring {name}", done, total, "steps"))
 
-    found = rows(models, text, device, on_step)
-    return [replace(row, tokens_per_s=tokens_per_s(Path(row.path))) for row in found]
+    found = evaluate_models(models, eval_set, device, on_step)
+    return [replace(row, tokens_per_s=measure_tokens_per_s(Path(row.path))) for row in found]
 
 
-def _advise(folder: Path, tell: Tell) -> None:
+def _report_recommendation(folder: Path, on_event: OnEvent) -> None:
     """A model of which too little is known for advice is refused for better reasons later."""
     try:
-        found = advice(folder, room_here())
+        found = estimate_methods(folder, available_memory())
     except LocalgenError:
         return
-    best = recommended(found)
-    tell(Advised(tuple(found), None if best is None else best.option))
+    best = best_method(found)
+    on_event(RecommendationEvent(tuple(found), None if best is None else best.option))
 
 
-def _device(asked: str | None) -> str:
-    if asked is None:
+def _resolve_device(requested: str | None) -> str:
+    if requested is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked.startswith("cuda") and not torch.cuda.is_available():
+    if requested.startswith("cuda") and not torch.cuda.is_available():
         raise InvalidRequest(
             "--device: there is no NVIDIA GPU that this build of torch can use: leave it out, or "
             "--device cpu",
             param="device",
         )
-    return str(device_of(LoadOptions(device=asked)))
+    return str(resolve_device(LoadOptions(device=requested)))

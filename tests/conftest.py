@@ -75,7 +75,7 @@ def snap_tui(make_tui: MakeTui, snap_compare: Callable[..., bool]) -> Callable[.
         tui = make_tui(*scripts)
 
         async def before(pilot: Pilot[None]) -> None:
-            await tui.until(lambda: tui.main.opened)
+            await tui.until(lambda: tui.main.current_session)
             await pilot.pause()
             tui.main.query_one(Prompt).cursor_blink = False
             await scene(tui, pilot)
@@ -93,10 +93,13 @@ def snap_tui(make_tui: MakeTui, snap_compare: Callable[..., bool]) -> Callable[.
 @pytest.fixture
 def two_originals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The quantize screen finds two models and torch, and looks at a choice without a pause."""
-    from localgen.quant.originals import Original
+    from localgen.quant.originals import OriginalModel
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("localgen.tui.quantize.runner.require_packages", lambda: None)
-    monkeypatch.setattr("localgen.tui.quantize.screen.PAUSE_S", 0.0)
-    here = [Original("tiny", 22_976_512, "built-in"), Original("./other", 5_000_000, "here")]
-    monkeypatch.setattr("localgen.tui.quantize.screen.originals", lambda: here)
+    monkeypatch.setattr("localgen.tui.quantize.screen.DEBOUNCE_S", 0.0)
+    here = [
+        OriginalModel("tiny", 22_976_512, "built-in"),
+        OriginalModel("./other", 5_000_000, "here"),
+    ]
+    monkeypatch.setattr("localgen.tui.quantize.screen.scan_originals", lambda: here)

@@ -13,9 +13,9 @@ from cuda_configs import write_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localgen.backends.cuda.model.weights import Weights, load_weights
+from localgen.backends.cuda.model.weights import DecoderWeights, load_weights
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.config import read_hf_config
 
 State = dict[str, Tensor]
 
@@ -36,8 +36,8 @@ def make(name: str, folder: Path) -> Any:
     return model
 
 
-def load(folder: Path, dtype: Any = torch.float32) -> Weights:
-    return load_weights(folder, read_config(folder), device="cpu", dtype=dtype)
+def load(folder: Path, dtype: Any = torch.float32) -> DecoderWeights:
+    return load_weights(folder, read_hf_config(folder), device="cpu", dtype=dtype)
 
 
 def assert_one_line(folder: Path, *parts: str) -> None:

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from localgen.backends.formats.hf.config import read_config
-from localgen.quant.gguf.rope import rope_factors
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.quant.gguf.rope import rope_factor_tensors
 from localgen.quant.gguf.tensors import interleave_rotary
 
 Array = NDArray[Any]
@@ -196,7 +196,7 @@ def _stem(stem: str, names: dict[str, str]) -> str:
 def _rope_factors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Array]]:
     rope = config.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
-        yield from rope_factors(read_config(folder).rope).items()
+        yield from rope_factor_tensors(read_hf_config(folder).rope).items()
     for length in ("short", "long"):
         if f"{length}_factor" in rope:
             values = np.array(rope[f"{length}_factor"], np.float32)

@@ -10,33 +10,33 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
-from localgen.backends.cuda.model.batch import arrange, on_device
+from localgen.backends.cuda.model.batch import build_step_inputs, inputs_to_device
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
-from localgen.backends.cuda.model.weights import Weights
+from localgen.backends.cuda.model.weights import DecoderWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.llamacpp.library import library
+from localgen.backends.llamacpp.library import llama_library
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
 
-def our_logits(spec: ModelSpec, weights: Weights, tokens: list[int], ctx: int) -> Tensor:
+def our_logits(spec: ModelSpec, weights: DecoderWeights, tokens: list[int], ctx: int) -> Tensor:
     """float32 [tokens, vocab]. ctx: a multiple of the page size."""
     cache = KVCache.zeros(spec, ctx // PAGE_TOKENS, device="cpu", dtype=torch.float32)
-    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=ctx, limit=ctx)
-    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, samples=True)
+    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=ctx, max_len=ctx)
+    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, is_sampled=True)
     pages = np.arange(ctx // PAGE_TOKENS, dtype=np.int32)
-    batch = on_device(arrange([chunk], lambda _: pages), torch.device("cpu"))
+    batch = inputs_to_device(build_step_inputs([chunk], lambda _: pages), torch.device("cpu"))
     return Decoder(spec, weights, ctx).forward(batch, cache)
 
 
 def llama_cpp_logits(path: Path, tokens: list[int], ctx: int) -> Tensor:
     """float32 [tokens, vocab], the cache in float32 too."""
-    library()
+    llama_library()
     model_params = C.llama_model_default_params()
     model_params.use_extra_bufts = False  # the file's own numbers, not repacked ones
     model = C.llama_model_load_from_file(str(path).encode(), model_params)
-    assert model, library().reason()
+    assert model, llama_library().reason()
     params = C.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = ctx
     params.type_k = params.type_v = C.GGML_TYPE_F32

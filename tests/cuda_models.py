@@ -12,10 +12,10 @@ from cuda_configs import SIZES, write_config
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
-from localgen.backends.cuda.model.batch import arrange, on_device
+from localgen.backends.cuda.model.batch import build_step_inputs, inputs_to_device
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import load_weights
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
@@ -66,7 +66,7 @@ class Model:
     """A decoder with a cache whose pages are dealt out at random."""
 
     def __init__(self, folder: Path, *, sequences: int = 4) -> None:
-        spec = read_config(folder)
+        spec = read_hf_config(folder)
         weights = load_weights(folder, spec, device="cpu", dtype=torch.float32)
         each = MAX_LEN // PAGE_TOKENS
         self.decoder = Decoder(spec, weights, MAX_LEN)
@@ -81,7 +81,11 @@ class Model:
         names = {number: _sequence(number) for number, _, _ in parts}
         chunks = [
             Chunk(
-                seq=names[n], start=start, tokens=tokens, num_drafts=len(tokens) - 1, samples=True
+                seq=names[n],
+                start=start,
+                tokens=tokens,
+                num_drafts=len(tokens) - 1,
+                is_sampled=True,
             )
             for n, start, tokens in parts
         ]
@@ -89,12 +93,12 @@ class Model:
         def table(seq: Sequence) -> Any:
             return self._pages[int(seq.id) * self._each : (int(seq.id) + 1) * self._each]
 
-        batch = on_device(arrange(chunks, table), torch.device("cpu"))
+        batch = inputs_to_device(build_step_inputs(chunks, table), torch.device("cpu"))
         logits = self.decoder.forward(batch, self.cache)
         return list(torch.split(logits, [len(tokens) for _, _, tokens in parts]))
 
 
 def _sequence(number: int) -> Sequence:
     return Sequence(
-        id=str(number), tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=MAX_LEN, limit=MAX_LEN
+        id=str(number), tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=MAX_LEN, max_len=MAX_LEN
     )

@@ -10,11 +10,16 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from localgen.backends.engine.speculation import speculation
-from localgen.backends.engine.speculation.acceptance import Acceptance, Common
+from localgen.backends.engine.speculation.acceptance import AcceptanceEstimator, SharedPrior
 from localgen.backends.engine.speculation.allowance import Allowance
-from localgen.backends.engine.speculation.choice import DraftMs, Offer, Pick, StepMs
-from localgen.backends.engine.speculation.drafter import Proposal
-from localgen.backends.engine.speculation.reference import Reference
+from localgen.backends.engine.speculation.choice import (
+    DraftAllocation,
+    DraftMs,
+    DraftOption,
+    StepMs,
+)
+from localgen.backends.engine.speculation.drafter import DraftProposal
+from localgen.backends.engine.speculation.reference import BaselineSchedule
 from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -25,14 +30,14 @@ DRAFTS = 5
 
 
 def as_many_as_may_be(
-    offers: Seq[Seq[Offer]], step_ms: StepMs, draft_ms: DraftMs, *, most: int
-) -> list[Pick]:
+    offers: Seq[Seq[DraftOption]], step_ms: StepMs, draft_ms: DraftMs, *, most: int
+) -> list[DraftAllocation]:
     """Drafts whether they pay or not: the last drafter that has any."""
     picks = []
     for offered in offers:
         drafts = min(DRAFTS, most, len(offered[-1].tokens) - 1) if offered else 0
         most -= drafts
-        picks.append(Pick(offered[-1].drafter, drafts) if drafts else Pick())
+        picks.append(DraftAllocation(offered[-1].drafter, drafts) if drafts else DraftAllocation())
     return picks
 
 
@@ -41,13 +46,13 @@ def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> No
 
     plain_every: steps with drafts until there are two without; 0: there are none.
     """
-    monkeypatch.setattr(speculation, "choose", as_many_as_may_be)
+    monkeypatch.setattr(speculation, "allocate_drafts", as_many_as_may_be)
     monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
     monkeypatch.setattr(speculation, "_LEAP", 100)
     monkeypatch.setattr(Allowance, "may_look", lambda *_: True)
     asked = itertools.count()
     monkeypatch.setattr(
-        Reference,
+        BaselineSchedule,
         "is_due",
         lambda *_: plain_every > 0 and next(asked) % (plain_every + 2) >= plain_every,
     )
@@ -59,7 +64,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> No
 def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:
     """A sequence whose answer has begun."""
     seq = Sequence(
-        id=name, tokens=[3, 3], num_prompt=1, params=SamplingParams(), ctx=limit, limit=limit
+        id=name, tokens=[3, 3], num_prompt=1, params=SamplingParams(), ctx=limit, max_len=limit
     )
     seq.num_computed = 1
     return seq
@@ -70,43 +75,43 @@ class Guesser:
 
     name = "guesser"
     failure = ""
-    must_be_tried = True
+    needs_probing = True
 
     def __init__(self, alpha: float, *, ms: float = 0.0, prior: float = 0.5, seed: int = 0) -> None:
         self.alpha, self.ms = alpha, ms
         self._chance = random.Random(seed)
-        self._common = Common((prior,), counts=12.0)
-        self._known: dict[Sequence, Acceptance] = {}
+        self._common = SharedPrior((prior,), weight=12.0)
+        self._known: dict[Sequence, AcceptanceEstimator] = {}
         self.proposed: dict[Sequence, list[int]] = {}
         self.closed = False
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
-        known = self._known.setdefault(seq, Acceptance(self._common))
-        return [known.chance(0)] * most
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
+        known = self._known.setdefault(seq, AcceptanceEstimator(self._common))
+        return [known.probability(0)] * max_drafts
 
-    def draft_ms(self, sequences: int) -> float:
+    def draft_ms(self, num_sequences: int) -> float:
         return self.ms
 
-    def usual_chance(self) -> float:
+    def default_acceptance(self) -> float:
         return 0.0
 
-    def catch_up(self, most_ms: float) -> None:
+    def prefill(self, budget_ms: float) -> None:
         """It is always ready."""
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
+    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
         found = []
-        for seq, count in wanted:
+        for seq, count in requests:
             drafts = [RIGHT if self._chance.random() < self.alpha else WRONG for _ in range(count)]
             self.proposed[seq] = drafts
-            found.append(Proposal(drafts))
+            found.append(DraftProposal(drafts))
         return found
 
-    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+    def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         drafts = self.proposed.pop(seq, [])
-        for draft, token in zip(drafts, came, strict=False):
+        for draft, token in zip(drafts, new_tokens, strict=False):
             self._known[seq].add(0, draft == token)
 
-    def forget(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
         self._known.pop(seq, None)
 
     def close(self) -> None:
@@ -123,14 +128,14 @@ class Unread(Guesser):
         super().__init__(chance, ms=ms)
         self.chance, self.read_ms = chance, 0.0
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
-        return super().chances(seq, most) if self.is_ready else []
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
+        return super().acceptance_probs(seq, max_drafts) if self.is_ready else []
 
-    def usual_chance(self) -> float:
+    def default_acceptance(self) -> float:
         return 0.0 if self.is_ready else self.chance
 
-    def catch_up(self, most_ms: float) -> None:
-        self.read_ms += most_ms + (self.delay_ms if most_ms else 0.0)
+    def prefill(self, budget_ms: float) -> None:
+        self.read_ms += budget_ms + (self.delay_ms if budget_ms else 0.0)
 
     def clock(self) -> float:
         return self.read_ms / 1e3
@@ -147,7 +152,7 @@ class Steps:
         self.speculation, self.step_ms = speculation, step_ms
         self.tokens, self.ms, self.steps = 0, 0.0, 0
         self.lengths: list[int] = []
-        prompt = Chunk(seq=decoding(), start=0, tokens=[3] * 200, samples=False)
+        prompt = Chunk(seq=decoding(), start=0, tokens=[3] * 200, is_sampled=False)
         speculation.observe([prompt], step_ms(200))
 
     def run(self, seqs: list[Sequence], count: int, *, draft_ms: float = 0.0) -> None:
@@ -164,7 +169,7 @@ class Steps:
                         start=len(seq.tokens) - 1,
                         tokens=tokens,
                         num_drafts=len(proposed),
-                        samples=True,
+                        is_sampled=True,
                     )
                 )
                 seq.tokens += [RIGHT] * (right + 1)

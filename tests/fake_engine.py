@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.engine import wire
-from localgen.backends.model_info import DraftInfo, DraftModel, Load, LoadOptions, ModelInfo
+from localgen.backends.model_info import (
+    DraftInfo,
+    DraftModelRequest,
+    LoadOptions,
+    ModelInfo,
+    ModelLoadRequest,
+)
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -49,7 +55,7 @@ def vector_of(text: str | tuple[int, ...]) -> list[float]:
     return [0.0] * at + [0.6, -0.8] + [0.0] * (WIDTH - 2 - at)
 
 
-def info_of(load: Load, script: dict[str, Any]) -> ModelInfo:
+def info_of(load: ModelLoadRequest, script: dict[str, Any]) -> ModelInfo:
     in_force = {"ctx": 2048, "parallel": 4, "mmap": True, "max_queue": 64}
     asked = {k: v for k, v in dataclasses.asdict(load.options).items() if v is not None}
     options = LoadOptions(**(in_force | script.get("options", {}) | asked))
@@ -80,7 +86,7 @@ def info_of(load: Load, script: dict[str, Any]) -> ModelInfo:
     )
 
 
-def draft_of(draft: DraftModel | None) -> DraftInfo | None:
+def draft_of(draft: DraftModelRequest | None) -> DraftInfo | None:
     if draft is None:
         return None
     size = Path(draft.path).stat().st_size
@@ -99,46 +105,46 @@ class FakeEngine:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.script: dict[str, Any] = {}
-        self.inbox: queue.Queue[wire.Message | None] = queue.Queue()
+        self.inbox: queue.Queue[wire.WireMessage | None] = queue.Queue()
         self.running: dict[str, tuple[Request, list[str], int]] = {}
         self.texts: dict[str, tuple[EmbedRequest, int]] = {}  # with the words that are left
         self.cancelled = 0
 
-    def send(self, message: wire.Message) -> None:
-        self.sock.sendall(wire.encode(message))
+    def send(self, message: wire.WireMessage) -> None:
+        self.sock.sendall(wire.encode_message(message))
 
     def read(self) -> None:
         try:
-            for message in wire.receive(self.sock):
+            for message in wire.receive_messages(self.sock):
                 self.inbox.put(message)
         finally:  # also when the server was killed with our messages unread
             os._exit(0)
 
     def load(self) -> bool:
         load = self.inbox.get()
-        assert isinstance(load, Load)
+        assert isinstance(load, ModelLoadRequest)
         self.script = json.loads(Path(load.path).read_text())
         print("fake engine loads", load.path, flush=True)
         with open(load.path + ".loads", "a") as loads:
             loads.write(f"{os.getpid()}\n")
         for step in range(10):
             time.sleep(self.script.get("load_s", 0) / 10)
-            self.send(wire.Loading(step / 10))
+            self.send(wire.LoadProgress(step / 10))
         if self.script.get("crash_repacked") and load.options.repack is not False:
             os.kill(os.getpid(), signal.SIGILL)
         if "fail" in self.script:
             self.send(wire.LoadError(self.script.get("code", "load_failed"), self.script["fail"]))
             return False
-        self.send(wire.Loaded(info_of(load, self.script)))
+        self.send(wire.LoadComplete(info_of(load, self.script)))
         return True
 
-    def accept(self, message: wire.Message | None) -> None:
+    def accept(self, message: wire.WireMessage | None) -> None:
         match message:
             case wire.Submit(request):
                 self.submit(request)
             case wire.Cancel(request_id):
                 self.cancel(request_id)
-            case wire.Embed(texts):
+            case wire.SubmitEmbedding(texts):
                 self.embed(texts)
 
     def cancel(self, request_id: str) -> None:

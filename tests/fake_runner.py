@@ -12,17 +12,21 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from localgen.backends.engine.embeddings import as_sequences, in_slices, is_last
+from localgen.backends.engine.embeddings import (
+    is_last_slice,
+    split_into_slices,
+    unscheduled_sequences,
+)
 from localgen.backends.runner.interface import (
     Chunk,
+    EmbeddingArray,
     EmbedSlice,
     Limits,
     NoRoom,
     PoolUsage,
-    Sampled,
-    Vectors,
+    SampledTokens,
 )
-from localgen.backends.runner.sequence import Sequence, common_prefix
+from localgen.backends.runner.sequence import Sequence, common_prefix_len
 
 VOCAB = 97
 END = 0
@@ -43,7 +47,7 @@ def generate(prompt: list[int], limit: int, *, ends: bool = True) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def vector_of(tokens: list[int]) -> Vectors:
+def vector_of(tokens: list[int]) -> EmbeddingArray:
     """The vector of a text: any fixed function of it, [4]."""
     rng = np.random.default_rng(zlib.crc32(bytes(tokens)))
     return rng.normal(size=4).astype(np.float32)
@@ -85,7 +89,7 @@ class FakeRunner:
         assert not self.in_flight
         assert len(self.cache) < self.limits.max_seqs
         sources = [*self.cache.values(), *self.donors] if self.limits.can_rewind else []
-        cached = max((common_prefix(s, seq.tokens[:-1]) for s in sources), default=0)
+        cached = max((common_prefix_len(s, seq.tokens[:-1]) for s in sources), default=0)
         if sum(self.room.values()) + len(seq.tokens) + spare > self.limits.kv_tokens:
             raise NoRoom
         self._reclaim(len(seq.tokens) + spare)
@@ -110,18 +114,18 @@ class FakeRunner:
         self.steps.append([(chunk.seq.id, len(chunk)) for chunk in chunks])
         return list(chunks)
 
-    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+    def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         self.in_flight = False
         return [self._compute(chunk) for chunk in ticket]
 
-    def _compute(self, chunk: Chunk) -> Sampled:
+    def _compute(self, chunk: Chunk) -> SampledTokens:
         cache = self.cache[chunk.seq]
         assert len(cache) == chunk.start, "a chunk continues where the cache ends"
         cache += chunk.tokens
         self.computed += len(chunk)
         assert len(cache) <= self.room[chunk.seq], "room was asked for"
-        if not chunk.samples:
-            return Sampled()
+        if not chunk.is_sampled:
+            return SampledTokens()
         assert len(cache) - chunk.num_drafts == len(chunk.seq.tokens)
         sampled: list[int] = []
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
@@ -129,7 +133,7 @@ class FakeRunner:
             sampled.append(next_token(cache[: len(cache) - chunk.num_drafts + offset]))
             if offset < chunk.num_drafts and drafts[offset] != sampled[-1]:
                 break
-        return Sampled(tuple(sampled))
+        return SampledTokens(tuple(sampled))
 
     def rewind(self, seq: Sequence, length: int) -> None:
         assert self.limits.can_rewind
@@ -146,19 +150,19 @@ class FakeRunner:
             self.donors.append(seq.tokens[: seq.num_computed])
 
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         assert inputs
         assert all(0 < len(tokens) <= self.limits.max_len for tokens in inputs)
-        seqs = as_sequences(inputs)
+        seqs = unscheduled_sequences(inputs)
         self.embedding += 1
         try:
-            for chunks in in_slices(seqs, most):
+            for chunks in split_into_slices(seqs, max_tokens):
                 assert not self.in_flight
                 assert self.embedding == 1
                 self.slices.append([chunk.tokens for chunk in chunks])
                 whole = np.stack([vector_of(tokens) for tokens in inputs])
-                vectors = whole if is_last(chunks, seqs) else None
+                vectors = whole if is_last_slice(chunks, seqs) else None
                 yield EmbedSlice(sum(map(len, chunks)), vectors)
         finally:
             self.embedding -= 1

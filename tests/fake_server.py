@@ -10,22 +10,22 @@ from pathlib import Path
 
 import localgen
 from localgen.backends.errors import LocalgenError
-from localgen.config import Settings
+from localgen.config import ServerSettings
 from localgen.server import serving
-from localgen.server.http.access import Access, RateLimit
-from localgen.server.lifecycle import log_to_file, run
+from localgen.server.http.access import AccessPolicy, RateLimit
+from localgen.server.lifecycle import log_to_file, run_server
 
 
 def engine_command(fd: int) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(fd)]
 
 
-def _access() -> Access:
+def _access() -> AccessPolicy:
     """What the test wants of TCP, as JSON in TEST_ACCESS."""
     asked = json.loads(os.environ.get("TEST_ACCESS", "{}"))
     limit = RateLimit(*asked.pop("rate_limit", ()))
     lists = {name: tuple(value) for name, value in asked.items() if isinstance(value, list)}
-    return Access(**(asked | lists), rate_limit=limit)
+    return AccessPolicy(**(asked | lists), rate_limit=limit)
 
 
 def main() -> int:
@@ -35,12 +35,12 @@ def main() -> int:
         from localgen.server.stats import server_state
 
         setattr(server_state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
-    serving.STALL_S = float(os.environ.get("TEST_STALL_S", serving.STALL_S))
+    serving.STALL_TIMEOUT_S = float(os.environ.get("TEST_STALL_S", serving.STALL_TIMEOUT_S))
     try:
-        settings = replace(Settings.from_environment(), draft=os.environ.get("TEST_DRAFT"))
-        settings.prepare()
+        settings = replace(ServerSettings.from_environment(), draft=os.environ.get("TEST_DRAFT"))
+        settings.create_dirs()
         log_to_file(settings)
-        run(
+        run_server(
             settings,
             _access(),
             idle_exit=True,

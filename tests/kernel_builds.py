@@ -88,7 +88,7 @@ def _build(module: str, index: int, arch: int) -> Build:
     options = {
         "num_warps": variant.num_warps,
         "num_stages": variant.num_stages,
-        "maxnreg": variant.registers,
+        "maxnreg": variant.max_registers,
     }
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

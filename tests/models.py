@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.llamacpp.loader import load
+from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.model_info import Load, LoadOptions
-from localgen.backends.text.grammar import Grammars
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import (
     EngineStats,
     Failed,
@@ -122,12 +122,12 @@ class LoadedBench:
         self.stats = EngineStats()
         self.engine = Engine(
             model.runner,
-            Intake(
+            InputProcessor(
                 limits=model.runner.limits,
                 tokenizer=model.tokenizer,
                 template=model.template,
                 defaults=model.info.sampling,
-                grammars=Grammars(model.tokenizer),
+                grammar_compiler=GrammarCompiler(model.tokenizer),
             ),
             itl_target_ms=1e9,
             max_queue=1000,
@@ -199,9 +199,12 @@ class Bench(LoadedBench):
         path: Path = TINY_GGUF,
         drafters: Sequence[Drafter] = (),
     ) -> None:
-        super().__init__(load(Load("tiny", str(path), options), lambda _share: None), drafters)
+        super().__init__(
+            load_llamacpp_model(ModelLoadRequest("tiny", str(path), options), lambda _share: None),
+            drafters,
+        )
         assert isinstance(self.model.runner, LlamaRunner)
         self.runner = self.model.runner
 
     def check(self) -> None:
-        self.runner.lanes.check()
+        self.runner.kv_cache.check()

@@ -10,7 +10,7 @@ from fake_runner import next_token
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
-from localgen.backends.runner.interface import Chunk, Limits, PoolUsage, Sampled
+from localgen.backends.runner.interface import Chunk, Limits, PoolUsage, SampledTokens
 from localgen.backends.runner.sequence import Sequence
 
 EMPTY = -1
@@ -25,19 +25,19 @@ class Memory:
 
     def copy(self) -> int:
         """Make the copies that are due; how many."""
-        copies = self.cache.take_copies()
+        copies = self.cache.pop_pending_copies()
         sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
         assert len(set(targets)) == len(targets)
         self.pages[targets] = self.pages[sources]
         return len(copies)
 
     def write(self, seq: Sequence, start: int, tokens: Seq[int]) -> None:
-        table = self.cache.table(seq)
+        table = self.cache.page_table(seq)
         for position, token in enumerate(tokens, start):
             self.pages[table[position // PAGE_TOKENS], position % PAGE_TOKENS] = token
 
     def read(self, seq: Sequence, length: int) -> list[int]:
-        tokens: list[int] = self.pages[self.cache.table(seq)].ravel()[:length].tolist()
+        tokens: list[int] = self.pages[self.cache.page_table(seq)].ravel()[:length].tolist()
         return tokens
 
     def check(self, seqs: Seq[Sequence]) -> None:
@@ -59,7 +59,7 @@ class PagedRunner:
             kv_tokens=num_pages * PAGE_TOKENS,
             can_rewind=share,
         )
-        self.cache = PagedCache(num_pages, share=share)
+        self.cache = PagedCache(num_pages, prefix_cache=share)
         self.memory = Memory(self.cache, num_pages)
         self.seen: Counter[str] = Counter()
 
@@ -72,7 +72,7 @@ class PagedRunner:
             cached = self.cache.admit(seq, spare=spare)
         finally:
             self.cache.check()
-        assert len(self.cache.table(seq)) == pages_for(len(seq.tokens))
+        assert len(self.cache.page_table(seq)) == pages_for(len(seq.tokens))
         assert cached < len(seq.tokens)
         assert self.memory.read(seq, cached) == seq.tokens[:cached]
         after = self.usage()
@@ -82,27 +82,27 @@ class PagedRunner:
         return cached
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        held = len(self.cache.table(seq))
+        held = len(self.cache.page_table(seq))
         grown = self.cache.grow(seq, n)
         self.cache.check()
         needed = pages_for(seq.num_computed + n)
-        assert len(self.cache.table(seq)) == (max(held, needed) if grown else held)
+        assert len(self.cache.page_table(seq)) == (max(held, needed) if grown else held)
         return grown
 
     def launch(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
         self.memory.copy()
         return chunks
 
-    def collect(self, ticket: Seq[Chunk]) -> list[Sampled]:
+    def collect(self, ticket: Seq[Chunk]) -> list[SampledTokens]:
         for chunk in ticket:
             self.memory.write(chunk.seq, chunk.start, chunk.tokens)
         return [self._sample(chunk) for chunk in ticket]
 
-    def _sample(self, chunk: Chunk) -> Sampled:
+    def _sample(self, chunk: Chunk) -> SampledTokens:
         text = self.memory.read(chunk.seq, chunk.start + len(chunk))
         assert text == chunk.seq.tokens[: chunk.start] + chunk.tokens, "no page is another's"
-        if not chunk.samples:
-            return Sampled()
+        if not chunk.is_sampled:
+            return SampledTokens()
         tokens: list[int] = []
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
         for offset in range(chunk.num_drafts + 1):
@@ -110,13 +110,13 @@ class PagedRunner:
             if offset < chunk.num_drafts and drafts[offset] != tokens[-1]:
                 self.seen["rejected"] += 1
                 break
-        return Sampled(tuple(tokens))
+        return SampledTokens(tuple(tokens))
 
     def rewind(self, seq: Sequence, length: int) -> None:
         assert self.limits.can_rewind
         self.cache.rewind(seq, length)
         self.cache.check()
-        assert len(self.cache.table(seq)) == pages_for(length)
+        assert len(self.cache.page_table(seq)) == pages_for(length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         self.cache.release(seq, keep=keep)

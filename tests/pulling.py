@@ -13,7 +13,7 @@ from loopback_hub import LoopbackHub
 
 from localgen.hub import pull
 from localgen.hub.hf_client import repo_folder
-from localgen.hub.resolve import resolve
+from localgen.hub.resolve import resolve_model
 
 REPO = "acme/Chat-GGUF"
 Q4 = "chat-Q4_K_M.gguf"
@@ -63,9 +63,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def fetch(name: str = REPO) -> pull.Plan:
-    plan = pull.plan(name)
-    pull.execute(plan, lambda here: None)
+def fetch(name: str = REPO) -> pull.PullPlan:
+    plan = pull.plan_pull(name)
+    pull.run_pull(plan, lambda here: None)
     return plan
 
 
@@ -75,7 +75,7 @@ def unfinished() -> list[Path]:
 
 def assert_clean(name: str = REPO, content: bytes = CONTENT) -> None:
     """The model can be used, and nothing else lies about."""
-    file = resolve(name)
+    file = resolve_model(name)
     assert b"".join(path.read_bytes() for path in file.shards) == content
     assert unfinished() == []
 

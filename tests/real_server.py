@@ -26,12 +26,12 @@ def real_server(*arguments: str, **environment: str) -> Iterator[RealServer]:
     """A server that has started. arguments, environment: besides those that every test needs."""
     with short_folder() as folder:
         settings = settings_in(folder)
-        settings.prepare()
+        settings.create_dirs()
         log = folder / "log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "localgen.cli.main", "serve", "--port", "0", *arguments],
-                env=python_environment() | settings.environment() | environment,
+                env=python_environment() | settings.to_environment() | environment,
                 stderr=stderr,
             )
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams, Timings
-from localgen.client import Answer, Client, Health, ModelCard, RunningModel, Text
+from localgen.client import Client, Completion, Health, ModelCard, RunningModel, TextDelta
 
 TIMINGS = Timings(
     cache_n=12,
@@ -25,7 +25,7 @@ TIMINGS = Timings(
 )
 
 
-def answer(**changes: Any) -> Answer:
+def answer(**changes: Any) -> Completion:
     """An answer with plausible numbers."""
     known: dict[str, Any] = {
         "model": "tiny",
@@ -39,7 +39,7 @@ def answer(**changes: Any) -> Answer:
         "stop": None,
         "notes": (),
     }
-    return Answer(**(known | changes))
+    return Completion(**(known | changes))
 
 
 def model_info(name: str = "tiny", **changes: Any) -> ModelInfo:
@@ -93,7 +93,7 @@ class Record:
     shutdowns: int = 0
 
 
-Script = Sequence[str | Text | Answer | BaseException]
+Script = Sequence[str | TextDelta | Completion | BaseException]
 
 
 class ScriptedClient(Client):
@@ -131,17 +131,17 @@ class ScriptedClient(Client):
         *,
         ctx: int | None = None,
         priority: int = 0,
-    ) -> Generator[Text | Answer, None, None]:
+    ) -> Generator[TextDelta | Completion, None, None]:
         self.record.asked.append(Asked(model or "tiny", tuple(messages), params, ctx, priority))
         script = self.scripts.pop(0) if self.scripts else (f"re: {messages[-1].content}", answer())
         return self._play(script)
 
-    def _play(self, script: Script) -> Generator[Text | Answer, None, None]:
+    def _play(self, script: Script) -> Generator[TextDelta | Completion, None, None]:
         try:
             for tokens, step in enumerate(script, 1):
                 if isinstance(step, BaseException):
                     raise step
-                yield Text(step, tokens) if isinstance(step, str) else step
+                yield TextDelta(step, tokens) if isinstance(step, str) else step
         except GeneratorExit:
             self.record.closed_early += 1
             raise
@@ -149,7 +149,7 @@ class ScriptedClient(Client):
     def models(self) -> list[ModelCard]:
         return [ModelCard(name, f"/models/{name}.gguf", 12, "idle", "cache") for name in self.names]
 
-    def running(self) -> list[RunningModel]:
+    def running_models(self) -> list[RunningModel]:
         if not self.is_running:
             raise ServerUnavailable("no server")
         return [RunningModel("tiny", "a1b2", 12_000_000, "100% CPU", 2048, 299.0, 0)]
@@ -174,5 +174,5 @@ class ScriptedClient(Client):
     def close(self) -> None:
         pass
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         pass

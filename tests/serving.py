@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from localgen.client import Client
-from localgen.config import Settings
+from localgen.config import ServerSettings
 from localgen.machine.python_process import python_environment
 
 SERVER = Path(__file__).with_name("fake_server.py")
@@ -35,8 +35,8 @@ def wait_until(true: Callable[[], object], timeout_s: float = 10.0) -> float:
     return time.monotonic() - started_s
 
 
-def settings_in(folder: Path, **others: Any) -> Settings:
-    return Settings(runtime_dir=folder / "run", state_dir=folder / "state", **others)
+def settings_in(folder: Path, **others: Any) -> ServerSettings:
+    return ServerSettings(runtime_dir=folder / "run", state_dir=folder / "state", **others)
 
 
 @contextmanager
@@ -52,7 +52,7 @@ class House:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
         self.settings = settings_in(folder, **settings)
-        self.settings.prepare()
+        self.settings.create_dirs()
         self.http = httpx.Client(
             base_url="http://test",
             transport=httpx.HTTPTransport(uds=str(self.settings.socket_path)),
@@ -66,7 +66,7 @@ class House:
         process = subprocess.Popen(
             [sys.executable, str(SERVER), *arguments],
             env=python_environment()
-            | self.settings.environment()
+            | self.settings.to_environment()
             | {"TEST_ACCESS": json.dumps(access)},
             stderr=subprocess.PIPE,
         )

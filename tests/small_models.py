@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
-from localgen.backends.cuda.model.batch import arrange
+from localgen.backends.cuda.model.batch import build_step_inputs
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.linear import DenseLinear
 from localgen.backends.cuda.model.weights import random_weights
-from localgen.backends.cuda.runner import CudaRunner, limits
-from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
+from localgen.backends.cuda.runner import CudaRunner, cuda_limits
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.engine.token_budget import TokenBudget
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.llamacpp.loader import load
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import Chunk, ModelRunner
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
@@ -62,7 +62,7 @@ class SmallCuda:
 
     def __init__(self, folder: Path, noise: float = 0.0, *, kv_tokens: int, ctx: int = CTX) -> None:
         config = write_config(folder, "llama", vocab_size=VOCAB, num_hidden_layers=1)
-        spec = read_config(config)
+        spec = read_hf_config(config)
         weights = random_weights(spec, device="cpu", dtype=torch.float32, seed=1)
         weights.embed.mul_(50)
         assert isinstance(weights.head, DenseLinear)
@@ -71,19 +71,19 @@ class SmallCuda:
         moved = torch.randn(weights.head.weight.shape, generator=generator)
         weights.head.weight.add_(noise * 0.26 * moved)
         cache = KVCache.zeros(spec, pages_for(kv_tokens), device="cpu", dtype=torch.float32)
-        self._steps = DeviceSteps(Decoder(spec, weights, ctx), cache, graphs=False)
+        self._steps = DeviceExecutor(Decoder(spec, weights, ctx), cache, use_cuda_graphs=False)
         self.runner = CudaRunner(
             self._steps,
-            PagedCache(pages_for(kv_tokens), share=True),
-            limits(
+            PagedCache(pages_for(kv_tokens), prefix_cache=True),
+            cuda_limits(
                 max_seqs=2 * _SEQS,
                 max_batch_tokens=4096,
                 max_len=ctx,
                 kv_tokens=kv_tokens,
-                share=True,
+                prefix_cache=True,
             ),
             str,
-            ahead=False,
+            run_ahead=False,
             pooler=Pooler(),
         )
 
@@ -91,8 +91,8 @@ class SmallCuda:
         """As Small.logits."""
         seq = _whole(tokens)
         self.runner.admit(seq, spare=0)
-        chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, samples=True)
-        found = self._steps.run(arrange([chunk], self.runner.room.table))
+        chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, is_sampled=True)
+        found = self._steps.run(build_step_inputs([chunk], self.runner.kv_cache.page_table))
         self.runner.release(seq, keep=False)
         return found.double().numpy()
 
@@ -108,7 +108,9 @@ class SmallLlama:
             kv_tokens=kv_tokens, ctx=ctx, parallel=_SEQS, threads=2, cache_type_k="f32",
             cache_type_v="f32", kv_unified=True, flash_attn="off",
         )  # fmt: skip
-        runner = load(Load("small", str(path), options), lambda _share: None).runner
+        runner = load_llamacpp_model(
+            ModelLoadRequest("small", str(path), options), lambda _share: None
+        ).runner
         assert isinstance(runner, LlamaRunner)
         self.runner = runner
 
@@ -124,9 +126,9 @@ class SmallLlama:
             seq.num_computed = at
             assert runner.grow(seq, len(part))
             ticket = runner.launch(
-                [Chunk(seq=seq, start=at, tokens=part, num_drafts=len(part) - 1, samples=True)]
+                [Chunk(seq=seq, start=at, tokens=part, num_drafts=len(part) - 1, is_sampled=True)]
             )
-            assert ticket.decoded.result() == 0
+            assert ticket.decode_future.result() == 0
             rows.append(runner._logits(len(part)).astype(np.float64))
             at += len(part)
         seq.num_computed = at
@@ -141,7 +143,7 @@ def _whole(tokens: list[int]) -> Sequence:
         num_prompt=len(tokens),
         params=SamplingParams(temperature=0.0),
         ctx=CTX,
-        limit=CTX,
+        max_len=CTX,
     )
 
 
@@ -196,7 +198,7 @@ def generate(
     """So many sequences of so many tokens, as Engine makes them, with DRAFTS in each step. asked:
     settings of each."""
     scheduler = Scheduler(runner, budget=TokenBudget(4096, 1e9), max_queue=seqs)
-    speculation = Speculation(drafters, most=DRAFTS)
+    speculation = Speculation(drafters, max_drafts=DRAFTS)
     limit = len(PROMPT) + tokens
     made = [
         Sequence(
@@ -205,8 +207,8 @@ def generate(
             num_prompt=len(PROMPT),
             params=asked(i),
             ctx=limit,
-            limit=limit,
-            stochastic=stochastic,
+            max_len=limit,
+            can_sample_drafts=stochastic,
         )
         for i in range(seqs)
     ]
@@ -215,7 +217,7 @@ def generate(
     outputs = min(runner.limits.max_outputs, runner.limits.max_batch_tokens)
     while scheduler.has_work:
         for seq, proposal in speculation.propose(scheduler.decoding, outputs=outputs).items():
-            scheduler.draft(seq, proposal)
+            scheduler.set_drafts(seq, proposal)
         chunks = scheduler.plan()
         result = runner.collect(runner.launch(chunks))
         scheduler.apply(chunks, result, 1.0)

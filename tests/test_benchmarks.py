@@ -25,9 +25,9 @@ from benchmarks.streams import (
     longest_gap_ms,
     output_rate,
 )
-from localgen.backends.llamacpp.native import Model
-from localgen.backends.llamacpp.options import Settings
-from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.llamacpp.native import LlamaModel
+from localgen.backends.llamacpp.options import LlamaOptions
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,9 @@ def test_the_vocabulary_has_its_size_and_no_token_twice() -> None:
 
 
 def test_llama_cpp_reads_the_model_and_text_round_trips() -> None:
-    vocab = Vocab(Model(random_gguf.cached(SHAPES["quick"]), Settings(), lambda share: None))
+    vocab = LlamaCppTokenizer(
+        LlamaModel(random_gguf.cached(SHAPES["quick"]), LlamaOptions(), lambda share: None)
+    )
     words = random_words(400, "any")
     tokens = vocab.encode(words)
     assert len(tokens) == 1 + 400  # one for the beginning of the text

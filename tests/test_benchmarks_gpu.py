@@ -89,7 +89,7 @@ def test_a_wrong_kernel_fails_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_a_kernel_does_not_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = activation.gated
+    right = activation.gated_activation
 
     def partial(x: Tensor, kind: Any) -> Tensor:
         out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype)
@@ -97,8 +97,10 @@ def test_what_a_kernel_does_not_write_is_seen(monkeypatch: pytest.MonkeyPatch) -
         out[:, :-1] = found[:, :-1]
         return out
 
-    monkeypatch.setattr(activation, "gated", partial)
-    errors = [c.error for c in kernels(CPU, case.QUICK, 1) if c.name.startswith("gated,")]
+    monkeypatch.setattr(activation, "gated_activation", partial)
+    errors = [
+        c.error for c in kernels(CPU, case.QUICK, 1) if c.name.startswith("gated_activation,")
+    ]
     assert errors
     assert all(math.isinf(error) for error in errors)
 
@@ -107,9 +109,9 @@ def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(x: Tensor, kind: Any) -> Tensor:
         raise RuntimeError("an illegal memory access\nand more of it")
 
-    monkeypatch.setattr(activation, "gated", broken)
+    monkeypatch.setattr(activation, "gated_activation", broken)
     failed = [check for check in kernels(CPU, case.QUICK, 1) if not check.passed]
-    assert {check.name.split(",")[0] for check in failed} == {"gated"}
+    assert {check.name.split(",")[0] for check in failed} == {"gated_activation"}
     assert failed[0].line().endswith(": RuntimeError: an illegal memory access")
 
 

@@ -50,12 +50,12 @@ def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
     guesser = Guesser(1.0)
     counted = Counted(guesser)
     seq = decoding()
-    counted.chances(seq, 4)
+    counted.acceptance_probs(seq, 4)
     counted.propose([(seq, 4)])
-    counted.learn(seq, [RIGHT, RIGHT, WRONG])
+    counted.observe(seq, [RIGHT, RIGHT, WRONG])
     assert (counted.right, counted.wrong) == (2, 1)
     counted.propose([(seq, 2)])
-    counted.learn(seq, [RIGHT, RIGHT, RIGHT])
+    counted.observe(seq, [RIGHT, RIGHT, RIGHT])
     assert (counted.right, counted.wrong) == (4, 1)
     assert counted.lengths == [4, 2]
     assert acceptance([counted]) == 0.8
@@ -147,10 +147,10 @@ def test_prices_are_of_steps_in_a_row_behind_those_of_the_draft_model() -> None:
 def test_drafts_that_are_made_whatever_is_expected() -> None:
     seq = decoding()
     insisting = Insisting(Guesser(0.0, ms=5.0), 3)
-    assert insisting.chances(seq, 8) == [1.0] * 3
-    assert insisting.chances(seq, 2) == [1.0] * 2
+    assert insisting.acceptance_probs(seq, 8) == [1.0] * 3
+    assert insisting.acceptance_probs(seq, 2) == [1.0] * 2
     assert insisting.draft_ms(1) == 0.0
-    assert insisting.usual_chance() == 0.0, "there is nothing to be read"
+    assert insisting.default_acceptance() == 0.0, "there is nothing to be read"
     (found,) = insisting.propose([(seq, 3)])
     assert found.tokens == [WRONG] * 3
 

@@ -12,24 +12,24 @@ from localgen.backends.model_info import LoadOptions
 from localgen.chat import commands
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import Session
+from localgen.chat.session import ChatSession
 
 TURNS = (Turn("one", "1"), Turn("two", "2"))
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Session:
+def session(tmp_path: Path) -> ChatSession:
     options = ModelOptions(system="be brief", load=LoadOptions(threads=2, chat_template="x"))
-    made = Session(ScriptedClient(), tmp_path, options)
+    made = ChatSession(ScriptedClient(), tmp_path, options)
     made.load(None, lambda _: None)
-    made.change(Conversation("be brief", TURNS))
+    made.set_conversation(Conversation("be brief", TURNS))
     return made
 
 
-def obey(session: Session, line: str) -> str:
+def obey(session: ChatSession, line: str) -> str:
     """What a command says."""
-    outcome = commands.run(session, line, lambda _: None)
-    assert isinstance(outcome, commands.Say)
+    outcome = commands.run_command(session, line, lambda _: None)
+    assert isinstance(outcome, commands.CommandOutput)
     return outcome.text
 
 
@@ -55,17 +55,17 @@ def test_what_is_a_command(line: str, expected: bool) -> None:
 @pytest.mark.parametrize(
     ("typo", "meant"), [("/hlep", "/help"), ("/regn", "/regen"), ("/frok", "/fork")]
 )
-def test_an_unknown_command_offers_the_closest(session: Session, typo: str, meant: str) -> None:
+def test_an_unknown_command_offers_the_closest(session: ChatSession, typo: str, meant: str) -> None:
     with pytest.raises(InvalidRequest, match=f"did you mean {meant}"):
         obey(session, typo)
 
 
-def test_a_word_like_no_command_points_to_help(session: Session) -> None:
+def test_a_word_like_no_command_points_to_help(session: ChatSession) -> None:
     with pytest.raises(InvalidRequest, match="see /help"):
         obey(session, "/xyzzyqwv")
 
 
-def test_set_system(session: Session) -> None:
+def test_set_system(session: ChatSession) -> None:
     obey(session, '/set system """be\nloud"""')
     assert session.conversation == Conversation("be\nloud", TURNS)
     obey(session, "/set system")
@@ -89,7 +89,7 @@ def test_set_system(session: Session) -> None:
         ("num_predict 8", "max_tokens", 8),
     ],
 )
-def test_set_parameter(session: Session, text: str, field: str, value: object) -> None:
+def test_set_parameter(session: ChatSession, text: str, field: str, value: object) -> None:
     obey(session, f"/set parameter {text}")
     assert getattr(session.options.params, field) == value
     obey(session, f"/set parameter {field} default")
@@ -126,15 +126,15 @@ def test_set_parameter(session: Session, text: str, field: str, value: object) -
     ],
 )
 def test_a_refused_command_says_why_and_changes_nothing(
-    session: Session, line: str, complaint: str
+    session: ChatSession, line: str, complaint: str
 ) -> None:
-    before = (session.conversation, session.options, session.branch, session.info)
+    before = (session.conversation, session.options, session.branch, session.model_info)
     with pytest.raises(LocalgenError, match=complaint):
         obey(session, line)
-    assert (session.conversation, session.options, session.branch, session.info) == before
+    assert (session.conversation, session.options, session.branch, session.model_info) == before
 
 
-def test_set_ctx_and_verbose(session: Session) -> None:
+def test_set_ctx_and_verbose(session: ChatSession) -> None:
     obey(session, "/set ctx 512")
     assert (session.options.ctx or 0, session.ctx) == (512, 512)
     obey(session, "/set ctx default")
@@ -145,7 +145,7 @@ def test_set_ctx_and_verbose(session: Session) -> None:
     assert not session.options.verbose
 
 
-def test_show_info(session: Session) -> None:
+def test_show_info(session: ChatSession) -> None:
     text = obey(session, "/show info")
     for part in (
         "tiny",
@@ -160,7 +160,7 @@ def test_show_info(session: Session) -> None:
     assert obey(session, "/show") == text
 
 
-def test_show_parameters_says_whose_they_are(session: Session) -> None:
+def test_show_parameters_says_whose_they_are(session: ChatSession) -> None:
     obey(session, "/set parameter top_k 7")
     rows = {
         line.split()[0]: line.split()[1:] for line in obey(session, "/show parameters").split("\n")
@@ -171,12 +171,12 @@ def test_show_parameters_says_whose_they_are(session: Session) -> None:
     assert rows["max_tokens"] == ["-"]
 
 
-def test_show_template_and_system(session: Session) -> None:
+def test_show_template_and_system(session: ChatSession) -> None:
     assert obey(session, "/show template") == "{{ messages }}"
     assert obey(session, "/show system") == "be brief"
 
 
-def test_save_and_load(session: Session, tmp_path: Path) -> None:
+def test_save_and_load(session: ChatSession, tmp_path: Path) -> None:
     obey(session, "/set parameter top_k 7")
     assert "2 turns" in obey(session, "/save talk")
     saved = session.conversation
@@ -190,18 +190,18 @@ def test_save_and_load(session: Session, tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere.json").is_file()
 
 
-def test_load_says_when_the_model_is_another(session: Session) -> None:
+def test_load_says_when_the_model_is_another(session: ChatSession) -> None:
     obey(session, "/save talk")
     obey(session, "/model other")
     assert "held with tiny, this is other" in obey(session, "/load talk")
 
 
-def test_clear_keeps_the_system_prompt(session: Session) -> None:
+def test_clear_keeps_the_system_prompt(session: ChatSession) -> None:
     obey(session, "/clear")
     assert session.conversation == Conversation("be brief")
 
 
-def test_model_moves_on_without_the_template_of_the_old_one(session: Session) -> None:
+def test_model_moves_on_without_the_template_of_the_old_one(session: ChatSession) -> None:
     assert obey(session, "/model").splitlines() == ["tiny", "other"]
     assert "other" in obey(session, "/model other")
     assert session.model.name == "other"
@@ -211,18 +211,18 @@ def test_model_moves_on_without_the_template_of_the_old_one(session: Session) ->
     assert client.record.loaded[-1] == ("other", LoadOptions(threads=2))
 
 
-def test_regen_asks_the_last_prompt_again(session: Session) -> None:
-    assert commands.run(session, "/regen", lambda _: None) == commands.Ask("two")
+def test_regen_asks_the_last_prompt_again(session: ChatSession) -> None:
+    assert commands.run_command(session, "/regen", lambda _: None) == commands.SendPrompt("two")
     assert list(session.conversation.turns) == [TURNS[0]]
 
 
-def test_regen_needs_a_prompt(session: Session) -> None:
+def test_regen_needs_a_prompt(session: ChatSession) -> None:
     obey(session, "/clear")
     with pytest.raises(InvalidRequest, match="nothing has been asked"):
         obey(session, "/regen")
 
 
-def test_forks_do_not_know_each_other(session: Session) -> None:
+def test_forks_do_not_know_each_other(session: ChatSession) -> None:
     obey(session, "/fork side")
     obey(session, "/undo")
     assert len(session.conversation.turns) == 1
@@ -233,21 +233,21 @@ def test_forks_do_not_know_each_other(session: Session) -> None:
     assert session.branch == "fork2"
 
 
-def test_undo(session: Session) -> None:
+def test_undo(session: ChatSession) -> None:
     assert obey(session, "/undo") == "1 turn left"
     obey(session, "/undo 1")
     assert session.conversation == Conversation("be brief")
 
 
-def test_counts_are_forgotten_when_the_conversation_changes(session: Session) -> None:
-    session.answered(Turn("three", "3"), answer())
-    assert session.used_tokens() == 49
+def test_counts_are_forgotten_when_the_conversation_changes(session: ChatSession) -> None:
+    session.add_turn(Turn("three", "3"), answer())
+    assert session.estimate_used_tokens() == 49
     obey(session, "/undo")
-    assert session.last is None
-    assert session.used_tokens() < 49
+    assert session.last_completion is None
+    assert session.estimate_used_tokens() < 49
 
 
-def test_stats_are_flat(session: Session) -> None:
+def test_stats_are_flat(session: ChatSession) -> None:
     lines = [line.split() for line in obey(session, "/stats").splitlines()]
     assert lines == [
         ["models[0].name", "tiny"],
@@ -257,12 +257,12 @@ def test_stats_are_flat(session: Session) -> None:
     ]
 
 
-def test_help_names_every_command(session: Session) -> None:
+def test_help_names_every_command(session: ChatSession) -> None:
     text = obey(session, "/help")
-    assert all(name in text for name in commands.COMMANDS)
+    assert all(name in text for name in commands.SLASH_COMMANDS)
     assert obey(session, "/?") == text
 
 
 @pytest.mark.parametrize("line", ["/bye", "/exit", "/quit"])
-def test_bye(session: Session, line: str) -> None:
-    assert commands.run(session, line, lambda _: None) == commands.Leave()
+def test_bye(session: ChatSession, line: str) -> None:
+    assert commands.run_command(session, line, lambda _: None) == commands.LeaveChat()

@@ -12,7 +12,7 @@ import pytest
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, SamplingParams
 from localgen.chat import saved_chats
-from localgen.chat.conversation import Conversation, Turn, from_messages
+from localgen.chat.conversation import Conversation, Turn, conversation_from_messages
 
 ALPHABET = 'ab \n"\\é🙂{}'
 
@@ -48,7 +48,7 @@ def test_undo_of_more_than_there_is_is_refused(turns: int) -> None:
 
 def test_a_prompt_follows_everything_said() -> None:
     conversation = Conversation("be brief", (Turn("q", "a"),))
-    assert conversation.asking("next") == (
+    assert conversation.messages_with_prompt("next") == (
         Message("system", "be brief"),
         Message("user", "q"),
         Message("assistant", "a"),
@@ -62,10 +62,10 @@ def test_a_saved_chat_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.5, logit_bias={5: -1.5}, stop=("\n", "x"))
     chat = saved_chats.SavedChat("tiny", params, some_conversation(rng))
     path = saved_chats.chat_path("a name", tmp_path)
-    saved_chats.save(path, chat)
-    assert saved_chats.load(path) == chat
+    saved_chats.save_chat(path, chat)
+    assert saved_chats.load_chat(path) == chat
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert saved_chats.names(tmp_path) == ["a name"]
+    assert saved_chats.saved_chat_names(tmp_path) == ["a name"]
     assert [left.name for left in path.parent.iterdir()] == ["a name.json"]
 
 
@@ -86,7 +86,7 @@ def test_saving_does_not_replace_another_kind_of_file(tmp_path: Path) -> None:
     path = tmp_path / "precious.json"
     path.write_text('{"not": "a chat"}')
     with pytest.raises(InvalidRequest, match=r"precious\.json is not a saved chat"):
-        saved_chats.save(path, saved_chats.SavedChat("tiny", SamplingParams(), Conversation()))
+        saved_chats.save_chat(path, saved_chats.SavedChat("tiny", SamplingParams(), Conversation()))
     assert path.read_text() == '{"not": "a chat"}'
 
 
@@ -98,21 +98,26 @@ def test_what_is_not_a_chat_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidRequest, match=r"broken\.json is not a saved chat"):
-        saved_chats.load(path)
+        saved_chats.load_chat(path)
 
 
 def test_a_chat_out_of_turn_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     said = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    record = {"format": saved_chats.FORMAT, "model": "tiny", "parameters": {}, "messages": said}
+    record = {
+        "format": saved_chats.FILE_FORMAT,
+        "model": "tiny",
+        "parameters": {},
+        "messages": said,
+    }
     path.write_text(json.dumps(record))
     with pytest.raises(InvalidRequest, match=r"odd\.json is not a saved chat: .*turns"):
-        saved_chats.load(path)
+        saved_chats.load_chat(path)
 
 
 def test_a_missing_chat_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"cannot read .*gone\.json: No such file"):
-        saved_chats.load(saved_chats.chat_path("gone", tmp_path))
+        saved_chats.load_chat(saved_chats.chat_path("gone", tmp_path))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -122,4 +127,4 @@ def test_messages_and_conversation_agree(seed: int) -> None:
     stopped = frozenset(
         first + 2 * at + 1 for at, turn in enumerate(conversation.turns) if turn.stopped
     )
-    assert from_messages(conversation.messages(), stopped) == conversation
+    assert conversation_from_messages(conversation.messages(), stopped) == conversation

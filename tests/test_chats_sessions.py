@@ -20,17 +20,17 @@ import pytest
 from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
 from localgen.backends.types import SamplingParams
 from localgen.chat.conversation import Conversation, Turn
-from localgen.chat.database import StoreFailed, Writer
+from localgen.chat.database import StoreFailed, WriterLock
 from localgen.chat.session_store import (
-    BROKEN_OFF,
-    Kept,
+    INTERRUPTED_SUMMARY,
     SessionBusy,
     SessionChanged,
     SessionGone,
-    Sessions,
+    SessionRecord,
+    SessionStore,
 )
 
-NEW = Kept(0)
+NEW = SessionRecord(0)
 ROOT = Path(__file__).parents[1]
 
 
@@ -38,8 +38,8 @@ class Program:
     """One of those that share the file."""
 
     def __init__(self, folder: Path) -> None:
-        self.writer = Writer(folder / "writers")
-        self.sessions = Sessions(folder / "chats.db", self.writer, now=lambda: 1000.0)
+        self.writer = WriterLock(folder / "writers")
+        self.sessions = SessionStore(folder / "chats.db", self.writer, clock=lambda: 1000.0)
 
     def leave(self) -> None:
         self.sessions.close()
@@ -48,7 +48,7 @@ class Program:
     def die(self) -> None:
         """As if killed: nothing is written any more, the lock is lost."""
         self.sessions.close()
-        self.writer._lock.close()
+        self.writer._lock_file.close()
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def some_turn(rng: random.Random) -> Turn:
     return Turn(words(), words(), rng.random() < 0.3, words(), words())
 
 
-def some_kept(rng: random.Random, kept: Kept) -> Kept:
+def some_kept(rng: random.Random, kept: SessionRecord) -> SessionRecord:
     """The same session with other contents."""
     turns = list(kept.conversation.turns)[: rng.randint(0, 5)]
     turns += [some_turn(rng) for _ in range(rng.randint(0, 3))]
@@ -97,14 +97,14 @@ def test_what_is_kept_is_what_is_read(one: Program, tmp_path: Path, seed: int) -
     kept = one.sessions.create(some_kept(rng, NEW))
     beside = one.sessions.create(some_kept(rng, NEW))
     for _ in range(8):
-        kept = one.sessions.change(some_kept(rng, kept))
+        kept = one.sessions.update(some_kept(rng, kept))
         if rng.random() < 0.5:
             turn = some_turn(rng)
-            kept = one.sessions.end(one.sessions.begin(kept, turn.prompt), turn)
+            kept = one.sessions.finish_turn(one.sessions.begin_turn(kept, turn.prompt), turn)
     again = Program(tmp_path)
     assert again.sessions.read(kept.id) == kept
     assert again.sessions.read(beside.id) == beside
-    assert {listed.id: listed.turns for listed in again.sessions.all()} == {
+    assert {listed.id: listed.num_turns for listed in again.sessions.list_sessions()} == {
         kept.id: len(kept.conversation.turns),
         beside.id: len(beside.conversation.turns),
     }
@@ -120,57 +120,58 @@ def test_the_file_is_private(one: Program, tmp_path: Path) -> None:
 def test_two_programs_do_not_overwrite_each_other(one: Program, other: Program) -> None:
     mine = one.sessions.create(replace(NEW, name="shared"))
     theirs = other.sessions.read(mine.id)
-    theirs = other.sessions.end(other.sessions.begin(theirs, "q"), Turn("q", "theirs"))
+    theirs = other.sessions.finish_turn(other.sessions.begin_turn(theirs, "q"), Turn("q", "theirs"))
     with pytest.raises(SessionChanged, match="shared was changed by another"):
-        one.sessions.change(replace(mine, model="x"))
+        one.sessions.update(replace(mine, model="x"))
     with pytest.raises(SessionChanged):
-        one.sessions.begin(mine, "mine")
+        one.sessions.begin_turn(mine, "mine")
     assert one.sessions.read(mine.id) == theirs
 
 
 def test_an_answer_that_grows_elsewhere_is_seen_and_left_alone(
     one: Program, other: Program
 ) -> None:
-    mine = one.sessions.begin(one.sessions.create(NEW), "q")
-    before = other.sessions.changes()
-    one.sessions.grow(mine, Turn("q", "half", stopped=True))
-    assert other.sessions.changes() != before
+    mine = one.sessions.begin_turn(one.sessions.create(NEW), "q")
+    before = other.sessions.data_version()
+    one.sessions.update_turn(mine, Turn("q", "half", stopped=True))
+    assert other.sessions.data_version() != before
     seen = other.sessions.read(mine.id)
-    assert seen.growing == Turn("q", "half", stopped=True)
+    assert seen.unfinished_turn == Turn("q", "half", stopped=True)
     assert seen.conversation.turns == ()
-    assert [listed.is_growing for listed in other.sessions.all()] == [True]
-    for forbidden in (other.sessions.change, lambda kept: other.sessions.delete(kept.id)):
+    assert [listed.is_generating for listed in other.sessions.list_sessions()] == [True]
+    for forbidden in (other.sessions.update, lambda kept: other.sessions.delete(kept.id)):
         with pytest.raises(SessionBusy, match="wait for it"):
             forbidden(seen)
     other.sessions.rename(mine.id, "renamed")
-    done = one.sessions.end(mine, Turn("q", "whole"))
+    done = one.sessions.finish_turn(mine, Turn("q", "whole"))
     assert other.sessions.read(mine.id).conversation == done.conversation
 
 
 def test_a_killed_program_leaves_what_there_was(one: Program, other: Program) -> None:
-    mine = one.sessions.begin(one.sessions.create(NEW), "q")
-    one.sessions.grow(mine, Turn("q", "half", stopped=True, reasoning="hm"))
-    one.sessions.keep_draft(mine.id, "typed")
+    mine = one.sessions.begin_turn(one.sessions.create(NEW), "q")
+    one.sessions.update_turn(mine, Turn("q", "half", stopped=True, reasoning="hm"))
+    one.sessions.save_draft(mine.id, "typed")
     before = other.sessions.read(mine.id)
     one.die()
     seen = other.sessions.read(mine.id)
-    assert seen.growing is None
-    assert seen.conversation.turns == (Turn("q", "half", True, "hm", BROKEN_OFF),)
-    assert other.sessions.draft(mine.id) == "typed"
+    assert seen.unfinished_turn is None
+    assert seen.conversation.turns == (Turn("q", "half", True, "hm", INTERRUPTED_SUMMARY),)
+    assert other.sessions.load_draft(mine.id) == "typed"
     with pytest.raises(SessionChanged):  # it would take the turn away
-        other.sessions.change(before)
-    assert other.sessions.change(replace(seen, name="goes on")).revision == seen.revision + 1
+        other.sessions.update(before)
+    assert other.sessions.update(replace(seen, name="goes on")).revision == seen.revision + 1
 
 
 def test_a_real_process_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib, time\n"
-        "from localgen.chat.session_store import *; from localgen.chat.database import Writer\n"
+        "from localgen.chat.session_store import *\n"
+        "from localgen.chat.database import WriterLock\n"
         "folder = pathlib.Path(sys.argv[1])\n"
-        "sessions = Sessions(folder / 'chats.db', Writer(folder / 'writers'))\n"
-        "kept = sessions.begin(sessions.create(Kept(0, 'it')), 'q')\n"
+        "sessions = SessionStore(folder / 'chats.db', WriterLock(folder / 'writers'))\n"
+        "record = sessions.begin_turn(sessions.create(SessionRecord(0, 'it')), 'q')\n"
         "for n in range(10**9):\n"
-        "    sessions.grow(kept, Turn('q', 'x' * n))\n"
+        "    sessions.update_turn(record, Turn('q', 'x' * n))\n"
         "    print(n, flush=True)\n"
     )
     process = subprocess.Popen(
@@ -182,28 +183,28 @@ def test_a_real_process_that_is_killed(tmp_path: Path) -> None:
     told += [int(line) for line in process.stdout.read().split(b"\n")[:-1]]
     process.wait()
     after = Program(tmp_path)
-    (turn,) = after.sessions.read(after.sessions.all()[0].id).conversation.turns
+    (turn,) = after.sessions.read(after.sessions.list_sessions()[0].id).conversation.turns
     # what was told as written is there; one more may have been
     assert len(turn.answer) - told[-1] in (0, 1)
-    assert turn.served == BROKEN_OFF
+    assert turn.summary == INTERRUPTED_SUMMARY
     after.leave()
 
 
 def test_drafts_of_two_programs_stand_side_by_side(one: Program, other: Program) -> None:
     kept = one.sessions.create(NEW)
-    one.sessions.keep_draft(kept.id, "mine")
-    other.sessions.keep_draft(kept.id, "theirs")
-    assert one.sessions.draft(kept.id) == "mine"
-    assert other.sessions.draft(kept.id) == "theirs"
-    one.sessions.keep_draft(kept.id, "")
-    assert one.sessions.draft(kept.id) == ""
+    one.sessions.save_draft(kept.id, "mine")
+    other.sessions.save_draft(kept.id, "theirs")
+    assert one.sessions.load_draft(kept.id) == "mine"
+    assert other.sessions.load_draft(kept.id) == "theirs"
+    one.sessions.save_draft(kept.id, "")
+    assert one.sessions.load_draft(kept.id) == ""
 
 
 def test_deleted_and_restored(one: Program, other: Program) -> None:
     kept = one.sessions.create(replace(NEW, conversation=Conversation(None, (Turn("q", "a"),))))
     one.sessions.delete(kept.id)
-    assert one.sessions.all() == []
-    assert other.sessions.all() == []
+    assert one.sessions.list_sessions() == []
+    assert other.sessions.list_sessions() == []
     for gone in (other.sessions.read, other.sessions.delete):
         with pytest.raises(SessionGone):
             gone(kept.id)
@@ -215,10 +216,10 @@ def test_deleted_sessions_go_after_a_month(one: Program, tmp_path: Path) -> None
     kept = one.sessions.create(NEW)
     one.sessions.delete(kept.id)
     month_s = 30 * 86_400.0
-    Sessions(tmp_path / "chats.db", one.writer, now=lambda: 1000.0 + month_s).close()
+    SessionStore(tmp_path / "chats.db", one.writer, clock=lambda: 1000.0 + month_s).close()
     one.sessions.restore(kept.id)
     one.sessions.delete(kept.id)
-    Sessions(tmp_path / "chats.db", one.writer, now=lambda: 1001.0 + month_s).close()
+    SessionStore(tmp_path / "chats.db", one.writer, clock=lambda: 1001.0 + month_s).close()
     with pytest.raises(SessionGone):
         one.sessions.restore(kept.id)
 
@@ -227,9 +228,9 @@ def test_prompts_in_the_order_they_were_asked(one: Program) -> None:
     first = one.sessions.create(NEW)
     second = one.sessions.create(NEW)
     for prompt in "abca":
-        first = one.sessions.end(one.sessions.begin(first, prompt), Turn(prompt, "."))
-    one.sessions.end(one.sessions.begin(second, "z"), Turn("z", "."))
-    assert one.sessions.prompts(3) == ["c", "a", "z"]
+        first = one.sessions.finish_turn(one.sessions.begin_turn(first, prompt), Turn(prompt, "."))
+    one.sessions.finish_turn(one.sessions.begin_turn(second, "z"), Turn("z", "."))
+    assert one.sessions.recent_prompts(3) == ["c", "a", "z"]
 
 
 def test_many_threads(one: Program, other: Program) -> None:
@@ -239,9 +240,9 @@ def test_many_threads(one: Program, other: Program) -> None:
     def ask(program: Program, prompt: str) -> None:
         for _ in range(10):
             try:
-                begun = program.sessions.begin(program.sessions.read(kept.id), prompt)
-                program.sessions.grow(begun, Turn(prompt, "."))
-                program.sessions.end(begun, Turn(prompt, ".."))
+                begun = program.sessions.begin_turn(program.sessions.read(kept.id), prompt)
+                program.sessions.update_turn(begun, Turn(prompt, "."))
+                program.sessions.finish_turn(begun, Turn(prompt, ".."))
                 asked.append(prompt)
             except (SessionChanged, SessionBusy):
                 continue
@@ -313,15 +314,15 @@ def test_a_place_that_cannot_be_used(tmp_path: Path, kind: str) -> None:
         path.mkdir(parents=True)
     else:
         (tmp_path / "state").write_text("")
-    writer = Writer(tmp_path / "writers")
+    writer = WriterLock(tmp_path / "writers")
     with pytest.raises(StoreFailed, match=f"cannot use {path}"):
-        Sessions(path, writer)
+        SessionStore(path, writer)
     writer.close()
 
 
 def test_a_full_disk_loses_nothing(one: Program, tmp_path: Path) -> None:
-    kept = one.sessions.begin(one.sessions.create(NEW), "q")
-    one.sessions.grow(kept, Turn("q", "half"))
+    kept = one.sessions.begin_turn(one.sessions.create(NEW), "q")
+    one.sessions.update_turn(kept, Turn("q", "half"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # a file that may not grow fails as a full disk does, without the signal
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -329,30 +330,30 @@ def test_a_full_disk_loses_nothing(one: Program, tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 4096, limits[1]))
     try:
         with pytest.raises(DiskFull, match="make room"):
-            one.sessions.grow(kept, Turn("q", "x" * 1_000_000))
-        assert one.sessions.read(kept.id).growing is not None
+            one.sessions.update_turn(kept, Turn("q", "x" * 1_000_000))
+        assert one.sessions.read(kept.id).unfinished_turn is not None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    done = one.sessions.end(kept, Turn("q", "x" * 1_000_000))
+    done = one.sessions.finish_turn(kept, Turn("q", "x" * 1_000_000))
     assert one.sessions.read(kept.id) == done
 
 
 def test_lone_surrogates_can_be_kept(one: Program) -> None:
-    kept = one.sessions.begin(one.sessions.create(NEW), "a\ud800")
-    one.sessions.end(kept, Turn("a\ud800", "\udfff🙂", served="\ud83d\ude42"))
+    kept = one.sessions.begin_turn(one.sessions.create(NEW), "a\ud800")
+    one.sessions.finish_turn(kept, Turn("a\ud800", "\udfff🙂", summary="\ud83d\ude42"))
     (turn,) = one.sessions.read(kept.id).conversation.turns
-    assert turn == Turn("a\ufffd", "\ufffd🙂", served="🙂")
+    assert turn == Turn("a\ufffd", "\ufffd🙂", summary="🙂")
 
 
 def test_a_writer_is_alive_as_long_as_its_lock(tmp_path: Path) -> None:
-    one, other = Writer(tmp_path), Writer(tmp_path)
+    one, other = WriterLock(tmp_path), WriterLock(tmp_path)
     assert one.is_alive(one.name)
     assert one.is_alive(other.name)
-    other._lock.close()
+    other._lock_file.close()
     assert not one.is_alive(other.name)
     assert not one.is_alive("never was")
-    third = Writer(tmp_path)
+    third = WriterLock(tmp_path)
     third.close()
     assert not one.is_alive(third.name)
     assert [path.stem for path in tmp_path.iterdir()] == [one.name]
@@ -362,5 +363,5 @@ def test_a_writer_is_alive_as_long_as_its_lock(tmp_path: Path) -> None:
 def test_a_writer_without_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="cannot write to"):
-        Writer(tmp_path / "file")
+        WriterLock(tmp_path / "file")
     assert issubclass(StoreFailed, LocalgenError)

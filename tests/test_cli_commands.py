@@ -20,9 +20,9 @@ import localgen.client
 from localgen.backends.errors import EngineDied, LocalgenError, ModelNotFound
 from localgen.backends.types import Message
 from localgen.cli import commands, errors
-from localgen.cli.arguments import model_and_prompt
-from localgen.cli.main import run
-from localgen.client import Text
+from localgen.cli.arguments import split_model_and_prompt
+from localgen.cli.main import run_command_line
+from localgen.client import TextDelta
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,7 +77,7 @@ def test_run_prints_the_answer(
         "-t",
         "2",
     ]
-    assert run(arguments) == 0
+    assert run_command_line(arguments) == 0
     assert capsys.readouterr() == ("42\n", "")
     asked = client.record.asked[0]
     assert asked.messages == (Message("system", "be brief"), Message("user", "17 + 25?"))
@@ -88,11 +88,11 @@ def test_run_prints_the_answer(
 def test_thoughts_of_one_answer(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scripted(*[(Text("", 1, "Hm."), "4", answer())] * 2)
-    assert run(["run", "tiny", "x", "--json"]) == 0
+    scripted(*[(TextDelta("", 1, "Hm."), "4", answer())] * 2)
+    assert run_command_line(["run", "tiny", "x", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["reasoning"], record["text"]) == ("Hm.", "4")
-    assert run(["run", "tiny", "x"]) == 0
+    assert run_command_line(["run", "tiny", "x"]) == 0
     assert capsys.readouterr() == ("4\n", ""), "a pipe gets the answer and nothing else"
 
 
@@ -100,7 +100,7 @@ def test_run_json(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted(("4", "2", answer(notes=("preempted",))))
-    assert run(["run", "tiny", "x", "--json"]) == 0
+    assert run_command_line(["run", "tiny", "x", "--json"]) == 0
     out, err = capsys.readouterr()
     record = json.loads(out)
     assert out.count("\n") == 1
@@ -123,7 +123,7 @@ def test_json_on_a_terminal_is_inert(
     client = scripted((hostile, answer()))
     client.names = ("tiny", hostile)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert run(arguments) == 0
+    assert run_command_line(arguments) == 0
     out = capsys.readouterr().out
     assert out.replace("\n", "").isprintable()
     assert out.isascii()
@@ -133,8 +133,8 @@ def test_json_on_a_terminal_is_inert(
 
 def test_keep_alive_reaches_the_server(scripted: Callable[..., ScriptedClient]) -> None:
     client = scripted()
-    assert run(["run", "tiny", "x"]) == 0
-    assert run(["run", "tiny", "x", "--keep-alive", "0"]) == 0
+    assert run_command_line(["run", "tiny", "x"]) == 0
+    assert run_command_line(["run", "tiny", "x", "--keep-alive", "0"]) == 0
     assert client.record.keep_alives == [None, "0"]
 
 
@@ -142,7 +142,7 @@ def test_run_verbose_goes_to_stderr(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted()
-    assert run(["run", "tiny", "x", "--verbose"]) == 0
+    assert run_command_line(["run", "tiny", "x", "--verbose"]) == 0
     out, err = capsys.readouterr()
     assert out == "re: x\n"
     assert [line.split(":")[0] for line in err.splitlines()] == [
@@ -172,7 +172,7 @@ def test_where_the_prompt_comes_from(
 ) -> None:
     client = scripted()
     pipe_in(monkeypatch, piped)
-    assert run(["run", *arguments]) == 0
+    assert run_command_line(["run", *arguments]) == 0
     assert client.record.loaded[0][0] == model
     assert client.record.asked[0].messages == (Message("user", prompt),)
 
@@ -184,7 +184,7 @@ def test_chat_answers_piped_input_as_one_prompt(
 ) -> None:
     client = scripted()
     pipe_in(monkeypatch, b"one\ntwo\n")
-    assert run(["chat"]) == 0
+    assert run_command_line(["chat"]) == 0
     assert capsys.readouterr() == ("re: one\ntwo\n", "")
     assert len(client.record.asked) == 1
 
@@ -192,13 +192,13 @@ def test_chat_answers_piped_input_as_one_prompt(
 def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "my models"
     path.mkdir()
-    assert model_and_prompt(str(path), None) == (str(path), None)
-    assert model_and_prompt("my models/x.gguf", None) == ("my models/x.gguf", None)
-    assert model_and_prompt("long " * 5000, None) == (None, "long " * 5000)
+    assert split_model_and_prompt(str(path), None) == (str(path), None)
+    assert split_model_and_prompt("my models/x.gguf", None) == ("my models/x.gguf", None)
+    assert split_model_and_prompt("long " * 5000, None) == (None, "long " * 5000)
     monkeypatch.setenv("LOCALGEN_MODEL", "usual")
-    assert model_and_prompt("two words", None) == ("usual", "two words")
-    assert model_and_prompt(None, None) == ("usual", None)
-    assert model_and_prompt("other", "x") == ("other", "x")
+    assert split_model_and_prompt("two words", None) == ("usual", "two words")
+    assert split_model_and_prompt(None, None) == ("usual", None)
+    assert split_model_and_prompt("other", "x") == ("other", "x")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_errors_are_one_line_and_a_status(
 ) -> None:
     scripted()
     pipe_in(monkeypatch, piped)
-    assert run(arguments) == status
+    assert run_command_line(arguments) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("localgen: ")
@@ -260,7 +260,7 @@ def test_ends_in_mid_answer(
     scripted(("half", end))
     # a broken pipe replaces the descriptor, which pytest still needs
     monkeypatch.setattr(os, "dup2", lambda *_: 0)
-    assert run(["run", "tiny", "x"]) == status
+    assert run_command_line(["run", "tiny", "x"]) == status
     err = capfd.readouterr().err
     assert "Traceback" not in err
     assert "\x1b" not in err
@@ -271,7 +271,7 @@ def test_a_defect_is_written_to_a_log(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     scripted((ZeroDivisionError("odd"),))
-    run(["run", "tiny", "x"])
+    run_command_line(["run", "tiny", "x"])
     log = tmp_path / "state" / "defects.log"
     assert str(log) in capsys.readouterr().err
     assert "ZeroDivisionError: odd" in log.read_text()
@@ -283,10 +283,12 @@ def test_leaving_early_cancels(scripted: Callable[..., ScriptedClient]) -> None:
     def broken(_text: str) -> None:
         raise BrokenPipeError
 
-    from localgen.repl.plain_answer import stream_plain
+    from localgen.repl.plain_answer import write_plain_answer
 
     with pytest.raises(BrokenPipeError):
-        stream_plain(client.chat("tiny", [Message("user", "x")], answer_params()), broken, broken)
+        write_plain_answer(
+            client.chat("tiny", [Message("user", "x")], answer_params()), broken, broken
+        )
     assert client.record.closed_early == 1
 
 
@@ -298,12 +300,12 @@ def answer_params() -> Any:
 
 def test_ps(scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]) -> None:
     scripted()
-    assert run(["ps"]) == 0
+    assert run_command_line(["ps"]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"]
     cells = ["tiny", "a1b2", "12.0 MB", "100% CPU", "2,048", "5 minutes from now"]
     assert re.split(r" {3,}", row) == cells
-    assert run(["ps", "--json"]) == 0
+    assert run_command_line(["ps", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "tiny"
 
 
@@ -312,7 +314,7 @@ def test_list(
     name: str, scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted(running=False)
-    assert run([name]) == 0
+    assert run_command_line([name]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "NAME", "tiny", "other",
     ]  # fmt: skip
@@ -320,9 +322,9 @@ def test_list(
 
 def test_stop(scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]) -> None:
     client = scripted()
-    assert run(["stop", "tiny"]) == 0
+    assert run_command_line(["stop", "tiny"]) == 0
     assert (client.record.unloaded, client.record.shutdowns) == (["tiny"], 0)
-    assert run(["stop"]) == 0
+    assert run_command_line(["stop"]) == 0
     assert client.record.shutdowns == 1
     assert capsys.readouterr().out == "tiny unloaded\nserver stopped\n"
 
@@ -331,15 +333,15 @@ def test_stop_starts_nothing(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = scripted(running=False)
-    assert run(["stop"]) == errors.status_of("server_unavailable")
+    assert run_command_line(["stop"]) == errors.exit_status("server_unavailable")
     assert "no server is running" in capsys.readouterr().err
     assert client.record.connects == 0
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--version"]) == 0
+    assert run_command_line(["--version"]) == 0
     assert capsys.readouterr().out == f"localgen {localgen.__version__}\n"
-    assert run([]) == 0
+    assert run_command_line([]) == 0
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text for name in commands.COMMANDS)
     assert "141" in text
@@ -347,7 +349,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", [*commands.COMMANDS, "ls"])
 def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([name, "--help"]) == 0
+    assert run_command_line([name, "--help"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("Usage: localgen")
     assert err == ""
@@ -357,15 +359,24 @@ def test_every_kind_of_error_has_a_status_of_its_own() -> None:
     for module in ("localgen.config", "localgen.client", "localgen.hub.resolve"):
         importlib.import_module(module)
     codes = {kind.code for kind in LocalgenError.__subclasses__()}
-    assert codes == set(errors.BY_ERROR_CODE)
-    statuses = [*errors.BY_ERROR_CODE.values(), 0, errors.OTHER_ERROR, errors.USAGE, 70, 130, 141]
+    assert codes == set(errors.EXIT_STATUS_BY_CODE)
+    statuses = [
+        *errors.EXIT_STATUS_BY_CODE.values(),
+        0,
+        errors.OTHER_ERROR,
+        errors.USAGE_ERROR,
+        70,
+        130,
+        141,
+    ]
     assert len(set(statuses)) == len(statuses)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["rnu"]])
 def test_no_heavy_import_before_it_is_needed(arguments: list[str]) -> None:
     program = (
-        "import sys; from localgen.cli.main import run; run(sys.argv[1:]); "
+        "import sys; from localgen.cli.main import run_command_line\n"
+        "run_command_line(sys.argv[1:])\n"
         "print('LOADED', *sys.modules)"
     )
     done = subprocess.run(

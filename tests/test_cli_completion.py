@@ -16,7 +16,7 @@ from serving import house
 from localgen.cli import completion_values, shells
 from localgen.cli.commands import COMMANDS
 from localgen.hub.cache_scan import cached_names
-from localgen.hub.resolve import available
+from localgen.hub.resolve import installed_models
 
 LOCALGEN = "from localgen.cli.main import main; main()"
 HEAVY = ("httpx", "huggingface_hub", "rich", "pydantic", "torch", "fastapi", "msgspec")
@@ -171,7 +171,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(desk: Desk) -> None:
 def test_a_disk_that_hangs_does_not_hang_the_shell(desk: Desk) -> None:
     program = (
         "import time, pathlib; pathlib.Path.glob = lambda *_: time.sleep(60); "
-        "from localgen.cli import shells; shells._PATIENCE_S = 0.5; " + LOCALGEN
+        "from localgen.cli import shells; shells._TIMEOUT_S = 0.5; " + LOCALGEN
     )
     begun_s = time.monotonic()
     asked = {"COMP_WORDS": "localgen\nrm\n", "COMP_CWORD": "2"}
@@ -200,7 +200,7 @@ def test_a_damaged_file_of_names_says_nothing_here(desk: Desk) -> None:
 def test_nothing_heavy_is_loaded(desk: Desk) -> None:
     program = (
         "import sys\nfrom localgen.cli import main, shells\n"
-        "shells.answer(main.app, 'complete_bash')\n"
+        "shells.run_completion(main.app, 'complete_bash')\n"
         "print('MODULES', *sys.modules)"
     )
     said = desk.ask({"COMP_WORDS": "localgen\nrun\nti", "COMP_CWORD": "2"}, program)
@@ -278,13 +278,13 @@ def test_in_zsh(desk: Desk) -> None:
 
 
 def test_which_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from localgen.cli.main import run
+    from localgen.cli.main import run_command_line
 
     monkeypatch.setenv("SHELL", "/usr/bin/fish")
-    assert run(["completion"]) == 0
-    assert capsys.readouterr().out == shells.script("fish") + "\n"
+    assert run_command_line(["completion"]) == 0
+    assert capsys.readouterr().out == shells.completion_script("fish") + "\n"
     monkeypatch.setenv("SHELL", "/bin/tcsh")
-    assert run(["completion"]) == 3
+    assert run_command_line(["completion"]) == 3
     assert "name one of bash, zsh, fish" in capsys.readouterr().err
 
 
@@ -296,12 +296,12 @@ def test_what_a_glance_sees_is_what_the_library_finds(
     add_files(tmp_path, "c/Folder", "config.json", "model.safetensors")
     monkeypatch.setattr("localgen.hub.cache.cache_folder", lambda: tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert cached_names() == [file.name for file in available()][1:]
+    assert cached_names() == [file.name for file in installed_models()][1:]
     assert len(cached_names()) == 3
 
 
 def test_cache_types_are_those_of_both_backends() -> None:
-    from localgen.backends.cuda.device.options import CACHE_TYPES as CUDA
+    from localgen.backends.cuda.device.options import CACHE_DTYPES as CUDA
     from localgen.backends.llamacpp.library import CACHE_TYPES as LLAMACPP
 
     assert set(completion_values.CACHE_TYPES) == {*CUDA, *LLAMACPP}
@@ -317,4 +317,4 @@ def test_cache_types_are_those_of_both_backends() -> None:
     ],
 )
 def test_words_that_bash_took_apart(words: list[str], typed: list[str]) -> None:
-    assert shells._joined(words) == typed
+    assert shells._join_words(words) == typed

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from localgen.cli.main import run
+from localgen.cli.main import run_command_line
 from localgen.doctor import findings
 from localgen.machine import llama_build
-from localgen.machine.llama_build import BrokenBuild, LlamaBuild, features_of
-from localgen.machine.system_info import Machine, cpu_quota
+from localgen.machine.llama_build import BrokenBuild, LlamaBuild, parse_features
+from localgen.machine.system_info import SystemInfo, cpu_quota
 
 
-def machine(**changes: object) -> Machine:
+def machine(**changes: object) -> SystemInfo:
     known: dict[str, object] = {
         "system": "Linux",
         "cpu": "A CPU",
@@ -30,7 +30,7 @@ def machine(**changes: object) -> Machine:
         "metal": False,
         "displays": (),
     }
-    return Machine(**(known | changes))  # type: ignore[arg-type]
+    return SystemInfo(**(known | changes))  # type: ignore[arg-type]
 
 
 def build(**changes: object) -> LlamaBuild:
@@ -47,8 +47,8 @@ def build(**changes: object) -> LlamaBuild:
 
 
 def test_nothing_to_complain_of() -> None:
-    assert findings.findings(machine(), build()) == []
-    assert findings.findings(machine(nvidia=("H100",)), build(gpu=True)) == []
+    assert findings.collect_findings(machine(), build()) == []
+    assert findings.collect_findings(machine(nvidia=("H100",)), build(gpu=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_nothing_to_complain_of() -> None:
     ],
 )
 def test_each_finding_has_a_remedy(
-    there: Machine, llama: LlamaBuild | BrokenBuild, message: str, remedy: str
+    there: SystemInfo, llama: LlamaBuild | BrokenBuild, message: str, remedy: str
 ) -> None:
-    (found,) = findings.findings(there, llama)
+    (found,) = findings.collect_findings(there, llama)
     assert message in found.message
     assert remedy in found.remedy
     assert found.error is isinstance(llama, BrokenBuild)
@@ -76,18 +76,18 @@ def test_each_finding_has_a_remedy(
 
 def test_a_feature_that_is_left_out_on_purpose_is_no_finding() -> None:
     there = machine(cpu_flags=frozenset({"avx2", "avx512f", "amx_int8"}))
-    assert findings.findings(there, build()) == []
+    assert findings.collect_findings(there, build()) == []
 
 
 def test_a_remedy_names_this_interpreter() -> None:
-    (found,) = findings.findings(machine(), BrokenBuild("no file"))
+    (found,) = findings.collect_findings(machine(), BrokenBuild("no file"))
     assert f" {sys.executable} -m pip install" in found.remedy
     assert found.remedy.endswith("--no-binary llama-cpp-python llama-cpp-python")
 
 
 def test_features_of_a_system_info_line() -> None:
     info = "CUDA : ARCHS = 800 | CPU : SSE3 = 1 | AVX512 = 0 | AVX2 = 1 | "
-    assert features_of(info) == ["ARCHS", "SSE3", "AVX2"]
+    assert parse_features(info) == ["ARCHS", "SSE3", "AVX2"]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_broken_build_is_a_sentence(
     program: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama_build, "python_command", lambda _: [sys.executable, "-c", program])
-    found = llama_build.probe()
+    found = llama_build.probe_llamacpp()
     assert isinstance(found, BrokenBuild)
     assert reason in found.reason
 
@@ -123,11 +123,11 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_folders")
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(["doctor"]) == 0
+    assert run_command_line(["doctor"]) == 0
     text = capsys.readouterr().out
     for word in ("cpu", "memory", "llama-cpp-python", "threads", "not running", str(tmp_path)):
         assert word in text
-    assert run(["doctor", "--json"]) == 0
+    assert run_command_line(["doctor", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["llama"]["threads"] >= 1
     assert record["machine"]["ram_bytes"] > 0
@@ -141,7 +141,7 @@ def test_doctor_with_a_broken_build(
     monkeypatch.setattr(
         llama_build, "python_command", lambda _: [sys.executable, "-c", "raise ImportError('torn')"]
     )
-    assert run(["doctor"]) == 1
+    assert run_command_line(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "ERROR: llama.cpp is unusable: it cannot be imported: ImportError: torn" in text
 
@@ -150,5 +150,5 @@ def test_doctor_with_a_broken_build(
 def test_doctor_with_an_unsafe_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
-    assert run(["doctor"]) == 1
+    assert run_command_line(["doctor"]) == 1
     assert "ERROR: others may write to" in capsys.readouterr().out

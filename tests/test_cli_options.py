@@ -37,18 +37,20 @@ def parse(*arguments: str) -> ModelOptions:
 
 
 def test_every_field_has_an_option() -> None:
-    sampling = {flag.field for flag in declared.SAMPLING}
-    loading = {flag.field for flag in declared.LOADING}
+    sampling = {flag.field for flag in declared.SAMPLING_OPTIONS}
+    loading = {flag.field for flag in declared.LOAD_OPTIONS}
     assert sampling == {f.name for f in fields(SamplingParams)} - NOT_ON_THE_COMMAND_LINE
     assert loading == {f.name for f in fields(LoadOptions)} - CTX_OF_A_LOAD
-    assert {flag.field for flag in declared.ASKING} == {f.name for f in fields(ModelOptions)} - {
+    assert {flag.field for flag in declared.REQUEST_OPTIONS} == {
+        f.name for f in fields(ModelOptions)
+    } - {
         "params",
         "load",
     }
 
 
 def test_no_two_options_share_a_name() -> None:
-    flags = [flag for panel in declared.PANELS.values() for flag in panel]
+    flags = [flag for panel in declared.OPTION_PANELS.values() for flag in panel]
     names = [name for flag in flags for name in flag.names.replace("/", " ").split()]
     assert len(set(names)) == len(names)
 
@@ -128,11 +130,11 @@ def test_each_option_reaches_its_field_and_no_other() -> None:
         int: ("3",), float: ("0.5",), str: ("f16",), list[str]: ("7=1",), list[int]: ("7",),
         bool: (), declared.OnOffAuto: ("on",), declared.Backend: ("cuda",),
     }  # fmt: skip
-    for flag in (*declared.SAMPLING, *declared.LOADING):
-        if flag.kind is Path:
+    for flag in (*declared.SAMPLING_OPTIONS, *declared.LOAD_OPTIONS):
+        if flag.value_type is Path:
             continue
         name = flag.names.split()[-1].split("/")[0]
-        got = parse(name, *examples[flag.kind])
+        got = parse(name, *examples[flag.value_type])
         changed = {
             f.name
             for values, empty in ((got.params, SamplingParams()), (got.load, LoadOptions()))

@@ -25,7 +25,7 @@ from localgen.backends.errors import (
 )
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
-from localgen.client import Answer, Client, Text
+from localgen.client import Client, Completion, TextDelta
 from localgen.config import BadSetting
 
 
@@ -39,15 +39,15 @@ def ask(text: str) -> list[Message]:
     return [Message("user", text)]
 
 
-def text_of(events: Iterator[Text | Answer]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text))
+def text_of(events: Iterator[TextDelta | Completion]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
 def test_the_first_client_starts_a_server(served: House) -> None:
     said: list[str] = []
     client = served.client(said.append)
     assert client.health() is None
-    assert client.running() == []
+    assert client.running_models() == []
     assert client.unload("tiny") is False
     assert client.shutdown() is False
     with pytest.raises(ServerUnavailable, match="no server answers"):
@@ -87,8 +87,8 @@ def test_a_chat(served: House) -> None:
     client.connect()
     params = SamplingParams(temperature=0.0, stop=("x",), seed=5, logit_bias={7: 1.0})
     *texts, answer = client.chat(served.model(), ask("hello my world"), params, ctx=99)
-    assert texts == [Text("hello", 1), Text(" my", 2), Text(" world", 3)]
-    assert isinstance(answer, Answer)
+    assert texts == [TextDelta("hello", 1), TextDelta(" my", 2), TextDelta(" world", 3)]
+    assert isinstance(answer, Completion)
     assert answer.model == "echo"
     assert answer.finish_reason == "stop"
     assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (5, 2, 3)
@@ -107,7 +107,7 @@ def test_a_completion(served: House) -> None:
     events = list(client.complete(served.model(), "a b c", params))
     assert text_of(iter(events)) == "a b"
     answer = events[-1]
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, Completion)
     assert answer.finish_reason == "length"
 
 
@@ -130,14 +130,14 @@ def test_load(served: House) -> None:
     assert info.options.ctx == 512
     assert info.sampling.logit_bias == {7: 1.5}
     assert client.load(model, LoadOptions(), shares.append) == info
-    (running,) = client.running()
+    (running,) = client.running_models()
     assert (running.name, running.processor, running.ctx) == ("echo", "100% CPU", 512)
     assert running.until_s is not None
     with pytest.raises(ModelBusy, match="ctx 512, not 1024"):
         client.load(model, LoadOptions(ctx=1024), shares.append)
     assert "echo" in [card.name for card in client.models()]
     assert client.unload("echo") is True
-    assert client.running() == []
+    assert client.running_models() == []
 
 
 def test_errors_have_their_classes(served: House) -> None:
@@ -158,9 +158,9 @@ def test_closing_cancels(served: House) -> None:
     model = served.model(token_s=0.02)
     answer = client.chat(model, ask(MANY_WORDS), SamplingParams())
     next(answer)
-    assert client.running()[0].active_requests == 1
+    assert client.running_models()[0].active_requests == 1
     answer.close()
-    wait_until(lambda: client.running()[0].active_requests == 0, timeout_s=1)
+    wait_until(lambda: client.running_models()[0].active_requests == 0, timeout_s=1)
     assert text_of(client.chat(model, ask("still here"), SamplingParams())) == "still here"
 
 
@@ -231,15 +231,15 @@ def test_the_keep_alive_of_a_model(served: House) -> None:
     client = served.client()
     client.connect()
     client.load(served.model(), LoadOptions(), keep_alive="-1")
-    assert client.running()[0].until_s is None
+    assert client.running_models()[0].until_s is None
     client.load(served.model(), LoadOptions(), keep_alive="1h")
-    assert (client.running()[0].until_s or 0) > 3500
+    assert (client.running_models()[0].until_s or 0) > 3500
 
 
 def test_the_stats_stream_ends_with_the_server(served: House) -> None:
     client = served.client()
     client.connect()
-    stream = client.stats_stream()
+    stream = client.stream_stats()
     assert next(stream)["server"]["active_requests"] == 0
     started_s = time.monotonic()
     assert served.client().shutdown() is True
@@ -319,11 +319,12 @@ def test_proxies_are_not_used(served: House, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_server_outlives_the_client(served: House) -> None:
     code = (
-        "import sys; from localgen.client import Client; from localgen.config import Settings\n"
-        "Client(Settings.from_environment(), server_command=sys.argv[1:]).connect()"
+        "import sys; from localgen.client import Client\n"
+        "from localgen.config import ServerSettings\n"
+        "Client(ServerSettings.from_environment(), server_command=sys.argv[1:]).connect()"
     )
     fake = served.client()._server_command
-    environment: dict[str, Any] = {**os.environ, **served.settings.environment()}
+    environment: dict[str, Any] = {**os.environ, **served.settings.to_environment()}
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     environment["PYTHONPATH"] = root
     subprocess.run([sys.executable, "-c", code, *fake], check=True, env=environment)

@@ -48,7 +48,7 @@ def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[
     thread = threading.Thread(target=run)
     thread.start()
     wait_until(when)
-    client.cut()
+    client.abort()
     thread.join(timeout=5)
     assert not thread.is_alive()
     (error,) = failures
@@ -63,11 +63,11 @@ def test_cut_in_mid_answer(served: House) -> None:
     next(events)
     cut_during(client, lambda: list(events), lambda: True)
     watching = served.client()
-    wait_until(lambda: watching.running()[0].active_requests == 0, timeout_s=2)
+    wait_until(lambda: watching.running_models()[0].active_requests == 0, timeout_s=2)
     # a client that was cut asks nothing any more
     with pytest.raises(ServerUnavailable):
         list(client.chat(model, ASKED, SamplingParams()))
-    assert watching.running()[0].active_requests == 0
+    assert watching.running_models()[0].active_requests == 0
 
 
 def test_cut_while_a_model_loads(served: House) -> None:

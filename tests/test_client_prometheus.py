@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.client.prometheus import MetricsReader
-from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
+from localgen.client.prometheus import MetricsParser
+from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
 
 LLAMA = """\
 # HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
@@ -48,7 +48,7 @@ sglang:spec_accept_length{model_name="qwen",tp_rank="0"} 2.4
 """
 
 
-def only(found: Snapshot) -> ModelSnapshot:
+def only(found: ServerSnapshot) -> ModelSnapshot:
     assert len(found.models) == 1
     return found.models[0]
 
@@ -86,26 +86,26 @@ def vllm(ttft_s: tuple[float, ...] = (), engines: tuple[str, ...] = ("0",)) -> s
 
 
 def test_llama_server() -> None:
-    found = MetricsReader().read(LLAMA, 0)
+    found = MetricsParser().parse(LLAMA, 0)
     model = only(found)
-    assert (found.kind, model.name) == ("llama-server", "llama-server")
+    assert (found.server_type, model.name) == ("llama-server", "llama-server")
     assert (model.running, model.waiting) == (3, 1)
-    assert model.totals == Totals(
+    assert model.counters == ModelCounters(
         prompt_tokens=1532, generated_tokens=8123, steps=4000, step_sequences=10_000
     )
-    assert (model.ttft, model.itl) == (Latency(), Latency())
-    assert model.kv_share is None
+    assert (model.ttft, model.itl) == (LatencyStats(), LatencyStats())
+    assert model.kv_usage is None
     assert model.kv_tokens is None
-    assert (model.sessions, found.ended, found.machine) == (None, None, None)
+    assert (model.sequences, found.finished_requests, found.machine) == (None, None, None)
 
 
 def test_sglang_hears_one_rank_and_adds_up_the_rest() -> None:
-    found = MetricsReader().read(SGLANG, 0)
+    found = MetricsParser().parse(SGLANG, 0)
     model = only(found)
-    assert (found.kind, model.name) == ("SGLang", "qwen")
+    assert (found.server_type, model.name) == ("SGLang", "qwen")
     assert (model.running, model.waiting) == (5, 2)
-    assert (model.kv_share, model.kv_used, model.kv_tokens) == (0.28, 28_000, 100_000)
-    assert model.totals == Totals(
+    assert (model.kv_usage, model.kv_used, model.kv_tokens) == (0.28, 28_000, 100_000)
+    assert model.counters == ModelCounters(
         prompt_tokens=1000, generated_tokens=7557, prefix_queries=1000, prefix_hits=400
     )
     assert model.speculation is not None
@@ -113,38 +113,38 @@ def test_sglang_hears_one_rank_and_adds_up_the_rest() -> None:
 
 
 def test_vllm_with_two_engines() -> None:
-    model = only(MetricsReader().read(vllm(engines=("0", "1")), 0))
+    model = only(MetricsParser().parse(vllm(engines=("0", "1")), 0))
     assert (model.name, model.running, model.waiting) == ("llama", 8, 2)
-    assert model.kv_share == 0.25, "a share is not added up"
+    assert model.kv_usage == 0.25, "a share is not added up"
     assert (model.kv_tokens, model.kv_used) == (16_000, 4_000)
-    assert (model.totals.generated_tokens, model.totals.steps) == (1000, 2)
+    assert (model.counters.generated_tokens, model.counters.steps) == (1000, 2)
 
 
 def test_percentiles_are_of_the_last_minute() -> None:
-    reader = MetricsReader()
+    reader = MetricsParser()
     old = (0.3,) * 50
-    assert only(reader.read(vllm(old), 0)).ttft == Latency(), "nothing has come since"
-    now = only(reader.read(vllm((*old, 0.15, 0.15)), 10)).ttft
+    assert only(reader.parse(vllm(old), 0)).ttft == LatencyStats(), "nothing has come since"
+    now = only(reader.parse(vllm((*old, 0.15, 0.15)), 10)).ttft
     assert now.last_ms == pytest.approx(150)
     assert now.p50_ms == pytest.approx(150)
     assert now.p99_ms == pytest.approx(199)
     # the same page: nothing new, but still within the minute
-    assert only(reader.read(vllm((*old, 0.15, 0.15)), 40)).ttft == now
-    later = only(reader.read(vllm((*old, 0.15, 0.15, 9.0)), 100)).ttft
+    assert only(reader.parse(vllm((*old, 0.15, 0.15)), 40)).ttft == now
+    later = only(reader.parse(vllm((*old, 0.15, 0.15, 9.0)), 100)).ttft
     assert later.p50_ms == pytest.approx(400), "above the last bound, that bound"
     assert later.last_ms == pytest.approx(9000)
 
 
 def test_a_server_that_starts_anew_begins_a_new_minute() -> None:
-    reader = MetricsReader()
-    reader.read(vllm((0.3,) * 50), 0)
-    assert only(reader.read(vllm((0.15,)), 1)).ttft.p50_ms is None
-    assert only(reader.read(vllm((0.15, 0.15)), 2)).ttft.p50_ms == pytest.approx(150)
+    reader = MetricsParser()
+    reader.parse(vllm((0.3,) * 50), 0)
+    assert only(reader.parse(vllm((0.15,)), 1)).ttft.p50_ms is None
+    assert only(reader.parse(vllm((0.15, 0.15)), 2)).ttft.p50_ms == pytest.approx(150)
 
 
 def test_older_names_of_vllm() -> None:
     text = '# TYPE vllm:gpu_cache_usage_perc gauge\nvllm:gpu_cache_usage_perc{model_name="m"} 0.5\n'
-    assert only(MetricsReader().read(text, 0)).kv_share == 0.5
+    assert only(MetricsParser().parse(text, 0)).kv_usage == 0.5
 
 
 def test_our_own_metrics_are_understood_too() -> None:
@@ -152,8 +152,8 @@ def test_our_own_metrics_are_understood_too() -> None:
         "# TYPE localgen:num_requests_running gauge\n"
         'localgen:num_requests_running{model_name="tiny"} 2\n'
     )
-    found = MetricsReader().read(text, 0)
-    assert (found.kind, only(found).running) == ("localgen", 2)
+    found = MetricsParser().parse(text, 0)
+    assert (found.server_type, only(found).running) == ("localgen", 2)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_our_own_metrics_are_understood_too() -> None:
 )
 def test_what_is_no_such_page(text: str) -> None:
     with pytest.raises(ServerUnavailable, match=r"^/metrics there"):
-        MetricsReader().read(text, 0)
+        MetricsParser().parse(text, 0)
 
 
 def test_values_that_are_no_numbers_are_not_known() -> None:
     text = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="m"} NaN\n'
-    assert MetricsReader().read(text, 0).models == ()
+    assert MetricsParser().parse(text, 0).models == ()

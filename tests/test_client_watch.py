@@ -16,8 +16,8 @@ from test_client_prometheus import LLAMA
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import EndpointUnavailable
-from localgen.client.server_monitor import OwnWatch, RemoteWatch
-from localgen.client.snapshot import snapshot_of
+from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
+from localgen.client.snapshot import parse_localgen_stats
 from localgen.config import BadSetting
 from localgen.hub.hf_client import AccessDenied
 
@@ -63,10 +63,10 @@ def test_our_own_server(served: House) -> None:
     model = served.model(token_s=0.02)
     answer = in_thread(lambda: served.chat(model, MANY_WORDS))
     wait_until(lambda: "echo" in served.loaded())
-    watch = OwnWatch(served.settings)
+    watch = LocalServerMonitor(served.settings)
     seen = watch.snapshots()
     found = next(each for each in seen if each.models and each.models[0].running)
-    assert found.kind == "localgen"
+    assert found.server_type == "localgen"
     assert found.models[0].name == "echo"
     assert found.models[0].state == "loaded"
     # it is asked for in a thread: not in the first one
@@ -81,7 +81,7 @@ def test_our_own_server(served: House) -> None:
 
 def test_watching_starts_no_server_and_says_so() -> None:
     with house() as built:
-        watch = OwnWatch(built.settings)
+        watch = LocalServerMonitor(built.settings)
         with pytest.raises(ServerUnavailable, match="no server answers"):
             next(watch.snapshots())
         with pytest.raises(ServerUnavailable, match="no server answers"):
@@ -91,18 +91,18 @@ def test_watching_starts_no_server_and_says_so() -> None:
 
 def test_watching_loads_nothing(served: House) -> None:
     before = served.loaded()
-    next(OwnWatch(served.settings).snapshots())
+    next(LocalServerMonitor(served.settings).snapshots())
     assert served.loaded() == before
 
 
-def remote(url: str, **fields: Any) -> RemoteWatch:
-    return RemoteWatch(Endpoint(url, **fields), sleep=lambda _s: None)
+def remote(url: str, **fields: Any) -> RemoteServerMonitor:
+    return RemoteServerMonitor(Endpoint(url, **fields), sleep=lambda _s: None)
 
 
 def test_llama_server_by_its_figures() -> None:
     with pages(metrics=(200, "text/plain; version=0.0.4", LLAMA)) as url:
         seen = remote(url).snapshots()
-        assert next(seen).kind == "llama-server"
+        assert next(seen).server_type == "llama-server"
         assert next(seen).models[0].running == 3
 
 
@@ -163,10 +163,10 @@ def test_what_an_older_server_does_not_tell_is_not_known() -> None:
         "server": {"status": "ok", "version": "0.0.9", "memory_available": 5_000},
         "models": [{"name": "tiny", "stats": {"running": 2, "kv_tokens": 0}}],
     }
-    found = snapshot_of(told)
+    found = parse_localgen_stats(told)
     assert found.machine is not None
     assert (found.machine.ram_free_bytes, found.machine.cpu) == (5_000, None)
-    assert (found.ended, found.rss_bytes) == (None, None)
+    assert (found.finished_requests, found.rss_bytes) == (None, None)
     (model,) = found.models
-    assert (model.running, model.kv_share, model.read) == (2, None, None)
+    assert (model.running, model.kv_usage, model.read_cost) == (2, None, None)
     assert model.ttft.last_ms is None, "0 means that there was none"

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import LocalgenError
-from localgen.config import BadSetting, Settings, _is_replaceable, parse_keep_alive, parse_size
+from localgen.config import (
+    BadSetting,
+    ServerSettings,
+    _is_replaceable,
+    parse_keep_alive,
+    parse_size,
+)
 
 
 def test_defaults(tmp_path: Path) -> None:
-    settings = Settings.from_environment({"XDG_RUNTIME_DIR": str(tmp_path)})
+    settings = ServerSettings.from_environment({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert settings.runtime_dir == tmp_path / "localgen"
     assert settings.socket_path == tmp_path / "localgen" / "server.sock"
     assert settings.keep_alive_s == 300
@@ -52,18 +58,18 @@ def test_size(text: str, size: int) -> None:
 )
 def test_a_bad_value_names_its_variable(variable: str, text: str) -> None:
     with pytest.raises(LocalgenError, match=f"{variable}={text}"):
-        Settings.from_environment({variable: text})
+        ServerSettings.from_environment({variable: text})
 
 
 def test_settings_travel_through_an_environment(tmp_path: Path) -> None:
-    settings = Settings(tmp_path / "r", tmp_path / "s", None, 5, 6)
-    assert Settings.from_environment(settings.environment()) == settings
+    settings = ServerSettings(tmp_path / "r", tmp_path / "s", None, 5, 6)
+    assert ServerSettings.from_environment(settings.to_environment()) == settings
 
 
 def test_folders_are_private(tmp_path: Path) -> None:
-    settings = Settings(tmp_path / "a" / "r", tmp_path / "s")
+    settings = ServerSettings(tmp_path / "a" / "r", tmp_path / "s")
     settings.runtime_dir.mkdir(parents=True, mode=0o755)
-    settings.prepare()
+    settings.create_dirs()
     for folder in (settings.runtime_dir, settings.state_dir):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -73,9 +79,9 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(BadSetting, match="others may write"):
-        Settings(folder, tmp_path / "s").prepare()
+        ServerSettings(folder, tmp_path / "s").create_dirs()
     with pytest.raises(BadSetting, match="others may replace"):
-        Settings(folder / "r", tmp_path / "s").prepare()
+        ServerSettings(folder / "r", tmp_path / "s").create_dirs()
 
 
 @pytest.mark.parametrize(
@@ -99,11 +105,11 @@ def test_whose_parents_are_safe(mode: int, uid: int, replaceable: bool) -> None:
 def test_a_folder_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadSetting, match="LOCALGEN_RUNTIME_DIR"):
-        Settings(tmp_path / "file", tmp_path / "s").prepare()
+        ServerSettings(tmp_path / "file", tmp_path / "s").create_dirs()
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     with pytest.raises(BadSetting, match="is not a folder"):
-        Settings(tmp_path / "link", tmp_path / "s").prepare()
+        ServerSettings(tmp_path / "link", tmp_path / "s").create_dirs()
 
 
 def test_it_imports_no_more_than_it_needs() -> None:

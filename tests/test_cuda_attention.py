@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention import decode
-from localgen.backends.cuda.kernels.attention.decode import Plan, plan
+from localgen.backends.cuda.kernels.attention.decode import SplitKVPlan, plan_split_kv
 from localgen.backends.cuda.kernels.attention.paged import (
     paged_attention_reference,
     paged_attention_triton,
 )
-from localgen.backends.cuda.kernels.attention_metadata import Ragged
-from localgen.backends.cuda.kernels.kv_cache import LayerKV, shrink
+from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.kv_cache import LayerKV, quantize_kv
 
 PAGE = 16
 
@@ -39,7 +39,7 @@ class Case:
 class Inputs:
     queries: Tensor
     cache: LayerKV
-    ragged: Ragged
+    ragged: AttentionMetadata
 
 
 def made(case: Case, seed: int) -> Inputs:
@@ -65,7 +65,7 @@ def made(case: Case, seed: int) -> Inputs:
     rows = [count for count, _ in case.sequences]
     starts = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32)
     lengths = torch.tensor([length for _, length in case.sequences], dtype=torch.int32)
-    ragged = Ragged(tables, starts, lengths, max(rows), int(lengths.max()))
+    ragged = AttentionMetadata(tables, starts, lengths, max(rows), int(lengths.max()))
     queries = normal(sum(rows), case.heads, case.size).to(case.dtype)
     return Inputs(queries, stored(keys, values, case.cache), ragged)
 
@@ -73,7 +73,7 @@ def made(case: Case, seed: int) -> Inputs:
 def stored(keys: Tensor, values: Tensor, dtype: torch.dtype) -> LayerKV:
     if dtype.is_floating_point and dtype.itemsize > 1:
         return LayerKV(keys.to(dtype), values.to(dtype))
-    (k, k_by), (v, v_by) = shrink(keys, dtype), shrink(values, dtype)
+    (k, k_by), (v, v_by) = quantize_kv(keys, dtype), quantize_kv(values, dtype)
     return LayerKV(k, v, k_by, v_by)
 
 
@@ -204,10 +204,10 @@ def test_half_precision(rows: int) -> None:
 def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many more than there are blocks: most of them see nothing."""
 
-    def cut(**numbers: Any) -> Plan:
-        return replace(plan(**numbers), splits=splits)
+    def cut(**numbers: Any) -> SplitKVPlan:
+        return replace(plan_split_kv(**numbers), num_splits=splits)
 
-    monkeypatch.setattr(decode, "plan", cut)
+    monkeypatch.setattr(decode, "plan_split_kv", cut)
     compare(Case(((1, 300), (1, 1), (1, 65)), heads=2, kv_heads=1))
 
 
@@ -216,12 +216,14 @@ def test_padding_of_a_captured_step() -> None:
     case = Case(((1, 40), (1, 7)))
     inputs = made(case, 1)
     ragged = inputs.ragged
-    padded = Ragged(
-        torch.cat((ragged.tables, torch.zeros(2, ragged.tables.shape[1], dtype=torch.int32))),
-        torch.cat((ragged.starts, ragged.starts[-1:].repeat(2))),
-        torch.cat((ragged.lengths, torch.zeros(2, dtype=torch.int32))),
-        max_rows=1,
-        max_len=1024,
+    padded = AttentionMetadata(
+        torch.cat(
+            (ragged.page_tables, torch.zeros(2, ragged.page_tables.shape[1], dtype=torch.int32))
+        ),
+        torch.cat((ragged.query_starts, ragged.query_starts[-1:].repeat(2))),
+        torch.cat((ragged.seq_lens, torch.zeros(2, dtype=torch.int32))),
+        max_query_len=1,
+        max_seq_len=1024,
     )
     queries = torch.cat((inputs.queries, torch.full((2, 4, 64), torch.nan)))
     ours = paged_attention_triton(
@@ -234,7 +236,7 @@ def test_padding_of_a_captured_step() -> None:
 def test_bounds_that_are_too_high_change_nothing() -> None:
     case = Case(((2, 40), (12, 30)))
     inputs = made(case, 2)
-    loose = replace(inputs, ragged=replace(inputs.ragged, max_rows=400, max_len=5000))
+    loose = replace(inputs, ragged=replace(inputs.ragged, max_query_len=400, max_seq_len=5000))
     ours = paged_attention_triton(
         loose.queries, loose.cache, loose.ragged, scale=0.125, window=None, softcap=None
     )

@@ -10,14 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.activation import gated, gated_reference, gated_triton
-from localgen.backends.cuda.kernels.kv_cache import LayerKV, widen
+from localgen.backends.cuda.kernels.activation import (
+    gated_activation,
+    gated_activation_reference,
+    gated_activation_triton,
+)
+from localgen.backends.cuda.kernels.kv_cache import LayerKV, dequantize_kv
 from localgen.backends.cuda.kernels.norm import rms_norm, rms_norm_reference, rms_norm_triton
 from localgen.backends.cuda.kernels.rope import (
-    HeadNorms,
-    rope_and_store,
-    rope_and_store_reference,
-    rope_and_store_triton,
+    QKNorm,
+    rope_and_store_kv,
+    rope_and_store_kv_reference,
+    rope_and_store_kv_triton,
 )
 
 # largest error of an element, relative to the largest element
@@ -105,15 +109,15 @@ def test_a_row_of_zeros_stays_zero() -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 1024), (2, 2731), (7, 96)])
 def test_gate(rows: int, size: int, kind: Literal["silu", "gelu_tanh"], dtype: torch.dtype) -> None:
     x = 3 * drawn(rows, rows, 2 * size, dtype=dtype)
-    exact = gated_reference(x.double(), kind)
-    same(gated_triton(x, kind), exact)
-    same(gated(x, kind), exact)
+    exact = gated_activation_reference(x.double(), kind)
+    same(gated_activation_triton(x, kind), exact)
+    same(gated_activation(x, kind), exact)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_gates_far_out(kind: Literal["silu", "gelu_tanh"]) -> None:
     x = torch.tensor([[-1e4, -100.0, -30.0, 0.0, 30.0, 1e4, 1, 1, 1, 1, 1, 1]])
-    same(gated_triton(x, kind), gated_reference(x.double(), kind))
+    same(gated_activation_triton(x, kind), gated_activation_reference(x.double(), kind))
 
 
 # -- rotary positions and the cache -----------------------------------------------------------
@@ -145,12 +149,14 @@ SHAPES = [
 SHAPE = "rows, heads, kv_heads, size, rotated"
 
 
-def norms_of(size: int, offset: bool, dtype: torch.dtype) -> HeadNorms:
-    return HeadNorms(drawn(8, size, dtype=dtype), drawn(9, size, dtype=dtype), 1e-6, offset)
+def norms_of(size: int, offset: bool, dtype: torch.dtype) -> QKNorm:
+    return QKNorm(drawn(8, size, dtype=dtype), drawn(9, size, dtype=dtype), 1e-6, offset)
 
 
-def wider(norms: HeadNorms | None) -> HeadNorms | None:
-    return norms and replace(norms, q=norms.q.double(), k=norms.k.double())
+def wider(norms: QKNorm | None) -> QKNorm | None:
+    return norms and replace(
+        norms, q_weight=norms.q_weight.double(), k_weight=norms.k_weight.double()
+    )
 
 
 def places(rows: int) -> tuple[Tensor, Tensor]:
@@ -178,8 +184,8 @@ def test_rope(
     norms = None if norm is None else norms_of(size, norm, dtype)
     rotation = table(rotated // 2)
     ours, exact = cache_of(dtype, kv_heads, size), cache_of(torch.float64, kv_heads, size)
-    queries = rope_and_store_triton(qkv, positions, rotation, norms, ours, slots)
-    expected = rope_and_store_reference(
+    queries = rope_and_store_kv_triton(qkv, positions, rotation, norms, ours, slots)
+    expected = rope_and_store_kv_reference(
         qkv.double(), positions, rotation, wider(norms), exact, slots
     )
     assert queries.shape == (rows, heads, size)
@@ -204,9 +210,9 @@ def test_rope_into_int8(
     rotation = table(rotated // 2)
     ours, twin = cache_of(torch.int8, kv_heads, size), cache_of(torch.int8, kv_heads, size)
     exact = cache_of(torch.float64, kv_heads, size)
-    queries = rope_and_store_triton(qkv, positions, rotation, norms, ours, slots)
-    public = rope_and_store(qkv, positions, rotation, norms, twin, slots)
-    expected = rope_and_store_reference(
+    queries = rope_and_store_kv_triton(qkv, positions, rotation, norms, ours, slots)
+    public = rope_and_store_kv(qkv, positions, rotation, norms, twin, slots)
+    expected = rope_and_store_kv_reference(
         qkv.double(), positions, rotation, wider(norms), exact, slots
     )
     same(queries, expected)
@@ -223,7 +229,7 @@ def test_rope_into_int8(
         stored = scales != 100
         assert stored.sum() == (slots >= 0).sum() * kv_heads
         assert (mine[~stored] == 100).all()
-        error = (widen(mine, scales).double() - true)[stored].abs()
+        error = (dequantize_kv(mine, scales).double() - true)[stored].abs()
         assert (error <= 0.501 * scales[stored][:, None]).all()
 
 
@@ -240,7 +246,7 @@ def test_rope_into_float8(rows: int, heads: int, kv_heads: int, size: int, rotat
     _, slots = places(rows)
     ours = cache_of(torch.float8_e4m3fn, kv_heads, size)
     there = torch.zeros(rows, dtype=torch.int32)  # where nothing turns
-    rope_and_store_triton(qkv, there, table(rotated // 2), None, ours, slots)
+    rope_and_store_kv_triton(qkv, there, table(rotated // 2), None, ours, slots)
     for mine, by, first in (
         (ours.keys, ours.key_scales, heads),
         (ours.values, ours.value_scales, heads + kv_heads),
@@ -257,7 +263,7 @@ def test_rope_into_float8(rows: int, heads: int, kv_heads: int, size: int, rotat
 
 def test_a_head_of_zeros_in_eight_bits() -> None:
     cache = cache_of(torch.int8, 1, 64)
-    rope_and_store_triton(
+    rope_and_store_kv_triton(
         torch.zeros(1, 3 * 64),
         torch.zeros(1, dtype=torch.int32),
         table(32),
@@ -275,7 +281,7 @@ def test_halves_round_to_even_in_int8() -> None:
     values[:6] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
     qkv = torch.cat([torch.zeros(128), values])[None]
     cache = cache_of(torch.int8, 1, 64)
-    rope_and_store_triton(
+    rope_and_store_kv_triton(
         qkv, torch.zeros(1, dtype=torch.int32), table(32), None, cache, torch.tensor([0])
     )
     assert cache.values[0, 0, 0, :6].tolist() == [127, 0, 2, 2, 0, -2]

@@ -17,19 +17,19 @@ from cuda_configs import write_config
 from torch import Tensor
 
 from localgen.backends.cuda import kernels
-from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kernels import launch as launch_module
-from localgen.backends.cuda.kernels.launch import Launch
+from localgen.backends.cuda.kernels.launch import KernelLaunch
 from localgen.backends.cuda.kv.paged_cache import PagedCache
-from localgen.backends.cuda.launch_plan import AbsentRanks, Planner
+from localgen.backends.cuda.launch_plan import FakeTensorParallelGroup, LaunchPlanner
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import random_weights
-from localgen.backends.cuda.runner import CudaRunner, limits
-from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
-from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
-from localgen.backends.formats.architecture.sharding import Shard
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.cuda.runner import CudaRunner, cuda_limits
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
+from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
+from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
@@ -37,14 +37,14 @@ from localgen.backends.types import BASE_SAMPLING, SamplingParams
 # an interpreter's device, as kernels.device has it
 ARCH, UNITS, DTYPE = 80, 4, torch.float16
 ROWS = (8, 16, 64, 128)
-OPTIONS = Settings(parallel=4, max_batch_tokens=128, cache_type_k="int8", cache_type_v="int8")
+OPTIONS = CudaOptions(parallel=4, max_batch_tokens=128, cache_type_k="int8", cache_type_v="int8")
 GREEDY = replace(BASE_SAMPLING, temperature=0.0)
 PENALIZED = replace(BASE_SAMPLING, temperature=1.0, repeat_penalty=1.2, repeat_last_n=8)
 
 Key = tuple[Any, ...]
 
 
-def key(launch: Launch) -> Key:
+def key(launch: KernelLaunch) -> Key:
     """What decides whether Triton compiles anew."""
     free = launch.kernel.kwargs.get("do_not_specialize") or ()
     kinds = []
@@ -63,24 +63,24 @@ class Recorder:
     """Kernels are written down instead of run, on real tensors; what they make is anything."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.launches: list[Launch] = []
+        self.launches: list[KernelLaunch] = []
         self.unaligned: set[tuple[str, str]] = set()
         for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
             module = importlib.import_module(found.name)
-            if hasattr(module, "has_kernels"):
-                patch.setattr(module, "has_kernels", lambda x: True)
+            if hasattr(module, "can_use_triton"):
+                patch.setattr(module, "can_use_triton", lambda x: True)
             if module is not launch_module and hasattr(module, "launch"):
                 patch.setattr(module, "launch", self.launch)
 
     def launch(self, kernel: Any, grid: tuple[int, ...]) -> Any:
         def recorded(*args: Any, **options: Any) -> None:
             kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
-            self.launches.append(Launch(kernel, kinds, options))
+            self.launches.append(KernelLaunch(kernel, kinds, options))
             anywhere = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
             for name, arg in zip(kernel.arg_names, args, strict=False):
                 if isinstance(arg, Tensor) and arg.data_ptr() % 16 and name not in anywhere:
                     self.unaligned.add((kernel.fn.__name__, name))
-                if name == "chosen":
+                if name == "sampled_tokens":
                     arg.zero_()  # a token that there is
 
         return recorded
@@ -92,9 +92,9 @@ def spec_of(name: str, folder: Path) -> ModelSpec:
         changes["moe_intermediate_size"] = 48
     if "int4" in name:
         changes |= {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-    spec = read_config(write_config(folder, name.removesuffix(" int4"), **changes))
+    spec = read_hf_config(write_config(folder, name.removesuffix(" int4"), **changes))
     if "int4" in name:
-        quant = Quant(method="awq", bits=4, group_size=32, zero_point=True)
+        quant = QuantizationConfig(method="awq", bits=4, group_size=32, zero_point=True)
         spec = replace(spec, quant=quant)
     return spec
 
@@ -102,13 +102,13 @@ def spec_of(name: str, folder: Path) -> ModelSpec:
 def answer(runner: CudaRunner, prompt: int, params: SamplingParams) -> None:
     """A prompt in one chunk, then two tokens one by one."""
     seq = Sequence(
-        id="s", tokens=[3] * prompt, num_prompt=prompt, params=params, ctx=500, limit=500
+        id="s", tokens=[3] * prompt, num_prompt=prompt, params=params, ctx=500, max_len=500
     )
     seq.num_computed = runner.admit(seq, spare=0)
     for _ in range(3):
-        assert runner.grow(seq, seq.num_owed)
+        assert runner.grow(seq, seq.num_uncomputed)
         owed = seq.tokens[seq.num_computed :]
-        chunk = Chunk(seq=seq, start=seq.num_computed, tokens=owed, samples=True)
+        chunk = Chunk(seq=seq, start=seq.num_computed, tokens=owed, is_sampled=True)
         (sampled,) = runner.collect(runner.launch([chunk]))
         seq.num_computed = len(seq.tokens)
         seq.tokens += sampled.tokens
@@ -130,18 +130,20 @@ def answer(runner: CudaRunner, prompt: int, params: SamplingParams) -> None:
 def test_first_answers_launch_what_was_planned(
     name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shard = Shard(spec_of(name, tmp_path), 0, tp)
-    planned = Planner(shard, OPTIONS, DTYPE, arch=ARCH, units=UNITS).first()
+    shard = ModelShard(spec_of(name, tmp_path), 0, tp)
+    planned = LaunchPlanner(shard, OPTIONS, DTYPE, arch=ARCH, num_sms=UNITS).first_answer_launches()
     recorder = Recorder(monkeypatch)
-    weights = random_weights(shard.local, device="cpu", dtype=DTYPE, seed=1)
-    cache = KVCache.zeros(shard.local, 20, device="cpu", dtype=OPTIONS.cache_dtype)
-    decoder = Decoder(shard.local, weights, 512, AbsentRanks(shard))
+    weights = random_weights(shard.local_spec, device="cpu", dtype=DTYPE, seed=1)
+    cache = KVCache.zeros(shard.local_spec, 20, device="cpu", dtype=OPTIONS.cache_dtype)
+    decoder = Decoder(shard.local_spec, weights, 512, FakeTensorParallelGroup(shard))
     runner = CudaRunner(
-        DeviceSteps(decoder, cache, graphs=tp == 1),
-        PagedCache(20, share=False),
-        limits(max_seqs=4, max_batch_tokens=128, max_len=320, kv_tokens=320, share=False),
+        DeviceExecutor(decoder, cache, use_cuda_graphs=tp == 1),
+        PagedCache(20, prefix_cache=False),
+        cuda_limits(
+            max_seqs=4, max_batch_tokens=128, max_len=320, kv_tokens=320, prefix_cache=False
+        ),
         str,
-        ahead=True,
+        run_ahead=True,
         pooler=Pooler(),
     )
     for rows in ROWS:
@@ -157,9 +159,17 @@ def test_first_answers_launch_what_was_planned(
 
 
 def test_later_answers_have_more_of_the_same_kernels(tmp_path: Path) -> None:
-    planner = Planner(Shard(spec_of("llama", tmp_path)), OPTIONS, DTYPE, arch=90, units=132)
-    first, later = ({key(each) for each in part} for part in (planner.first(), planner.later()))
-    assert {one[0] for one in later - first} >= {"_decode", "_combine"}
+    planner = LaunchPlanner(
+        ModelShard(spec_of("llama", tmp_path)), OPTIONS, DTYPE, arch=90, num_sms=132
+    )
+    first, later = (
+        {key(each) for each in part}
+        for part in (planner.first_answer_launches(), planner.later_launches())
+    )
+    assert {one[0] for one in later - first} >= {
+        "_decode_attention_kernel",
+        "_combine_splits_kernel",
+    }
 
 
 COMPILE = """
@@ -168,10 +178,10 @@ from pathlib import Path
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from localgen.backends.cuda import precompile
-from localgen.backends.cuda.device.options import Settings
-from localgen.backends.cuda.launch_plan import Planner
-from localgen.backends.formats.architecture.sharding import Shard
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.cuda.device.options import CudaOptions
+from localgen.backends.cuda.launch_plan import LaunchPlanner
+from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.formats.hf.config import read_hf_config
 
 triton.runtime.driver.set_active(types.SimpleNamespace(
     get_current_device=lambda: 0,
@@ -179,14 +189,18 @@ triton.runtime.driver.set_active(types.SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
 ))
 torch.cuda.set_device = lambda device: None
-precompile.arch_of, precompile.units_of = (lambda device: 90), (lambda device: 132)
-shard = Shard(read_config(Path(sys.argv[1])))
-few = ("_rms_norm", "_one_row", "_rope_and_store")
-all_first = Planner(shard, Settings(), torch.bfloat16, arch=90, units=132).first()
+precompile.compute_capability, precompile.count_sms = (lambda device: 90), (lambda device: 132)
+shard = ModelShard(read_hf_config(Path(sys.argv[1])))
+few = ("_rms_norm_kernel", "_gemv_kernel", "_rope_and_store_kv_kernel")
+planner = LaunchPlanner(shard, CudaOptions(), torch.bfloat16, arch=90, num_sms=132)
+all_first = planner.first_answer_launches()
 found = [one for one in all_first if one.kernel.fn.__name__ in few][:4]
-Planner.first, Planner.later = (lambda self: found), (lambda self: [])
+LaunchPlanner.first_answer_launches = lambda self: found
+LaunchPlanner.later_launches = lambda self: []
 change(found)
-work = precompile.Compiling(shard, Settings(), torch.bfloat16, torch.device("cuda", 0))
+work = precompile.KernelPrecompiler(
+    shard, CudaOptions(), torch.bfloat16, torch.device("cuda", 0)
+)
 print("NOTES", *work.wait())
 """
 COMPARE = """

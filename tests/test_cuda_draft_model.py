@@ -11,11 +11,11 @@ from drafting import always_draft
 from hf_folders import TINY, edit
 from models import LoadedBench, noisy, questions
 
-from localgen.backends.cuda.loader import load
-from localgen.backends.engine.drafters import drafters
+from localgen.backends.cuda.loader import load_cuda_model
+from localgen.backends.engine.drafters import create_drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
-from localgen.backends.model_info import DraftModel, Load, LoadOptions
+from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest
 from localgen.backends.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=2)
@@ -23,8 +23,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=2)
 
 def loaded(path: Path, *, optional: bool = False, **options: object) -> LoadedModel:
     asked = LoadOptions(device="cpu", draft=str(path), **options)  # type: ignore[arg-type]
-    draft = DraftModel("small", str(path), optional)
-    return load(Load("tiny", str(TINY), asked, draft=draft), lambda share: None)
+    draft = DraftModelRequest("small", str(path), optional)
+    return load_cuda_model(
+        ModelLoadRequest("tiny", str(TINY), asked, draft=draft), lambda share: None
+    )
 
 
 def refusal(path: Path, **options: object) -> str:
@@ -37,13 +39,15 @@ def refusal(path: Path, **options: object) -> str:
 def test_the_same_answers_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch)
     options = LoadOptions(device="cpu")
-    plain = LoadedBench(load(Load("tiny", str(TINY), options), lambda share: None))
+    plain = LoadedBench(
+        load_cuda_model(ModelLoadRequest("tiny", str(TINY), options), lambda share: None)
+    )
     expected = plain.ask(questions(6), GREEDY)
     plain.close()
     model = loaded(DRAFT_GGUF)
     assert model.info.draft is not None
     assert model.info.draft.description.startswith("Llama 2.6M")
-    bench = LoadedBench(model, drafters(model))
+    bench = LoadedBench(model, create_drafters(model))
     replies = bench.ask(questions(6), GREEDY)
     assert noisy(replies, expected, 0.02) <= 1
     told = bench.stats.speculation

@@ -13,13 +13,13 @@ from models import Reply, moved, noisy, questions
 from test_cuda_runner import TINY, CudaBench
 from test_llamacpp_drafts import COPY, GREEDY, SETTINGS
 
-from localgen.backends.cuda.loader import load
-from localgen.backends.cuda.steps.run_ahead import Lookahead
-from localgen.backends.cuda.steps.sampler import UNSUPPORTED
+from localgen.backends.cuda.loader import load_cuda_model
+from localgen.backends.cuda.steps.run_ahead import RunAheadStep
+from localgen.backends.cuda.steps.sampler import UNSUPPORTED_PARAMS
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -28,7 +28,10 @@ CHATS = [*questions(7), *COPY]
 OURS = {
     name: params
     for name, params in SETTINGS.items()
-    if all(getattr(params, field) in (None, getattr(BASE_SAMPLING, field)) for field in UNSUPPORTED)
+    if all(
+        getattr(params, field) in (None, getattr(BASE_SAMPLING, field))
+        for field in UNSUPPORTED_PARAMS
+    )
 }
 # no seed: drafts are drawn
 FREE = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, logprobs=1, ignore_eos=True)
@@ -37,7 +40,9 @@ FREE = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, logprobs=1, ig
 def draft_model(**options: object) -> ModelDrafter:
     """The built-in model."""
     asked = LoadOptions(backend="cuda", device="cpu", **{"kv_tokens": 8192, **options})  # type: ignore[arg-type]
-    return ModelDrafter(load(Load("draft", str(TINY), asked), lambda _share: None).runner, "")
+    return ModelDrafter(
+        load_cuda_model(ModelLoadRequest("draft", str(TINY), asked), lambda _share: None).runner, ""
+    )
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"n-gram": NgramDrafter, "draft model": draft_model}
@@ -118,13 +123,13 @@ def test_the_same_answers_beside_steps_launched_ahead(
     # now and then a plain step, which another is launched behind
     always_draft(monkeypatch, plain_every=3)
     used = []
-    covers = Lookahead.covers
+    covers = RunAheadStep.covers
 
-    def spy(ahead: Lookahead, chunk: Chunk) -> bool:
+    def spy(ahead: RunAheadStep, chunk: Chunk) -> bool:
         used.append(covers(ahead, chunk))
         return used[-1]
 
-    monkeypatch.setattr(Lookahead, "covers", spy)
+    monkeypatch.setattr(RunAheadStep, "covers", spy)
     drafters = [DRAFTERS[kind]()]
     bench = CudaBench(as_on_gpu=True, drafters=drafters)
     texts = [reply.text for reply in bench.ask(CHATS, params)]
@@ -148,7 +153,7 @@ def test_drawn_drafts_of_a_model_that_is_the_target_are_kept(
     told = bench.stats.speculation
     # those behind the end of an answer cannot be taken
     assert told.accepted_tokens_total > 0.9 * told.draft_tokens_total - 5 * len(CHATS)
-    assert drafter._common.chance(True) > 0.95
+    assert drafter._shared_prior.probability(True) > 0.95
     assert all(reply.finished.seed is None for reply in replies), "no seed gives that again"
     bench.close()
     whole([drafter])
@@ -162,7 +167,7 @@ def test_drawn_drafts_within_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     for reply in bench.ask(CHATS, schema):
         if reply.finished.reason == "stop":
             assert json.loads(reply.text).keys() >= {"name", "age"}
-    assert drafter._common.chance(True) != 0.6, "drafts were drawn"
+    assert drafter._shared_prior.probability(True) != 0.6, "drafts were drawn"
     bench.close()
     whole([drafter])
 
@@ -173,6 +178,6 @@ def test_a_seed_and_greed_keep_drafts_points(monkeypatch: pytest.MonkeyPatch) ->
     bench = CudaBench(drafters=[drafter])
     for params in (GREEDY, replace(FREE, seed=5)):
         bench.ask(CHATS[:3], params)
-    assert drafter._common.chance(True) == 0.6, "as assumed: nothing was drawn"
+    assert drafter._shared_prior.probability(True) == 0.6, "as assumed: nothing was drawn"
     bench.close()
     whole([drafter])

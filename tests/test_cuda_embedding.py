@@ -18,15 +18,15 @@ from test_engine_embedding import VectorLog, found, run
 from test_llamacpp_embedding import TEXTS as WORDS
 from test_llamacpp_embedding import loaded, ours
 
-from localgen.backends.cuda.embeddings import Pooler, embed
+from localgen.backends.cuda.embeddings import Pooler, embed_sequences
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import load_weights
-from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
-from localgen.backends.engine.embeddings import normalized
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.runner.interface import NoRoom, Vectors
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
+from localgen.backends.engine.embeddings import l2_normalize
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.runner.interface import EmbeddingArray, NoRoom
 from localgen.backends.types import EmbedRequest, Failed, SamplingParams
 
 TOLERANCE = 2e-4
@@ -44,17 +44,19 @@ class Loaded:
 
     def __init__(self, name: str, folder: Path, pooler: Pooler | None = None) -> None:
         self.theirs = make(name, folder)
-        spec = read_config(folder)
+        spec = read_hf_config(folder)
         weights = load_weights(folder, spec, device="cpu", dtype=torch.float32)
         cache = KVCache.zeros(spec, PAGES, device="cpu", dtype=torch.float32)
         for tensor in (part for layer in cache.layers for part in layer.tensors):
             tensor.fill_(torch.nan)  # nothing may be read before it is written
-        self.steps = DeviceSteps(Decoder(spec, weights, PAGES * PAGE_TOKENS), cache, graphs=False)
-        self.room = PagedCache(PAGES, share=True)
+        self.steps = DeviceExecutor(
+            Decoder(spec, weights, PAGES * PAGE_TOKENS), cache, use_cuda_graphs=False
+        )
+        self.room = PagedCache(PAGES, prefix_cache=True)
         self.pooler = pooler or Pooler()
 
-    def vectors(self, texts: list[list[int]], most: int = 1000) -> Vectors:
-        *_, last = embed(self.steps, self.room, self.pooler, texts, lambda: most)
+    def vectors(self, texts: list[list[int]], most: int = 1000) -> EmbeddingArray:
+        *_, last = embed_sequences(self.steps, self.room, self.pooler, texts, lambda: most)
         assert last.vectors is not None
         self.room.check()
         assert self.room.usage().used == 0
@@ -73,7 +75,7 @@ def test_the_mean_of_transformers_states(name: str, tmp_path: Path) -> None:
     for most in (1000, 16, 5):
         vectors = model.vectors(TEXTS, most)
         assert np.abs(vectors - means).max() < TOLERANCE
-    assert np.abs(normalized(vectors) - normalized(means)).max() < TOLERANCE
+    assert np.abs(l2_normalize(vectors) - l2_normalize(means)).max() < TOLERANCE
     assert vectors.dtype == np.float32
 
 
@@ -84,8 +86,8 @@ def test_pooling_as_sentence_transformers_write_it_down(
 ) -> None:
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(POOLINGS[kind]))
-    pooler = Pooler.of_folder(tmp_path)
-    assert pooler.kind == kind
+    pooler = Pooler.from_folder(tmp_path)
+    assert pooler.pooling == kind
     model = Loaded("llama", tmp_path, pooler)
     counted = {"mean": slice(None), "last": slice(-1, None), "cls": slice(1)}[kind]
     expected = np.stack([model.states(text)[counted].mean(axis=0) for text in TEXTS])
@@ -94,7 +96,7 @@ def test_pooling_as_sentence_transformers_write_it_down(
 
 def test_pages_are_given_back_when_it_ends_early(tmp_path: Path) -> None:
     model = Loaded("llama", tmp_path)
-    slices = embed(model.steps, model.room, model.pooler, TEXTS, lambda: 20)
+    slices = embed_sequences(model.steps, model.room, model.pooler, TEXTS, lambda: 20)
     next(slices)
     assert model.room.usage().used == (6 + 1 + 3) * PAGE_TOKENS
     slices.close()
@@ -105,7 +107,7 @@ def test_pages_are_given_back_when_it_ends_early(tmp_path: Path) -> None:
 def test_too_many_for_the_pool(tmp_path: Path) -> None:
     model = Loaded("llama", tmp_path)
     with pytest.raises(NoRoom):
-        next(embed(model.steps, model.room, model.pooler, TEXTS * 3, lambda: 1000))
+        next(embed_sequences(model.steps, model.room, model.pooler, TEXTS * 3, lambda: 1000))
     model.room.check()
     assert model.room.usage().free == PAGES * PAGE_TOKENS
 
@@ -125,12 +127,16 @@ def test_beside_answers_neither_changes(as_on_gpu: bool) -> None:
 
     bench.engine._publish = both
     texts = ("The sun is a star.", "a", "word " * 100)
-    bench.engine.embed(EmbedRequest(id="before", inputs=texts, arrived_s=time.monotonic()))
+    bench.engine.submit_embedding(
+        EmbedRequest(id="before", inputs=texts, arrived_s=time.monotonic())
+    )
     run(bench.engine, log, 1)
     names = [bench.submit(chat, greedy) for chat in chats]
     while not bench.replies[names[0]].text:
         bench.engine.step(wait=False)
-    bench.engine.embed(EmbedRequest(id="beside", inputs=texts * 4, arrived_s=time.monotonic()))
+    bench.engine.submit_embedding(
+        EmbedRequest(id="beside", inputs=texts * 4, arrived_s=time.monotonic())
+    )
     replies = bench.run(names)
     run(bench.engine, log, 2 + len(names))
     different = sum(a.text != b for a, b in zip(replies, alone, strict=True))
@@ -144,8 +150,8 @@ def test_beside_answers_neither_changes(as_on_gpu: bool) -> None:
 def test_an_input_longer_than_the_context() -> None:
     bench, log = CudaBench(ctx=160), VectorLog()
     bench.engine._publish = log
-    bench.engine.embed(EmbedRequest(id="fits", inputs=((5,) * 160,)))
-    bench.engine.embed(EmbedRequest(id="long", inputs=((5,) * 161,)))
+    bench.engine.submit_embedding(EmbedRequest(id="fits", inputs=((5,) * 160,)))
+    bench.engine.submit_embedding(EmbedRequest(id="long", inputs=((5,) * 161,)))
     run(bench.engine, log, 2)
     assert "fits" in log.vectors
     (end,) = log.ends["long"]
@@ -158,7 +164,7 @@ def test_an_input_longer_than_the_context() -> None:
 def test_the_same_as_the_llama_cpp_backend() -> None:
     model, bench, log = loaded(TINY_GGUF), CudaBench(), VectorLog()
     bench.engine._publish = log
-    bench.engine.embed(EmbedRequest(id="v", inputs=WORDS[:3]))
+    bench.engine.submit_embedding(EmbedRequest(id="v", inputs=WORDS[:3]))
     run(bench.engine, log, 1)
     # theirs are quantized to eight bits
     np.testing.assert_allclose(found(log, "v"), ours(model, WORDS[:3]), atol=0.02)

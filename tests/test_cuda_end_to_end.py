@@ -15,21 +15,21 @@ import pytest
 from hf_folders import TINY, edit
 
 from localgen.client import Client
-from localgen.config import Settings
+from localgen.config import ServerSettings
 
 ON_CPU = ("--backend", "cuda", "--device", "cpu")
 QUESTION = "What is 17 + 25?"
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        made = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
         Client(made).shutdown()
 
 
-def run(settings: Settings, *arguments: str) -> Any:
+def run(settings: ServerSettings, *arguments: str) -> Any:
     """`localgen run` to its end."""
     return subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "run", *arguments],
@@ -37,7 +37,7 @@ def run(settings: Settings, *arguments: str) -> Any:
         capture_output=True,
         text=True,
         timeout=100,
-        env=os.environ | settings.environment(),
+        env=os.environ | settings.to_environment(),
     )
 
 
@@ -49,51 +49,51 @@ def error_of(done: Any) -> str:
     return str(line)
 
 
-def test_a_question_is_answered(settings: Settings) -> None:
+def test_a_question_is_answered(settings: ServerSettings) -> None:
     done = run(settings, str(TINY), QUESTION, *ON_CPU, "--temp", "0", "--json")
     assert done.returncode == 0, done.stderr
     assert "42" in json.loads(done.stdout)["text"]
     assert "which is slow" in done.stderr
 
 
-def test_a_conflicting_option_says_what_is_loaded(settings: Settings) -> None:
+def test_a_conflicting_option_says_what_is_loaded(settings: ServerSettings) -> None:
     assert run(settings, str(TINY), QUESTION, *ON_CPU).returncode == 0
     said = error_of(run(settings, str(TINY), QUESTION, *ON_CPU, "-np", "7"))
     assert "parallel 32, not 7" in said
 
 
-def test_an_option_of_llama_cpp_is_refused(settings: Settings, folder: Path) -> None:
+def test_an_option_of_llama_cpp_is_refused(settings: ServerSettings, folder: Path) -> None:
     said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, "--no-mmap"))
     assert "mmap is not an option of the cuda backend" in said
 
 
-def test_a_sampler_that_it_lacks_is_refused(settings: Settings) -> None:
+def test_a_sampler_that_it_lacks_is_refused(settings: ServerSettings) -> None:
     said = error_of(run(settings, str(TINY), QUESTION, *ON_CPU, "--mirostat", "2"))
     assert "mirostat" in said
 
 
-def test_without_a_gpu_the_way_out_is_named(settings: Settings, folder: Path) -> None:
+def test_without_a_gpu_the_way_out_is_named(settings: ServerSettings, folder: Path) -> None:
     for arguments in ((), ("--backend", "cuda")):
         said = error_of(run(settings, str(folder), QUESTION, *arguments))
         assert "no NVIDIA GPU was found" in said
         assert "--device cpu" in said
 
 
-def test_a_damaged_folder_names_the_file(settings: Settings, folder: Path) -> None:
+def test_a_damaged_folder_names_the_file(settings: ServerSettings, folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
     assert "model.safetensors" in said
 
 
-def test_a_config_without_a_field_names_it(settings: Settings, folder: Path) -> None:
+def test_a_config_without_a_field_names_it(settings: ServerSettings, folder: Path) -> None:
     edit(folder / "config.json", hidden_size=None)
     said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
     assert "config.json" in said
     assert "hidden_size" in said
 
 
-def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: Settings) -> None:
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: ServerSettings) -> None:
     said = error_of(run(settings, str(TINY), "word " * 5000, *ON_CPU))
     assert "the context is 2,048" in said
 
@@ -102,7 +102,7 @@ def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: Settin
     ("method", "group"), [("awq", 33), ("gptq", 100), ("awq", 0), ("gptq", "many")]
 )
 def test_an_odd_group_size_is_named(
-    settings: Settings, folder: Path, method: str, group: object
+    settings: ServerSettings, folder: Path, method: str, group: object
 ) -> None:
     quant = {"quant_method": method, "bits": 4, "group_size": group}
     edit(folder / "config.json", quantization_config=quant)
@@ -110,14 +110,14 @@ def test_an_odd_group_size_is_named(
     assert f"config.json: quantization_config.group_size is {json.dumps(group)}, not a" in said
 
 
-def test_heads_that_ranks_cannot_share_evenly(settings: Settings, folder: Path) -> None:
+def test_heads_that_ranks_cannot_share_evenly(settings: ServerSettings, folder: Path) -> None:
     edit(folder / "config.json", num_attention_heads=8, num_key_value_heads=8)
     said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, "--dummy", "--tp", "3"))
     assert "--tp 3: 8 heads cannot be divided by 3: use 1, 2, 4 or 8" in said
 
 
 def test_a_prompt_over_the_pool_is_refused_and_the_engine_lives_on(
-    settings: Settings, folder: Path
+    settings: ServerSettings, folder: Path
 ) -> None:
     small = (*ON_CPU, "--kv-tokens", "256", "--temp", "0", "--json")
     done = run(settings, str(folder), "word " * 400, *small)
@@ -130,7 +130,7 @@ def test_a_prompt_over_the_pool_is_refused_and_the_engine_lives_on(
     assert done.stderr == "", "and has not been loaded again"
 
 
-def test_a_pool_smaller_than_the_context_is_refused(settings: Settings, folder: Path) -> None:
+def test_a_pool_smaller_than_the_context_is_refused(settings: ServerSettings, folder: Path) -> None:
     sizes = ("--kv-tokens", "256", "-c", "512")
     said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, *sizes))
     assert "256" in said
@@ -138,7 +138,7 @@ def test_a_pool_smaller_than_the_context_is_refused(settings: Settings, folder: 
 
 
 def test_random_weights_need_a_config_and_a_template_alone(
-    settings: Settings, folder: Path
+    settings: ServerSettings, folder: Path
 ) -> None:
     for path in folder.iterdir():
         if path.name not in ("config.json", "tokenizer_config.json"):
@@ -150,7 +150,7 @@ def test_random_weights_need_a_config_and_a_template_alone(
     assert "the text means nothing" in done.stderr
 
 
-def test_a_gguf_file_on_the_same_backend(settings: Settings) -> None:
+def test_a_gguf_file_on_the_same_backend(settings: ServerSettings) -> None:
     gguf = TINY.with_suffix(".gguf")
     done = run(settings, str(gguf), QUESTION, *ON_CPU, "--temp", "0", "--json")
     assert done.returncode == 0, done.stderr

@@ -13,12 +13,16 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.moe.fused_experts import few_triton, mixture, mixture_reference
+from localgen.backends.cuda.kernels.moe.fused_experts import (
+    fused_experts,
+    fused_experts_reference,
+    small_batch_experts_triton,
+)
 from localgen.backends.cuda.kernels.moe.grouped_experts import (
-    Chosen,
-    deal_triton,
-    group_tile,
-    many_triton,
+    ExpertRouting,
+    choose_grouped_gemm_tile,
+    grouped_experts_triton,
+    sort_slots_by_expert_triton,
 )
 
 # largest error of an element, relative to the largest element
@@ -44,12 +48,12 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def chosen(seed: int, rows: int, experts: int, top_k: int) -> Chosen:
+def chosen(seed: int, rows: int, experts: int, top_k: int) -> ExpertRouting:
     """Different experts for each row, with a favourite, and shares that do not add up to 1."""
     logits = drawn(seed, rows, experts)
     logits[:, experts // 2] += 2
     shares, ids = logits.softmax(-1).topk(top_k)
-    return Chosen(ids, shares)
+    return ExpertRouting(ids, shares)
 
 
 def weights(experts: int, inner: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,8 +69,8 @@ def same(ours: Tensor, exact: Tensor) -> None:
     assert error < LIMIT[ours.dtype], error
 
 
-def exact(x: Tensor, gate_up: Tensor, down: Tensor, picked: Chosen, kind: Any) -> Tensor:
-    return mixture_reference(x.double(), gate_up.double(), down.double(), picked, kind)
+def exact(x: Tensor, gate_up: Tensor, down: Tensor, picked: ExpertRouting, kind: Any) -> Tensor:
+    return fused_experts_reference(x.double(), gate_up.double(), down.double(), picked, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -79,7 +83,7 @@ def test_few_rows(
 ) -> None:
     gate_up, down = weights(experts, inner, hidden, dtype)
     x, picked = drawn(3, rows, hidden, dtype=dtype), chosen(4, rows, experts, top_k)
-    ours = few_triton(x, gate_up, down, picked, "silu")
+    ours = small_batch_experts_triton(x, gate_up, down, picked, "silu")
     assert ours.dtype is dtype
     same(ours, exact(x, gate_up, down, picked, "silu"))
 
@@ -87,7 +91,10 @@ def test_few_rows(
 def test_few_rows_of_experts_that_take_several_steps() -> None:
     gate_up, down = weights(6, 80, 16, torch.float32)
     x, picked = drawn(3, 1, 16), chosen(4, 1, 6, 5)
-    same(few_triton(x, gate_up, down, picked, "silu"), exact(x, gate_up, down, picked, "silu"))
+    same(
+        small_batch_experts_triton(x, gate_up, down, picked, "silu"),
+        exact(x, gate_up, down, picked, "silu"),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -107,20 +114,20 @@ def test_many_rows(
     gate_up, down = weights(experts, inner, hidden, dtype)
     x, picked = drawn(5, rows, hidden, dtype=dtype), chosen(6, rows, experts, top_k)
     same(
-        many_triton(x, gate_up, down, picked, "gelu_tanh"),
+        grouped_experts_triton(x, gate_up, down, picked, "gelu_tanh"),
         exact(x, gate_up, down, picked, "gelu_tanh"),
     )
 
 
 def test_the_cases_of_many_rows_have_every_tile() -> None:
     means = {
-        group_tile(rows * top_k, experts)
+        choose_grouped_gemm_tile(rows * top_k, experts)
         for rows, experts, top_k in ((9, 5, 2), (40, 3, 2), (130, 2, 2))
     }
     assert len(means) == 3
 
 
-@pytest.mark.parametrize("mixed", [few_triton, many_triton])
+@pytest.mark.parametrize("mixed", [small_batch_experts_triton, grouped_experts_triton])
 def test_a_row_of_nan_harms_no_other(mixed: Any) -> None:
     gate_up, down = weights(3, 16, 80, torch.float32)
     x, picked = drawn(7, 3, 80), chosen(8, 3, 3, 2)
@@ -132,30 +139,33 @@ def test_a_row_of_nan_harms_no_other(mixed: Any) -> None:
 def test_an_expert_that_all_rows_choose_and_others_that_none_does() -> None:
     gate_up, down = weights(6, 32, 48, torch.float32)
     x = drawn(7, 20, 48)
-    picked = Chosen(torch.full((20, 1), 4), drawn(8, 20, 1).abs())
-    same(many_triton(x, gate_up, down, picked, "silu"), exact(x, gate_up, down, picked, "silu"))
+    picked = ExpertRouting(torch.full((20, 1), 4), drawn(8, 20, 1).abs())
+    same(
+        grouped_experts_triton(x, gate_up, down, picked, "silu"),
+        exact(x, gate_up, down, picked, "silu"),
+    )
 
 
 def test_the_public_function_on_the_cpu() -> None:
     gate_up, down = weights(4, 24, 40, torch.float32)
     x, picked = drawn(9, 3, 40), chosen(10, 3, 4, 2)
-    same(mixture(x, gate_up, down, picked, "silu"), exact(x, gate_up, down, picked, "silu"))
+    same(fused_experts(x, gate_up, down, picked, "silu"), exact(x, gate_up, down, picked, "silu"))
 
 
 @pytest.mark.parametrize(("slots", "experts"), [(1, 3), (40, 7), (2500, 5)])
 def test_slots_are_dealt_in_order(slots: int, experts: int) -> None:
     ids = torch.randint(0, experts, (slots,), generator=torch.Generator().manual_seed(slots))
-    dealt = deal_triton(ids, experts)
-    assert torch.equal(dealt.order.long(), ids.argsort(stable=True))
-    assert torch.equal(dealt.places[dealt.order.long()].long(), torch.arange(slots))
+    dealt = sort_slots_by_expert_triton(ids, experts)
+    assert torch.equal(dealt.sorted_slots.long(), ids.argsort(stable=True))
+    assert torch.equal(dealt.slot_positions[dealt.sorted_slots.long()].long(), torch.arange(slots))
     ends = torch.bincount(ids, minlength=experts).cumsum(0)
-    assert dealt.starts.tolist() == [0, *ends.tolist()]
+    assert dealt.expert_offsets.tolist() == [0, *ends.tolist()]
 
 
 def test_tiles_suffice_for_any_deal() -> None:
     """The host's number of tiles is never less than what experts need."""
     for slots, experts in ((1, 8), (16, 1), (100, 7), (129, 128), (5000, 8)):
-        size = group_tile(slots, experts).slots
+        size = choose_grouped_gemm_tile(slots, experts).slots
         most = slots // size + min(experts, slots)
         for seed in range(20):
             generator = torch.Generator().manual_seed(seed)

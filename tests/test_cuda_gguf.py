@@ -23,14 +23,14 @@ from models import TINY_GGUF, questions
 from torch import Tensor
 
 from localgen.backends.cuda.model.linear import DenseLinear
-from localgen.backends.cuda.model.source import GgufCheckpoint, open_gguf
-from localgen.backends.cuda.model.weights import Weights, load_weights
+from localgen.backends.cuda.model.source import GgufModelSource, open_gguf_source
+from localgen.backends.cuda.model.weights import DecoderWeights, load_weights
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.gguf import file as gguf_file
 from localgen.backends.formats.gguf.file import GgufFile
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.text.template import ChatTemplate
-from localgen.quant.gguf.convert import convert
+from localgen.quant.gguf.convert import convert_to_gguf
 
 # llama.cpp's smallest
 CTX = 256
@@ -82,8 +82,8 @@ def random_text(length: int) -> list[int]:
     return tokens
 
 
-def weights_of(checkpoint: GgufCheckpoint, dtype: torch.dtype = torch.float32) -> Weights:
-    return checkpoint.weights(device="cpu", dtype=dtype)
+def weights_of(checkpoint: GgufModelSource, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    return checkpoint.load_weights(device="cpu", dtype=dtype)
 
 
 def furthest(ours: Tensor, theirs: Tensor) -> float:
@@ -92,7 +92,7 @@ def furthest(ours: Tensor, theirs: Tensor) -> float:
 
 
 def test_the_model_is_that_of_the_folder(pair: Pair) -> None:
-    ours, theirs = open_gguf(pair.gguf).spec, read_config(pair.folder)
+    ours, theirs = open_gguf_source(pair.gguf).spec, read_hf_config(pair.folder)
     for field in dataclasses.fields(ours):
         if field.name not in REWORDED:
             assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
@@ -100,12 +100,14 @@ def test_the_model_is_that_of_the_folder(pair: Pair) -> None:
     architecture = theirs.architecture.replace("Mistral", "Llama")
     assert ours.architecture == architecture
     for length in (64, 512):
-        for table, other in zip(ours.rope.table(length), theirs.rope.table(length), strict=True):
+        for table, other in zip(
+            ours.rope.cos_sin_table(length), theirs.rope.cos_sin_table(length), strict=True
+        ):
             torch.testing.assert_close(table, other, rtol=0, atol=3e-5)
 
 
 def test_logits_are_those_of_the_folder(pair: Pair) -> None:
-    checkpoint, spec = open_gguf(pair.gguf), read_config(pair.folder)
+    checkpoint, spec = open_gguf_source(pair.gguf), read_hf_config(pair.folder)
     theirs = load_weights(pair.folder, spec, device="cpu", dtype=torch.float32)
     ours, text = weights_of(checkpoint), random_text(90)
     assert shapes(ours) == shapes(theirs)
@@ -119,7 +121,7 @@ def test_logits_are_those_of_the_folder(pair: Pair) -> None:
 def test_logits_are_those_of_llama_cpp(pair: Pair, ctx: int) -> None:
     # it leaves Phi-3's windows out, so a text must not be longer than one
     text = random_text(24 if pair.name == "phi3" else 90)
-    checkpoint = open_gguf(pair.gguf)
+    checkpoint = open_gguf_source(pair.gguf)
     ours = our_logits(checkpoint.spec, weights_of(checkpoint), text, ctx)
     # its GELU is a table of float16 values
     tolerance = 6e-3 if pair.name.startswith("gemma") else 1e-5
@@ -129,7 +131,10 @@ def test_logits_are_those_of_llama_cpp(pair: Pair, ctx: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3 moe"])
 def test_bfloat16(name: str, tmp_path: Path) -> None:
     folder = tiny_folder(name, tmp_path / "hf", **MODELS[name])
-    checkpoint, spec = open_gguf(write_gguf(folder, tmp_path / "m.gguf")), read_config(folder)
+    checkpoint, spec = (
+        open_gguf_source(write_gguf(folder, tmp_path / "m.gguf")),
+        read_hf_config(folder),
+    )
     ours = weights_of(checkpoint, torch.bfloat16)
     theirs = load_weights(folder, spec, device="cpu", dtype=torch.bfloat16)
     assert shapes(ours) == shapes(theirs)
@@ -143,10 +148,10 @@ def test_gemma_3_without_a_pattern_has_a_global_layer_in_six(tmp_path: Path) -> 
     folder = tiny_folder("gemma3", tmp_path / "hf", num_hidden_layers=3)
     changes = {"gemma3.attention.sliding_window_pattern": None, "gemma3.block_count": 7}
     path = write_gguf(folder, tmp_path / "m.gguf", changes=changes)
-    assert open_gguf(path).spec.windows == (24, 24, 24, 24, 24, None, 24)
+    assert open_gguf_source(path).spec.sliding_windows == (24, 24, 24, 24, 24, None, 24)
     changes = {"gemma3.attention.sliding_window": 0}
     path = write_gguf(folder, tmp_path / "m.gguf", changes=changes)
-    assert open_gguf(path).spec.windows == (None, None, None)
+    assert open_gguf_source(path).spec.sliding_windows == (None, None, None)
 
 
 @pytest.mark.parametrize(("layers", "scale"), [(26, 32**-0.5), (46, (96 // 4) ** -0.5)])
@@ -156,7 +161,7 @@ def test_the_largest_gemma_2_scales_its_queries_otherwise(
     folder = tiny_folder("gemma2", tmp_path / "hf")
     changes = {"gemma2.block_count": layers, "gemma2.embedding_length": 96}
     path = write_gguf(folder, tmp_path / "m.gguf", changes=changes)
-    assert open_gguf(path).spec.attn_scale == scale
+    assert open_gguf_source(path).spec.attn_scale == scale
 
 
 # ---- quantized tensors
@@ -176,7 +181,8 @@ def quantized_bytes(kind: Kind, rows: int, columns: int) -> Any:
 def test_quantized_tensors_are_what_gguf_makes_of_them(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_file, "_CHUNK", 3 * 512)  # several steps, the last of them smaller
+    # several steps, the last of them smaller
+    monkeypatch.setattr(gguf_file, "_CHUNK_VALUES", 3 * 512)
     stored = quantized_bytes(kind, 7, 512)
     writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
     writer.add_tensor("some.weight", stored, raw_dtype=kind)
@@ -198,8 +204,8 @@ def test_quantized_tensors_are_what_gguf_makes_of_them(
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
 def test_a_whole_model_of_smaller_numbers(kind: Kind, tmp_path: Path) -> None:
     folder = tiny_folder("mixtral", tmp_path / "hf")
-    checkpoint = open_gguf(write_gguf(folder, tmp_path / "m.gguf", kind))
-    spec, text = read_config(folder), random_text(40)
+    checkpoint = open_gguf_source(write_gguf(folder, tmp_path / "m.gguf", kind))
+    spec, text = read_hf_config(folder), random_text(40)
     plain = load_weights(folder, spec, device="cpu", dtype=torch.float32)
     exact = our_logits(spec, plain, text, CTX)
     ours = our_logits(checkpoint.spec, weights_of(checkpoint), text, CTX)
@@ -213,21 +219,21 @@ def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
     gguf_files.rewrite(tmp_path / "tiny.gguf", {}, split_max_tensors=20)
     parts = sorted(tmp_path.iterdir())
     assert [part.name[-20:] for part in parts] == [f"-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    whole = weights_of(open_gguf(TINY_GGUF))
+    whole = weights_of(open_gguf_source(TINY_GGUF))
     for part in parts:
-        checkpoint = open_gguf(part)
+        checkpoint = open_gguf_source(part)
         assert checkpoint.path == parts[0]
         for ours, theirs in zip(weights_of(checkpoint).layers, whole.layers, strict=True):
             assert torch.equal(ours.input_norm, theirs.input_norm)
             assert isinstance(ours.qkv, DenseLinear)
             assert isinstance(theirs.qkv, DenseLinear)
             assert torch.equal(ours.qkv.weight, theirs.qkv.weight)
-        assert checkpoint.tokenizer().encode("Hello")
+        assert checkpoint.load_tokenizer().encode("Hello")
     parts[1].rename(tmp_path / "elsewhere")
     with pytest.raises(LoadFailed, match=f"has no {parts[1].name}: download all 3 parts"):
-        open_gguf(parts[2])
+        open_gguf_source(parts[2])
     with pytest.raises(LoadFailed, match="is one of 3 parts, and 1 are there by their names"):
-        open_gguf(parts[0].rename(tmp_path / "renamed.gguf"))
+        open_gguf_source(parts[0].rename(tmp_path / "renamed.gguf"))
 
 
 # ---- the built-in model
@@ -235,8 +241,8 @@ def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
 
 def test_the_built_in_model_says_the_same_as_in_llama_cpp() -> None:
     """Over prompts and llama.cpp's greedy answers: the same logits, and the same best tokens."""
-    checkpoint = open_gguf(TINY_GGUF)
-    tokenizer, weights = checkpoint.tokenizer(), weights_of(checkpoint)
+    checkpoint = open_gguf_source(TINY_GGUF)
+    tokenizer, weights = checkpoint.load_tokenizer(), weights_of(checkpoint)
     template = ChatTemplate(checkpoint.chat_template or "", bos=tokenizer.bos, eos=tokenizer.eos)
     sure_of = 0
     for chat in questions(4):
@@ -254,17 +260,17 @@ def test_the_built_in_model_says_the_same_as_in_llama_cpp() -> None:
 
 
 def test_what_else_a_file_says() -> None:
-    checkpoint = open_gguf(TINY_GGUF)
-    assert checkpoint.generation == {"temperature": 0.0}
+    checkpoint = open_gguf_source(TINY_GGUF)
+    assert checkpoint.generation_config == {"temperature": 0.0}
     assert checkpoint.chat_template is not None
     assert "<|im_start|>" in checkpoint.chat_template
 
 
 def test_our_converter_and_this_reader_agree(tmp_path: Path) -> None:
     folder = TINY_GGUF.parent / "tiny"
-    convert(folder, tmp_path / "tiny.gguf", "F32")
-    ours = weights_of(open_gguf(tmp_path / "tiny.gguf"))
-    theirs = load_weights(folder, read_config(folder), device="cpu", dtype=torch.float32)
+    convert_to_gguf(folder, tmp_path / "tiny.gguf", "F32")
+    ours = weights_of(open_gguf_source(tmp_path / "tiny.gguf"))
+    theirs = load_weights(folder, read_hf_config(folder), device="cpu", dtype=torch.float32)
     text = random_text(50)
-    spec = open_gguf(tmp_path / "tiny.gguf").spec
+    spec = open_gguf_source(tmp_path / "tiny.gguf").spec
     assert furthest(our_logits(spec, ours, text, CTX), our_logits(spec, theirs, text, CTX)) == 0

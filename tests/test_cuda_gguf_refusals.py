@@ -19,10 +19,10 @@ import torch
 from cuda_gguf_files import tiny_folder, write_gguf
 from gguf import GGMLQuantizationType as Kind
 
-from localgen.backends.cuda.model.source import open_gguf
-from localgen.backends.cuda.model.weights import Weights
+from localgen.backends.cuda.model.source import open_gguf_source
+from localgen.backends.cuda.model.weights import DecoderWeights
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.gguf.reader import Reader
+from localgen.backends.formats.gguf.reader import GgufReader
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder("llama 3.1", tmp_path_factory.mktemp("hf"))
 
 
-def load(path: Path) -> Weights:
-    return open_gguf(path).weights(device="cpu", dtype=torch.float32)
+def load(path: Path) -> DecoderWeights:
+    return open_gguf_source(path).load_weights(device="cpu", dtype=torch.float32)
 
 
 def reason(path: Path) -> str:
@@ -152,7 +152,7 @@ def test_no_damage_is_worse_than_a_refusal(folder: Path, tmp_path: Path) -> None
     words = ["one", "two", "three", "four"]
     write_gguf(folder, path, changes={"tokenizer.ggml.tokens": words})
     content, chance = path.read_bytes(), random.Random(1)
-    header = Reader(path).data_offset
+    header = GgufReader(path).data_offset
     reasons = []
     for _ in range(400):
         bad = bytearray(content)
@@ -179,7 +179,7 @@ def test_values_are_what_the_package_reads(folder: Path, tmp_path: Path) -> None
         "some.flags": [True, False, True],
     }
     write_gguf(folder, path, changes=changes)
-    theirs, mine = gguf.GGUFReader(path), Reader(path)
+    theirs, mine = gguf.GGUFReader(path), GgufReader(path)
     assert list(mine.fields) == list(theirs.fields)
     for key, field in theirs.fields.items():
         assert mine.value(key) == field.contents(), key

@@ -25,8 +25,8 @@ from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS
 from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.backends.llamacpp.library import library
-from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.llamacpp.library import llama_library
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 
 NASTY = [
     "",
@@ -84,14 +84,14 @@ def ours(path: Path) -> HfTokenizer:
 
 
 @contextmanager
-def llama_cpp(path: Path) -> Iterator[Vocab]:
-    library()
+def llama_cpp(path: Path) -> Iterator[LlamaCppTokenizer]:
+    llama_library()
     params = C.llama_model_default_params()
     params.vocab_only = True
     model = C.llama_model_load_from_file(str(path).encode(), params)
-    assert model, library().reason()
+    assert model, llama_library().reason()
     handles: Any = SimpleNamespace(vocab=C.llama_model_get_vocab(model))
-    yield Vocab(handles)
+    yield LlamaCppTokenizer(handles)
     C.llama_model_free(model)
 
 
@@ -103,7 +103,7 @@ def assert_same(path: Path, cases: list[str]) -> None:
             assert mine.encode(text) == theirs.encode(text), ascii(text)
         for token in range(theirs.vocab_size):
             assert mine.piece(token) == theirs.piece(token), token
-        assert mine.end_ids == theirs.end_ids
+        assert mine.eos_token_ids == theirs.eos_token_ids
         assert (mine.bos, mine.eos) == (theirs.bos, theirs.eos)
     assert mine.vocab_size == 10_000
     assert mine.piece(9_999) == b""
@@ -170,7 +170,7 @@ def test_every_pre_tokenizer(pre: str, tmp_path: Path) -> None:
 
 
 def test_pre_tokenizers_differ(tmp_path: Path) -> None:
-    assert len({pre.expressions for pre in PRE_TOKENIZERS.values()}) == 8
+    assert len({pre.patterns for pre in PRE_TOKENIZERS.values()}) == 8
     seen = set()
     for pre in PRE_TOKENIZERS:
         tokenizer = ours(words(tmp_path / "pre.gguf", pre))

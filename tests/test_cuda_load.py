@@ -12,26 +12,28 @@ from test_cuda_runner import CHATS, PLAIN, CudaBench, texts
 from torch import Tensor
 
 from localgen.backends.cuda.device import sizing
-from localgen.backends.cuda.device.options import Settings, device_of, settle
-from localgen.backends.cuda.loader import load
+from localgen.backends.cuda.device.options import CudaOptions, resolve_cuda_options, resolve_device
+from localgen.backends.cuda.loader import load_cuda_model
 from localgen.backends.cuda.model.batch import StepInputs
 from localgen.backends.cuda.model.decoder import KVCache
-from localgen.backends.cuda.steps.cuda_graphs import Latest
+from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.types import SamplingParams
 
 CPU = torch.device("cpu")
-SPEC = read_config(TINY)
+SPEC = read_hf_config(TINY)
 GB = 10**9
 
 
 def loaded(folder: Path = TINY, memory: int | None = None, **options: object) -> LoadedModel:
     asked = LoadOptions(backend="cuda", device="cpu", **options)  # type: ignore[arg-type]
-    return load(Load("tiny", str(folder), asked, memory), lambda _share: None)
+    return load_cuda_model(
+        ModelLoadRequest("tiny", str(folder), asked, memory), lambda _share: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,13 +60,13 @@ def test_options_that_cannot_be_honoured(options: dict[str, object], message: st
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "mps"])
 def test_a_device_that_is_none(device: str) -> None:
     with pytest.raises(InvalidRequest, match="it must be cuda, cuda:N or cpu"):
-        device_of(LoadOptions(device=device))
+        resolve_device(LoadOptions(device=device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_way_out_is_named() -> None:
     with pytest.raises(InvalidRequest, match="--device cpu"):
-        device_of(LoadOptions())
+        resolve_device(LoadOptions())
 
 
 @pytest.mark.parametrize(
@@ -81,27 +83,27 @@ def test_gpus_are_counted(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InvalidRequest, match=message):
-        device_of(LoadOptions(**options))  # type: ignore[arg-type]
-    two = device_of(LoadOptions(tp=2))
-    assert settle(LoadOptions(tp=2), torch.bfloat16, two).device == "cuda"
+        resolve_device(LoadOptions(**options))  # type: ignore[arg-type]
+    two = resolve_device(LoadOptions(tp=2))
+    assert resolve_cuda_options(LoadOptions(tp=2), torch.bfloat16, two).device == "cuda"
 
 
-def settings(**options: object) -> Settings:
-    return settle(LoadOptions(**options), torch.bfloat16, torch.device("cuda", 0))  # type: ignore[arg-type]
+def settings(**options: object) -> CudaOptions:
+    return resolve_cuda_options(LoadOptions(**options), torch.bfloat16, torch.device("cuda", 0))  # type: ignore[arg-type]
 
 
 def llama_8b() -> ModelSpec:
     changes = {
-        "layers": 32,
-        "hidden": 4096,
-        "intermediate": 14336,
-        "heads": 32,
-        "kv_heads": 8,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_heads": 32,
+        "num_kv_heads": 8,
         "head_dim": 128,
-        "vocab": 128256,
+        "vocab_size": 128256,
         "max_len": 131072,
-        "windows": (None,) * 32,
-        "tied": False,
+        "sliding_windows": (None,) * 32,
+        "tied_embeddings": False,
     }
     return replace(SPEC, **changes)  # type: ignore[arg-type]
 
@@ -115,14 +117,14 @@ def test_params_and_bytes_of_a_model_everybody_knows() -> None:
 
 
 def test_a_gpu_is_filled() -> None:
-    size = sizing.choose(llama_8b(), settings(), free=100 * GB)
+    size = sizing.choose_cuda_kv_size(llama_8b(), settings(), free_bytes=100 * GB)
     assert size.ctx == 131072
     assert 0.899 < size.kv_tokens * 131072 / (100 * GB) <= 0.9
     assert size.notes == ()
 
 
 def test_a_small_gpu_gets_the_context_that_fits_and_says_so() -> None:
-    size = sizing.choose(llama_8b(), settings(), free=4 * GB)
+    size = sizing.choose_cuda_kv_size(llama_8b(), settings(), free_bytes=4 * GB)
     assert size.ctx == size.kv_tokens == pytest.approx(0.9 * 4 * GB / 131072, abs=16)
     assert size.notes == (f"context {size.ctx:,} of 131,072: what fits on cuda:0",)
 
@@ -130,7 +132,7 @@ def test_a_small_gpu_gets_the_context_that_fits_and_says_so() -> None:
 def test_a_context_that_does_not_fit_is_refused_with_both_numbers() -> None:
     message = r"65,536 tokens needs 8.6 GB, 4.0 GB are free on cuda:0 .* at most --ctx 30,"
     with pytest.raises(OutOfMemory, match=message):
-        sizing.choose(llama_8b(), settings(ctx=65536), free=4 * GB)
+        sizing.choose_cuda_kv_size(llama_8b(), settings(ctx=65536), free_bytes=4 * GB)
 
 
 def test_a_limit_of_memory_is_kept() -> None:
@@ -149,7 +151,7 @@ def test_a_pool_that_the_driver_refuses_becomes_smaller(monkeypatch: pytest.Monk
         return zeros(spec, pages, **more)  # type: ignore[arg-type]
 
     # so little is free that the pool is what fits
-    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 30 * 10**6)
+    monkeypatch.setattr(sizing, "device_free_bytes", lambda *_: 30 * 10**6)
     monkeypatch.setattr(KVCache, "zeros", twice_too_large)
     info = loaded().info
     assert info.kv_tokens // 16 < refused[1] < refused[0]
@@ -210,15 +212,15 @@ def test_info_says_what_is_in_force() -> None:
 def test_memory_that_runs_out_in_a_step_costs_nobody_an_answer() -> None:
     bench = CudaBench()
     expected = texts(bench.ask(CHATS[:6], PLAIN))
-    run, calls = bench.runner._steps.run, [0]
+    run, calls = bench.runner._executor.run, [0]
 
-    def sometimes(inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+    def sometimes(inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
         calls[0] += 1
-        if calls[0] % 5 == 3 and len(inputs.lengths) > 1:
+        if calls[0] % 5 == 3 and len(inputs.seq_lens) > 1:
             raise torch.OutOfMemoryError
-        return run(inputs, latest)
+        return run(inputs, token_source)
 
-    bench.runner._steps.run = sometimes  # type: ignore[method-assign]
+    bench.runner._executor.run = sometimes  # type: ignore[method-assign]
     assert texts(bench.ask(CHATS[:6], PLAIN)) == expected
     assert bench.stats.num_preemptions_total > 0
     bench.close()

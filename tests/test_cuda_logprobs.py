@@ -19,8 +19,8 @@ VOCAB = 300
 
 def chunk(tokens: int, *, drafts: int = 0, samples: bool = True, wanted: int | None) -> Chunk:
     params = replace(BASE_SAMPLING, logprobs=wanted)
-    seq = Sequence(id="s", tokens=[], num_prompt=0, params=params, ctx=99, limit=99)
-    return Chunk(seq=seq, start=0, tokens=[1] * tokens, num_drafts=drafts, samples=samples)
+    seq = Sequence(id="s", tokens=[], num_prompt=0, params=params, ctx=99, max_len=99)
+    return Chunk(seq=seq, start=0, tokens=[1] * tokens, num_drafts=drafts, is_sampled=samples)
 
 
 def named(token: int) -> str:
@@ -41,11 +41,11 @@ def test_rows_of_drafts_of_prompts_and_of_who_did_not_ask() -> None:
     said = step_logprobs(chunks, logits, tokens, 10)
     assert said is not None
     # the host gets a number for the token, and two for each of the most that anyone asked for
-    assert said.numbers.shape == (5, 1 + 2 * 4)
+    assert said.values.shape == (5, 1 + 2 * 4)
     exact = log_softmax(logits.double().numpy(), axis=1)
-    assert said.of(10, 5, named) is None
+    assert said.for_row(10, 5, named) is None
     for row, count in ((1, 2), (2, 2), (3, 2), (4, 0), (5, 4)):
-        found = said.of(10 + row, int(tokens[row]), named)
+        found = said.for_row(10 + row, int(tokens[row]), named)
         assert found is not None
         best = (-exact[row]).argsort()[:count].tolist()
         assert [entry.token_id for entry in found.top] == best
@@ -58,7 +58,7 @@ def test_rows_of_drafts_of_prompts_and_of_who_did_not_ask() -> None:
 def test_more_than_the_vocabulary_is_all_of_it() -> None:
     said = step_logprobs([chunk(1, wanted=VOCAB + 1)], torch.randn(1, VOCAB), torch.tensor([7]), 0)
     assert said is not None
-    found = said.of(0, 7, named)
+    found = said.for_row(0, 7, named)
     assert found is not None
     assert sorted(entry.token_id for entry in found.top) == list(range(VOCAB))
 
@@ -78,7 +78,7 @@ def test_beside_a_step_that_was_launched_ahead() -> None:
     first = bench.submit(CHATS[0], PLAIN)
     while not bench.replies[first].text:
         bench.engine.step(wait=False)
-    assert bench.runner._ahead is not None
+    assert bench.runner._run_ahead_step is not None
     second = bench.submit(CHATS[1], wanted)
     bench.run([first, second])
     reply = bench.replies[second]

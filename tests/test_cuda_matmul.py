@@ -58,13 +58,16 @@ def test_a_product(rows: int, ins: int, outs: int, adds: bool, dtype: torch.dtyp
 @pytest.mark.parametrize("rows", [1, 3, 11, 35])
 def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On fewer outputs, for the sake of time."""
-    thin, one = dense.thin_tile(rows, 28672, 2), dense.one_row_tile(592, 28672)
-    assert (thin, one) != (dense.thin_tile(rows, 70, 2), dense.one_row_tile(592, 70))
-    monkeypatch.setattr(dense, "thin_tile", lambda *_: thin)
-    monkeypatch.setattr(dense, "one_row_tile", lambda *_: one)
+    thin, one = dense.choose_skinny_gemm_tile(rows, 28672, 2), dense.choose_gemv_tile(592, 28672)
+    assert (thin, one) != (
+        dense.choose_skinny_gemm_tile(rows, 70, 2),
+        dense.choose_gemv_tile(592, 70),
+    )
+    monkeypatch.setattr(dense, "choose_skinny_gemm_tile", lambda *_: thin)
+    monkeypatch.setattr(dense, "choose_gemv_tile", lambda *_: one)
     x, weight = drawn(1, rows, 592), drawn(2, 70, 592)
     same(dense.matmul_triton(x, weight), dense.matmul_reference(*wide(x, weight)))
-    ours = dense.matmul_triton(x, weight, kind="silu")
+    ours = dense.matmul_triton(x, weight, activation="silu")
     same(ours, dense.gated_matmul_reference(x.double(), weight.double(), "silu"), 1e-5)
 
 
@@ -75,7 +78,7 @@ def test_a_gated_product(
 ) -> None:
     for seed in range(3):
         x, weight = drawn(seed, rows, ins), drawn(9 + seed, 2 * size, ins) / 8
-        ours = dense.matmul_triton(x, weight, kind=kind)
+        ours = dense.matmul_triton(x, weight, activation=kind)
         same(ours, dense.gated_matmul_reference(x.double(), weight.double(), kind), 1e-5)
 
 
@@ -109,11 +112,13 @@ def test_a_row_of_nan_harms_no_other() -> None:
 
 def test_the_tensors_that_are_for_cublas() -> None:
     weight = drawn(2, 8, 32, dtype=torch.float16)
-    assert dense.fits(drawn(1, 3, 32, dtype=torch.float16), weight)
-    assert not dense.fits(drawn(1, 3, 32), weight)
-    assert not dense.fits(drawn(1, 0, 32, dtype=torch.float16), weight)
-    assert not dense.fits(drawn(1, 3, 32, dtype=torch.float16), weight[:, :24].contiguous())
-    assert not dense.fits(drawn(1, 3, 16, dtype=torch.float16), weight[:, :16])
+    assert dense.supports_triton_gemm(drawn(1, 3, 32, dtype=torch.float16), weight)
+    assert not dense.supports_triton_gemm(drawn(1, 3, 32), weight)
+    assert not dense.supports_triton_gemm(drawn(1, 0, 32, dtype=torch.float16), weight)
+    assert not dense.supports_triton_gemm(
+        drawn(1, 3, 32, dtype=torch.float16), weight[:, :24].contiguous()
+    )
+    assert not dense.supports_triton_gemm(drawn(1, 3, 16, dtype=torch.float16), weight[:, :16])
 
 
 def test_the_public_functions_on_the_cpu_keep_float64() -> None:
@@ -137,16 +142,16 @@ def int4_parts(seed: int, ins: int, outs: int, group: int) -> tuple[Tensor, Tens
     zeros = torch.randint(0, 16, (outs, ins // group), generator=generator, dtype=torch.uint8)
     scales = (0.01 + 0.01 * torch.rand((outs, ins // group), generator=generator)).half()
     by_group = digits.view(outs, -1, group).double() - zeros[..., None].double()
-    return int4.pack(digits), scales, zeros, (by_group * scales[..., None].double()).flatten(1)
+    return int4.pack_int4(digits), scales, zeros, (by_group * scales[..., None].double()).flatten(1)
 
 
 @pytest.mark.parametrize("ins", [128, 256, 1152, 8, 200])
 def test_digits_come_back_out_of_their_tiles(ins: int) -> None:
     digits = torch.randint(0, 16, (5, ins), dtype=torch.uint8)
-    packed = int4.pack(digits)
+    packed = int4.pack_int4(digits)
     assert packed.shape == (5, ins // 2)
-    assert torch.equal(int4.unpack(packed), digits)
-    if not int4.tiled(ins):
+    assert torch.equal(int4.unpack_int4(packed), digits)
+    if not int4.is_tiled(ins):
         assert torch.equal(packed[:, 0], digits[:, 0] | digits[:, 1] << 4)
 
 
@@ -155,7 +160,7 @@ def test_where_a_digit_lies() -> None:
     for s, i, h in ((0, 0, 0), (0, 0, 1), (3, 15, 1), (2, 7, 0)):
         digits = torch.zeros((1, 256), dtype=torch.uint8)
         digits[0, 128 + 32 * s + 2 * i + h] = 15
-        words = int4.pack(digits).view(torch.int32).long() & 0xFFFFFFFF
+        words = int4.pack_int4(digits).view(torch.int32).long() & 0xFFFFFFFF
         assert words[0, 16 + i] == 15 << (4 * s + 16 * h)
         assert words.count_nonzero() == 1
 
@@ -188,9 +193,9 @@ def test_an_int4_product(rows: int, ins: int, outs: int, group: int, dtype: torc
 
 
 def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = int4.int4_tile(2, 28672, 128, 90)
-    assert tile != int4.int4_tile(2, 70, 128, 90)
-    monkeypatch.setattr(int4, "int4_tile", lambda *_: tile)
+    tile = int4.choose_int4_tile(2, 28672, 128, 90)
+    assert tile != int4.choose_int4_tile(2, 70, 128, 90)
+    monkeypatch.setattr(int4, "choose_int4_tile", lambda *_: tile)
     packed, scales, zeros, weight = int4_parts(1, 640, 70, 64)
     x = drawn(2, 2, 640)
     same(int4.int4_matmul_triton(x, packed, scales, zeros), x.double() @ weight.T, 3e-5)
@@ -199,8 +204,8 @@ def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("ins", "outs", "group"), [(128, 9, 32), (1280, 17, 128), (384, 8, 384)])
 def test_widening_int4(ins: int, outs: int, group: int) -> None:
     packed, scales, zeros, weight = int4_parts(3, ins, outs, group)
-    same(int4.widened_triton(packed, scales, zeros, torch.float32), weight, 1e-7)
-    same(int4.widened(packed, scales, zeros, torch.float64), weight, 1e-15)
+    same(int4.dequantize_int4_triton(packed, scales, zeros, torch.float32), weight, 1e-7)
+    same(int4.dequantize_int4(packed, scales, zeros, torch.float64), weight, 1e-15)
 
 
 def test_an_order_of_inputs() -> None:
@@ -225,13 +230,13 @@ def test_an_fp8_product(rows: int, ins: int, outs: int, dtype: torch.dtype) -> N
     scale, bias = drawn(2, outs).abs() / 10, drawn(3, outs, dtype=dtype)
     x = drawn(4, rows, ins, dtype=dtype)
     exact = exact_of(x, weight.double() * scale.double()[:, None], bias)
-    same(dense.thin_triton(x, weight, scale, bias), exact)
+    same(dense.skinny_gemm_triton(x, weight, scale, bias), exact)
     same(fp8.fp8_matmul(*wide(x, weight, scale, bias)), exact)
 
 
 def test_rows_become_fp8_by_a_scale_of_their_own() -> None:
     x = drawn(1, 5, 64) * torch.tensor([[1e-4], [1.0], [300.0], [1e4], [0.0]])
-    small, scales = fp8.small_rows(x)
+    small, scales = fp8.quantize_rows_fp8(x)
     assert small.dtype is torch.float8_e4m3fn
     back = small.float() * scales
     assert bool(((back - x).abs() <= x.abs() * 2**-4 + scales * 2**-9).all())

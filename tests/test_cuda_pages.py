@@ -29,7 +29,7 @@ def sequence(name: str, tokens: Seq[int], *, answer: int = 20, priority: int = 0
         num_prompt=len(tokens),
         params=BASE_SAMPLING,
         ctx=10_000,
-        limit=len(tokens) + answer,
+        max_len=len(tokens) + answer,
         priority=priority,
     )
 
@@ -86,7 +86,7 @@ def serve(runner: PagedRunner, rng: random.Random) -> Scheduler:
     assert {seq.state.value for seq in everyone} == {"ended"}
     for seq in everyone:
         answer = seq.tokens[seq.num_prompt :]
-        alone = generate(seq.tokens[: seq.num_prompt], seq.limit, ends=False)
+        alone = generate(seq.tokens[: seq.num_prompt], seq.max_len, ends=False)
         assert answer == (alone[: len(answer)] if seq.id in cancelled else alone)
     usage = runner.usage()
     assert usage.used == 0
@@ -125,7 +125,7 @@ class Play:
 
     def __init__(self, rng: random.Random, num_pages: int, share: bool) -> None:
         self.rng = rng
-        self.cache = PagedCache(num_pages, share=share)
+        self.cache = PagedCache(num_pages, prefix_cache=share)
         self.memory = Memory(self.cache, num_pages)
         self.live: list[Sequence] = []
         self.grown: dict[Sequence, int] = {}
@@ -149,7 +149,7 @@ class Play:
         seq = self.rng.choice(self.live)
         n = self.rng.randint(1, 40)
         seq.tokens += self.some(n)[: max(0, seq.num_computed + n - len(seq.tokens))]
-        n = min(n, seq.num_owed)
+        n = min(n, seq.num_uncomputed)
         if n and self.cache.grow(seq, n):
             self.grown[seq] = n
 
@@ -220,7 +220,7 @@ def test_such_calls_copy_pages_and_run_out_of_them() -> None:
 
 
 def test_a_prefix_is_shared_by_whole_pages_and_one_token_is_left() -> None:
-    cache = PagedCache(20, share=True)
+    cache = PagedCache(20, prefix_cache=True)
     first = sequence("a", range(48))
     assert cache.admit(first, spare=0) == 0
     first.num_computed = 40
@@ -234,7 +234,7 @@ def test_a_prefix_is_shared_by_whole_pages_and_one_token_is_left() -> None:
 
 
 def test_the_same_text_computed_twice_is_stored_once() -> None:
-    cache = PagedCache(20, share=True)
+    cache = PagedCache(20, prefix_cache=True)
     one, two = sequence("a", range(40)), sequence("b", range(40))
     for seq in (one, two):
         assert cache.admit(seq, spare=0) == 0
@@ -243,27 +243,27 @@ def test_the_same_text_computed_twice_is_stored_once() -> None:
     assert cache.usage().used == 6 * PAGE_TOKENS
     cache.admit(sequence("c", [99]), spare=0)
     assert cache.usage().used == (2 + 1 + 1 + 1) * PAGE_TOKENS
-    assert cache.table(one)[:2].tolist() == cache.table(two)[:2].tolist()
+    assert cache.page_table(one)[:2].tolist() == cache.page_table(two)[:2].tolist()
     cache.check()
 
 
 def test_a_fork_copies_a_page_when_one_of_them_writes() -> None:
-    cache = PagedCache(10, share=True)
+    cache = PagedCache(10, prefix_cache=True)
     one, two = sequence("a", range(20)), sequence("b", range(20))
     cache.admit(one, spare=0)
     one.num_computed = 20
     two.num_computed = cache.fork(one, two)
-    assert cache.table(one).tolist() == cache.table(two).tolist()
+    assert cache.page_table(one).tolist() == cache.page_table(two).tolist()
     assert cache.grow(two, 1)
-    assert cache.take_copies() == [(cache.table(one)[1], cache.table(two)[1])]
-    assert cache.table(one)[0] == cache.table(two)[0]
+    assert cache.pop_pending_copies() == [(cache.page_table(one)[1], cache.page_table(two)[1])]
+    assert cache.page_table(one)[0] == cache.page_table(two)[0]
     assert cache.grow(one, 13)
-    assert cache.take_copies() == [], "the other has its own by now"
+    assert cache.pop_pending_copies() == [], "the other has its own by now"
     cache.check()
 
 
 def test_a_fork_of_a_fork_in_one_step_copies_what_is_there_already() -> None:
-    cache = PagedCache(10, share=False)
+    cache = PagedCache(10, prefix_cache=False)
     one, two, three = (sequence(name, range(20)) for name in "abc")
     cache.admit(one, spare=0)
     one.num_computed = 20
@@ -271,12 +271,12 @@ def test_a_fork_of_a_fork_in_one_step_copies_what_is_there_already() -> None:
     assert cache.grow(two, 1)
     three.num_computed = cache.fork(two, three)
     assert cache.grow(three, 1)
-    written, second, third = (int(cache.table(seq)[1]) for seq in (one, two, three))
-    assert sorted(cache.take_copies()) == sorted([(written, second), (written, third)])
+    written, second, third = (int(cache.page_table(seq)[1]) for seq in (one, two, three))
+    assert sorted(cache.pop_pending_copies()) == sorted([(written, second), (written, third)])
 
 
 def test_a_fork_uses_the_known_pages_that_its_origin_uses() -> None:
-    cache = PagedCache(10, share=True)
+    cache = PagedCache(10, prefix_cache=True)
     one, two, other = (sequence(name, range(40)) for name in "abc")
     other.tokens[PAGE_TOKENS:] = [99] * 24
     for seq in (one, other):
@@ -286,32 +286,32 @@ def test_a_fork_uses_the_known_pages_that_its_origin_uses() -> None:
     for seq in (other, one):
         cache.release(seq, keep=True)
         cache.check()
-    assert cache.table(two)[:2].tolist() == cache._tree.match(range(32))
+    assert cache.page_table(two)[:2].tolist() == cache._tree.match(range(32))
 
 
 def test_a_sequence_with_room_for_its_prompt_keeps_it_when_it_is_forked() -> None:
-    cache = PagedCache(10, share=True)
+    cache = PagedCache(10, prefix_cache=True)
     one, two = sequence("a", range(60)), sequence("b", range(60))
     cache.admit(one, spare=0)
     one.num_computed = 20
     two.num_computed = cache.fork(one, two)
     assert cache.grow(one, 1)
-    assert len(cache.table(one)) == 4
-    assert len(cache.table(two)) == 2
+    assert len(cache.page_table(one)) == 4
+    assert len(cache.page_table(two)) == 2
 
 
 def test_the_least_recently_used_prefix_goes_first_and_what_is_in_use_stays() -> None:
     pool = PagePool(6)
     tree = RadixTree(pool)
     for start in (0, 100, 200):
-        pages = pool.take(2)
+        pages = pool.allocate(2)
         tree.insert(range(start, start + 32), pages)
-        pool.drop(pages)
+        pool.release(pages)
     in_use = tree.match(range(32))
-    pool.hold(in_use)
+    pool.acquire(in_use)
     again = tree.match(range(100, 132))
-    pool.hold(again)
-    pool.drop(again)
+    pool.acquire(again)
+    pool.release(again)
     assert pool.num_idle == 4
     tree.evict(1)
     assert len(tree.match(range(200, 232))) == 1, "the oldest prefix, leaves first"
@@ -321,14 +321,14 @@ def test_the_least_recently_used_prefix_goes_first_and_what_is_in_use_stays() ->
     assert tree.match(range(32)) == in_use
     assert (pool.num_free, len(tree)) == (4, 2)
     with pytest.raises(NoRoom):
-        pool.take(5)
+        pool.allocate(5)
 
 
 def wasted(runner: PagedRunner, running: Seq[Sequence]) -> float:
     """The share of the held room without a token. No sequence has a whole page of it."""
     unused = 0
     for seq in running:
-        room = len(runner.cache.table(seq)) * PAGE_TOKENS
+        room = len(runner.cache.page_table(seq)) * PAGE_TOKENS
         assert room - len(seq.tokens) < PAGE_TOKENS
         unused += max(0, room - len(seq.tokens))
     return unused / runner.usage().used

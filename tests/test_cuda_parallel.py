@@ -31,15 +31,15 @@ from test_cuda_sharing import (  # noqa: F401  the same tests, with the fixture 
 from torch import Tensor
 from tp_peer import SETTINGS, PairedSteps, Peer, peer
 
-from localgen.backends.cuda.model.batch import arrange
-from localgen.backends.cuda.model.source import open_source
-from localgen.backends.cuda.parallel.rank_model import Share
-from localgen.backends.cuda.runner import Steps
-from localgen.backends.cuda.steps.cuda_graphs import Latest
+from localgen.backends.cuda.model.batch import build_step_inputs
+from localgen.backends.cuda.model.source import open_model_source
+from localgen.backends.cuda.parallel.rank_model import RankModel
+from localgen.backends.cuda.runner import StepExecutor
+from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
 from localgen.backends.errors import InvalidRequest, OutOfMemory
-from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
-from localgen.backends.formats.architecture.sharding import Shard, check
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
+from localgen.backends.formats.architecture.sharding import ModelShard, ensure_divisible
+from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
@@ -58,7 +58,7 @@ def house(
     request: pytest.FixtureRequest, other: Peer, tmp_path_factory: pytest.TempPathFactory
 ) -> House:
     class PairedHouse(House):
-        def make_steps(self, folder: Path) -> Steps:
+        def make_steps(self, folder: Path) -> StepExecutor:
             return other.steps(folder, pages=PAGES, max_len=MAX_LEN)
 
     return PairedHouse(request.param, tmp_path_factory.mktemp(request.param))
@@ -73,30 +73,32 @@ def test_a_prompt_in_chunks_and_then_single_tokens(house: House) -> None:
     house.room.release(seq, keep=False)
 
 
-def step_logits(steps: Steps, tokens: list[int], latest: Latest | None = None) -> Tensor:
+def step_logits(
+    steps: StepExecutor, tokens: list[int], latest: PreviousStepTokens | None = None
+) -> Tensor:
     """Logits after every token."""
-    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, limit=CTX)
-    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, samples=True)
+    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, max_len=CTX)
+    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, is_sampled=True)
     pages = np.arange(CTX // 16, dtype=np.int32)
-    return steps.run(arrange([chunk], lambda _: pages), latest).clone()
+    return steps.run(build_step_inputs([chunk], lambda _: pages), latest).clone()
 
 
 def test_states_before_the_head(other: Peer, tmp_path: Path) -> None:
     folder = tiny_folder("llama", tmp_path)
-    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, limit=CTX)
+    seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, max_len=CTX)
     tokens = [token % 96 for token in random_text(seed=2, length=CTX)]
-    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=CTX - 1, samples=True)
-    inputs = arrange([chunk], lambda _: np.arange(CTX // 16, dtype=np.int32))
-    expected = alone(folder).states(inputs)
-    found = other.steps(folder, pages=CTX // 16, max_len=CTX).states(inputs)
+    chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=CTX - 1, is_sampled=True)
+    inputs = build_step_inputs([chunk], lambda _: np.arange(CTX // 16, dtype=np.int32))
+    expected = alone(folder).hidden_states(inputs)
+    found = other.steps(folder, pages=CTX // 16, max_len=CTX).hidden_states(inputs)
     assert (found - expected).abs().max() / expected.abs().max() < 1e-4
 
 
-def alone(folder: Path) -> Steps:
-    source = open_source(folder)
-    share = Share(source, replace(SETTINGS, tp=1), torch.float32, Shard(source.spec))
-    assert share.allocate(CTX // 16, CTX)
-    return share.steps
+def alone(folder: Path) -> StepExecutor:
+    source = open_model_source(folder)
+    rank_model = RankModel(source, replace(SETTINGS, tp=1), torch.float32, ModelShard(source.spec))
+    assert rank_model.allocate_cache(CTX // 16, CTX)
+    return rank_model.executor
 
 
 def assert_same(other: Peer, folder: Path) -> None:
@@ -152,66 +154,68 @@ def test_tokens_that_only_the_device_of_rank_0_knows(other: Peer) -> None:
     steps = other.steps(TINY, pages=CTX // 16, max_len=CTX)
     assert isinstance(steps, PairedSteps)
     tokens = random_text(seed=4, length=20)
-    latest = Latest(torch.tensor(tokens[::-1]), torch.arange(20).flip(0))
+    latest = PreviousStepTokens(torch.tensor(tokens[::-1]), torch.arange(20).flip(0))
     assert torch.equal(step_logits(steps, [0] * 20, latest), step_logits(steps, tokens))
 
 
 def test_no_rank_holds_more_than_its_share() -> None:
-    source = open_source(TINY)
+    source = open_model_source(TINY)
     sizes = [
-        Share(source, replace(SETTINGS, tp=tp), torch.float32, Shard(source.spec, rank, tp))
+        RankModel(
+            source, replace(SETTINGS, tp=tp), torch.float32, ModelShard(source.spec, rank, tp)
+        )
         for tp, rank in ((1, 0), (2, 0), (2, 1))
     ]
     whole, *halves = (share.weight_bytes for share in sizes)
-    norms = 4 * source.spec.hidden * (2 * source.spec.layers + 1)
+    norms = 4 * source.spec.hidden_size * (2 * source.spec.num_layers + 1)
     assert sum(halves) == whole + norms
 
 
-SPEC = read_config(TINY)  # 4 heads, 2 of keys and values, 768 wide
+SPEC = read_hf_config(TINY)  # 4 heads, 2 of keys and values, 768 wide
 
 
 @pytest.mark.parametrize(
     ("changes", "tp", "message"),
     [
-        ({"heads": 8}, 3, "--tp 3: 8 heads cannot be divided by 3: use 1, 2, 4 or 8"),
+        ({"num_heads": 8}, 3, "--tp 3: 8 heads cannot be divided by 3: use 1, 2, 4 or 8"),
         ({}, 8, "--tp 8: 4 heads cannot be divided by 8: use 1, 2 or 4"),
-        ({"heads": 12, "kv_heads": 6}, 4, "6 key-value heads cannot be divided by 4"),
-        ({"intermediate": 770}, 4, "an MLP of width 770 cannot be divided by 4: use 1 or 2"),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, "6 key-value heads cannot be divided by 4"),
+        ({"intermediate_size": 770}, 4, "an MLP of width 770 cannot be divided by 4: use 1 or 2"),
         (
-            {"quant": Quant(method="awq", bits=4, group_size=128)},
+            {"quant": QuantizationConfig(method="awq", bits=4, group_size=128)},
             4,
             "attention of width 256 in groups of 128 cannot be divided by 4: use 1 or 2",
         ),
         (
-            {"quant": Quant(method="gptq", bits=4, group_size=64, desc_act=True)},
+            {"quant": QuantizationConfig(method="gptq", bits=4, group_size=64, desc_act=True)},
             2,
             r"the order of activation \(desc_act\) cannot be divided by 2: use 1$",
         ),
-        ({"vocab": 20}, 4, "a vocabulary of 20 cannot be divided by 4"),
+        ({"vocab_size": 20}, 4, "a vocabulary of 20 cannot be divided by 4"),
     ],
 )
 def test_what_cannot_be_divided(changes: dict[str, object], tp: int, message: str) -> None:
     spec: ModelSpec = replace(SPEC, **changes)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=message) as failure:
-        check(spec, tp)
+        ensure_divisible(spec, tp)
     assert failure.value.param == "tp"
-    check(spec, 1)
+    ensure_divisible(spec, 1)
 
 
 def test_experts_are_divided_by_their_width(tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path, "qwen3 moe", moe_intermediate_size=42))
+    spec = read_hf_config(write_config(tmp_path, "qwen3 moe", moe_intermediate_size=42))
     with pytest.raises(InvalidRequest, match="experts of width 42 cannot be divided by 4"):
-        check(spec, 4)
+        ensure_divisible(spec, 4)
 
 
 def test_memory_that_runs_out_in_a_step_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_source(TINY)
-    share = Share(source, SETTINGS, torch.float32, Shard(source.spec, 1, 2))
-    assert share.allocate(1, 16)
+    source = open_model_source(TINY)
+    rank_model = RankModel(source, SETTINGS, torch.float32, ModelShard(source.spec, 1, 2))
+    assert rank_model.allocate_cache(1, 16)
 
     def full(*_: object) -> Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(share.steps, "run", full)
+    monkeypatch.setattr(rank_model.executor, "run", full)
     with pytest.raises(OutOfMemory, match="memory ran out on cpu in a step of rank 1: load with"):
-        step_logits(share, [1])  # type: ignore[arg-type]
+        step_logits(rank_model, [1])  # type: ignore[arg-type]

@@ -18,26 +18,26 @@ pytest.importorskip("torch")
 from hf_folders import TINY
 from test_cuda_end_to_end import ON_CPU, error_of, run
 
-from localgen.backends.cuda.parallel.worker_group import _MODULE
+from localgen.backends.cuda.parallel.worker_group import _WORKER_MODULE
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
-from localgen.client import Client, Text
-from localgen.config import Settings
+from localgen.client import Client, TextDelta
+from localgen.config import ServerSettings
 
 OPTIONS = LoadOptions(backend="cuda", device="cpu", tp=2)
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        made = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
         Client(made).shutdown()
 
 
 @pytest.fixture
-def client(settings: Settings) -> Iterator[Client]:
+def client(settings: ServerSettings) -> Iterator[Client]:
     with Client(settings) as made:
         made.connect()
         made.load(str(TINY), OPTIONS)
@@ -50,7 +50,7 @@ def engine(client: Client) -> psutil.Process:
 
 
 def follower(client: Client) -> psutil.Process:
-    (found,) = (p for p in engine(client).children() if _MODULE in p.cmdline())
+    (found,) = (p for p in engine(client).children() if _WORKER_MODULE in p.cmdline())
     return found
 
 
@@ -66,7 +66,7 @@ def assert_works(client: Client) -> None:
     *parts, _ = client.chat(
         str(TINY), [Message("user", "What is 17 + 25?")], SamplingParams(temperature=0)
     )
-    assert "42" in "".join(part.text for part in parts if isinstance(part, Text))
+    assert "42" in "".join(part.text for part in parts if isinstance(part, TextDelta))
 
 
 def test_a_follower_that_is_killed_in_a_step(client: Client) -> None:
@@ -100,17 +100,17 @@ def test_unloaded_means_that_all_are_gone(client: Client) -> None:
     assert [process for process in everybody if runs(process)] == []
 
 
-def test_heads_that_cannot_be_divided_are_one_line(settings: Settings) -> None:
+def test_heads_that_cannot_be_divided_are_one_line(settings: ServerSettings) -> None:
     said = error_of(run(settings, str(TINY), "hello", *ON_CPU, "--tp", "3"))
     assert "--tp 3: 4 heads cannot be divided by 3: use 1, 2 or 4" in said
 
 
-def test_gpus_that_are_not_there_are_counted(settings: Settings) -> None:
+def test_gpus_that_are_not_there_are_counted(settings: ServerSettings) -> None:
     said = error_of(run(settings, str(TINY), "hello", "--tp", "2"))
     assert "no NVIDIA GPU was found" in said
 
 
-def test_llama_cpp_refuses_it(settings: Settings) -> None:
+def test_llama_cpp_refuses_it(settings: ServerSettings) -> None:
     gguf = str(TINY.with_suffix(".gguf"))
     said = error_of(run(settings, gguf, "hello", "--backend", "llamacpp", "--tp", "2"))
     assert "--tp is an option of the cuda backend" in said

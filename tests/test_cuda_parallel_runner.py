@@ -27,7 +27,7 @@ from test_cuda_runner import (
 )
 
 from localgen.backends.cuda.parallel import worker_group
-from localgen.backends.cuda.parallel.tensor_parallel import TensorParallelSteps
+from localgen.backends.cuda.parallel.tensor_parallel import TensorParallelExecutor
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 
@@ -39,18 +39,18 @@ class ParallelBench(LoadedBench):
         super().__init__(loaded(tp=2, kv_tokens=4096))
         assert isinstance(self.model.runner, CudaRunner)
         self.runner = self.model.runner
-        assert isinstance(self.runner._steps, TensorParallelSteps)
+        assert isinstance(self.runner._executor, TensorParallelExecutor)
 
     def check(self) -> None:
-        self.runner.room.check()
+        self.runner.kv_cache.check()
 
 
 def processes() -> list[int]:
-    """Followers of this process that run."""
+    """Workers of this process that run."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if worker_group._MODULE in child.cmdline():
+            if worker_group._WORKER_MODULE in child.cmdline():
                 found.append(child.pid)
     return found
 
@@ -120,7 +120,7 @@ def test_a_number_of_ranks_that_is_none(tp: int) -> None:
 
 
 def test_what_cannot_be_divided_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_group, "_MODULE", "localgen.nothing")
+    monkeypatch.setattr(worker_group, "_WORKER_MODULE", "localgen.nothing")
     message = "--tp 3: 4 heads cannot be divided by 3: use 1, 2 or 4"
     with pytest.raises(InvalidRequest, match=message):
         loaded(tp=3)
@@ -133,6 +133,6 @@ def test_damaged_weights_leave_no_process(folder: Path) -> None:
 
 
 def test_a_rank_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_group, "_MODULE", "localgen.nothing")
+    monkeypatch.setattr(worker_group, "_WORKER_MODULE", "localgen.nothing")
     message = r"cannot load .*: rank 1 \(process \d+\) ended with status 1"
     assert_fails(LoadFailed, message, TINY)

@@ -21,11 +21,11 @@ from localgen.backends.cuda.model.linear import (
     DenseLinear,
     Fp8Linear,
     Int4Linear,
-    JoinedLinear,
     Linear,
+    MergedLinear,
 )
-from localgen.backends.cuda.model.weights import Weights, random_weights
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
+from localgen.backends.formats.hf.config import read_hf_config
 
 GROUP = 16
 
@@ -111,14 +111,14 @@ def assert_computes(linear: Linear | None, *weights: Tensor) -> None:
     torch.testing.assert_close(low.double(), x.double() @ weight.T, atol=0.3, rtol=0.05)
 
 
-def assert_computes_all(weights: Weights, expected: State, kind: type) -> None:
+def assert_computes_all(weights: DecoderWeights, expected: State, kind: type) -> None:
     for index, layer in enumerate(weights.layers):
         at = {name.split(".")[-1]: w for name, w in expected.items() if f".{index}." in name}
         assert_computes(layer.qkv, at["q_proj"], at["k_proj"], at["v_proj"])
-        assert_computes(layer.out, at["o_proj"])
+        assert_computes(layer.attention_out, at["o_proj"])
         assert_computes(layer.gate_up, at["gate_proj"], at["up_proj"])
         assert_computes(layer.down, at["down_proj"])
-        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
             assert type(linear) is kind
 
 
@@ -150,7 +150,7 @@ def test_gptq(layout: str, offset: int, tmp_path: Path) -> None:
     )
     weights = load(tmp_path)
     assert_computes_all(weights, expected, Int4Linear)
-    assert all(layer.out.order is None for layer in weights.layers)  # type: ignore[attr-defined]
+    assert all(layer.attention_out.input_order is None for layer in weights.layers)  # type: ignore[attr-defined]
 
 
 def test_gptq_without_groups(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_parts_in_orders_of_their_own_stay_apart(tmp_path: Path) -> None:
         desc_act=True,
     )
     layer, at = load(tmp_path).layers[0], "model.layers.0.self_attn."
-    assert isinstance(layer.qkv, JoinedLinear)
+    assert isinstance(layer.qkv, MergedLinear)
     assert_computes(layer.qkv, *(expected[f"{at}{part}_proj"] for part in "qkv"))
 
 
@@ -214,7 +214,7 @@ def test_linears_left_plain_and_biases_out_of_nowhere(tmp_path: Path) -> None:
     save_file(tensors, path)
     weights = load(tmp_path)
     mixed, x = weights.layers[1].qkv, torch.randn(5, 64)
-    assert isinstance(mixed, JoinedLinear)
+    assert isinstance(mixed, MergedLinear)
     weight = torch.cat([expected[f"{at}{part}_proj"] for part in "qkv"])
     torch.testing.assert_close(mixed(x).double(), x.double() @ weight.T, atol=1e-4, rtol=1e-4)
     bias = weights.layers[0].qkv(torch.zeros(1, 64))[0]
@@ -271,9 +271,9 @@ def test_made_up_weights_are_quantized_alike(
     quantize: Quantize, quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     quantized(tmp_path, quantize, **quantization)
-    spec = read_config(tmp_path)
+    spec = read_hf_config(tmp_path)
     made_up = random_weights(spec, device="cpu", dtype=torch.bfloat16, seed=1)
     assert shapes(made_up) == shapes(load(tmp_path, torch.bfloat16))
-    out = made_up.layers[0].out
+    out = made_up.layers[0].attention_out
     assert isinstance(out, Int4Linear | Fp8Linear)
-    assert out.dequantized(torch.float32).std().item() == pytest.approx(0.02, rel=0.05)
+    assert out.dequantize(torch.float32).std().item() == pytest.approx(0.02, rel=0.05)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.sampling import rejection, sample
 from localgen.backends.cuda.steps import sampler
-from localgen.backends.cuda.steps.sampler import Row, choose, choose_and_show
+from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows, sample_with_probs
 from localgen.backends.types import BASE_SAMPLING
 
 OFF = replace(BASE_SAMPLING, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -40,20 +40,20 @@ def normal(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def asked(seed: int) -> list[Row]:
+def asked(seed: int) -> list[SamplingRow]:
     """A row for every setting."""
     return [
-        Row(replace(OFF, seed=100 * seed + i, **setting), (1, 2, 3))
+        SamplingRow(replace(OFF, seed=100 * seed + i, **setting), (1, 2, 3))
         for i, setting in enumerate(SETTINGS)
     ]
 
 
-def with_drafts(rows: Sequence[Row], logits: Tensor) -> list[Row]:
+def with_drafts(rows: Sequence[SamplingRow], logits: Tensor) -> list[SamplingRow]:
     """Each with a draft that was drawn from these logits, by noise of its own."""
     own = [replace(row, params=replace(row.params, seed=~row.params.seed)) for row in rows]  # type: ignore[operator]
-    tokens, q = choose_and_show(logits, own, range(len(rows)))
+    tokens, q = sample_with_probs(logits, own, range(len(rows)))
     return [
-        replace(row, draft=int(token), q=q[at])
+        replace(row, draft_token=int(token), draft_probs=q[at])
         for at, (row, token) in enumerate(zip(rows, tokens, strict=True))
     ]
 
@@ -66,9 +66,9 @@ def by_kernels(patch: pytest.MonkeyPatch) -> None:
         return made.fill_(math.nan if dtype.is_floating_point else 101)
 
     patch.setattr(torch, "empty", poisoned)
-    patch.setattr(sampler, "sample", sample.sample_triton)
-    patch.setattr(sampler, "verify", rejection.verify_triton)
-    patch.setattr(sampler, "probabilities", rejection.probabilities_triton)
+    patch.setattr(sampler, "sample_tokens", sample.sample_tokens_triton)
+    patch.setattr(sampler, "rejection_sample", rejection.rejection_sample_triton)
+    patch.setattr(sampler, "sampling_probs", rejection.sampling_probs_triton)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 4096, 9001])
@@ -84,11 +84,11 @@ def test_kernels_verify_as_the_twin_does(
         rows = [replace(row, history=()) for row in rows] if vocab < 4 else rows
         logits = normal(seed, len(rows), vocab)
         rows = with_drafts(rows, logits + normal(seed + 10, *logits.shape, spread=apart))
-        twin = choose(logits, rows).tolist()
+        twin = sample_rows(logits, rows).tolist()
         with monkeypatch.context() as patch:
             by_kernels(patch)
-            assert choose(logits, rows).tolist() == twin
-        same = [row.draft == token for row, token in zip(rows, twin, strict=True)]
+            assert sample_rows(logits, rows).tolist() == twin
+        same = [row.draft_token == token for row, token in zip(rows, twin, strict=True)]
         assert all(same) or apart
         kept += sum(same)
     assert kept
@@ -98,13 +98,13 @@ def test_kernels_verify_as_the_twin_does(
 
 @pytest.mark.parametrize("vocab", [1, 63, 5000])
 def test_what_is_shown_is_what_is_drawn_from(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
-    rows = asked(1) if vocab > 3 else [Row(replace(OFF, seed=3), ())]
+    rows = asked(1) if vocab > 3 else [SamplingRow(replace(OFF, seed=3), ())]
     logits = normal(3, len(rows), vocab)
     at = list(range(len(rows)))[::-2]
-    shown = choose_and_show(logits, rows, at)[1]
+    shown = sample_with_probs(logits, rows, at)[1]
     with monkeypatch.context() as patch:
         by_kernels(patch)
-        ours = choose_and_show(logits, rows, at)[1]
+        ours = sample_with_probs(logits, rows, at)[1]
     assert shown.keys() == ours.keys() == set(at)
     for row in at:
         z = logits[row].double().numpy()
@@ -130,8 +130,10 @@ def test_a_draft_that_may_not_be_is_replaced(
     logits[:, 7] = -math.inf
     q = torch.zeros(300)
     q[[7, 8]] = 0.5
-    rows = [Row(replace(OFF, seed=seed), (), draft=7, q=q) for seed in range(2)]
-    assert not set(choose(logits, rows).tolist()) & {7, 8}
+    rows = [
+        SamplingRow(replace(OFF, seed=seed), (), draft_token=7, draft_probs=q) for seed in range(2)
+    ]
+    assert not set(sample_rows(logits, rows).tolist()) & {7, 8}
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -139,9 +141,9 @@ def test_where_everything_is_banned(monkeypatch: pytest.MonkeyPatch, by_kernel: 
     if by_kernel:
         by_kernels(monkeypatch)
     q = torch.full((300,), 1 / 300)
-    row = Row(replace(OFF, seed=1), (), draft=9, q=q)
-    assert choose(torch.full((1, 300), -math.inf), [row]).tolist() == [0]
-    shown = choose_and_show(torch.full((1, 300), -math.inf), [Row(OFF, ())], [0])[1]
+    row = SamplingRow(replace(OFF, seed=1), (), draft_token=9, draft_probs=q)
+    assert sample_rows(torch.full((1, 300), -math.inf), [row]).tolist() == [0]
+    shown = sample_with_probs(torch.full((1, 300), -math.inf), [SamplingRow(OFF, ())], [0])[1]
     assert not shown[0].any()
 
 
@@ -161,10 +163,15 @@ def test_a_draft_model_padded_otherwise(
     logits[0, 3] = 90.0
     logits[1, 299] = -90.0
     params = replace(OFF, seed=5)
-    rows = [Row(params, (), draft=3, q=q), Row(params, (), draft=299, q=other)]
-    first, second = choose(logits, rows).tolist()
+    rows = [
+        SamplingRow(params, (), draft_token=3, draft_probs=q),
+        SamplingRow(params, (), draft_token=299, draft_probs=other),
+    ]
+    first, second = sample_rows(logits, rows).tolist()
     assert first == 3
-    assert second == int(choose(logits[1:], [Row(params, ())])), "its own noise draws it"
+    assert second == int(sample_rows(logits[1:], [SamplingRow(params, ())])), (
+        "its own noise draws it"
+    )
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -178,16 +185,16 @@ def test_broken_logits_give_some_token(
     if by_kernel:
         by_kernels(monkeypatch)
     for logits in (some, torch.full_like(some, broken)):
-        assert all(0 <= token < 300 for token in choose(logits, rows).tolist())
+        assert all(0 <= token < 300 for token in sample_rows(logits, rows).tolist())
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
     logits = normal(4, 2 * len(SETTINGS), 700)
     rows = [*with_drafts(asked(5), normal(6, len(SETTINGS), 700)), *asked(7)]
-    together = choose(logits, rows).tolist()
-    alone = [int(choose(logits[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
+    together = sample_rows(logits, rows).tolist()
+    alone = [int(sample_rows(logits[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
     assert together == alone
-    assert together[len(SETTINGS) :] == choose(logits[len(SETTINGS) :], asked(7)).tolist()
+    assert together[len(SETTINGS) :] == sample_rows(logits[len(SETTINGS) :], asked(7)).tolist()
 
 
 @pytest.mark.parametrize("apart", [0.2, 1.0, 4.0])
@@ -199,11 +206,11 @@ def test_tokens_follow_the_target_and_as_many_drafts_are_kept_as_can_be(
     vocab, count = 40, 20_000
     logits = normal(1, 1, vocab)
     others = logits + normal(2, 1, vocab, spread=apart)
-    rows = [Row(replace(OFF, seed=seed, **setting), ()) for seed in range(count)]
+    rows = [SamplingRow(replace(OFF, seed=seed, **setting), ()) for seed in range(count)]
     rows = with_drafts(rows, others.expand(count, -1))
-    tokens = choose(logits.expand(count, -1), rows).numpy()
+    tokens = sample_rows(logits.expand(count, -1), rows).numpy()
     p, q = (
-        choose_and_show(x, [Row(replace(OFF, **setting), ())], [0])[1][0].double()
+        sample_with_probs(x, [SamplingRow(replace(OFF, **setting), ())], [0])[1][0].double()
         for x in (logits, others)
     )
     counts, expected = np.bincount(tokens, minlength=vocab), count * p.numpy()
@@ -217,5 +224,5 @@ def test_tokens_follow_the_target_and_as_many_drafts_are_kept_as_can_be(
         expected, observed = expected[:-1], observed[:-1]
     expected *= observed.sum() / expected.sum()
     assert chisquare(observed, expected).pvalue > 1e-3
-    kept = np.mean([row.draft == token for row, token in zip(rows, tokens, strict=True)])
+    kept = np.mean([row.draft_token == token for row, token in zip(rows, tokens, strict=True)])
     assert kept == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.015)

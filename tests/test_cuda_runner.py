@@ -16,12 +16,12 @@ import pytest
 from models import Bench, LoadedBench, Reply, noisy, questions
 from torch import Tensor
 
-from localgen.backends.cuda.loader import load
+from localgen.backends.cuda.loader import load_cuda_model
 from localgen.backends.cuda.model.batch import StepInputs
 from localgen.backends.cuda.runner import CudaRunner
-from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps, Latest
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, PreviousStepTokens
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.types import SamplingParams
 
 TINY = Path(__file__).parents[1] / "localgen/models/tiny"
@@ -35,7 +35,7 @@ CHATS = questions(20)
 
 def look_ahead(runner: CudaRunner, does: bool) -> None:
     """Whether steps are launched before they are asked for."""
-    runner.limits = replace(runner.limits, looks_ahead=does)
+    runner.limits = replace(runner.limits, runs_ahead=does)
 
 
 class CudaBench(LoadedBench):
@@ -48,16 +48,16 @@ class CudaBench(LoadedBench):
         self, *, as_on_gpu: bool = False, drafters: Sequence[Drafter] = (), **options: object
     ) -> None:
         asked = LoadOptions(backend="cuda", device="cpu", **options)  # type: ignore[arg-type]
-        model = load(Load("tiny", str(TINY), asked), lambda _share: None)
+        model = load_cuda_model(ModelLoadRequest("tiny", str(TINY), asked), lambda _share: None)
         assert isinstance(model.runner, CudaRunner)
         self.runner = model.runner
         look_ahead(self.runner, as_on_gpu)
         super().__init__(model, drafters)
-        assert isinstance(self.runner._steps, DeviceSteps)
-        self.runner._steps._graphs = as_on_gpu
+        assert isinstance(self.runner._executor, DeviceExecutor)
+        self.runner._executor._use_cuda_graphs = as_on_gpu
 
     def check(self) -> None:
-        self.runner.room.check()
+        self.runner.kv_cache.check()
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +165,13 @@ def test_a_step_launched_ahead_is_used() -> None:
     """Each token is computed once: one step a token, and one for nothing at the end."""
     bench = CudaBench(as_on_gpu=True)
     rows: list[int] = []
-    run = bench.runner._steps.run
+    run = bench.runner._executor.run
 
-    def counted(inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+    def counted(inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
         rows.append(len(inputs.tokens))
-        return run(inputs, latest)
+        return run(inputs, token_source)
 
-    bench.runner._steps.run = counted  # type: ignore[method-assign]
+    bench.runner._executor.run = counted  # type: ignore[method-assign]
     (reply,) = bench.ask(CHATS[:1], PLAIN)
     prompt, answer = reply.finished.prompt_tokens, reply.finished.completion_tokens
     assert sum(rows) in (prompt + answer, prompt + answer + 1)

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.sampling import sample
 from localgen.backends.cuda.kernels.sampling.gumbel import (
-    gumbel,
-    noise_bits,
-    seed_mix,
-    tl_gumbel,
-    tl_noise_bits,
+    gumbel_noise,
+    hash_seed,
+    random_bits,
+    tl_gumbel_noise,
+    tl_random_bits,
 )
 from localgen.backends.cuda.steps import sampler
 from localgen.backends.cuda.steps.logprobs import top_logprobs
-from localgen.backends.cuda.steps.sampler import UNSUPPORTED, Row, choose
+from localgen.backends.cuda.steps.sampler import UNSUPPORTED_PARAMS, SamplingRow, sample_rows
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000
@@ -63,18 +63,18 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
             return made.fill_(math.nan if dtype.is_floating_point else 101)
 
         monkeypatch.setattr(torch, "empty", poisoned)
-        monkeypatch.setattr(sampler, "sample", sample.sample_triton)
+        monkeypatch.setattr(sampler, "sample_tokens", sample.sample_tokens_triton)
     return str(request.param)
 
 
 def choose_both(
-    monkeypatch: pytest.MonkeyPatch, logits: Tensor, rows: Sequence[Row]
+    monkeypatch: pytest.MonkeyPatch, logits: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[int], list[int]]:
     """By the twin and by the kernels."""
-    twin = choose(logits, rows).tolist()
+    twin = sample_rows(logits, rows).tolist()
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", sample.sample_triton)
-        return twin, choose(logits, rows).tolist()
+        patch.setattr(sampler, "sample_tokens", sample.sample_tokens_triton)
+        return twin, sample_rows(logits, rows).tolist()
 
 
 # -- distributions ----------------------------------------------------------------------------
@@ -101,13 +101,13 @@ def counts_of(params: SamplingParams, history: Sequence[int] = ()) -> NDArray[np
     counts = np.zeros(VOCAB, np.int64)
     for first in range(0, DRAWS, 4000):
         seeds = range(first, first + 4000)
-        rows = [Row(replace(params, seed=seed), history) for seed in seeds]
-        tokens = choose(LOGITS.expand(len(rows), -1), rows).numpy()
+        rows = [SamplingRow(replace(params, seed=seed), history) for seed in seeds]
+        tokens = sample_rows(LOGITS.expand(len(rows), -1), rows).numpy()
         counts += np.bincount(tokens, minlength=VOCAB)
     return counts
 
 
-SUPPORTED = [case for case in CASES if not UNSUPPORTED & case.setting.keys()]
+SUPPORTED = [case for case in CASES if not UNSUPPORTED_PARAMS & case.setting.keys()]
 
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=lambda case: case.name)
@@ -143,8 +143,8 @@ def test_everything_at_once() -> None:
 
 
 def test_positions_of_one_seed_are_independent_draws() -> None:
-    rows = [Row(OFF, range(position)) for position in range(DRAWS // 4)]
-    tokens = choose(LOGITS.expand(len(rows), -1), rows).numpy()
+    rows = [SamplingRow(OFF, range(position)) for position in range(DRAWS // 4)]
+    tokens = sample_rows(LOGITS.expand(len(rows), -1), rows).numpy()
     assert agreement(np.bincount(tokens, minlength=VOCAB), softmax(EXACT)) > LEAST_P
     pairs = np.corrcoef(EXACT[tokens[1:]], EXACT[tokens[:-1]])[0, 1]
     assert abs(pairs) < 4 / math.sqrt(len(tokens))
@@ -173,8 +173,8 @@ def _noise(mixes, positions, bits, noise, tokens, block: tl.constexpr):  # type:
     at = tl.arange(0, block)
     mix, position = tl.load(mixes + row), tl.load(positions + row)
     place = row * tokens + at
-    tl.store(bits + place, tl_noise_bits(mix, position, at), mask=at < tokens)
-    tl.store(noise + place, tl_gumbel(mix, position, at), mask=at < tokens)
+    tl.store(bits + place, tl_random_bits(mix, position, at), mask=at < tokens)
+    tl.store(noise + place, tl_gumbel_noise(mix, position, at), mask=at < tokens)
 
 
 def splitmix(x: int) -> int:
@@ -189,12 +189,12 @@ def splitmix(x: int) -> int:
 def test_noise_is_splitmix_on_both_sides() -> None:
     seeds, tokens = [0, 1, 2**31 - 1, 2**64 - 1, -1, 12345], 3000
     places = [0, 1, 77, 131071, 5, 2**40]
-    mixes = torch.tensor([seed_mix(seed) for seed in seeds])
+    mixes = torch.tensor([hash_seed(seed) for seed in seeds])
     positions = torch.tensor(places)
     bits = torch.full((len(seeds), tokens), -1, dtype=torch.int32)
     noise = torch.full((len(seeds), tokens), math.nan)
     _noise[(len(seeds),)](mixes, positions, bits, noise, tokens, block=4096)
-    twin = noise_bits(mixes, positions, tokens)
+    twin = random_bits(mixes, positions, tokens)
     assert (bits.long() % 2**32 == twin).all()
     for row, (seed, place) in enumerate(zip(seeds, places, strict=True)):
         start = splitmix(splitmix(seed % 2**64) + place)
@@ -205,7 +205,7 @@ def test_noise_is_splitmix_on_both_sides() -> None:
     exact = -torch.log(-torch.log1p(-uniform))
     torch.testing.assert_close(noise.double(), exact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
-        gumbel(mixes, positions, tokens).double(), exact, rtol=1e-6, atol=1e-6
+        gumbel_noise(mixes, positions, tokens).double(), exact, rtol=1e-6, atol=1e-6
     )
 
 
@@ -234,10 +234,11 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def asked(seed: int, history: Sequence[int] = (1, 2, 3)) -> list[Row]:
+def asked(seed: int, history: Sequence[int] = (1, 2, 3)) -> list[SamplingRow]:
     """A row for every setting."""
     return [
-        Row(replace(OFF, seed=seed + i, **setting), history) for i, setting in enumerate(SETTINGS)
+        SamplingRow(replace(OFF, seed=seed + i, **setting), history)
+        for i, setting in enumerate(SETTINGS)
     ]
 
 
@@ -291,7 +292,9 @@ def test_both_signs_of_zero_are_one_value(path: str) -> None:
     logits = torch.full((1, 200), -5.0)
     logits[0, [3, 90]] = torch.tensor([0.0, -0.0])
     params = replace(OFF, top_k=1)
-    tokens = {int(choose(logits, [Row(replace(params, seed=i), ())])) for i in range(30)}
+    tokens = {
+        int(sample_rows(logits, [SamplingRow(replace(params, seed=i), ())])) for i in range(30)
+    }
     assert tokens == {3, 90}
 
 
@@ -301,10 +304,10 @@ def test_both_signs_of_zero_are_one_value(path: str) -> None:
 def test_a_row_does_not_depend_on_its_batch(path: str) -> None:
     rows = asked(50)
     logits = drawn(4, len(rows), 700)
-    together = choose(logits, rows).tolist()
-    alone = [int(choose(logits[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
+    together = sample_rows(logits, rows).tolist()
+    alone = [int(sample_rows(logits[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = choose(logits[order], [rows[i] for i in order]).tolist()
+    shuffled = sample_rows(logits[order], [rows[i] for i in order]).tolist()
     assert together == alone
     assert shuffled == [together[i] for i in order]
 
@@ -312,8 +315,8 @@ def test_a_row_does_not_depend_on_its_batch(path: str) -> None:
 def test_a_seed_and_a_position_fix_the_token(path: str) -> None:
     def stream(seed: int) -> list[int]:
         params = replace(OFF, seed=seed)
-        rows = [Row(params, range(position)) for position in range(12)]
-        tokens: list[int] = choose(LOGITS.expand(12, -1).contiguous(), rows).tolist()
+        rows = [SamplingRow(params, range(position)) for position in range(12)]
+        tokens: list[int] = sample_rows(LOGITS.expand(12, -1).contiguous(), rows).tolist()
         return tokens
 
     for seed in (0, 2**32 - 1, -1):
@@ -326,8 +329,12 @@ def test_greedy_takes_the_lowest_of_the_best(path: str) -> None:
     logits = drawn(1, 3, 333)
     logits[0, [17, 200, 301]] = 50.0
     logits[1] = 4.0
-    rows = [Row(replace(GREEDY, top_k=5, top_p=0.5), ()), Row(GREEDY, ()), Row(GREEDY, ())]
-    assert choose(logits, rows).tolist() == [17, 0, int(logits[2].argmax())]
+    rows = [
+        SamplingRow(replace(GREEDY, top_k=5, top_p=0.5), ()),
+        SamplingRow(GREEDY, ()),
+        SamplingRow(GREEDY, ()),
+    ]
+    assert sample_rows(logits, rows).tolist() == [17, 0, int(logits[2].argmax())]
 
 
 def test_all_equals_of_the_last_one_stay(path: str) -> None:
@@ -335,7 +342,9 @@ def test_all_equals_of_the_last_one_stay(path: str) -> None:
     logits[0, [5, 70, 130, 299]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
     for setting in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}):
         params = replace(OFF, temperature=5.0, **setting)
-        tokens = {int(choose(logits, [Row(replace(params, seed=i), ())])) for i in range(20)}
+        tokens = {
+            int(sample_rows(logits, [SamplingRow(replace(params, seed=i), ())])) for i in range(20)
+        }
         assert tokens == {5, 70, 130, 299}
 
 
@@ -348,8 +357,8 @@ def test_neighbours_among_floats_are_told_apart(path: str, k: int) -> None:
     logits[0, order] = 1 + torch.arange(vocab) * 2.0**-23
     expected = set(order[-k:].tolist())
     for setting in ({"top_k": k}, {"top_p": (k - 0.5) / vocab}):
-        rows = [Row(replace(OFF, seed=seed, **setting), ()) for seed in range(12)]
-        found = set(choose(logits.expand(12, -1).contiguous(), rows).tolist())
+        rows = [SamplingRow(replace(OFF, seed=seed, **setting), ()) for seed in range(12)]
+        found = set(sample_rows(logits.expand(12, -1).contiguous(), rows).tolist())
         assert found <= expected
         assert len(found) >= min(k, 4)
 
@@ -360,14 +369,14 @@ def test_of_equal_scores_the_lowest_token_wins(path: str) -> None:
     logits[1, :5000] = 0.0
     logits[2, ::2] = 0.0
     for setting in ({}, {"min_p": 0.5}, {"top_k": 100}, {"top_k": 1, "top_p": 0.9}):
-        rows = [Row(replace(OFF, **setting), ())] * 3
-        assert choose(logits, rows).tolist() == [0, 5000, 1]
+        rows = [SamplingRow(replace(OFF, **setting), ())] * 3
+        assert sample_rows(logits, rows).tolist() == [0, 5000, 1]
 
 
 def test_banned_tokens_never_come(path: str) -> None:
     banned = {int(token): -math.inf for token in BEST[:490]}
-    rows = [Row(replace(row.params, logit_bias=banned), ()) for row in asked(60)]
-    tokens = choose(LOGITS.expand(len(rows), -1).contiguous(), rows).tolist()
+    rows = [SamplingRow(replace(row.params, logit_bias=banned), ()) for row in asked(60)]
+    tokens = sample_rows(LOGITS.expand(len(rows), -1).contiguous(), rows).tolist()
     assert not set(tokens) & banned.keys()
 
 
@@ -376,7 +385,7 @@ def test_one_token_left_and_none(path: str) -> None:
     one[77] = -1e30
     for logits, expected in ((one, 77), (none, 0)):
         rows = asked(9)
-        tokens = choose(logits.expand(len(rows), -1).contiguous(), rows).tolist()
+        tokens = sample_rows(logits.expand(len(rows), -1).contiguous(), rows).tolist()
         assert tokens == [expected] * len(rows)
 
 
@@ -384,9 +393,10 @@ def test_one_token_left_and_none(path: str) -> None:
 def test_the_lowest_temperatures_are_greedy(path: str, temperature: float) -> None:
     for setting in ({}, {"top_k": 40}, {"top_p": 0.9}):
         rows = [
-            Row(replace(OFF, temperature=temperature, seed=seed, **setting), ()) for seed in (1, 2)
+            SamplingRow(replace(OFF, temperature=temperature, seed=seed, **setting), ())
+            for seed in (1, 2)
         ]
-        tokens = choose(LOGITS.expand(2, -1).contiguous(), rows).tolist()
+        tokens = sample_rows(LOGITS.expand(2, -1).contiguous(), rows).tolist()
         assert tokens == [int(BEST[0])] * 2
 
 
@@ -398,7 +408,7 @@ def test_the_largest_logits(path: str, temperature: float, size: float) -> None:
     logits[0, [20, 150]] = size
     for setting in SETTINGS:
         params = replace(OFF, **setting | {"temperature": temperature})
-        assert int(choose(logits, [Row(params, ())])) in (20, 150)
+        assert int(sample_rows(logits, [SamplingRow(params, ())])) in (20, 150)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -407,14 +417,14 @@ def test_broken_logits_give_some_token(path: str, broken: float) -> None:
     some = drawn(2, len(rows), 300)
     some[:, ::3] = broken
     for logits in (some, torch.full_like(some, broken)):
-        assert all(0 <= token < 300 for token in choose(logits, rows).tolist())
+        assert all(0 <= token < 300 for token in sample_rows(logits, rows).tolist())
 
 
 def test_penalties_and_biases_choose_the_best_left(path: str) -> None:
     first, second, third = BEST[:3].tolist()
 
     def greedy(history: Sequence[int] = (), **setting: Any) -> int:
-        return int(choose(LOGITS[None], [Row(replace(GREEDY, **setting), history)]))
+        return int(sample_rows(LOGITS[None], [SamplingRow(replace(GREEDY, **setting), history)]))
 
     assert greedy([first]) == first
     assert greedy([first], presence_penalty=100.0) == second
@@ -427,8 +437,8 @@ def test_penalties_and_biases_choose_the_best_left(path: str) -> None:
     # a bias makes up for a penalty: it is added after that
     assert greedy([first], frequency_penalty=50.0, logit_bias={first: 50.0}) == first
     low = LOGITS - LOGITS.max() - 1  # below 0 a penalty multiplies
-    row = Row(replace(GREEDY, repeat_penalty=3.0), [first])
-    assert int(choose(low[None], [row])) == second
+    row = SamplingRow(replace(GREEDY, repeat_penalty=3.0), [first])
+    assert int(sample_rows(low[None], [row])) == second
 
 
 def test_edited_logits_equal_the_reference(path: str) -> None:
@@ -444,22 +454,22 @@ def test_edited_logits_equal_the_reference(path: str) -> None:
                 GREEDY, repeat_penalty=1.7, presence_penalty=0.3, frequency_penalty=0.9,
                 logit_bias={**only, token: own, 0: float(z[token]) - EXACT[0] - shift},
             )  # fmt: skip
-            assert int(choose(LOGITS[None], [Row(params, history)])) == expected
+            assert int(sample_rows(LOGITS[None], [SamplingRow(params, history)])) == expected
 
 
 def test_logits_are_left_as_they_are(path: str) -> None:
     logits = drawn(6, 2, 300)
     before = logits.clone()
     params = replace(OFF, presence_penalty=1.0, logit_bias={3: 4.0}, top_k=10)
-    choose(logits, [Row(params, [1, 2]), Row(OFF, [])])
+    sample_rows(logits, [SamplingRow(params, [1, 2]), SamplingRow(OFF, [])])
     assert (logits == before).all()
 
 
 def test_many_rows_take_the_larger_chunks(path: str) -> None:
-    assert sample._chunk(2) != sample._chunk(19)
+    assert sample._scan_groups_and_warps(2) != sample._scan_groups_and_warps(19)
     logits = drawn(8, 19, 5000)
     rows = asked(4)
-    assert choose(logits, rows).tolist()[:2] == choose(logits[:2], rows[:2]).tolist()
+    assert sample_rows(logits, rows).tolist()[:2] == sample_rows(logits[:2], rows[:2]).tolist()
 
 
 # -- log probabilities ------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.paged_cache import PagedCache
-from localgen.backends.cuda.model.batch import arrange
+from localgen.backends.cuda.model.batch import build_step_inputs
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import load_weights
-from localgen.backends.cuda.runner import Steps
-from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.cuda.runner import StepExecutor
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
+from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
@@ -33,13 +33,13 @@ class House:
     def __init__(self, name: str, folder: Path) -> None:
         self.theirs = make(name, folder)
         self.steps = self.make_steps(folder)
-        self.room = PagedCache(PAGES, share=True)
+        self.room = PagedCache(PAGES, prefix_cache=True)
 
-    def make_steps(self, folder: Path) -> Steps:
-        spec = read_config(folder)
+    def make_steps(self, folder: Path) -> StepExecutor:
+        spec = read_hf_config(folder)
         weights = load_weights(folder, spec, device="cpu", dtype=torch.float32)
         cache = KVCache.zeros(spec, PAGES, device="cpu", dtype=torch.float32)
-        return DeviceSteps(Decoder(spec, weights, MAX_LEN), cache, graphs=False)
+        return DeviceExecutor(Decoder(spec, weights, MAX_LEN), cache, use_cuda_graphs=False)
 
     def admit(self, tokens: list[int]) -> Sequence:
         seq = Sequence(
@@ -48,7 +48,7 @@ class House:
             num_prompt=len(tokens),
             params=BASE_SAMPLING,
             ctx=MAX_LEN,
-            limit=MAX_LEN,
+            max_len=MAX_LEN,
         )
         seq.num_computed = self.room.admit(seq, spare=0)
         return seq
@@ -57,7 +57,7 @@ class House:
         """All that these owe, in one step; their logits are those of transformers."""
         chunks = []
         for seq in seqs:
-            assert self.room.grow(seq, seq.num_owed)
+            assert self.room.grow(seq, seq.num_uncomputed)
             owed = seq.tokens[seq.num_computed :]
             chunks.append(
                 Chunk(
@@ -65,11 +65,11 @@ class House:
                     start=seq.num_computed,
                     tokens=owed,
                     num_drafts=len(owed) - 1,
-                    samples=True,
+                    is_sampled=True,
                 )
             )
-        self.steps.copy(self.room.take_copies())
-        logits = self.steps.run(arrange(chunks, self.room.table))
+        self.steps.copy_pages(self.room.pop_pending_copies())
+        logits = self.steps.run(build_step_inputs(chunks, self.room.page_table))
         parts = torch.split(logits, [len(chunk) for chunk in chunks])
         for chunk, ours in zip(chunks, parts, strict=True):
             error = (ours - self.expected(chunk)).abs().max().item()
@@ -109,7 +109,7 @@ def test_forks_go_their_own_ways(house: House, length: int) -> None:
         num_prompt=length,
         params=BASE_SAMPLING,
         ctx=MAX_LEN,
-        limit=MAX_LEN,
+        max_len=MAX_LEN,
     )
     branch.num_computed = house.room.fork(stem, branch)
     assert branch.num_computed == length

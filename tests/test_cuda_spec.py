@@ -17,9 +17,13 @@ import torch
 import transformers
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.model_spec import ModelSpec, Moe, Quant
+from localgen.backends.formats.architecture.model_spec import (
+    ModelSpec,
+    MoeConfig,
+    QuantizationConfig,
+)
 from localgen.backends.formats.architecture.rope import LongRopeScaling, Rope
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.formats.hf.config import read_hf_config
 
 JUNK: list[Any] = ["x", "", -1, 0, 1.5, True, [], [1], ["a"], {}, {"a": 1}, 1e999, 10**400]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
@@ -41,25 +45,25 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
 
 def assert_same_shape(spec: ModelSpec, config: Any, model: Any) -> None:
     attention = model.layers[0].self_attn
-    assert spec.hidden == config.hidden_size
+    assert spec.hidden_size == config.hidden_size
     assert spec.head_dim == attention.head_dim
-    assert spec.kv_heads * attention.num_key_value_groups == spec.heads
+    assert spec.num_kv_heads * attention.num_key_value_groups == spec.num_heads
     assert spec.attn_scale == pytest.approx(attention.scaling)
-    assert spec.windows == windows_of(config)
-    assert spec.tied == config.tie_word_embeddings
+    assert spec.sliding_windows == windows_of(config)
+    assert spec.tied_embeddings == config.tie_word_embeddings
     assert spec.attn_softcap == getattr(config, "attn_logit_softcapping", None)
     assert spec.logit_softcap == getattr(config, "final_logit_softcapping", None)
     assert spec.qk_norm == hasattr(attention, "q_norm")
-    assert spec.fused == hasattr(attention, "qkv_proj")
+    assert spec.fused_projections == hasattr(attention, "qkv_proj")
     assert spec.sandwich_norms == hasattr(model.layers[0], "pre_feedforward_layernorm")
     assert spec.out_bias == (attention.o_proj.bias is not None)
-    assert spec.qkv_bias == (not spec.fused and attention.q_proj.bias is not None)
+    assert spec.qkv_bias == (not spec.fused_projections and attention.q_proj.bias is not None)
     assert spec.norm_eps == config.rms_norm_eps
     assert spec.max_len == config.max_position_embeddings
 
 
 def assert_same_tables(rope: Rope, max_len: int, rotary: Any, **kind: str) -> None:
-    cos, sin = rope.table(max_len)
+    cos, sin = rope.cos_sin_table(max_len)
     assert cos.dtype == sin.dtype == torch.float32
     assert cos.shape == sin.shape == (max_len, rope.dim // 2)
     theirs = rotary(torch.zeros(1), torch.arange(max_len)[None], **kind)
@@ -76,7 +80,7 @@ def test_the_model_is_what_transformers_makes_of_it(
 ) -> None:
     folder = write_config(tmp_path, name)
     folder = as_transformers_writes(folder) if rewritten else folder
-    spec, config = read_config(folder), transformers.AutoConfig.from_pretrained(folder)
+    spec, config = read_hf_config(folder), transformers.AutoConfig.from_pretrained(folder)
     make: Any = transformers.AutoModel.from_config
     model = make(config)
     assert_same_shape(spec, config, model)
@@ -93,55 +97,57 @@ def test_the_model_is_what_transformers_makes_of_it(
 def test_both_forms_of_a_file_say_the_same(tmp_path: Path) -> None:
     for name in CONFIGS:
         folder = write_config(tmp_path / name, name)
-        assert read_config(folder) == read_config(as_transformers_writes(folder)), name
+        assert read_hf_config(folder) == read_hf_config(as_transformers_writes(folder)), name
 
 
 def test_gemma_is_unlike_the_others(tmp_path: Path) -> None:
-    gemma = read_config(write_config(tmp_path / "gemma", "gemma3"))
-    assert (gemma.norm_offset, gemma.activation, gemma.tied) == (True, "gelu_tanh", True)
-    assert gemma.embed_scale == math.sqrt(gemma.hidden)
-    llama = read_config(write_config(tmp_path / "llama", "llama"))
-    assert (llama.norm_offset, llama.activation, llama.tied) == (False, "silu", False)
+    gemma = read_hf_config(write_config(tmp_path / "gemma", "gemma3"))
+    assert (gemma.norm_offset, gemma.activation, gemma.tied_embeddings) == (True, "gelu_tanh", True)
+    assert gemma.embed_scale == math.sqrt(gemma.hidden_size)
+    llama = read_hf_config(write_config(tmp_path / "llama", "llama"))
+    assert (llama.norm_offset, llama.activation, llama.tied_embeddings) == (False, "silu", False)
     assert llama.embed_scale == 1.0
 
 
 def test_experts(tmp_path: Path) -> None:
-    mixtral = read_config(write_config(tmp_path / "a", "mixtral"))
-    assert mixtral.moe == Moe(experts=4, top_k=2, intermediate=48, normalize=True)
-    qwen = read_config(write_config(tmp_path / "b", "qwen3 moe window"))
-    assert qwen.moe == Moe(experts=4, top_k=2, intermediate=40, normalize=False)
-    assert read_config(write_config(tmp_path / "c", "qwen3")).moe is None
+    mixtral = read_hf_config(write_config(tmp_path / "a", "mixtral"))
+    assert mixtral.moe == MoeConfig(
+        num_experts=4, top_k=2, intermediate_size=48, normalize_topk=True
+    )
+    qwen = read_hf_config(write_config(tmp_path / "b", "qwen3 moe window"))
+    assert qwen.moe == MoeConfig(num_experts=4, top_k=2, intermediate_size=40, normalize_topk=False)
+    assert read_hf_config(write_config(tmp_path / "c", "qwen3")).moe is None
 
 
 def test_yarn_raises_the_length(tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path, "qwen3 yarn", max_position_embeddings=160))
+    spec = read_hf_config(write_config(tmp_path, "qwen3 yarn", max_position_embeddings=160))
     assert spec.max_len == 512
 
 
 def test_one_table_holds_one_set_of_factors(tmp_path: Path) -> None:
-    rope = read_config(write_config(tmp_path, "phi3 longrope")).rope
+    rope = read_hf_config(write_config(tmp_path, "phi3 longrope")).rope
     assert isinstance(rope.scaling, LongRopeScaling)
-    assert torch.equal(rope.frequencies(128), 2 * rope.frequencies(129))
+    assert torch.equal(rope.inv_freq(128), 2 * rope.inv_freq(129))
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
 def test_longrope_by_its_first_names(kind: str, tmp_path: Path) -> None:
     scaling = {"rope_scaling": longrope(kind, 16)}
-    first = read_config(write_config(tmp_path / "first", "phi3 longrope", **scaling))
-    assert first == read_config(write_config(tmp_path / "later", "phi3 longrope"))
+    first = read_hf_config(write_config(tmp_path / "first", "phi3 longrope", **scaling))
+    assert first == read_hf_config(write_config(tmp_path / "later", "phi3 longrope"))
 
 
 @pytest.mark.parametrize(
     ("quantization", "quant"),
     [
-        (AWQ, Quant(method="awq", bits=4, group_size=32, zero_point=True)),
+        (AWQ, QuantizationConfig(method="awq", bits=4, group_size=32, zero_point=True)),
         (
             {"quant_method": "awq", "w_bit": 4, "q_group_size": 64},
-            Quant(method="awq", bits=4, group_size=64, zero_point=True),
+            QuantizationConfig(method="awq", bits=4, group_size=64, zero_point=True),
         ),
         (
             GPTQ,
-            Quant(
+            QuantizationConfig(
                 method="gptq",
                 bits=4,
                 group_size=128,
@@ -152,9 +158,11 @@ def test_longrope_by_its_first_names(kind: str, tmp_path: Path) -> None:
         ),
         (
             {**GPTQ, "group_size": -1, "sym": True, "checkpoint_format": "gptq_v2"},
-            Quant(method="gptq", bits=4, group_size=None, desc_act=True, zero_offset=0),
+            QuantizationConfig(
+                method="gptq", bits=4, group_size=None, desc_act=True, zero_offset=0
+            ),
         ),
-        ({"quant_method": "fbgemm_fp8"}, Quant(method="fp8", bits=8)),
+        ({"quant_method": "fbgemm_fp8"}, QuantizationConfig(method="fp8", bits=8)),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -162,13 +170,15 @@ def test_longrope_by_its_first_names(kind: str, tmp_path: Path) -> None:
                     "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
                 },
             },
-            Quant(method="fp8", bits=8),
+            QuantizationConfig(method="fp8", bits=8),
         ),
     ],
 )
-def test_quantization(quantization: dict[str, Any], quant: Quant, tmp_path: Path) -> None:
+def test_quantization(
+    quantization: dict[str, Any], quant: QuantizationConfig, tmp_path: Path
+) -> None:
     folder = write_config(tmp_path, "llama", quantization_config=quantization)
-    assert read_config(folder).quant == quant
+    assert read_hf_config(folder).quant == quant
 
 
 @pytest.mark.parametrize(
@@ -201,7 +211,7 @@ def test_quantization_that_cannot_be_run(
 
 def assert_one_line(folder: Path, message: str) -> None:
     with pytest.raises(LoadFailed) as failure:
-        read_config(folder)
+        read_hf_config(folder)
     text = str(failure.value)
     assert message in text
     assert "config.json" in text
@@ -249,7 +259,7 @@ def test_what_cannot_be_run(
 def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
     folder = write_config(tmp_path, "qwen3", **{field: None})
     if field == "num_key_value_heads":  # one for each head, as it once was
-        assert read_config(folder).kv_heads == SIZES["num_attention_heads"]
+        assert read_hf_config(folder).num_kv_heads == SIZES["num_attention_heads"]
     else:
         assert_one_line(folder, f"has no {field}")
 
@@ -264,7 +274,7 @@ def test_no_value_of_a_field_ends_in_a_traceback(name: str, tmp_path: Path) -> N
                 part[key] = junk
                 (tmp_path / "config.json").write_text(json.dumps(whole))
                 try:
-                    read_config(tmp_path)
+                    read_hf_config(tmp_path)
                 except LoadFailed:
                     refused += 1
             part[key] = original

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localgen.backends.cuda.model.linear import DenseLinear, Linear
-from localgen.backends.cuda.model.weights import LayerWeights, Weights, random_weights
-from localgen.backends.formats.hf.config import read_config
+from localgen.backends.cuda.model.weights import DecoderWeights, LayerWeights, random_weights
+from localgen.backends.formats.hf.config import read_hf_config
 
 # one of each architecture, and those whose tensors differ
 MODELS = [
@@ -66,7 +66,7 @@ def assert_same_layer(layer: LayerWeights, state: State, prefix: str, sandwich: 
     for kind, read in (("weight", dense), ("bias", bias_of)):
         qkv = joined(state, attention, "qkv" if fused else "q k v", kind)
         assert same(read(layer.qkv), qkv), kind
-        assert same(read(layer.out), state.get(f"{attention}o_proj.{kind}")), kind
+        assert same(read(layer.attention_out), state.get(f"{attention}o_proj.{kind}")), kind
         if layer.experts is None:
             gate_up = joined(state, f"{prefix}mlp.", "gate_up" if fused else "gate up", kind)
             assert same(read(layer.gate_up), gate_up), kind
@@ -94,7 +94,7 @@ def assert_same_experts(layer: LayerWeights, state: State, prefix: str) -> None:
         assert same(layer.experts.down, state[f"{prefix}mlp.experts.down_proj"])
 
 
-def assert_same_weights(weights: Weights, model: Any) -> None:
+def assert_same_weights(weights: DecoderWeights, model: Any) -> None:
     state, sandwich = (
         model.state_dict(),
         hasattr(model.model.layers[0], "pre_feedforward_layernorm"),
@@ -250,13 +250,13 @@ def test_an_unfit_index(index: Any, message: str, llama: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_made_up_weights_have_the_real_shapes(name: str, tmp_path: Path) -> None:
     make(name, tmp_path).save_pretrained(tmp_path)
-    spec = read_config(tmp_path)
+    spec = read_hf_config(tmp_path)
     made_up = random_weights(spec, device="cpu", dtype=torch.float32, seed=1)
     assert shapes(made_up) == shapes(load(tmp_path))
 
 
 def test_made_up_weights_follow_the_seed(tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path, "llama"))
+    spec = read_hf_config(write_config(tmp_path, "llama"))
     one, again, other = (
         random_weights(spec, device="cpu", dtype=torch.float32, seed=seed).embed
         for seed in (1, 1, 2)

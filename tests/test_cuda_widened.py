@@ -16,11 +16,11 @@ from cuda_checkpoints import assert_one_line, load, rewrite
 from cuda_models import Model, make, random_text
 from safetensors.torch import save_file
 
-from localgen.backends.cuda.model.source import HfFolder
+from localgen.backends.cuda.model.source import HfModelSource
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.formats.architecture.sharding import check
-from localgen.backends.formats.hf.config import read_config
-from localgen.quant.files.packing import layout_of, pack, quantization_config
+from localgen.backends.formats.architecture.sharding import ensure_divisible
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.quant.files.packing import pack_linear, packing_layout, quantization_config
 from localgen.quant.files.quantized_weight import GroupedWeight, QuantizedWeight, RowWeight
 from localgen.quant.request.recipe import Recipe
 
@@ -39,17 +39,17 @@ RECIPES = {
 def rounded(weight: torch.Tensor, recipe: Recipe) -> QuantizedWeight:
     """Digits that stand for some other weight: what counts is that all readers agree on it."""
     outs, ins = weight.shape
-    if not recipe.grouped:
+    if not recipe.has_groups:
         dtype = torch.float8_e4m3fn if recipe.method == "fp8" else torch.int8
         scales = weight.abs().amax(1, keepdim=True) / 100
         return RowWeight((weight / scales).to(dtype), scales)
-    acted = layout_of(recipe) == "gptq"
+    acted = packing_layout(recipe) == "gptq"
     return GroupedWeight(
-        digits=torch.randint(0, 2**recipe.bits, (outs, ins), dtype=torch.uint8),
+        codes=torch.randint(0, 2**recipe.bits, (outs, ins), dtype=torch.uint8),
         scales=(torch.rand(outs, ins // GROUP) / 2**recipe.bits / 8).half().float(),
         zeros=torch.randint(0, 2**recipe.bits, (outs, ins // GROUP), dtype=torch.uint8),
         bits=recipe.bits,
-        groups=(torch.randperm(ins) // GROUP).int() if acted else None,
+        group_index=(torch.randperm(ins) // GROUP).int() if acted else None,
     )
 
 
@@ -67,8 +67,8 @@ def both(name: str, recipe: Recipe, folder: Path) -> tuple[Path, Path]:
             quantized[key] = dense[key] = tensor
             continue
         weight = rounded(tensor, recipe)
-        dense[key] = weight.dequantized().contiguous()
-        parts = pack(weight, layout_of(recipe))
+        dense[key] = weight.dequantize().contiguous()
+        parts = pack_linear(weight, packing_layout(recipe))
         quantized |= {f"{linear}.{part}": value for part, value in parts.items()}
     save_file(quantized, packed / "model.safetensors")
     save_file(dense, plain / "model.safetensors")
@@ -116,20 +116,20 @@ def test_computes_what_the_digits_stand_for(model: str, recipe: str, tmp_path: P
     text = random_text(seed=1, length=40)
     got, wanted = (Model(path).step([(0, 0, text)])[0] for path in (packed, plain))
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
-    (note,) = HfFolder(packed).notes
+    (note,) = HfModelSource(packed).notes
     assert "widened to 16" in note
-    assert HfFolder(plain).notes == ()
+    assert HfModelSource(plain).notes == ()
 
 
 def test_four_bits_of_a_plain_model_are_not_widened(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["gptq 4"], tmp_path)
-    assert HfFolder(packed).notes == ()
+    assert HfModelSource(packed).notes == ()
 
 
 def test_are_not_divided_among_ranks(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["gptq 3"], tmp_path)
     with pytest.raises(InvalidRequest, match="weights of 3 bits cannot be divided by 2: use 1"):
-        check(read_config(packed), 2)
+        ensure_divisible(read_hf_config(packed), 2)
 
 
 def test_a_group_that_is_not_there(tmp_path: Path) -> None:
@@ -148,4 +148,4 @@ def test_int8_that_nobody_announced(tmp_path: Path) -> None:
 def test_widened_weights_are_of_the_dtype_asked_for(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["int8"], tmp_path)
     weights = load(packed, torch.bfloat16)
-    assert weights.layers[0].out.weight.dtype == torch.bfloat16  # type: ignore[attr-defined]
+    assert weights.layers[0].attention_out.weight.dtype == torch.bfloat16  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from localgen.server import serving
 UNITS = Path(__file__).parents[1] / "docs" / "units"
 SERVICE = UNITS / "localgen.service"
 PLIST = UNITS / "org.localgen.server.plist"
-STOP_S = serving.DRAIN_S + 3 + 2  # answers, engines, and their last words
+STOP_S = serving.DRAIN_TIMEOUT_S + 3 + 2  # answers, engines, and their last words
 
 
 @pytest.fixture
@@ -85,7 +85,11 @@ def test_a_stop_takes_no_longer_than_allowed(service: ConfigParser, plist: dict[
 
 
 def test_what_is_not_tried_again(service: ConfigParser) -> None:
-    wanted = {errors.USAGE, errors.status_of("bad_setting"), errors.status_of("model_not_found")}
+    wanted = {
+        errors.USAGE_ERROR,
+        errors.exit_status("bad_setting"),
+        errors.exit_status("model_not_found"),
+    }
     assert set(map(int, service["Service"]["RestartPreventExitStatus"].split())) == wanted
 
 

@@ -22,9 +22,9 @@ class Dear(Guesser):
 
     now_s = 0.0
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         self.now_s += 5 * STEP_MS / 1e3
-        return super().chances(seq, most)
+        return super().acceptance_probs(seq, max_drafts)
 
 
 def full(tokens: int) -> float:
@@ -44,10 +44,10 @@ def test_steps_that_nobody_looked_at_are_counted() -> None:
     steps = Steps(speculation, flat)
     one, other = decoding("one"), decoding("other")
     steps.run([one], 50)
-    assert speculation.of(one).steps == 50
+    assert speculation.request_stats(one).steps == 50
     steps.run([one, other], 21)
     steps.run([other], 3)
-    assert [speculation.of(seq).steps for seq in (one, other)] == [71, 24]
+    assert [speculation.request_stats(seq).steps for seq in (one, other)] == [71, 24]
     assert speculation.stats.tokens_per_step == 1
 
 
@@ -55,7 +55,7 @@ def test_their_time_counts_too() -> None:
     speculation = Speculation([Guesser(0.0)], clock=lambda: 0.0)
     steps, seq = Steps(speculation, flat), decoding()
     steps.run([seq], 200)
-    assert speculation.of(seq).speedup == pytest.approx(1.0, abs=0.02)
+    assert speculation.request_stats(seq).speedup == pytest.approx(1.0, abs=0.02)
     assert speculation.stats.speedup == pytest.approx(1.0, abs=0.02)
 
 
@@ -89,12 +89,12 @@ def test_the_allowance_begins_with_the_first_step_that_is_entered() -> None:
     unread = Unread(0.6)
     speculation = Speculation([unread], clock=unread.clock)
     seq, other = decoding("one"), decoding("other")
-    prompt = Chunk(seq=other, start=0, tokens=[3] * 200, samples=False)
-    speculation.propose([seq], outputs=64, beside_prompts=True)
+    prompt = Chunk(seq=other, start=0, tokens=[3] * 200, is_sampled=False)
+    speculation.propose([seq], outputs=64, with_prompts=True)
     assert unread.read_ms == 0, "nor is anything read beside a prompt"
     unread.read_ms += 100 * STEP_MS
     seq.tokens.append(3)
-    token = Chunk(seq=seq, start=len(seq.tokens) - 2, tokens=[3], samples=True)
+    token = Chunk(seq=seq, start=len(seq.tokens) - 2, tokens=[3], is_sampled=True)
     speculation.observe([token, prompt], 100 * STEP_MS)
     unread.read_ms = 0.0
     Steps(speculation, flat).run([seq], 100)
@@ -112,9 +112,9 @@ def test_another_sequence_in_the_place_of_one_is_another_step() -> None:
     for seq in (one, third):
         seq.tokens.append(3)
         start = len(seq.tokens) - 2
-        chunks.append(Chunk(seq=seq, start=start, tokens=seq.tokens[-2:-1], samples=True))
+        chunks.append(Chunk(seq=seq, start=start, tokens=seq.tokens[-2:-1], is_sampled=True))
     speculation.observe(chunks, STEP_MS)
-    assert [speculation.of(seq).steps for seq in (one, other, third)] == [21, 20, 1]
+    assert [speculation.request_stats(seq).steps for seq in (one, other, third)] == [21, 20, 1]
 
 
 def test_a_piece_that_was_delayed_does_not_forbid_reading_for_long() -> None:

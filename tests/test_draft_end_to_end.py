@@ -17,7 +17,7 @@ from hf_folders import TINY
 from real_server import real_server
 
 from localgen.client import Client
-from localgen.config import Settings
+from localgen.config import ServerSettings
 
 QUESTION = "What is 17 + 25?"
 ON_CPU = ("--backend", "cuda", "--device", "cpu")
@@ -25,37 +25,37 @@ GREEDY = ("--temp", "0", "--json")
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        made = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
         Client(made).shutdown()
 
 
 @pytest.fixture
-def client(settings: Settings) -> Iterator[Client]:
+def client(settings: ServerSettings) -> Iterator[Client]:
     with Client(settings) as made:
         made.connect()
         yield made
-        for model in made.running():
+        for model in made.running_models():
             made.unload(model.id)
 
 
-def run(settings: Settings, *arguments: str) -> Any:
+def run(settings: ServerSettings, *arguments: str) -> Any:
     return subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "run", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=100,
-        env=os.environ | settings.environment(),
+        env=os.environ | settings.to_environment(),
         cwd=DRAFT_GGUF.parent,
     )
 
 
 @pytest.mark.parametrize("model", ["tiny", str(TINY)])
 def test_a_question_is_answered_with_a_draft_model(
-    settings: Settings, client: Client, model: str
+    settings: ServerSettings, client: Client, model: str
 ) -> None:
     where = () if model == "tiny" else ON_CPU
     asked = (model, QUESTION, "--draft", f"./{DRAFT_GGUF.name}", *where, *GREEDY)
@@ -75,7 +75,7 @@ def test_a_question_is_answered_with_a_draft_model(
 
 
 def test_what_cannot_draft_is_one_line_and_the_server_lives_on(
-    settings: Settings, client: Client, tmp_path: Path
+    settings: ServerSettings, client: Client, tmp_path: Path
 ) -> None:
     stranger = str(other_token(tmp_path / "stranger.gguf"))
     corrupt = tmp_path / "corrupt.gguf"
@@ -104,17 +104,17 @@ def test_a_server_has_a_usual_drafter(tmp_path: Path) -> None:
 
 
 def test_a_usual_drafter_that_does_not_suit_the_named_model_ends_the_server(
-    settings: Settings, tmp_path: Path
+    settings: ServerSettings, tmp_path: Path
 ) -> None:
     stranger = str(other_token(tmp_path / "stranger.gguf"))
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        own = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        own = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         done = subprocess.run(
             [sys.executable, "-m", "localgen.cli.main", "serve", "tiny", "--draft", stranger],
             capture_output=True,
             text=True,
             timeout=60,
-            env=os.environ | own.environment(),
+            env=os.environ | own.to_environment(),
         )
     assert done.returncode != 0
     assert "stranger cannot draft for tiny" in done.stderr.splitlines()[-1]

@@ -19,7 +19,7 @@ from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.runner.interface import ModelRunner
-from localgen.backends.runner.sequence import Sequence, State
+from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import BASE_SAMPLING
 
 REQUESTS = 300
@@ -60,17 +60,17 @@ def asked(chance: random.Random, number: int) -> Sequence:
         num_prompt=len(tokens),
         params=replace(BASE_SAMPLING, seed=number, **settings),
         ctx=limit,
-        limit=limit,
+        max_len=limit,
         stop_ids=frozenset({11}),
         priority=chance.choice((0, 0, 0, 1)),
-        stochastic=bool(settings["temperature"]) and chance.random() < 0.7,
+        can_sample_drafts=bool(settings["temperature"]) and chance.random() < 0.7,
     )
 
 
 def check(small: Small) -> None:
     """The books are right."""
     runner: Any = small.runner
-    (runner.room if isinstance(small, SmallCuda) else runner.lanes).check()
+    runner.kv_cache.check()
     usage = runner.usage()
     assert usage.used + usage.cached + usage.free == runner.limits.kv_tokens
 
@@ -85,7 +85,7 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
     target, draft = models
     runner, chance, seen = target.runner, random.Random(1), Counter[str]()
     # one pick after the other: whichever was added last drafts, if it can
-    speculation = Speculation([NgramDrafter(), ModelDrafter(draft.runner, "draft")], most=3)
+    speculation = Speculation([NgramDrafter(), ModelDrafter(draft.runner, "draft")], max_drafts=3)
     scheduler = Scheduler(runner, budget=TokenBudget(256, 1e9), max_queue=REQUESTS)
     waiting = [asked(chance, number) for number in range(REQUESTS)]
     every = list(waiting)
@@ -94,8 +94,8 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
         for _ in range(min(len(waiting), chance.randrange(5))):
             scheduler.submit(waiting.pop())
         for seq, proposal in speculation.propose(scheduler.decoding, outputs=outputs).items():
-            scheduler.draft(seq, proposal)
-            seen["drawn"] += bool(proposal.drawn_from)
+            scheduler.set_drafts(seq, proposal)
+            seen["drawn"] += bool(proposal.draft_probs)
         chunks = scheduler.plan()
         if chunks:
             result = runner.collect(runner.launch(chunks))
@@ -106,7 +106,7 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
             seen["cancelled"] += 1
         check(target)
         check(draft)
-    assert all(seq.state is State.ENDED for seq in every)
+    assert all(seq.state is SequenceState.ENDED for seq in every)
     assert whole(runner)
     speculation.propose([], outputs=0)  # nobody decodes any more
     assert whole(draft.runner)
@@ -117,5 +117,5 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
     for seq in every:
         assert seq.num_accepted <= seq.num_drafted
         ended = seq.tokens[-1] == 11 and seq.num_generated > 0
-        assert len(seq.tokens) <= seq.limit
+        assert len(seq.tokens) <= seq.max_len
         assert 11 not in seq.tokens[seq.num_prompt : -1 if ended else None]

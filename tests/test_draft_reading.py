@@ -8,7 +8,7 @@ import pytest
 from drafting import Guesser, Steps, Unread, decoding
 
 from localgen.backends.engine.speculation.allowance import Allowance
-from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.runner.sequence import Sequence
 
@@ -29,14 +29,14 @@ def tiled(tokens: int) -> float:
 class Wrong(Unread):
     """A draft model that believes in itself, and is wrong; for texts of any name but "copy"."""
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
-        return [self.chance] * most if self.is_ready and seq.id != "copy" else []
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
+        return [self.chance] * max_drafts if self.is_ready and seq.id != "copy" else []
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
+    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
         self.alpha = 0.0
-        return super().propose(wanted)
+        return super().propose(requests)
 
-    def learn(self, seq: Sequence, came: Seq[int]) -> None:
+    def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         self.proposed.pop(seq, None)
 
 
@@ -102,10 +102,10 @@ def test_losses_count_but_not_for_ever() -> None:
 class Copying(Unread):
     """One that knows without being tried, for texts of some name."""
 
-    must_be_tried = False
+    needs_probing = False
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
-        return super().chances(seq, most) if seq.id == "copy" else []
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
+        return super().acceptance_probs(seq, max_drafts) if seq.id == "copy" else []
 
 
 def test_what_others_gained_is_not_read_for() -> None:
@@ -147,7 +147,7 @@ class Ahead:
     def __init__(self, drafter: Unread) -> None:
         self.drafter, self.waits, self.waited_ms = drafter, 0, 0.0
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.waits += 1
         self.waited_ms += 0.9 * STEP_MS
 
@@ -158,14 +158,14 @@ class Ahead:
 def test_what_is_waited_for_is_the_steps_own_time() -> None:
     unread, seq = Unread(0.6), decoding()
     ahead = Ahead(unread)
-    speculation = Speculation([unread], settle=ahead.settle, clock=ahead.clock)
+    speculation = Speculation([unread], synchronize=ahead.synchronize, clock=ahead.clock)
     Steps(speculation, flat).run([seq], 1)
     assert speculation.waited_ms == 0, "nothing is known yet, and nothing read"
     Steps(speculation, flat).run([seq], 1)
     assert speculation.waited_ms == pytest.approx(0.9 * STEP_MS)
     Steps(speculation, flat).run([seq], 98)
     assert 7 < read_steps(unread) < FIRST, "it is not charged for the wait"
-    assert speculation.of(seq).speedup > 0.9
+    assert speculation.request_stats(seq).speedup > 0.9
     assert ahead.waits < 40, "nor is anything waited for where nothing is read"
 
 
@@ -175,7 +175,7 @@ def test_a_draft_model_waits_before_it_drafts(kind: type[Guesser], waits: bool) 
     ahead, drafter, seq = Ahead(unread), kind(0.9), decoding("copy")
     if isinstance(drafter, Unread):
         drafter.is_ready = True
-    speculation = Speculation([drafter], settle=ahead.settle, clock=ahead.clock)
+    speculation = Speculation([drafter], synchronize=ahead.synchronize, clock=ahead.clock)
     steps = Steps(speculation, flat)
     steps.run([seq], 50)
     assert sum(map(bool, steps.lengths)) > 20

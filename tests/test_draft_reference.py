@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from localgen.backends.engine.speculation.reference import Reference
+from localgen.backends.engine.speculation.reference import BaselineSchedule
 
 
-def drafting_until_due(reference: Reference, gain: float) -> int:
+def drafting_until_due(reference: BaselineSchedule, gain: float) -> int:
     """Steps with drafts until a plain one is due, where these gain so much."""
     count = 0
     while not reference.is_due(gain):
@@ -16,7 +16,7 @@ def drafting_until_due(reference: Reference, gain: float) -> int:
     return count
 
 
-def after(reference: Reference, gain: float, times: int) -> list[int]:
+def after(reference: BaselineSchedule, gain: float, times: int) -> list[int]:
     """Steps with drafts between plain ones."""
     found = []
     for _ in range(times):
@@ -26,11 +26,11 @@ def after(reference: Reference, gain: float, times: int) -> list[int]:
 
 
 def test_plain_steps_come_soon_at_first_and_then_less_often() -> None:
-    assert after(Reference(), 1.5, 8) == [1, 2, 4, 8, 16, 32, 34, 34]
+    assert after(BaselineSchedule(), 1.5, 8) == [1, 2, 4, 8, 16, 32, 34, 34]
 
 
 def test_the_more_is_gained_the_less_often() -> None:
-    reference = Reference()
+    reference = BaselineSchedule()
     after(reference, 1.9, 8)
     assert drafting_until_due(reference, 1.9) == 48
     reference.plain(10.0, 10.0)
@@ -40,12 +40,12 @@ def test_the_more_is_gained_the_less_often() -> None:
 
 
 def test_not_soon_where_no_slow_step_explains_what_is_gained() -> None:
-    assert after(Reference(), 4.0, 3) == [64, 64, 64]
+    assert after(BaselineSchedule(), 4.0, 3) == [64, 64, 64]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_who_was_plain_for_long_begins_anew(at_once: bool) -> None:
-    reference = Reference()
+    reference = BaselineSchedule()
     after(reference, 1.5, 6)
     for _ in range(1 if at_once else 8):
         reference.plain(10.0, 10.0, steps=8 if at_once else 1)
@@ -53,7 +53,7 @@ def test_who_was_plain_for_long_begins_anew(at_once: bool) -> None:
 
 
 def test_a_few_plain_steps_between_change_nothing() -> None:
-    reference = Reference()
+    reference = BaselineSchedule()
     after(reference, 1.5, 4)
     for _ in range(3):
         reference.plain(10.0, 10.0)
@@ -63,7 +63,7 @@ def test_a_few_plain_steps_between_change_nothing() -> None:
 
 
 def test_a_plain_step_that_was_faster_than_believed_is_followed_by_others() -> None:
-    reference = Reference()
+    reference = BaselineSchedule()
     drafting_until_due(reference, 1.5)
     reference.plain(8.0, 10.0)
     assert reference.is_due(1.5)

@@ -22,10 +22,10 @@ from small_models import Rows, Small, SmallCuda, SmallLlama, generate
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.sampling import rejection
-from localgen.backends.cuda.runner import CudaRunner, Ticket
+from localgen.backends.cuda.runner import CudaRunner, CudaStepTicket
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.runner.interface import Chunk, Sampled
+from localgen.backends.runner.interface import Chunk, SampledTokens
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING
 
@@ -148,28 +148,28 @@ def test_drafts_change_no_distribution(pair: Pair) -> None:
     drafted, accepted = (sum(getattr(s, n) for s in made) for n in ("num_drafted", "num_accepted"))
     assert drafted > DRAWS / 4
     assert 0.1 < accepted / drafted < 0.9, "both ways are taken"
-    assert all(seq.has_drawn == (pair.stochastic and seq.num_drafted > 0) for seq in made)
+    assert all(seq.used_sampled_drafts == (pair.stochastic and seq.num_drafted > 0) for seq in made)
 
 
 def keep_one_on_cuda(patch: pytest.MonkeyPatch) -> None:
-    right = CudaRunner._accepted
+    right = CudaRunner._accept_drafts
 
     def wrong(
-        self: CudaRunner, chunk: Chunk, tokens: list[int], ticket: Ticket, row: int
-    ) -> Sampled:
+        self: CudaRunner, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
+    ) -> SampledTokens:
         first = [chunk.tokens[1]] if chunk.num_drafts else tokens[:1]
         return right(self, chunk, first + tokens[1:], ticket, row)
 
-    patch.setattr(CudaRunner, "_accepted", wrong)
+    patch.setattr(CudaRunner, "_accept_drafts", wrong)
 
 
 def keep_one_on_llama(patch: pytest.MonkeyPatch) -> None:
     right = LlamaRunner._sample
 
-    def wrong(self: LlamaRunner, chunk: Chunk, index: int, logits: Any) -> Sampled:
+    def wrong(self: LlamaRunner, chunk: Chunk, index: int, logits: Any) -> SampledTokens:
         sampled = right(self, chunk, index, logits)
         if chunk.num_drafts and sampled.tokens[0] != chunk.tokens[1]:
-            return Sampled((chunk.tokens[1],))
+            return SampledTokens((chunk.tokens[1],))
         return sampled
 
     patch.setattr(LlamaRunner, "_sample", wrong)
@@ -179,11 +179,11 @@ def keep_by_the_inverse(patch: pytest.MonkeyPatch) -> None:
     def wrong(p: Tensor, q: Tensor, coins: Tensor) -> Tensor:
         return coins * p < q
 
-    patch.setattr(rejection, "_is_kept", wrong)
+    patch.setattr(rejection, "_is_accepted", wrong)
 
 
 def draw_again_from_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rejection, "_left", lambda p, q: p)
+    patch.setattr(rejection, "_residual_probs", lambda p, q: p)
 
 
 WRONG: dict[str, list[Callable[[pytest.MonkeyPatch], None]]] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from localgen.backends.engine.speculation.vocabulary import require_same
+from localgen.backends.engine.speculation.vocabulary import require_same_vocabulary
 from localgen.backends.errors import InvalidRequest
 
 
@@ -25,7 +25,7 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return list(self.first)
 
-    def spelling(self, token: int) -> bytes:
+    def id_to_token(self, token: int) -> bytes:
         return self.words[token].encode()
 
 
@@ -34,7 +34,7 @@ OURS = Words(("a", "b", "end"))
 
 def refusal(target: Words, draft: Words) -> str:
     with pytest.raises(InvalidRequest) as raised:
-        require_same(target, draft, target_name="big", draft_name="small")
+        require_same_vocabulary(target, draft, target_name="big", draft_name="small")
     assert raised.value.param == "draft"
     assert raised.value.message.startswith("small cannot draft for big: ")
     assert "\n" not in raised.value.message
@@ -45,8 +45,8 @@ def refusal(target: Words, draft: Words) -> str:
     "draft", [OURS, Words(("a", "b", "end", "", "")), Words(("a", "b", "end", "[PAD3]", "[PAD4]"))]
 )
 def test_padding_at_the_end_makes_no_difference(draft: Words) -> None:
-    require_same(OURS, draft, target_name="big", draft_name="small")
-    require_same(draft, OURS, target_name="big", draft_name="small")
+    require_same_vocabulary(OURS, draft, target_name="big", draft_name="small")
+    require_same_vocabulary(draft, OURS, target_name="big", draft_name="small")
 
 
 def test_what_differs_is_named() -> None:

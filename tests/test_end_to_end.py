@@ -21,28 +21,28 @@ import pytest
 from models import questions
 
 from localgen.backends.types import Message, SamplingParams
-from localgen.client import Answer, Client, Text
-from localgen.config import Settings
+from localgen.client import Client, Completion, TextDelta
+from localgen.config import ServerSettings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        made = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
         Client(made).shutdown()
 
 
 @pytest.fixture
-def client(settings: Settings) -> Iterator[Client]:
+def client(settings: ServerSettings) -> Iterator[Client]:
     with Client(settings) as made:
         made.connect()
         yield made
 
 
-def localgen(settings: Settings, *arguments: str, stdin: str = "") -> Any:
+def localgen(settings: ServerSettings, *arguments: str, stdin: str = "") -> Any:
     """Run the command line program to its end."""
     return subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", *arguments],
@@ -50,14 +50,14 @@ def localgen(settings: Settings, *arguments: str, stdin: str = "") -> Any:
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | settings.environment(),
+        env=os.environ | settings.to_environment(),
     )
 
 
-def ask(client: Client, chat: tuple[Message, ...]) -> tuple[str, Answer]:
+def ask(client: Client, chat: tuple[Message, ...]) -> tuple[str, Completion]:
     *parts, answer = client.chat("tiny", chat, GREEDY)
-    assert isinstance(answer, Answer)
-    return "".join(part.text for part in parts if isinstance(part, Text)), answer
+    assert isinstance(answer, Completion)
+    return "".join(part.text for part in parts if isinstance(part, TextDelta)), answer
 
 
 def engine(client: Client) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def engine(client: Client) -> dict[str, Any]:
     return found
 
 
-def test_a_piped_question_is_answered(settings: Settings) -> None:
+def test_a_piped_question_is_answered(settings: ServerSettings) -> None:
     done = localgen(settings, "run", stdin="What is 17 + 25?")
     assert done.returncode == 0, done.stderr
     assert "42" in done.stdout
     assert "\x1b" not in done.stdout
 
 
-def test_json_is_the_whole_record(settings: Settings) -> None:
+def test_json_is_the_whole_record(settings: ServerSettings) -> None:
     done = localgen(settings, "run", "tiny", "What is 17 + 25?", "--json")
     record = json.loads(done.stdout)
     assert "42" in record["text"]
@@ -82,7 +82,7 @@ def test_json_is_the_whole_record(settings: Settings) -> None:
     assert record["timings"]["ttft_ms"] > 0
 
 
-def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: Settings) -> None:
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: ServerSettings) -> None:
     done = localgen(settings, "run", stdin="word " * 5000)
     assert done.returncode == 4
     assert done.stdout == ""
@@ -142,7 +142,7 @@ def test_a_killed_engine_is_replaced(client: Client) -> None:
 
 
 def test_a_killed_server_is_replaced_and_takes_its_engine_along(
-    settings: Settings, client: Client
+    settings: ServerSettings, client: Client
 ) -> None:
     ask(client, (Message("user", "hello"),))
     health = client.health()
@@ -155,7 +155,7 @@ def test_a_killed_server_is_replaced_and_takes_its_engine_along(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_cannot_connect(settings: Settings, client: Client) -> None:
+def test_another_user_cannot_connect(settings: ServerSettings, client: Client) -> None:
     attempt = (
         "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
         "s = socket.socket(socket.AF_UNIX)\n"
@@ -175,7 +175,7 @@ def test_another_user_cannot_connect(settings: Settings, client: Client) -> None
     assert done.returncode == 13
 
 
-def test_wrong_input_is_one_line(settings: Settings, tmp_path: Path) -> None:
+def test_wrong_input_is_one_line(settings: ServerSettings, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF\x03\x00\x00\x00 and then nothing of use")
     for arguments, status, says in (
@@ -194,7 +194,7 @@ def test_wrong_input_is_one_line(settings: Settings, tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_stop_ends_the_server(settings: Settings, client: Client) -> None:
+def test_stop_ends_the_server(settings: ServerSettings, client: Client) -> None:
     ask(client, (Message("user", "hello"),))
     assert "tiny" in localgen(settings, "ps").stdout
     assert localgen(settings, "stop", "tiny").returncode == 0
@@ -204,7 +204,7 @@ def test_stop_ends_the_server(settings: Settings, client: Client) -> None:
     assert not settings.socket_path.exists()
 
 
-def test_an_answer_in_json(settings: Settings, tmp_path: Path) -> None:
+def test_an_answer_in_json(settings: ServerSettings, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text(
         '{"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}, '
@@ -215,7 +215,7 @@ def test_an_answer_in_json(settings: Settings, tmp_path: Path) -> None:
     assert isinstance(json.loads(done.stdout)["sum"], int)
 
 
-def test_a_schema_that_is_wrong_says_why(settings: Settings) -> None:
+def test_a_schema_that_is_wrong_says_why(settings: ServerSettings) -> None:
     done = localgen(settings, "run", "tiny", "Hello", "-j", '{"type": "wish"}')
     assert done.returncode == 3
     assert "json_schema: " in done.stderr
@@ -236,7 +236,9 @@ def test_a_schema_that_is_wrong_says_why(settings: Settings) -> None:
         {"grammar": 'root ::= "{}"'},
     ],
 )
-def test_an_object_over_http(client: Client, settings: Settings, asked: dict[str, Any]) -> None:
+def test_an_object_over_http(
+    client: Client, settings: ServerSettings, asked: dict[str, Any]
+) -> None:
     http = httpx.Client(transport=httpx.HTTPTransport(uds=str(settings.socket_path)), timeout=60)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "seed": 1}
     reply = http.post("http://x/v1/chat/completions", json=body | asked | {"max_tokens": 600})

@@ -13,21 +13,21 @@ from plain_openai import PlainServer, answer, error, plain_server
 
 from localgen.backends.errors import InvalidRequest
 from localgen.cli import errors
-from localgen.cli.main import run
+from localgen.cli.main import run_command_line
 from localgen.client.endpoints import (
     Endpoint,
-    add,
-    base_url,
-    endpoints,
+    add_endpoint,
     endpoints_path,
-    remove,
-    variable,
+    load_endpoints,
+    normalize_base_url,
+    remove_endpoint,
+    validate_env_var_name,
 )
 from localgen.config import BadSetting
 
-INVALID = errors.BY_ERROR_CODE["invalid_request"]
-BAD_SETTING = errors.BY_ERROR_CODE["bad_setting"]
-UNAVAILABLE = errors.BY_ERROR_CODE["endpoint_unavailable"]
+INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
+BAD_SETTING = errors.EXIT_STATUS_BY_CODE["bad_setting"]
+UNAVAILABLE = errors.EXIT_STATUS_BY_CODE["endpoint_unavailable"]
 KEY = "sk-very-secret"
 
 
@@ -47,7 +47,7 @@ def server() -> Iterator[PlainServer]:
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Status and message of a command that fails."""
     capsys.readouterr()
-    status = run(list(arguments))
+    status = run_command_line(list(arguments))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("localgen: ")
@@ -69,7 +69,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     ],
 )
 def test_base_url(text: str, url: str) -> None:
-    assert base_url(text) == url
+    assert normalize_base_url(text) == url
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_base_url(text: str, url: str) -> None:
 )
 def test_what_is_no_base_url(text: str) -> None:
     with pytest.raises(InvalidRequest, match="http://host:8000/v1"):
-        base_url(text)
+        normalize_base_url(text)
 
 
 @pytest.mark.parametrize("secret", ["u:SECRET@h", "SECRET@h", "h/v1?key=SECRET", "h/v1#SECRET"])
 def test_a_secret_in_a_url_is_refused_and_not_shown(secret: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        base_url(f"https://{secret}")
+        normalize_base_url(f"https://{secret}")
     assert "SECRET" not in raised.value.message
     assert "--api-key-env" in raised.value.message
 
@@ -105,7 +105,7 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(secret: str) -> None:
 @pytest.mark.parametrize("text", ["sk-SECRET", "", "A B", "1A", "SECRET=1"])
 def test_a_key_in_place_of_a_variable_is_not_shown(text: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        variable(text)
+        validate_env_var_name(text)
     assert "SECRET" not in raised.value.message
 
 
@@ -114,31 +114,36 @@ def test_a_key_in_place_of_a_variable_is_not_shown(text: str) -> None:
 
 def test_add_list_rm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIG_KEY", KEY)
-    assert run(["endpoint", "add", "big", "https://h/v1", "--key-env", "BIG_KEY"]) == 0
-    assert run(["endpoint", "add", "near", "http://localhost:8000", "--model", "m:8b"]) == 0
+    assert run_command_line(["endpoint", "add", "big", "https://h/v1", "--key-env", "BIG_KEY"]) == 0
+    assert (
+        run_command_line(["endpoint", "add", "near", "http://localhost:8000", "--model", "m:8b"])
+        == 0
+    )
     assert "localgen chat --url near" in capsys.readouterr().out
-    assert run(["endpoint", "list"]) == 0
+    assert run_command_line(["endpoint", "list"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["NAME", "URL", "KEY", "MODEL"]
     assert rows[1:] == [
         ["big", "https://h/v1", "$BIG_KEY", "-"],
         ["near", "http://localhost:8000/v1", "-", "m:8b"],
     ]
-    assert run(["endpoint", "list", "--json"]) == 0
+    assert run_command_line(["endpoint", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[1] == {
         "name": "near",
         "url": "http://localhost:8000/v1",
         "key_env": None,
         "model": "m:8b",
     }
-    assert run(["endpoint", "rm", "big"]) == 0
-    assert list(endpoints()) == ["near"]
+    assert run_command_line(["endpoint", "rm", "big"]) == 0
+    assert list(load_endpoints()) == ["near"]
 
 
 def test_a_key_is_nowhere_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIG_KEY", KEY)
-    add(Endpoint("https://h/v1", "big", "BIG_KEY", 'odd "é" \U0001f600'))
-    assert endpoints()["big"] == Endpoint("https://h/v1", "big", "BIG_KEY", 'odd "é" \U0001f600')
+    add_endpoint(Endpoint("https://h/v1", "big", "BIG_KEY", 'odd "é" \U0001f600'))
+    assert load_endpoints()["big"] == Endpoint(
+        "https://h/v1", "big", "BIG_KEY", 'odd "é" \U0001f600'
+    )
     assert KEY not in endpoints_path().read_text()
     assert endpoints_path().stat().st_mode & 0o777 == 0o600
     assert endpoints_path().parent.stat().st_mode & 0o777 == 0o700
@@ -146,31 +151,34 @@ def test_a_key_is_nowhere_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_variable_that_is_not_set_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["endpoint", "add", "big", "https://h/v1", "--key-env", "NO_SUCH_KEY"]) == 0
+    assert (
+        run_command_line(["endpoint", "add", "big", "https://h/v1", "--key-env", "NO_SUCH_KEY"])
+        == 0
+    )
     assert "NO_SUCH_KEY is not set yet" in capsys.readouterr().err
     status, message = failure(capsys, "run", "--url", "big", "m", "x")
     assert (status, "NO_SUCH_KEY is not set" in message) == (BAD_SETTING, True)
 
 
 def test_what_a_user_wrote_stays() -> None:
-    add(Endpoint("http://a/v1", "a"))
+    add_endpoint(Endpoint("http://a/v1", "a"))
     written = "# mine\n\n[b] # second\nurl = 'http://b'\n# of b\n\n[c]\nurl = 'http://c/v1'"
     endpoints_path().write_text(written)
-    assert endpoints()["b"].url == "http://b/v1"
-    add(Endpoint("http://d/v1", "d"))
+    assert load_endpoints()["b"].url == "http://b/v1"
+    add_endpoint(Endpoint("http://d/v1", "d"))
     assert endpoints_path().read_text().startswith(written)
-    remove("b")
+    remove_endpoint("b")
     text = endpoints_path().read_text()
     assert text.startswith("# mine\n\n[c]\n")
-    assert list(endpoints()) == ["c", "d"]
+    assert list(load_endpoints()) == ["c", "d"]
 
 
 def test_a_name_that_only_an_editor_can_remove() -> None:
-    add(Endpoint("http://a/v1", "a"))
+    add_endpoint(Endpoint("http://a/v1", "a"))
     endpoints_path().write_text("b.url = 'http://b/v1'\n[a]\nurl = 'http://a/v1'\n")
     with pytest.raises(InvalidRequest, match="edit it by hand"):
-        remove("b")
-    assert list(endpoints()) == ["b", "a"]
+        remove_endpoint("b")
+    assert list(load_endpoints()) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_a_name_that_only_an_editor_can_remove() -> None:
 def test_names_that_cannot_be(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    add(Endpoint("http://h/v1", "old"))
+    add_endpoint(Endpoint("http://h/v1", "old"))
     before = endpoints_path().read_text()
     status, told = failure(capsys, "endpoint", *arguments)
     assert (status, message in told) == (INVALID, True), told
@@ -222,10 +230,10 @@ def test_a_damaged_file_is_one_line(
 
 
 def test_a_file_that_others_may_write() -> None:
-    add(Endpoint("http://h/v1", "a"))
+    add_endpoint(Endpoint("http://h/v1", "a"))
     endpoints_path().chmod(0o666)
     with pytest.raises(BadSetting, match="chmod 600"):
-        endpoints()
+        load_endpoints()
 
 
 def test_a_folder_that_cannot_be_made(
@@ -239,14 +247,17 @@ def test_a_folder_that_cannot_be_made(
 
 def test_endpoint_alone_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     status, message = failure(capsys, "endpoint")
-    assert (status, "localgen endpoint --help" in message) == (errors.USAGE, True)
+    assert (status, "localgen endpoint --help" in message) == (errors.USAGE_ERROR, True)
 
 
 # --- run and chat ---
 
 
 def test_run_at_a_url(server: PlainServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", "--url", server.url, "big", "a b", "-sys", "brief", "--temp", "0"]) == 0
+    assert (
+        run_command_line(["run", "--url", server.url, "big", "a b", "-sys", "brief", "--temp", "0"])
+        == 0
+    )
     assert capsys.readouterr() == ("re: a b \n", "")
     sent = server.asked[0]
     assert sent["messages"][0] == {"role": "system", "content": "brief"}
@@ -259,19 +270,19 @@ def test_run_at_a_name_with_a_model_of_its_own(
     monkeypatch.setenv("BIG_KEY", KEY)
     monkeypatch.setenv("LOCALGEN_MODEL", "big")
     server.key = KEY
-    add(Endpoint(server.url, "near", "BIG_KEY", "small"))
-    add(Endpoint(server.url, "bare"))
-    assert run(["run", "--url", "near", "a b"]) == 0
-    assert run(["run", "--url", "near", "other", "a b"]) == 0
-    assert run(["run", "--url", "bare", "--api-key-env", "BIG_KEY", "a b"]) == 0
+    add_endpoint(Endpoint(server.url, "near", "BIG_KEY", "small"))
+    add_endpoint(Endpoint(server.url, "bare"))
+    assert run_command_line(["run", "--url", "near", "a b"]) == 0
+    assert run_command_line(["run", "--url", "near", "other", "a b"]) == 0
+    assert run_command_line(["run", "--url", "bare", "--api-key-env", "BIG_KEY", "a b"]) == 0
     monkeypatch.setenv("LOCALGEN_URL", "near")
-    assert run(["run", "a b"]) == 0
+    assert run_command_line(["run", "a b"]) == 0
     assert [sent["model"] for sent in server.asked] == ["small", "other", "big", "small"]
     assert capsys.readouterr().out == "re: a b \n" * 4
 
 
 def test_figures_of_another_server(server: PlainServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", "--url", server.url, "big", "x", "--json", "--verbose"]) == 0
+    assert run_command_line(["run", "--url", server.url, "big", "x", "--json", "--verbose"]) == 0
     out, err = capsys.readouterr()
     record = json.loads(out)
     assert record["usage"]["prompt_tokens_details"] == {"cached_tokens": None}
@@ -292,7 +303,7 @@ def test_figures_that_nobody_tells_are_left_out_or_marked(
     server: PlainServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.events = answer("a", "b", "c")
-    assert run(["run", "--url", server.url, "big", "x", "--json", "--verbose"]) == 0
+    assert run_command_line(["run", "--url", server.url, "big", "x", "--json", "--verbose"]) == 0
     out, err = capsys.readouterr()
     usage = json.loads(out)["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (None, None)
@@ -329,7 +340,7 @@ def test_what_the_environment_says_of_our_own_server_is_let_be(
     for name, value in {"CTX": "64", "THREADS": "2", "PRIORITY": "3", "KEEP_ALIVE": "1m"}.items():
         monkeypatch.setenv(f"LOCALGEN_{name}", value)
     monkeypatch.setenv("LOCALGEN_TEMP", "0.5")
-    assert run(["run", "--url", server.url, "big", "x"]) == 0
+    assert run_command_line(["run", "--url", server.url, "big", "x"]) == 0
     assert server.asked[0]["temperature"] == 0.5
     assert set(server.asked[0]) == {"model", "messages", "stream", "stream_options", "temperature"}
 
@@ -346,8 +357,8 @@ def test_what_the_environment_says_of_our_own_server_is_let_be(
         (["chat", "--url", "http://127.0.0.1:9/v1", "m"], INVALID, "no prompt"),
         (["run", "--url", "http://127.0.0.1:9/v1", "m", "x"], UNAVAILABLE, "nothing listens"),
         (["run", "--url", "{url}/else", "m", "x"], UNAVAILABLE, "check the path"),
-        (["ps", "--url", "http://h"], errors.USAGE, "--url"),
-        (["stop", "--url", "http://h"], errors.USAGE, "--url"),
+        (["ps", "--url", "http://h"], errors.USAGE_ERROR, "--url"),
+        (["stop", "--url", "http://h"], errors.USAGE_ERROR, "--url"),
     ],
 )
 def test_errors_of_the_command_line(
@@ -368,5 +379,5 @@ def test_a_model_that_is_not_there_is_not_pulled(
     server.models = ["big"]
     server.refuse = lambda body: error(404, "no such model")
     status, message = failure(capsys, "run", "--url", server.url, "llama-8b", "x")
-    assert status == errors.BY_ERROR_CODE["model_not_found"]
+    assert status == errors.EXIT_STATUS_BY_CODE["model_not_found"]
     assert message == f"no model llama-8b at {server.url}: there is big"

@@ -13,9 +13,9 @@ from fake_runner import END, VOCAB, FakeRunner, generate
 
 from localgen.backends.engine import stats
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.runner.interface import Chunk, NoRoom, Sampled, StepFailed
+from localgen.backends.runner.interface import Chunk, NoRoom, SampledTokens, StepFailed
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import (
     EngineStats,
@@ -32,14 +32,14 @@ class LetterTokenizer:
     """A token is a letter; the same letter for every 26th id."""
 
     vocab_size = VOCAB
-    end_ids = frozenset({END})
+    eos_token_ids = frozenset({END})
     bos = ""
     eos = ""
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(letter) % (VOCAB - 1) for letter in text]
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_for_embedding(self, text: str) -> list[int]:
         return self.encode(text)
 
     def piece(self, token: int) -> bytes:
@@ -72,7 +72,7 @@ def make(
     itl_target_ms: float = 1e9,
     drafters: Seq[Drafter] = (),
 ) -> Engine:
-    intake = Intake(
+    intake = InputProcessor(
         limits=runner.limits,
         tokenizer=LetterTokenizer(),
         template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
@@ -101,7 +101,7 @@ def until_prepared(engine: Engine) -> None:
     deadline_s = time.monotonic() + 30
     while True:
         with engine._preparing_lock:  # under which what is prepared goes into the inbox
-            if not engine._preparing:
+            if not engine._preparing_ids:
                 return
         assert time.monotonic() < deadline_s, "requests are not prepared"
         time.sleep(0.001)
@@ -251,7 +251,7 @@ def test_queue_full_is_refused_at_once() -> None:
 class StingyRunner(FakeRunner):
     """Finds no room in a planned step, now and then, as llama.cpp may."""
 
-    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+    def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         if len(self.steps) % 7 == 3 and len(self.cache) > 1:
             self.in_flight = False
             raise NoRoom
@@ -273,7 +273,7 @@ def test_no_room_in_a_planned_step_preempts_one_and_loses_nothing() -> None:
 
 
 class BrokenRunner(FakeRunner):
-    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+    def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         if len(self.steps) > 5:
             raise StepFailed("the device is gone")
         return super().collect(ticket)
@@ -306,12 +306,12 @@ def test_stop_leaves_the_loop() -> None:
 
 
 def test_figures_of_the_last_minute_are_looked_at_now_and_then() -> None:
-    window = stats.Window()
-    for value in range(stats.FEW_SAMPLES):
+    window = stats.RecentSamples()
+    for value in range(stats.MAX_ALWAYS_SORTED):
         window.add(10.0, float(-value))
-    assert window.values(10.0)[0] == 1.0 - stats.FEW_SAMPLES
+    assert window.values(10.0)[0] == 1.0 - stats.MAX_ALWAYS_SORTED
     window.add(10.1, -1000.0)
-    assert window.values(10.5)[0] == 1.0 - stats.FEW_SAMPLES
+    assert window.values(10.5)[0] == 1.0 - stats.MAX_ALWAYS_SORTED
     assert window.values(11.0)[0] == -1000.0
     assert window.values(10.1 + stats.WINDOW_S) == [-1000.0]
 

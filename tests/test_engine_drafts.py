@@ -13,10 +13,10 @@ from drafting import Unread, always_draft
 from fake_runner import VOCAB, FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
-from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.engine.speculation.speculation import Speculation
-from localgen.backends.runner.interface import Chunk, NoRoom, Sampled
+from localgen.backends.runner.interface import Chunk, NoRoom, SampledTokens
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import Failed, Finished
 
@@ -34,28 +34,28 @@ class Oracle:
 
     name = "oracle"
     failure = ""
-    must_be_tried = False
+    needs_probing = False
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
         self.known: set[str] = set()
         self.closed = False
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         self.known.add(seq.id)
-        return [0.9] * most
+        return [0.9] * max_drafts
 
-    def draft_ms(self, sequences: int) -> float:
+    def draft_ms(self, num_sequences: int) -> float:
         return 0.0
 
-    def usual_chance(self) -> float:
+    def default_acceptance(self) -> float:
         return 0.0
 
-    def catch_up(self, most_ms: float) -> None:
+    def prefill(self, budget_ms: float) -> None:
         """It is always ready."""
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
-        return [Proposal(self._ahead(seq, count)) for seq, count in wanted]
+    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+        return [DraftProposal(self._ahead(seq, count)) for seq, count in requests]
 
     def _ahead(self, seq: Sequence, count: int) -> list[int]:
         tokens = list(seq.tokens)
@@ -64,10 +64,10 @@ class Oracle:
             tokens.append(next_token(tokens) if right else self._chance.randrange(VOCAB))
         return tokens[len(seq.tokens) :]
 
-    def learn(self, seq: Sequence, came: Seq[int]) -> None:
-        assert list(came) == seq.tokens[len(seq.tokens) - len(came) :]
+    def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
+        assert list(new_tokens) == seq.tokens[len(seq.tokens) - len(new_tokens) :]
 
-    def forget(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
         self.known.discard(seq.id)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Oracle:
 class Cramped(FakeRunner):
     """Has no room for drafts, which it finds out too late, as llama.cpp may."""
 
-    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+    def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         if any(chunk.num_drafts for chunk in ticket):
             self.in_flight = False
             raise NoRoom
@@ -152,7 +152,7 @@ def test_random_schedules_leave_the_pool_whole(seed: int, monkeypatch: pytest.Mo
 class AheadRunner(FakeRunner):
     """Computes a step before it is asked for: what is left of it takes no time."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         time.sleep(0.005)
 
 
@@ -174,7 +174,7 @@ def test_a_plain_step_takes_what_was_waited_for_it(
     if drafts:
         always_draft(monkeypatch)
     runner = AheadRunner(kv_tokens=1024)
-    runner.limits = replace(runner.limits, looks_ahead=True)
+    runner.limits = replace(runner.limits, runs_ahead=True)
     engine = make(runner, log, drafters=[reader])
     engine.submit(request("a", "a prompt", max_tokens=30, ignore_eos=True))
     run_until_ended(engine, log, 1)

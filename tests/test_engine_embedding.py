@@ -64,7 +64,7 @@ def test_vectors_are_the_runners_with_length_1_in_the_order_of_the_inputs() -> N
     log, runner = VectorLog(), FakeRunner()
     engine = make(runner, log)
     inputs = ("hello", (3, 4, 5), "world", "a" * 100)
-    engine.embed(texts("v", *inputs))
+    engine.submit_embedding(texts("v", *inputs))
     run(engine, log, 1)
     np.testing.assert_allclose(found(log, "v"), expected(*inputs), atol=1e-6)
     (done,) = log.vectors["v"]
@@ -78,11 +78,11 @@ def test_vectors_are_the_runners_with_length_1_in_the_order_of_the_inputs() -> N
 def test_long_texts_are_cut_and_short_ones_computed_together() -> None:
     log, runner = VectorLog(), FakeRunner(batch=16)
     engine = make(runner, log)
-    engine.embed(texts("long", "x" * 50))
+    engine.submit_embedding(texts("long", "x" * 50))
     run(engine, log, 1)
     assert [sum(map(len, part)) for part in runner.slices] == [16, 16, 16, 2]
     runner.slices.clear()
-    engine.embed(texts("short", *["abc"] * 11))
+    engine.submit_embedding(texts("short", *["abc"] * 11))
     run(engine, log, 2)
     assert [len(part) for part in runner.slices] == [5, 5, 1]
     runner.check()
@@ -91,7 +91,7 @@ def test_long_texts_are_cut_and_short_ones_computed_together() -> None:
 def test_a_batch_has_a_most() -> None:
     log, runner = VectorLog(), FakeRunner(batch=128)
     engine = make(runner, log)
-    engine.embed(texts("v", *["a"] * 100))
+    engine.submit_embedding(texts("v", *["a"] * 100))
     run(engine, log, 1)
     assert max(len(part) for part in runner.slices) == MAX_INPUTS
     assert sum(len(part) for part in runner.slices) == 100
@@ -100,10 +100,10 @@ def test_a_batch_has_a_most() -> None:
 def test_many_inputs_of_one_let_others_have_their_turn() -> None:
     log, runner = VectorLog(), FakeRunner(batch=16)
     engine = make(runner, log)
-    engine.embed(texts("many", *["abcdefgh"] * 200))
+    engine.submit_embedding(texts("many", *["abcdefgh"] * 200))
     while len(runner.slices) < 5:
         engine.step(wait=False)
-    engine.embed(texts("one", "hi"))
+    engine.submit_embedding(texts("one", "hi"))
     until_prepared(engine)
     run(engine, log, 1)
     assert "one" in log.vectors
@@ -120,7 +120,7 @@ def test_answers_go_on_meanwhile_step_by_step() -> None:
     while not log.text:
         engine.step(wait=False)
     slices, steps = len(runner.slices), len(runner.steps)
-    engine.embed(texts("v", *["word " * 10] * 8))
+    engine.submit_embedding(texts("v", *["word " * 10] * 8))
     until_prepared(engine)
     while "v" not in log.vectors:
         engine.step(wait=False)
@@ -144,10 +144,10 @@ class SlowRunner(FakeRunner):
     """Takes a millisecond for each token of a text."""
 
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        for done in super().embed(inputs, most):
-            time.sleep(done.tokens / 1000)
+        for done in super().embed(inputs, max_tokens):
+            time.sleep(done.num_tokens / 1000)
             yield done
 
 
@@ -155,8 +155,8 @@ def test_beside_answers_a_slice_takes_half_of_the_target() -> None:
     log, runner = VectorLog(), SlowRunner(batch=512, kv_tokens=2048)
     engine = make(runner, log, itl_target_ms=100)
     engine.submit(request("chat", "hello", max_tokens=100, ignore_eos=True))
-    engine.embed(texts("first", "x" * 64))  # from which it learns
-    engine.embed(texts("v", "y" * 1500))
+    engine.submit_embedding(texts("first", "x" * 64))  # from which it learns
+    engine.submit_embedding(texts("v", "y" * 1500))
     until_prepared(engine)
     run(engine, log, 3)
     cut = [sum(map(len, part)) for part in runner.slices]
@@ -181,8 +181,8 @@ def test_beside_answers_a_slice_takes_half_of_the_target() -> None:
 def test_bad_inputs_fail_with_a_reason(inputs: tuple[str, ...], code: str, says: str) -> None:
     log, runner = VectorLog(), FakeRunner()
     engine = make(runner, log)
-    engine.embed(texts("bad", *inputs))
-    engine.embed(texts("good", "hello"))
+    engine.submit_embedding(texts("bad", *inputs))
+    engine.submit_embedding(texts("good", "hello"))
     run(engine, log, 2)
     (end,) = log.ends["bad"]
     assert isinstance(end, Failed)
@@ -195,11 +195,11 @@ def test_bad_inputs_fail_with_a_reason(inputs: tuple[str, ...], code: str, says:
 def test_cancelled_between_two_slices() -> None:
     log, runner = VectorLog(), FakeRunner(batch=16)
     engine = make(runner, log)
-    engine.embed(texts("goes", "x" * 200))
+    engine.submit_embedding(texts("goes", "x" * 200))
     while len(runner.slices) < 3:
         engine.step(wait=False)
     assert runner.embedding == 1
-    engine.embed(texts("stays", "hello"))
+    engine.submit_embedding(texts("stays", "hello"))
     engine.cancel("goes")
     engine.cancel("unknown")
     run(engine, log, 2)
@@ -222,7 +222,7 @@ def test_every_request_ends_once_under_random_cancels_from_other_threads() -> No
             name = f"{kind}{i}"
             if kind.startswith("v"):
                 words = ["w" * rng.randint(1, 60) for _ in range(rng.randint(1, 9))]
-                engine.embed(texts(name, *words))
+                engine.submit_embedding(texts(name, *words))
             else:
                 engine.submit(request(name, "p" * rng.randint(1, 60), max_tokens=20))
             if rng.random() < 0.4:
@@ -248,12 +248,12 @@ class CrowdedRunner(FakeRunner):
     refusals = 0
 
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         if self.cache or len(inputs) > 1:
             self.refusals += 1
             raise NoRoom
-        yield from super().embed(inputs, most)
+        yield from super().embed(inputs, max_tokens)
 
 
 def test_without_room_fewer_are_tried_and_then_answers_are_waited_for() -> None:
@@ -262,8 +262,8 @@ def test_without_room_fewer_are_tried_and_then_answers_are_waited_for() -> None:
     engine.submit(request("chat", "hello", max_tokens=30, ignore_eos=True))
     while not log.text:
         engine.step(wait=False)
-    engine.embed(texts("v", "a", "b", "c"))
-    engine.embed(texts("w", "d"))
+    engine.submit_embedding(texts("v", "a", "b", "c"))
+    engine.submit_embedding(texts("w", "d"))
     until_prepared(engine)
     run(engine, log, 3)
     assert runner.refusals > 20
@@ -275,23 +275,23 @@ def test_without_room_fewer_are_tried_and_then_answers_are_waited_for() -> None:
 
 class FullRunner(FakeRunner):
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         if len(inputs[0]) > 9:
             raise OutOfMemory("too long for the memory there is")
         if len(inputs[0]) > 5:
             raise NoRoom
-        yield from super().embed(inputs, most)
+        yield from super().embed(inputs, max_tokens)
 
 
 def test_what_never_fits_is_an_error_and_others_are_served() -> None:
     log, runner = VectorLog(), FullRunner()
     engine = make(runner, log)
-    engine.embed(texts("long", "x" * 12))
+    engine.submit_embedding(texts("long", "x" * 12))
     run(engine, log, 1)
-    engine.embed(texts("none", "x" * 7))
+    engine.submit_embedding(texts("none", "x" * 7))
     run(engine, log, 2)
-    engine.embed(texts("good", "hi"))
+    engine.submit_embedding(texts("good", "hi"))
     run(engine, log, 3)
     for name, says in (("long", "too long for"), ("none", "no room for the text")):
         (end,) = log.ends[name]
@@ -303,9 +303,9 @@ def test_what_never_fits_is_an_error_and_others_are_served() -> None:
 
 class BrokenRunner(FakeRunner):
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        for done in super().embed(inputs, most):
+        for done in super().embed(inputs, max_tokens):
             yield done
             raise StepFailed("the device is gone")
 
@@ -314,8 +314,8 @@ def test_a_failed_slice_ends_every_request_with_the_reason() -> None:
     log, runner = VectorLog(), BrokenRunner()
     engine = make(runner, log)
     engine.submit(request("chat", "hello", max_tokens=200, ignore_eos=True))
-    engine.embed(texts("v", "x" * 100))
-    engine.embed(texts("w", "x"))
+    engine.submit_embedding(texts("v", "x" * 100))
+    engine.submit_embedding(texts("w", "x"))
     until_prepared(engine)
     with pytest.raises(StepFailed, match="the device is gone"):
         engine.run()
@@ -327,16 +327,16 @@ def test_a_failed_slice_ends_every_request_with_the_reason() -> None:
 
 class NanRunner(FakeRunner):
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        for done in super().embed(inputs, most):
+        for done in super().embed(inputs, max_tokens):
             yield done if done.vectors is None else replace(done, vectors=done.vectors * np.nan)
 
 
 def test_vectors_that_are_not_numbers_are_an_error() -> None:
     log = VectorLog()
     engine = make(NanRunner(), log)
-    engine.embed(texts("v", "hello", "world"))
+    engine.submit_embedding(texts("v", "hello", "world"))
     run(engine, log, 1)
     (end,) = log.ends["v"]
     assert isinstance(end, Failed)
@@ -350,7 +350,7 @@ class NoEmbedder(FakeRunner):
 def test_a_runner_that_cannot_says_so() -> None:
     log = VectorLog()
     engine = make(NoEmbedder(), log)
-    engine.embed(texts("v", "hello"))
+    engine.submit_embedding(texts("v", "hello"))
     run(engine, log, 1)
     (end,) = log.ends["v"]
     assert isinstance(end, Failed)
@@ -361,7 +361,7 @@ def test_more_requests_than_may_wait_are_refused() -> None:
     log = VectorLog()
     engine = make(FakeRunner(), log, max_queue=2)
     for i in range(5):
-        engine.embed(texts(f"{i}", "hello"))
+        engine.submit_embedding(texts(f"{i}", "hello"))
     until_prepared(engine)
     run(engine, log, 5)
     codes = [end.code for ends in log.ends.values() for end in ends if isinstance(end, Failed)]
@@ -370,10 +370,10 @@ def test_more_requests_than_may_wait_are_refused() -> None:
 
 def test_an_embedding_model_refuses_to_chat() -> None:
     log, runner = VectorLog(), FakeRunner()
-    runner.limits = replace(runner.limits, generates=False)
+    runner.limits = replace(runner.limits, can_generate=False)
     engine = make(runner, log)
     engine.submit(request("chat", "hello"))
-    engine.embed(texts("v", "hello"))
+    engine.submit_embedding(texts("v", "hello"))
     run(engine, log, 2)
     (end,) = log.ends["chat"]
     assert isinstance(end, Failed)

@@ -19,7 +19,7 @@ import pytest
 from serving import wait_until
 
 from localgen.client import Client
-from localgen.config import Settings
+from localgen.config import ServerSettings
 from localgen.machine.python_process import python_environment
 
 KEY = "a-key-for-these-tests"
@@ -45,14 +45,14 @@ def served() -> Iterator[Served]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="lg") as name:
         folder = Path(name)
-        settings = Settings(runtime_dir=folder / "run", state_dir=folder / "state")
-        settings.prepare()
+        settings = ServerSettings(runtime_dir=folder / "run", state_dir=folder / "state")
+        settings.create_dirs()
         (folder / "keys").write_text(KEY + "\n")
         (folder / "keys").chmod(0o600)
         command = ["localgen.cli.main", "serve", "--port", str(port)]
         server = subprocess.Popen(
             [sys.executable, "-m", *command, "--api-key-file", str(folder / "keys")],
-            env=python_environment() | settings.environment(),
+            env=python_environment() | settings.to_environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

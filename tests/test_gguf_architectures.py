@@ -25,10 +25,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from localgen.backends.cuda.model.source import open_gguf
+from localgen.backends.cuda.model.source import open_gguf_source
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.hf.config import read_config
-from localgen.quant.gguf.convert import convert
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.quant.gguf.convert import convert_to_gguf
 
 GREEDY_TOKENS, PROMPTS = 20, 3
 # the two best logits of an answer are never nearer than that, in deviations of all logits
@@ -48,7 +48,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = model_folder(request.param, tmp_path_factory.mktemp("model") / "hf")
     path = folder.parent / "model.gguf"
-    convert(folder, path, "F16")
+    convert_to_gguf(folder, path, "F16")
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -100,8 +100,8 @@ def their_logits(pair: Pair, tokens: list[int]) -> Tensor:
 
 def test_logits_are_those_of_transformers(pair: Pair, tmp_path: Path) -> None:
     """In float32, over a text longer than Gemma's windows."""
-    convert(pair.folder, tmp_path / "f32.gguf", "F32")
-    vocab = read_config(pair.folder).vocab
+    convert_to_gguf(pair.folder, tmp_path / "f32.gguf", "F32")
+    vocab = read_hf_config(pair.folder).vocab_size
     generator = torch.Generator().manual_seed(1)
     tokens: list[int] = torch.randint(3, vocab, (90,), generator=generator).tolist()
     ours = llama_cpp_logits(tmp_path / "f32.gguf", tokens, CTX)
@@ -115,19 +115,21 @@ def test_logits_are_those_of_transformers(pair: Pair, tmp_path: Path) -> None:
 
 
 # fields in which the two formats say the same in other words
-REWORDED = {"rope", "norm_eps", "architecture", "attn_scale", "windows"}
+REWORDED = {"rope", "norm_eps", "architecture", "attn_scale", "sliding_windows"}
 
 
 def test_our_own_engine_reads_the_same_model(pair: Pair) -> None:
-    ours, theirs = open_gguf(pair.gguf).spec, read_config(pair.folder)
+    ours, theirs = open_gguf_source(pair.gguf).spec, read_hf_config(pair.folder)
     for field in dataclasses.fields(ours):
         if field.name not in REWORDED:
             assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
     assert ours.norm_eps == pytest.approx(theirs.norm_eps, rel=1e-6)
     if pair.name.startswith(("gemma", "phi")):
-        assert ours.windows == theirs.windows
+        assert ours.sliding_windows == theirs.sliding_windows
     for length in (64, 512):
-        for table, other in zip(ours.rope.table(length), theirs.rope.table(length), strict=True):
+        for table, other in zip(
+            ours.rope.cos_sin_table(length), theirs.rope.cos_sin_table(length), strict=True
+        ):
             torch.testing.assert_close(table, other, rtol=0, atol=3e-5)
 
 
@@ -161,7 +163,7 @@ def test_what_llama_cpp_cannot_compute_is_refused(
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(LoadFailed) as caught:
-        convert(folder, tmp_path / "model.gguf")
+        convert_to_gguf(folder, tmp_path / "model.gguf")
     assert expected in caught.value.message
     assert "config.json" in caught.value.message
     assert not (tmp_path / "model.gguf").exists()

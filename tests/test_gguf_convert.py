@@ -24,8 +24,8 @@ from hf_folders import (
 from llama_files import LlamaFile
 
 from localgen.backends.formats.architecture.rope import Llama3Scaling, Rope
-from localgen.backends.formats.hf.folder import Checkpoint
-from localgen.quant.gguf.convert import convert
+from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.rope import llama3_factors
 from localgen.quant.gguf.tensors import interleave_rotary
 
@@ -34,7 +34,7 @@ from localgen.quant.gguf.tensors import interleave_rotary
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model as F16."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    convert(TINY, path)
+    convert_to_gguf(TINY, path)
     return path
 
 
@@ -47,7 +47,7 @@ def test_answers_a_sum(
     file_type: str, tmp_path: Path, open_model: Callable[..., LlamaFile]
 ) -> None:
     path = tmp_path / "model.gguf"
-    convert(TINY, path, file_type)
+    convert_to_gguf(TINY, path, file_type)
     assert "42" in open_model(path).greedy(chat("What is 17 + 25?"))
 
 
@@ -67,9 +67,9 @@ def test_greedy_answers_are_those_of_the_trained_model(
 
 
 def test_weights_are_exact_in_f32_and_bf16(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(TINY)
+    checkpoint = NumpyCheckpoint(TINY)
     for file_type in ("F32", "BF16"):
-        convert(TINY, tmp_path / "model.gguf", file_type)
+        convert_to_gguf(TINY, tmp_path / "model.gguf", file_type)
         reader = gguf.GGUFReader(tmp_path / "model.gguf")
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         for name, target, heads in [
@@ -85,12 +85,12 @@ def test_weights_are_exact_in_f32_and_bf16(tmp_path: Path) -> None:
 
 
 def test_q8_0_is_within_half_a_step(tmp_path: Path) -> None:
-    convert(TINY, tmp_path / "model.gguf", "Q8_0")
+    convert_to_gguf(TINY, tmp_path / "model.gguf", "Q8_0")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     assert tensors["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
     stored = tensors["blk.0.ffn_up.weight"]
     assert stored.tensor_type == gguf.GGMLQuantizationType.Q8_0
-    exact = Checkpoint(TINY).read("model.layers.0.mlp.up_proj.weight").reshape(-1, 32)
+    exact = NumpyCheckpoint(TINY).read("model.layers.0.mlp.up_proj.weight").reshape(-1, 32)
     step = np.abs(exact).max(axis=1, keepdims=True) / 127
     error = np.abs(gguf.dequantize(stored.data, stored.tensor_type).reshape(-1, 32) - exact)
     # the step itself is stored in 16 bits
@@ -124,7 +124,7 @@ def test_sampling_defaults_of_the_model(folder: Path, open_model: Callable[..., 
     (folder / "generation_config.json").write_text(
         '{"do_sample": true, "temperature": 0.5, "top_k": 20, "top_p": 0.75, "eos_token_id": 2}'
     )
-    convert(folder, folder / "model.gguf")
+    convert_to_gguf(folder, folder / "model.gguf")
     model = open_model(folder / "model.gguf", vocab_only=True)
     found = [model.metadata(f"general.sampling.{key}") for key in ("temp", "top_k", "top_p")]
     assert [float(value or "nan") for value in found] == [0.5, 20, 0.75]
@@ -142,7 +142,7 @@ def test_first_token_follows_the_post_processor(
         folder / "tokenizer.json",
         post_processor={"type": "Sequence", "processors": [BYTES, template]},
     )
-    convert(folder, folder / "model.gguf")
+    convert_to_gguf(folder, folder / "model.gguf")
     model = open_model(folder / "model.gguf", vocab_only=True)
     assert llama_cpp.llama_vocab_get_add_bos(model.vocab)
     assert llama_cpp.llama_vocab_bos(model.vocab) == 0
@@ -158,7 +158,7 @@ def test_sharded_weights_give_the_same_file(folder: Path, tiny: Path) -> None:
         write_safetensors(folder / name, part)
         weight_map.update(dict.fromkeys(part, name))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    convert(folder, folder / "model.gguf")
+    convert_to_gguf(folder, folder / "model.gguf")
     assert (folder / "model.gguf").read_bytes() == tiny.read_bytes()
 
 
@@ -192,7 +192,7 @@ def test_llama3_rope_is_written_and_loads(
         "original_max_position_embeddings": 2048,
     }
     edit(folder / "config.json", rope_parameters=rope, rope_scaling=None, rope_theta=None)
-    convert(folder, folder / "model.gguf")
+    convert_to_gguf(folder, folder / "model.gguf")
     names = [tensor.name for tensor in gguf.GGUFReader(folder / "model.gguf").tensors]
     assert "rope_freqs.weight" in names
     assert open_model(folder / "model.gguf").greedy(chat("What is 17 + 25?"))
@@ -200,7 +200,9 @@ def test_llama3_rope_is_written_and_loads(
 
 def test_progress_ends_with_everything(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    convert(TINY, tmp_path / "model.gguf", progress=lambda done, total: seen.append((done, total)))
+    convert_to_gguf(
+        TINY, tmp_path / "model.gguf", progress=lambda done, total: seen.append((done, total))
+    )
     done = [step for step, _ in seen]
     assert done == sorted(done)
     assert len(seen) == 56
@@ -218,13 +220,13 @@ def test_changed_tensors_take_the_place_of_the_models_own(folder: Path, tmp_path
     changed = tmp_path / "changed"
     changed.mkdir()
     norm, up = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
-    values = {name: Checkpoint(folder).read(name) * np.float32(2) for name in (norm, up)}
+    values = {name: NumpyCheckpoint(folder).read(name) * np.float32(2) for name in (norm, up)}
     for index, (name, array) in enumerate(values.items()):
         entry = ("F32", list(array.shape), array.tobytes())
         write_safetensors(changed / f"layer-{index}.safetensors", {name: entry})
-    convert(folder, tmp_path / "model.gguf", "F32", changed=changed)
+    convert_to_gguf(folder, tmp_path / "model.gguf", "F32", override_folder=changed)
     tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     np.testing.assert_array_equal(tensors["blk.1.attn_norm.weight"], values[norm])
     np.testing.assert_array_equal(tensors["blk.1.ffn_up.weight"], values[up])
-    own = Checkpoint(folder).read("model.layers.2.mlp.up_proj.weight")
+    own = NumpyCheckpoint(folder).read("model.layers.2.mlp.up_proj.weight")
     np.testing.assert_array_equal(tensors["blk.2.ffn_up.weight"], own)

@@ -22,7 +22,7 @@ from hf_folders import (
 )
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
-from localgen.quant.gguf.convert import convert
+from localgen.quant.gguf.convert import convert_to_gguf
 
 
 def remove(name: str) -> Callable[[Path], None]:
@@ -122,7 +122,7 @@ def test_bad_folders_are_explained_and_leave_nothing(
     target = tmp_path / "out" / "model.gguf"
     target.parent.mkdir()
     with pytest.raises(error) as caught:
-        convert(folder, target)
+        convert_to_gguf(folder, target)
     assert type(caught.value) is error
     assert "\n" not in caught.value.message
     assert all(word in caught.value.message for word in words), caught.value.message
@@ -140,7 +140,7 @@ def test_a_failed_conversion_keeps_the_old_file(
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full_disk)
     with pytest.raises(LoadFailed, match=r"model\.gguf cannot be written: No space left"):
-        convert(TINY, target)
+        convert_to_gguf(TINY, target)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
         ("model.gguf", b"old")
     ]
@@ -151,24 +151,24 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(TINY, tmp_path / "model.gguf", progress=stop)
+        convert_to_gguf(TINY, tmp_path / "model.gguf", progress=stop)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"Q4_7.*F16"):
-        convert(TINY, tmp_path / "model.gguf", "Q4_7")
+        convert_to_gguf(TINY, tmp_path / "model.gguf", "Q4_7")
     with pytest.raises(ModelNotFound, match="nowhere"):
-        convert(tmp_path / "nowhere", tmp_path / "model.gguf")
+        convert_to_gguf(tmp_path / "nowhere", tmp_path / "model.gguf")
     with pytest.raises(LoadFailed, match="missing"):
-        convert(TINY, tmp_path / "missing" / "model.gguf")
+        convert_to_gguf(TINY, tmp_path / "missing" / "model.gguf")
 
 
 def test_numbers_that_are_none_are_found(folder: Path, tmp_path: Path) -> None:
     broken = np.full(256, np.nan, "<f4").tobytes()
     change_tensor(NORM, ("F32", [256], broken))(folder)
     with pytest.raises(LoadFailed, match=r"output_norm\.weight has values that are no numbers"):
-        convert(folder, tmp_path / "model.gguf")
+        convert_to_gguf(folder, tmp_path / "model.gguf")
     assert list(tmp_path.glob("*.gguf")) == []
 
 
@@ -179,5 +179,5 @@ def test_a_disk_too_small_is_said_before_anything_is_written(
     target.parent.mkdir()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     with pytest.raises(LoadFailed, match=r"takes 0\.0 GB, its disk has 0\.0 GB free: make room"):
-        convert(TINY, target)
+        convert_to_gguf(TINY, target)
     assert list(target.parent.iterdir()) == []

@@ -17,7 +17,7 @@ from quant_tokenizers import BYTE_LEVEL, PIECES, VARIED, byte_level, pieces, wri
 from tokenizers import Tokenizer
 
 from localgen.backends.errors import LoadFailed
-from localgen.quant.gguf.convert import convert
+from localgen.quant.gguf.convert import convert_to_gguf
 
 # llama.cpp takes capitals for small letters and the other way round outside of ASCII
 BY_CASE = {"tekken", "gpt-4o"}
@@ -31,7 +31,7 @@ OTHERWISE = {
 
 def converted(folder: Path, tokenizer: dict[str, Any], **settings: Any) -> Path:
     write_tokenizer(folder, tokenizer, **settings)
-    convert(folder, folder / "model.gguf")
+    convert_to_gguf(folder, folder / "model.gguf")
     return folder / "model.gguf"
 
 

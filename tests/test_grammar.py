@@ -13,7 +13,7 @@ from models import Bench, questions
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.text.grammar import Grammars
+from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import Failed, Message, SamplingParams
 
 PERSON = {
@@ -179,7 +179,7 @@ def test_preempted_answers_hold_too() -> None:
 )
 def test_what_is_wrong_with_a_grammar(bench: Bench, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        Grammars(bench.model.tokenizer).matcher(SamplingParams(**settings))
+        GrammarCompiler(bench.model.tokenizer).compile(SamplingParams(**settings))
     name = bench.submit(CHAT, SamplingParams(**settings))
     while bench.replies[name].end is None:
         bench.engine.step(wait=False)
@@ -191,11 +191,11 @@ def test_what_is_wrong_with_a_grammar(bench: Bench, settings: dict[str, Any], me
 
 def test_masks_ahead_of_drafts(bench: Bench) -> None:
     tokenizer = bench.model.tokenizer
-    matcher = Grammars(tokenizer).matcher(SamplingParams(regex="abc|abd"))
+    matcher = GrammarCompiler(tokenizer).compile(SamplingParams(regex="abc|abd"))
     assert matcher is not None
     letters = {text: tokenizer.encode(text)[-1] for text in "abcd"}
-    masks = matcher.ahead([letters["a"], letters["d"], letters["c"]])
+    masks = matcher.draft_masks([letters["a"], letters["d"], letters["c"]])
     assert [mask[letters["a"]] for mask in masks] == [True, False, True, True]
     assert masks[1][letters["b"]]
     assert masks[2].all(), "behind a draft that is not allowed anything goes"
-    assert matcher.allowed()[letters["a"]], "and the answer itself has not moved"
+    assert matcher.allowed_mask()[letters["a"]], "and the answer itself has not moved"

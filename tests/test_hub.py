@@ -12,7 +12,7 @@ from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile, shards_of, stem_of
 from localgen.hub import resolve as resolve_module
 from localgen.hub.cache import cached_models
-from localgen.hub.resolve import available, for_server, resolve
+from localgen.hub.resolve import installed_models, name_for_server, resolve_model
 
 REVISION = "0123456789012345678901234567890123456789"
 
@@ -65,44 +65,44 @@ def test_a_file_and_its_shards(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         (tmp_path / f"m-0000{number}-of-00003.gguf").write_bytes(b"x" * number)
     for number in (1, 2, 3):
-        found = resolve(str(tmp_path / f"m-0000{number}-of-00003.gguf"))
+        found = resolve_model(str(tmp_path / f"m-0000{number}-of-00003.gguf"))
         assert found.name == "m"
         assert found.path.name == "m-00001-of-00003.gguf"
         assert found.size_bytes == 6
         assert len(found.shards) == 3
     (tmp_path / "m-00002-of-00003.gguf").unlink()
     with pytest.raises(ModelNotFound, match=r"3 shards, 1 missing: .*m-00002-of-00003"):
-        resolve(str(tmp_path / "m-00001-of-00003.gguf"))
+        resolve_model(str(tmp_path / "m-00001-of-00003.gguf"))
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="there is no file") as missing:
-        resolve(str(tmp_path / "nothing.gguf"))
+        resolve_model(str(tmp_path / "nothing.gguf"))
     assert missing.value.param == "model"
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ModelNotFound, match=r"not a \.gguf file"):
-        resolve(str(tmp_path / "notes.txt"))
+        resolve_model(str(tmp_path / "notes.txt"))
     with pytest.raises(ModelNotFound, match=r"holds no \.gguf"):
-        resolve(str(tmp_path))
+        resolve_model(str(tmp_path))
 
 
 def test_folders(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"x")
     (tmp_path / "mmproj-a.gguf").write_bytes(b"x")
-    assert resolve(str(tmp_path)).name == "a"
+    assert resolve_model(str(tmp_path)).name == "a"
     (tmp_path / "b.gguf").write_bytes(b"x")
     with pytest.raises(ModelNotFound, match=r"several models, name one: a\.gguf, b\.gguf"):
-        resolve(str(tmp_path))
+        resolve_model(str(tmp_path))
 
 
 def test_the_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "BUILT_IN_PATH", tmp_path / "tiny.gguf")
     with pytest.raises(ModelNotFound, match=r"built-in model .* is missing"):
-        resolve(None)
+        resolve_model(None)
     (tmp_path / "tiny.gguf").write_bytes(b"x")
-    assert resolve(None) == resolve("tiny")
-    assert resolve(None).name == "tiny"
-    assert resolve(None).source == "built-in"
+    assert resolve_model(None) == resolve_model("tiny")
+    assert resolve_model(None).name == "tiny"
+    assert resolve_model(None).source == "built-in"
 
 
 @pytest.mark.parametrize(
@@ -117,39 +117,39 @@ def test_the_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_names_of_a_cached_model(filled: Path, name: str) -> None:
-    found = resolve(name)
+    found = resolve_model(name)
     assert found.name == "acme/Chat-8B-GGUF:Q4_K_M"
     assert found.path.name == "chat-8b-Q4_K_M.gguf"
     assert found.source == "cache"
 
 
 def test_quants(filled: Path) -> None:
-    assert resolve("acme/Chat-8B-GGUF:q8_0").path.name == "chat-8b-Q8_0.gguf"
-    assert len(resolve("acme/Big:bf16").shards) == 2
-    assert resolve("acme/Only8").name == "acme/Only8:Q8_0"
+    assert resolve_model("acme/Chat-8B-GGUF:q8_0").path.name == "chat-8b-Q8_0.gguf"
+    assert len(resolve_model("acme/Big:bf16").shards) == 2
+    assert resolve_model("acme/Only8").name == "acme/Only8:Q8_0"
     with pytest.raises(ModelNotFound, match=r"Only8 has no Q4_K_M here, there is: acme/Only8:Q8_0"):
-        resolve("acme/Only8:Q4_K_M")
+        resolve_model("acme/Only8:Q4_K_M")
     with pytest.raises(ModelNotFound, match="has no Q2_K"):
-        resolve("acme/Chat-8B-GGUF:Q2_K")
+        resolve_model("acme/Chat-8B-GGUF:Q2_K")
 
 
 def test_an_unknown_name_gets_help(filled: Path) -> None:
     with pytest.raises(
         ModelNotFound, match=r"Did you mean .*acme/Chat-8B-GGUF:Q4_K_M.*\? There is"
     ) as unknown:
-        resolve("acme/Chat-7B-GGUF")
+        resolve_model("acme/Chat-7B-GGUF")
     assert "acme/Only8:Q8_0" in unknown.value.message
     with pytest.raises(ModelNotFound, match="Did you mean tiny"):
-        resolve("tinny")
+        resolve_model("tinny")
     with pytest.raises(ModelNotFound, match="no model 'acme/Torch'"):
-        resolve("acme/Torch")
+        resolve_model("acme/Torch")
     for bad in ("", " ", "a\0b"):
         with pytest.raises(InvalidRequest):
-            resolve(bad)
+            resolve_model(bad)
 
 
 def test_available(filled: Path) -> None:
-    found = [file for file in available() if file.source == "cache"]
+    found = [file for file in installed_models() if file.source == "cache"]
     assert [file.name for file in found] == [
         "acme/Big:BF16",
         "acme/Chat-8B-GGUF:Q4_K_M",
@@ -163,9 +163,9 @@ def test_available(filled: Path) -> None:
 def test_a_model_that_is_not_whole_is_not_listed(filled: Path) -> None:
     (shard,) = filled.rglob("snapshots/*/BF16/*-00002-of-*")
     shard.unlink()
-    assert "acme/Big:BF16" not in [file.name for file in available()]
+    assert "acme/Big:BF16" not in [file.name for file in installed_models()]
     with pytest.raises(ModelNotFound, match="2 shards, 1 missing"):
-        resolve("acme/Big:BF16")
+        resolve_model("acme/Big:BF16")
 
 
 def test_the_newest_revision_wins(cache: Path) -> None:
@@ -176,8 +176,8 @@ def test_the_newest_revision_wins(cache: Path) -> None:
     newer = root / "snapshots" / ("2" * 40)
     newer.mkdir()
     (newer / "m-Q4_K_M.gguf").symlink_to("../../blobs/newer")
-    assert resolve("a/b").size_bytes == 10
-    assert resolve("a/b:Q2_K").path.parent.name == "1" * 40
+    assert resolve_model("a/b").size_bytes == 10
+    assert resolve_model("a/b:Q2_K").path.parent.name == "1" * 40
 
 
 def test_no_cache_is_fine(cache: Path) -> None:
@@ -186,13 +186,13 @@ def test_no_cache_is_fine(cache: Path) -> None:
 
 def test_names_for_a_server_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert for_server(None) is None
-    assert for_server("tiny") == "tiny"
-    assert for_server("user/repo:Q4_K_M") == "user/repo:Q4_K_M"
-    assert for_server("m.gguf") == str(tmp_path / "m.gguf")
-    assert for_server("./folder") == str(tmp_path / "folder")
+    assert name_for_server(None) is None
+    assert name_for_server("tiny") == "tiny"
+    assert name_for_server("user/repo:Q4_K_M") == "user/repo:Q4_K_M"
+    assert name_for_server("m.gguf") == str(tmp_path / "m.gguf")
+    assert name_for_server("./folder") == str(tmp_path / "folder")
     (tmp_path / "user" / "repo").mkdir(parents=True)
-    assert for_server("user/repo") == str(tmp_path / "user" / "repo")
+    assert name_for_server("user/repo") == str(tmp_path / "user" / "repo")
 
 
 def test_a_folder_by_its_bare_name(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,31 +200,31 @@ def test_a_folder_by_its_bare_name(filled: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("mine", "llama3.2-1b"):
         (filled / name).mkdir()
         (filled / name / "config.json").write_text("{}")
-    assert resolve("mine").path == Path("mine")
-    assert for_server("mine") == str(filled / "mine")
+    assert resolve_model("mine").path == Path("mine")
+    assert name_for_server("mine") == str(filled / "mine")
     # a name of the catalog stays one
-    assert for_server("llama3.2-1b") == "llama3.2-1b"
+    assert name_for_server("llama3.2-1b") == "llama3.2-1b"
     (filled / "empty").mkdir()
     for name in ("empty", "x" * 5000, ""):
-        assert for_server(name) == name
+        assert name_for_server(name) == name
 
 
 def test_a_folder_of_the_cache(filled: Path) -> None:
-    found = resolve("hf.co/acme/folder")
+    found = resolve_model("hf.co/acme/folder")
     assert (found.name, found.is_gguf, found.source) == ("acme/Folder", False, "cache")
     assert found.path.parent.name == "snapshots"
     index = found.path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}')
     with pytest.raises(ModelNotFound, match=r"not whole, 1 files are missing, model-2"):
-        resolve("acme/Folder")
-    assert "acme/Folder" not in [file.name for file in available()]
+        resolve_model("acme/Folder")
+    assert "acme/Folder" not in [file.name for file in installed_models()]
     index.write_text("[]")
     with pytest.raises(ModelNotFound, match="cannot be read"):
-        resolve("acme/Folder")
+        resolve_model("acme/Folder")
 
 
 @pytest.mark.parametrize("name", ["a/../../etc:Q4", "../a/b:Q4", "hf.co/../x", "a/..", "..%2fa/b"])
 def test_no_name_leads_out_of_the_cache(filled: Path, name: str) -> None:
     (filled.parent / "etc").mkdir()
     with pytest.raises((ModelNotFound, InvalidRequest)):
-        resolve(name)
+        resolve_model(name)

@@ -22,10 +22,10 @@ from pulling import CONTENT, Q4, REPO, environment, hub, made_up
 from test_cli_commands import Piped, Terminal
 
 from localgen.cli import errors
-from localgen.cli.main import run
-from localgen.hub.aliases import aliases
+from localgen.cli.main import run_command_line
+from localgen.hub.aliases import load_aliases
 from localgen.hub.hf_client import repo_folder
-from localgen.hub.resolve import BUILT_IN_PATH, available, resolve
+from localgen.hub.resolve import BUILT_IN_PATH, installed_models, resolve_model
 
 __all__ = ["hub"]
 TINY = "acme/Tiny-GGUF"
@@ -41,11 +41,11 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def cached() -> list[str]:
-    return [file.name for file in available() if file.source == "cache"]
+    return [file.name for file in installed_models() if file.source == "cache"]
 
 
 def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["pull", REPO]) == 0
+    assert run_command_line(["pull", REPO]) == 0
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
@@ -54,7 +54,7 @@ def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
         f"{REPO}:Q4_K_M is here",
     ]
     assert cached() == [f"{REPO}:Q4_K_M"]
-    assert run(["pull", f"hf.co/{REPO}"]) == 0
+    assert run_command_line(["pull", f"hf.co/{REPO}"]) == 0
     assert capsys.readouterr().err == f"{REPO}:Q4_K_M is here and up to date\n"
     assert len(hub.downloads) == 1
 
@@ -62,11 +62,15 @@ def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "status", "complaint"),
     [
-        ("acme/Nothing", errors.BY_ERROR_CODE["model_not_found"], "has no repository acme/Nothing"),
-        (f"{REPO}:Q9", errors.BY_ERROR_CODE["model_not_found"], "Q4_K_M (0.0 GB)"),
-        ("acme/Gated", errors.BY_ERROR_CODE["access_denied"], "is gated"),
-        ("lama-8b", errors.BY_ERROR_CODE["model_not_found"], "Did you mean llama-8b"),
-        ("tiny", errors.BY_ERROR_CODE["invalid_request"], "nothing to pull"),
+        (
+            "acme/Nothing",
+            errors.EXIT_STATUS_BY_CODE["model_not_found"],
+            "has no repository acme/Nothing",
+        ),
+        (f"{REPO}:Q9", errors.EXIT_STATUS_BY_CODE["model_not_found"], "Q4_K_M (0.0 GB)"),
+        ("acme/Gated", errors.EXIT_STATUS_BY_CODE["access_denied"], "is gated"),
+        ("lama-8b", errors.EXIT_STATUS_BY_CODE["model_not_found"], "Did you mean llama-8b"),
+        ("tiny", errors.EXIT_STATUS_BY_CODE["invalid_request"], "nothing to pull"),
     ],
 )
 def test_a_pull_that_fails_is_one_line(
@@ -77,7 +81,7 @@ def test_a_pull_that_fails_is_one_line(
     complaint: str,
 ) -> None:
     hub.add("acme/Gated", {Q4: CONTENT}, gated=set())
-    assert run(["pull", model]) == status
+    assert run_command_line(["pull", model]) == status
     *_, last = lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 2
     assert last.startswith("localgen: ")
@@ -88,14 +92,14 @@ def test_a_pull_that_fails_is_one_line(
 def test_pull_without_network(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(["pull", REPO]) == 0
+    assert run_command_line(["pull", REPO]) == 0
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     capsys.readouterr()
-    assert run(["pull", REPO]) == 0
+    assert run_command_line(["pull", REPO]) == 0
     assert f"{REPO} is here; whether it is the newest was not checked" in capsys.readouterr().err
-    assert run(["pull", "llama-8b"]) == errors.BY_ERROR_CODE["hub_unavailable"]
+    assert run_command_line(["pull", "llama-8b"]) == errors.EXIT_STATUS_BY_CODE["hub_unavailable"]
     assert re.search(r"cannot reach .*bartowski/.*\(4\.9 GB\)$", capsys.readouterr().err)
-    assert run(["show", "llama-8b", "--quants"]) == 0
+    assert run_command_line(["show", "llama-8b", "--quants"]) == 0
     out, err = capsys.readouterr()
     assert "Q8_0" in out
     assert "these are the catalog's sizes" in err
@@ -125,7 +129,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
         err.splitlines()[-1],
     )
     hub.faults.release.set()
-    assert run(["pull", REPO]) == 0
+    assert run_command_line(["pull", REPO]) == 0
     assert hub.downloads[-1].start == part[0] > 1_000_000
 
 
@@ -170,10 +174,10 @@ def test_list_shows_other_names_and_disk_use(
     repo = "bartowski/Llama-3.2-1B-Instruct-GGUF"
     hub.add(repo, {f"Llama-3.2-1B-Instruct-{q}.gguf": made_up(50_000) for q in ("Q4_K_M", "Q8_0")})
     for tag in ("", ":q8_0"):
-        assert run(["pull", f"llama-1b{tag}"]) == 0
-    assert run(["cp", "llama-1b:Q8_0", "mine"]) == 0
+        assert run_command_line(["pull", f"llama-1b{tag}"]) == 0
+    assert run_command_line(["cp", "llama-1b:Q8_0", "mine"]) == 0
     capsys.readouterr()
-    assert run(["list"]) == 0
+    assert run_command_line(["list"]) == 0
     out, err = capsys.readouterr()
     head, *rows = [re.split(r" {3,}", line) for line in out.splitlines()]
     assert head == ["NAME", "SIZE", "SOURCE", "STATE", "ALSO"]
@@ -191,27 +195,27 @@ def test_list_shows_unfinished_downloads(
     blobs = repo_folder(REPO) / "blobs"
     blobs.mkdir(parents=True)
     (blobs / ("a" * 64 + ".incomplete")).write_bytes(b"x" * 1_000_000)
-    assert run(["list"]) == 0
+    assert run_command_line(["list"]) == 0
     assert "1.0 MB more in unfinished downloads" in capsys.readouterr().err
-    assert run(["rm", REPO, "--yes"]) == 0
+    assert run_command_line(["rm", REPO, "--yes"]) == 0
     assert "1.0 MB freed" in capsys.readouterr().out
     assert list(blobs.iterdir()) == []
 
 
 def test_show_a_file(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.add(TINY, {"tiny-F16.gguf": BUILT_IN_PATH.read_bytes()})
-    assert run(["pull", TINY]) == 0
+    assert run_command_line(["pull", TINY]) == 0
     capsys.readouterr()
-    assert run(["show", TINY, "--json"]) == 0
+    assert run_command_line(["show", TINY, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["name"], found["source"], found["files"]) == (f"{TINY}:F16", "cache", 1)
     assert found["size_bytes"] == BUILT_IN_PATH.stat().st_size
     assert (found["architecture"], found["quantization"]) == ("llama", "F16")
     assert (found["params"], found["vocab"], found["context"]) == (5_770_496, 4096, 2048)
     assert found["sampling"] == {"temp": 0.0}
-    assert run(["show", TINY, "--template"]) == 0
+    assert run_command_line(["show", TINY, "--template"]) == 0
     assert capsys.readouterr().out == found["chat_template"] + "\n"
-    assert run(["show", TINY]) == 0
+    assert run_command_line(["show", TINY]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^chat template +198 characters", out, re.MULTILINE)
     assert re.search(r"^params +5,770,496$", out, re.MULTILINE)
@@ -220,9 +224,9 @@ def test_show_a_file(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> No
 def test_show_a_folder(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     source = BUILT_IN_PATH.parent / "tiny"
     hub.add("acme/Tiny", {path.name: path.read_bytes() for path in source.iterdir()})
-    assert run(["pull", "acme/Tiny"]) == 0
+    assert run_command_line(["pull", "acme/Tiny"]) == 0
     capsys.readouterr()
-    assert run(["show", "acme/Tiny", "--json"]) == 0
+    assert run_command_line(["show", "acme/Tiny", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["architecture"] == "LlamaForCausalLM"
     assert (found["context"], found["vocab"], found["quantization"]) == (2048, 4096, "bfloat16")
@@ -230,28 +234,33 @@ def test_show_a_folder(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_show_what_is_not_here(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["show", "llama-8b", "--json"]) == 0
+    assert run_command_line(["show", "llama-8b", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["here"] is False
     assert found["fetches"].endswith(":Q4_K_M (4.9 GB)")
     assert (found["context"], found["license"]) == (131_072, "llama3.1")
-    assert run(["show", "acme/Nothing"]) == errors.BY_ERROR_CODE["model_not_found"]
-    assert run(["show", "llama-8b", "--template"]) == errors.BY_ERROR_CODE["model_not_found"]
+    assert (
+        run_command_line(["show", "acme/Nothing"]) == errors.EXIT_STATUS_BY_CODE["model_not_found"]
+    )
+    assert (
+        run_command_line(["show", "llama-8b", "--template"])
+        == errors.EXIT_STATUS_BY_CODE["model_not_found"]
+    )
     assert hub.requests == []
 
 
 def test_show_quants(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.add(REPO, {f"chat-{q}.gguf": made_up(n) for q, n in (("Q4_K_M", 50_000), ("Q8_0", 90_000))})
-    assert run(["pull", REPO]) == 0
+    assert run_command_line(["pull", REPO]) == 0
     capsys.readouterr()
-    assert run(["show", REPO, "--quants"]) == 0
+    assert run_command_line(["show", REPO, "--quants"]) == 0
     head, first, second, why = capsys.readouterr().out.splitlines()
     assert head.split() == ["QUANT", "SIZE", "NEEDS", "RUNS", "ON", "HERE"]
     assert re.split(r" {3,}", first)[:2] == ["Q8_0", "90.0 KB"]
     assert first.endswith("<- auto")
     assert re.split(r" {3,}", second)[-1] == "yes"
     assert why.startswith("Q8_0 needs ")
-    assert run(["show", REPO, "--quants", "--json"]) == 0
+    assert run_command_line(["show", REPO, "--quants", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["quant"], row["auto"], row["here"]) for row in rows] == [
         ("Q8_0", True, False),
@@ -264,31 +273,31 @@ def test_rm_takes_one_model_and_leaves_the_others(
 ) -> None:
     hub.add(REPO, {Q4: CONTENT, "chat-Q8_0.gguf": made_up(50_000), "copy-Q2_K.gguf": CONTENT})
     for tag in ("Q4_K_M", "Q8_0", "Q2_K"):
-        assert run(["pull", f"{REPO}:{tag}"]) == 0
+        assert run_command_line(["pull", f"{REPO}:{tag}"]) == 0
     hub.repos[REPO].commit = "d" * 40
-    assert run(["pull", f"{REPO}:Q4_K_M"]) == 0
+    assert run_command_line(["pull", f"{REPO}:Q4_K_M"]) == 0
     capsys.readouterr()
     # its content is another model's too
-    assert run(["rm", f"{REPO}:Q4_K_M", "-y"]) == 0
+    assert run_command_line(["rm", f"{REPO}:Q4_K_M", "-y"]) == 0
     assert capsys.readouterr().out == f"{REPO}:Q4_K_M removed, 0 B freed\n"
     assert cached() == [f"{REPO}:Q8_0", f"{REPO}:Q2_K"]
-    assert run(["rm", f"{REPO}:Q2_K", "-y"]) == 0
+    assert run_command_line(["rm", f"{REPO}:Q2_K", "-y"]) == 0
     assert capsys.readouterr().out == f"{REPO}:Q2_K removed, 3.0 MB freed\n"
     assert cached() == [f"{REPO}:Q8_0"]
-    assert run(["rm", f"{REPO}:Q8_0", "-y"]) == 0
+    assert run_command_line(["rm", f"{REPO}:Q8_0", "-y"]) == 0
     assert not repo_folder(REPO).exists()
-    assert run(["rm", REPO, "-y"]) == errors.BY_ERROR_CODE["model_not_found"]
+    assert run_command_line(["rm", REPO, "-y"]) == errors.EXIT_STATUS_BY_CODE["model_not_found"]
 
 
 def test_rm_asks(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(["pull", REPO]) == 0
-    assert run(["rm", REPO]) == errors.BY_ERROR_CODE["invalid_request"]
+    assert run_command_line(["pull", REPO]) == 0
+    assert run_command_line(["rm", REPO]) == errors.EXIT_STATUS_BY_CODE["invalid_request"]
     assert "--yes" in capsys.readouterr().err
     for typed, status, left in ((b"n\n", 1, 1), (b"y\n", 0, 0)):
         monkeypatch.setattr(sys, "stdin", Terminal(typed))
-        assert run(["rm", REPO]) == status
+        assert run_command_line(["rm", REPO]) == status
         assert f"Remove {REPO}:Q4_K_M (3.0 MB)?" in capsys.readouterr().err
         assert len(cached()) == left
 
@@ -299,9 +308,9 @@ def test_rm_refuses_what_is_loaded(
     from localgen.client import RunningModel
 
     loaded = RunningModel(f"{REPO}:Q4_K_M", "a1", 1, "100% CPU", 2048, 299.0, 0)
-    monkeypatch.setattr("localgen.client.Client.running", lambda _client: [loaded])
-    assert run(["pull", REPO]) == 0
-    assert run(["rm", REPO, "-y"]) == errors.BY_ERROR_CODE["model_busy"]
+    monkeypatch.setattr("localgen.client.Client.running_models", lambda _client: [loaded])
+    assert run_command_line(["pull", REPO]) == 0
+    assert run_command_line(["rm", REPO, "-y"]) == errors.EXIT_STATUS_BY_CODE["model_busy"]
     assert f"localgen stop {REPO}:Q4_K_M" in capsys.readouterr().err
     assert cached() == [f"{REPO}:Q4_K_M"]
 
@@ -312,25 +321,27 @@ def test_rm_leaves_what_is_not_in_the_cache(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.gguf").write_bytes(b"x")
-    assert run(["rm", model, "-y"]) == errors.BY_ERROR_CODE["invalid_request"]
+    assert run_command_line(["rm", model, "-y"]) == errors.EXIT_STATUS_BY_CODE["invalid_request"]
     assert Path("x.gguf").exists()
     assert BUILT_IN_PATH.exists()
 
 
 def test_cp_and_rm_of_a_name(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["pull", REPO]) == 0
-    assert run(["cp", REPO, "work"]) == 0
-    assert run(["cp", "work", "other"]) == 0
-    assert aliases() == {"work": REPO, "other": REPO}
-    assert resolve("work").name == f"{REPO}:Q4_K_M"
-    assert run(["rm", "work"]) == 0
-    assert aliases() == {"other": REPO}
+    assert run_command_line(["pull", REPO]) == 0
+    assert run_command_line(["cp", REPO, "work"]) == 0
+    assert run_command_line(["cp", "work", "other"]) == 0
+    assert load_aliases() == {"work": REPO, "other": REPO}
+    assert resolve_model("work").name == f"{REPO}:Q4_K_M"
+    assert run_command_line(["rm", "work"]) == 0
+    assert load_aliases() == {"other": REPO}
     assert cached() == [f"{REPO}:Q4_K_M"]
     capsys.readouterr()
-    assert run(["cp", "nothing", "work"]) == errors.BY_ERROR_CODE["model_not_found"]
-    assert run(["cp", REPO, "tiny"]) == errors.BY_ERROR_CODE["invalid_request"]
-    assert run(["cp", REPO, "a/b"]) == errors.BY_ERROR_CODE["invalid_request"]
-    assert aliases() == {"other": REPO}
+    assert (
+        run_command_line(["cp", "nothing", "work"]) == errors.EXIT_STATUS_BY_CODE["model_not_found"]
+    )
+    assert run_command_line(["cp", REPO, "tiny"]) == errors.EXIT_STATUS_BY_CODE["invalid_request"]
+    assert run_command_line(["cp", REPO, "a/b"]) == errors.EXIT_STATUS_BY_CODE["invalid_request"]
+    assert load_aliases() == {"other": REPO}
 
 
 def test_cp_of_a_path_is_absolute(
@@ -338,8 +349,8 @@ def test_cp_of_a_path_is_absolute(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("m.gguf").write_bytes(b"x")
-    assert run(["cp", "m.gguf", "mine"]) == 0
-    assert aliases() == {"mine": str(tmp_path / "m.gguf")}
+    assert run_command_line(["cp", "m.gguf", "mine"]) == 0
+    assert load_aliases() == {"mine": str(tmp_path / "m.gguf")}
 
 
 @pytest.fixture
@@ -362,16 +373,16 @@ def test_pull_then_run(live: dict[str, str]) -> None:
 
     ask = ("run", TINY, "What is 17 + 25?", "--temp", "0", "-n", "32")
     refused = localgen("run", "llama-8b", "x")
-    assert refused.returncode == errors.BY_ERROR_CODE["model_not_found"]
+    assert refused.returncode == errors.EXIT_STATUS_BY_CODE["model_not_found"]
     assert "localgen pull llama-8b fetches bartowski" in refused.stderr
-    assert localgen(*ask).returncode == errors.BY_ERROR_CODE["model_not_found"]
+    assert localgen(*ask).returncode == errors.EXIT_STATUS_BY_CODE["model_not_found"]
     pulled = localgen("pull", TINY)
     assert pulled.returncode == 0, pulled.stderr
     answered = localgen(*ask)
     assert answered.returncode == 0, answered.stderr
     assert "42" in answered.stdout
     busy = localgen("rm", TINY, "--yes")
-    assert busy.returncode == errors.BY_ERROR_CODE["model_busy"]
+    assert busy.returncode == errors.EXIT_STATUS_BY_CODE["model_busy"]
     assert localgen("stop", f"{TINY}:F16").returncode == 0
     assert localgen("rm", TINY, "--yes").returncode == 0
 

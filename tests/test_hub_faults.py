@@ -33,7 +33,7 @@ from localgen.hub.hf_client import (
     HubUnavailable,
     repo_folder,
 )
-from localgen.hub.resolve import resolve
+from localgen.hub.resolve import resolve_model
 
 __all__ = ["hub", "impatient"]
 
@@ -46,18 +46,18 @@ def test_a_wrong_hash(hub: LoopbackHub) -> None:
         fetch()
     assert unfinished() == []
     with pytest.raises(ModelNotFound):
-        resolve(REPO)
+        resolve_model(REPO)
     fetch()
     assert_clean()
 
 
 def test_a_wrong_beginning_from_an_interrupted_pull(hub: LoopbackHub) -> None:
-    plan = pull.plan(REPO)
+    plan = pull.plan_pull(REPO)
     blob = blob_path(REPO, plan.files[0])
     blob.parent.mkdir(parents=True)
     blob.with_name(blob.name + ".incomplete").write_bytes(b"not it")
     with pytest.raises(DownloadFailed, match="arrived damaged"):
-        pull.execute(plan, lambda here: None)
+        pull.run_pull(plan, lambda here: None)
     fetch()
     assert_clean()
 
@@ -69,7 +69,10 @@ def test_a_wrong_hash_of_a_small_file(hub: LoopbackHub) -> None:
     with pytest.raises(DownloadFailed, match=r"config\.json .* arrived damaged"):
         fetch("acme/Folder")
     fetch("acme/Folder")
-    assert resolve("acme/Folder").path.joinpath("config.json").read_bytes() == files["config.json"]
+    assert (
+        resolve_model("acme/Folder").path.joinpath("config.json").read_bytes()
+        == files["config.json"]
+    )
 
 
 def test_no_room_is_told_before_the_first_byte(
@@ -93,7 +96,7 @@ def test_what_is_here_needs_no_room(
         fetch()
     hub.faults.drops = 0
     usage = namedtuple("usage", "total used free")
-    left = pull.plan(REPO).left_bytes
+    left = pull.plan_pull(REPO).remaining_bytes
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(1, 1, left))
     fetch()
     assert_clean()
@@ -108,18 +111,18 @@ import shutil
 # the check before the first byte is passed, as when others fill the disk meanwhile
 honest = shutil.disk_usage
 shutil.disk_usage = lambda path: honest(path)._replace(free=1 << 40)
-plan = pull.plan("acme/Chat-GGUF")
+plan = pull.plan_pull("acme/Chat-GGUF")
 try:
-    pull.execute(plan, lambda here: None)
+    pull.run_pull(plan, lambda here: None)
 except DiskFull as error:
     print(error.message)
 filler = Path(sys.argv[1]) / "filler"
-print("unfinished", plan.left_bytes)
+print("unfinished", plan.remaining_bytes)
 filler.unlink()
-plan = pull.plan("acme/Chat-GGUF")
-pull.execute(plan, lambda here: None)
-from localgen.hub.resolve import resolve
-print("whole", resolve("acme/Chat-GGUF").size_bytes)
+plan = pull.plan_pull("acme/Chat-GGUF")
+pull.run_pull(plan, lambda here: None)
+from localgen.hub.resolve import resolve_model
+print("whole", resolve_model("acme/Chat-GGUF").size_bytes)
 """
 
 
@@ -209,12 +212,12 @@ def test_a_gated_repository_of_the_catalog_names_its_open_copy(hub: LoopbackHub)
 def test_a_busy_hub_is_waited_for(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.busy, hub.faults.retry_after = 2, "7"
     said: list[str] = []
-    plan = pull.plan(REPO, said.append)
+    plan = pull.plan_pull(REPO, said.append)
     assert impatient == [7.0, 7.0]
     assert len(said) == 2
     assert said[0].endswith("asks to wait 7 s")
     hub.faults.busy = 1
-    pull.execute(plan, lambda here: None, said.append)
+    pull.run_pull(plan, lambda here: None, said.append)
     assert impatient[-1] == 8.0  # the library adds a second
     assert "busy" in said[-1]
     assert_clean()

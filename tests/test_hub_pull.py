@@ -25,8 +25,8 @@ from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFoun
 from localgen.hub import pull
 from localgen.hub.download import blob_path
 from localgen.hub.hf_client import HubUnavailable, repo_folder
-from localgen.hub.quant_choice import Room
-from localgen.hub.resolve import resolve
+from localgen.hub.quant_choice import AvailableMemory
+from localgen.hub.resolve import resolve_model
 
 __all__ = ["hub", "impatient"]
 
@@ -43,13 +43,13 @@ def test_a_pull_ends_in_the_cache_as_the_library_lays_it_out(hub: LoopbackHub) -
     # to other programs it is there
     path = hf_hub_download(REPO, Q4, local_files_only=True)
     assert Path(path).read_bytes() == CONTENT
-    assert fetch().is_here
+    assert fetch().is_cached
     assert len(hub.downloads) == asked == 1
 
 
 def test_progress_counts_to_the_whole(hub: LoopbackHub) -> None:
     seen: list[int] = []
-    pull.execute(pull.plan(REPO), seen.append)
+    pull.run_pull(pull.plan_pull(REPO), seen.append)
     assert seen == sorted(seen)
     assert len(seen) > 5
     assert seen[-1] == len(CONTENT)
@@ -58,7 +58,7 @@ def test_progress_counts_to_the_whole(hub: LoopbackHub) -> None:
 def test_a_broken_connection_goes_on_where_it_was(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.drops = 1
     said: list[str] = []
-    pull.execute(pull.plan(REPO), lambda here: None, said.append)
+    pull.run_pull(pull.plan_pull(REPO), lambda here: None, said.append)
     assert_clean()
     first, second = hub.downloads
     assert first.start == 0
@@ -73,15 +73,15 @@ def test_an_interrupted_pull_goes_on_the_next_time(
     with pytest.raises(HubUnavailable, match=r"cannot reach 127\.0\.0\.1"):
         fetch()
     with pytest.raises(ModelNotFound):
-        resolve(REPO)
+        resolve_model(REPO)
     (part,) = unfinished()
     there = part.stat().st_size
     assert 0.25 * len(CONTENT) < there <= 0.4 * len(CONTENT)
     hub.faults.drops = 0
-    plan = pull.plan(REPO)
-    assert plan.left_bytes == len(CONTENT) - there
+    plan = pull.plan_pull(REPO)
+    assert plan.remaining_bytes == len(CONTENT) - there
     asked = len(hub.downloads)
-    pull.execute(plan, lambda here: None)
+    pull.run_pull(plan, lambda here: None)
     assert [request.start for request in hub.downloads[asked:]] == [there]
     assert_clean()
 
@@ -93,11 +93,11 @@ def test_a_server_without_ranges(hub: LoopbackHub, impatient: list[float]) -> No
 
 
 def test_an_unfinished_file_that_is_too_long(hub: LoopbackHub) -> None:
-    plan = pull.plan(REPO)
+    plan = pull.plan_pull(REPO)
     blob = blob_path(REPO, plan.files[0])
     blob.parent.mkdir(parents=True)
     blob.with_name(blob.name + ".incomplete").write_bytes(b"x" * (len(CONTENT) + 1))
-    pull.execute(plan, lambda here: None)
+    pull.run_pull(plan, lambda here: None)
     assert_clean()
 
 
@@ -108,25 +108,29 @@ def test_a_missing_quantization(hub: LoopbackHub) -> None:
     ):
         fetch()
     assert fetch(f"{REPO}:q8_0").name == f"{REPO}:Q8_0"
-    assert resolve(REPO).name == f"{REPO}:Q8_0"
+    assert resolve_model(REPO).name == f"{REPO}:Q8_0"
     fetch(f"hf.co/{REPO}:Q5_K_M")
     with pytest.raises(ModelNotFound, match="has no Q4_K_M here"):
-        resolve(REPO)
+        resolve_model(REPO)
 
 
 def test_auto_takes_the_best_that_fits(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {f"chat-{quant}.gguf": made_up(size) for quant, size in SIZES.items()}
     hub.add(REPO, files)
-    monkeypatch.setattr("localgen.hub.quant_choice.room_here", lambda: Room(ram=75_000_000))
-    plan = pull.plan(f"{REPO}:auto")
+    monkeypatch.setattr(
+        "localgen.hub.quant_choice.available_memory", lambda: AvailableMemory(ram_bytes=75_000_000)
+    )
+    plan = pull.plan_pull(f"{REPO}:auto")
     assert plan.name == f"{REPO}:Q6_K"
-    assert plan.why.startswith("Q6_K needs 70.")
-    assert "Q8_0 would need 7" in plan.why
-    pull.execute(plan, lambda here: None)
-    assert resolve(f"{REPO}:auto").name == f"{REPO}:Q6_K"
-    monkeypatch.setattr("localgen.hub.quant_choice.room_here", lambda: Room(ram=1_000_000))
+    assert plan.quant_reason.startswith("Q6_K needs 70.")
+    assert "Q8_0 would need 7" in plan.quant_reason
+    pull.run_pull(plan, lambda here: None)
+    assert resolve_model(f"{REPO}:auto").name == f"{REPO}:Q6_K"
+    monkeypatch.setattr(
+        "localgen.hub.quant_choice.available_memory", lambda: AvailableMemory(ram_bytes=1_000_000)
+    )
     with pytest.raises(OutOfMemory, match=r"the smallest, Q2_K, needs 6.*, 1\.0 MB are free"):
-        pull.plan(f"{REPO}:auto")
+        pull.plan_pull(f"{REPO}:auto")
 
 
 SIZES = {"Q2_K": 1_000_000, "Q6_K": 3_000_000, "Q8_0": 8_000_000, "F16": 12_000_000}
@@ -135,13 +139,13 @@ SIZES = {"Q2_K": 1_000_000, "Q6_K": 3_000_000, "Q8_0": 8_000_000, "F16": 12_000_
 def test_shards_are_one_model(hub: LoopbackHub) -> None:
     shards = [made_up(1_000_000, seed) for seed in range(3)]
     hub.add(REPO, {f"Q4_K_M/c-Q4_K_M-0000{i + 1}-of-00003.gguf": s for i, s in enumerate(shards)})
-    plan = pull.plan(REPO)
+    plan = pull.plan_pull(REPO)
     assert len(plan.files) == 3
-    pull.execute(plan, lambda here: None)
+    pull.run_pull(plan, lambda here: None)
     assert_clean(content=b"".join(shards))
     hub.add(REPO, {"c-Q4_K_M-00001-of-00002.gguf": shards[0]})
     with pytest.raises(ModelNotFound):
-        pull.plan(REPO)
+        pull.plan_pull(REPO)
 
 
 def test_a_sharded_model_that_is_interrupted_keeps_its_whole_shards(
@@ -149,18 +153,18 @@ def test_a_sharded_model_that_is_interrupted_keeps_its_whole_shards(
 ) -> None:
     shards = [made_up(1_000_000, seed) for seed in range(2)]
     hub.add(REPO, {f"c-Q4_K_M-0000{i + 1}-of-00002.gguf": s for i, s in enumerate(shards)})
-    plan = pull.plan(REPO)
+    plan = pull.plan_pull(REPO)
 
     def break_off(here: int) -> None:
         if here > 1_200_000:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pull.execute(plan, break_off)
+        pull.run_pull(plan, break_off)
     with pytest.raises(ModelNotFound, match="2 shards, 1 missing"):
-        resolve(REPO)
+        resolve_model(REPO)
     asked = len(hub.downloads)
-    pull.execute(pull.plan(REPO), lambda here: None)
+    pull.run_pull(pull.plan_pull(REPO), lambda here: None)
     (rest,) = hub.downloads[asked:]
     assert rest.path.endswith("00002-of-00002.gguf")
     assert rest.start > 0
@@ -181,7 +185,7 @@ def test_a_model_in_hugging_faces_format(hub: LoopbackHub) -> None:
     }
     hub.add("acme/Folder", files)
     fetch("acme/Folder")
-    found = resolve("acme/Folder")
+    found = resolve_model("acme/Folder")
     assert (found.name, found.source, found.is_gguf) == ("acme/Folder", "cache", False)
     assert found.size_bytes == len(weights)
     assert {path.name for path in found.path.rglob("*") if path.is_file()} == {
@@ -200,25 +204,25 @@ def test_nothing_to_run(hub: LoopbackHub) -> None:
 @pytest.mark.parametrize("name", ["tiny", "./x", "../../etc/passwd", "x.gguf"])
 def test_what_cannot_be_pulled(hub: LoopbackHub, name: str) -> None:
     with pytest.raises(InvalidRequest):
-        pull.plan(name)
+        pull.plan_pull(name)
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("name", ["lama-8b", "a/../b", "a/b/c", "user/", "/x:y", "a b/c"])
 def test_what_means_nothing(hub: LoopbackHub, name: str) -> None:
     with pytest.raises(LocalgenError):
-        pull.plan(name)
+        pull.plan_pull(name)
     assert hub.requests == []
 
 
 def test_two_pulls_are_one_download(hub: LoopbackHub) -> None:
     hub.faults.hold = threading.Event()
-    plan = pull.plan(REPO)
-    first = threading.Thread(target=pull.execute, args=(plan, lambda here: None))
+    plan = pull.plan_pull(REPO)
+    first = threading.Thread(target=pull.run_pull, args=(plan, lambda here: None))
     first.start()
     assert hub.faults.hold.wait(10)
     seen: list[int] = []
-    second = threading.Thread(target=pull.execute, args=(pull.plan(REPO), seen.append))
+    second = threading.Thread(target=pull.run_pull, args=(pull.plan_pull(REPO), seen.append))
     second.start()
     deadline = time.monotonic() + 10
     while len(seen) < 3 and time.monotonic() < deadline:
@@ -257,4 +261,4 @@ def test_a_new_revision_replaces_what_the_name_means(hub: LoopbackHub) -> None:
     fetch()
     assert_clean(content=newer)
     digest = hashlib.sha256(newer).hexdigest()
-    assert resolve(REPO).path.resolve().name == digest
+    assert resolve_model(REPO).path.resolve().name == digest

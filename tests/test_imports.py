@@ -249,8 +249,9 @@ def test_the_command_line_starts_light(program: str) -> None:
 def test_the_tui_computes_nothing() -> None:
     program = (
         "import sys, localgen.tui.chat.app\n"
-        "from localgen.quant.request.form import Choice\n"
-        "Choice().asked(), Choice(method='GGUF', weighed='scales').asked()\n"
+        "from localgen.quant.request.form import QuantizeForm\n"
+        "QuantizeForm().to_request()\n"
+        "QuantizeForm(method='GGUF', weighed='scales').to_request()\n"
         "print(*sys.modules)"
     )
     done = subprocess.run(

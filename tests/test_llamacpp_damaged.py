@@ -8,8 +8,8 @@ import pytest
 from models import TINY_GGUF
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.llamacpp.loader import load
-from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 
 WHOLE = Path(TINY_GGUF).read_bytes()
 
@@ -23,4 +23,4 @@ def test_what_to_do_with_it(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(LoadFailed, match="it is no whole GGUF file, fetch it again"):
-        load(Load("m", str(path), LoadOptions()), lambda share: None)
+        load_llamacpp_model(ModelLoadRequest("m", str(path), LoadOptions()), lambda share: None)

@@ -12,12 +12,12 @@ from drafting import always_draft
 from gguf_files import bert, short_convolutions
 from models import TINY_GGUF, LoadedBench, noisy, questions
 
-from localgen.backends.engine.drafters import drafters
+from localgen.backends.engine.drafters import create_drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
-from localgen.backends.llamacpp.loader import load
+from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.model_info import DraftModel, Load, LoadOptions
+from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest
 from localgen.backends.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=2)
@@ -28,8 +28,10 @@ def loaded(
     path: Path, target: Path = TINY_GGUF, *, optional: bool = False, **options: object
 ) -> LoadedModel:
     asked = LoadOptions(draft=str(path), threads=2, **options)  # type: ignore[arg-type]
-    draft = DraftModel("small", str(path), optional)
-    return load(Load("tiny", str(target), asked, draft=draft), lambda share: None)
+    draft = DraftModelRequest("small", str(path), optional)
+    return load_llamacpp_model(
+        ModelLoadRequest("tiny", str(target), asked, draft=draft), lambda share: None
+    )
 
 
 def refusal(path: Path, **more: object) -> str:
@@ -44,11 +46,15 @@ def test_the_same_answers_in_fewer_steps(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch)
-    plain = LoadedBench(load(Load("tiny", str(TINY_GGUF), LoadOptions(threads=2)), lambda _: None))
+    plain = LoadedBench(
+        load_llamacpp_model(
+            ModelLoadRequest("tiny", str(TINY_GGUF), LoadOptions(threads=2)), lambda _: None
+        )
+    )
     expected = plain.ask(questions(12), GREEDY)
     plain.close()
     model = loaded(DRAFT_GGUF, **options)
-    bench = LoadedBench(model, drafters(model))
+    bench = LoadedBench(model, create_drafters(model))
     replies = bench.ask(questions(12), GREEDY)
     assert noisy(replies, expected, NOISE) <= MAX_NOISY
     told = bench.stats.speculation
@@ -68,9 +74,9 @@ def test_one_thread_computes_for_both() -> None:
     target, draft = model.runner, model.draft.runner
     assert isinstance(target, LlamaRunner)
     assert isinstance(draft, LlamaRunner)
-    assert target._context.thread is draft._context.thread
+    assert target._context.executor is draft._context.executor
     draft.close()
-    assert target._context.thread.submit(int).result() == 0, "it is the target's to end"
+    assert target._context.executor.submit(int).result() == 0, "it is the target's to end"
     target.close()
 
 
@@ -93,9 +99,9 @@ def test_it_is_as_large_as_the_target_and_counted_apart() -> None:
 def test_the_pools_are_sized_together() -> None:
     def room(path: Path | None) -> int:
         options = LoadOptions(parallel=1, threads=1, ctx=2048, draft=str(path or "ngram"))
-        draft = DraftModel("small", str(path)) if path else None
-        request = Load("tiny", str(TINY_GGUF), options, 90_000_000, draft)
-        return load(request, lambda share: None).info.kv_tokens
+        draft = DraftModelRequest("small", str(path)) if path else None
+        request = ModelLoadRequest("tiny", str(TINY_GGUF), options, 90_000_000, draft)
+        return load_llamacpp_model(request, lambda share: None).info.kv_tokens
 
     assert 2048 <= room(TINY_GGUF) < 0.7 * room(None)
 

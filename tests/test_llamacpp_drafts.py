@@ -15,8 +15,8 @@ from test_engine import until_prepared
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.llamacpp.loader import load
-from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.types import Message, SamplingParams
 
 # as in test_llamacpp_runner
@@ -58,7 +58,10 @@ def draft_model() -> Drafter:
     """The built-in model, which agrees with itself when it is greedy."""
     options = LoadOptions(kv_tokens=8192, ctx=2048, threads=2)
     return ModelDrafter(
-        load(Load("draft", str(TINY_GGUF), options), lambda _share: None).runner, ""
+        load_llamacpp_model(
+            ModelLoadRequest("draft", str(TINY_GGUF), options), lambda _share: None
+        ).runner,
+        "",
     )
 
 

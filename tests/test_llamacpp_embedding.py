@@ -15,16 +15,16 @@ import pytest
 from models import TINY_GGUF, Bench, questions
 from test_engine_embedding import VectorLog, found, run
 
-from localgen.backends.engine.embeddings import normalized
+from localgen.backends.engine.embeddings import l2_normalize
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.input_processor import Intake
+from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import embeddings
-from localgen.backends.llamacpp.loader import load
+from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
-from localgen.backends.model_info import Load, LoadOptions
-from localgen.backends.runner.interface import Embedder, Vectors
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.runner.interface import Embedder, EmbeddingArray
 from localgen.backends.types import EmbedRequest, SamplingParams
 
 TEXTS = (
@@ -43,7 +43,7 @@ TOLERANCE = 1e-3
 
 def loaded(path: Path, **options: Any) -> LoadedModel:
     asked = LoadOptions(threads=1, **options)
-    return load(Load("m", str(path), asked), lambda _share: None)
+    return load_llamacpp_model(ModelLoadRequest("m", str(path), asked), lambda _share: None)
 
 
 def causal(target: Path, pooling: int | None = None) -> Path:
@@ -53,7 +53,7 @@ def causal(target: Path, pooling: int | None = None) -> Path:
     return files.rewrite(target, changes)
 
 
-def theirs(path: Path, texts: tuple[str, ...], pooling: int) -> Vectors:
+def theirs(path: Path, texts: tuple[str, ...], pooling: int) -> EmbeddingArray:
     model = llama_cpp.Llama(
         str(path),
         embedding=True,
@@ -69,12 +69,12 @@ def theirs(path: Path, texts: tuple[str, ...], pooling: int) -> Vectors:
     return vectors
 
 
-def ours(model: LoadedModel, texts: tuple[str, ...], most: int = 512) -> Vectors:
+def ours(model: LoadedModel, texts: tuple[str, ...], most: int = 512) -> EmbeddingArray:
     assert isinstance(model.runner, Embedder)
-    inputs = [model.tokenizer.encode_text(text) for text in texts]
+    inputs = [model.tokenizer.encode_for_embedding(text) for text in texts]
     *_, last = model.runner.embed(inputs, lambda: most)
     assert last.vectors is not None
-    return normalized(last.vectors)
+    return l2_normalize(last.vectors)
 
 
 @pytest.mark.parametrize("pooling", [None, MEAN, CLS, LAST])
@@ -123,8 +123,8 @@ def test_alone_or_together_it_is_the_same(tmp_path: Path, tiny: LoadedModel) -> 
 
 def test_longer_than_a_slice_and_than_the_first_context(tiny: LoadedModel) -> None:
     long = ("one two three four five six seven eight nine ten " * 60,)
-    tokens = len(tiny.tokenizer.encode_text(long[0]))
-    assert tokens > max(embeddings.SLICE_TOKENS, embeddings.LEAST_TOKENS)
+    tokens = len(tiny.tokenizer.encode_for_embedding(long[0]))
+    assert tokens > max(embeddings.SLICE_TOKENS, embeddings.MIN_CONTEXT_TOKENS)
     reference = theirs(TINY_GGUF, long, MEAN)
     np.testing.assert_allclose(ours(tiny, long, 10_000), reference, atol=TOLERANCE)
     np.testing.assert_allclose(ours(tiny, TEXTS), theirs(TINY_GGUF, TEXTS, MEAN), atol=TOLERANCE)
@@ -132,7 +132,7 @@ def test_longer_than_a_slice_and_than_the_first_context(tiny: LoadedModel) -> No
 
 def test_closed_early_nothing_is_left_of_it(tiny: LoadedModel) -> None:
     assert isinstance(tiny.runner, Embedder)
-    tokens = tiny.tokenizer.encode_text(TEXTS[2])
+    tokens = tiny.tokenizer.encode_for_embedding(TEXTS[2])
     slices = tiny.runner.embed([tokens, tokens], lambda: 5)
     next(slices)
     next(slices)
@@ -143,10 +143,10 @@ def test_closed_early_nothing_is_left_of_it(tiny: LoadedModel) -> None:
 def test_no_context_is_made_before_it_is_needed_and_a_long_one_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(embeddings, "KEPT_TOKENS", 600)
+    monkeypatch.setattr(embeddings, "MAX_KEPT_CONTEXT_TOKENS", 600)
     model = loaded(TINY_GGUF)
     assert isinstance(model.runner, LlamaRunner)
-    vectors = model.runner._vectors
+    vectors = model.runner._embedder
     assert vectors._handle is None
     ours(model, TEXTS)
     assert vectors._handle
@@ -202,7 +202,9 @@ def test_beside_answers_neither_changes() -> None:
 
     bench.engine._publish = both
     names = [bench.submit(chat, greedy) for chat in chats]
-    bench.engine.embed(EmbedRequest(id="v", inputs=TEXTS * 5, arrived_s=time.monotonic()))
+    bench.engine.submit_embedding(
+        EmbedRequest(id="v", inputs=TEXTS * 5, arrived_s=time.monotonic())
+    )
     replies = bench.run(names)
     run(bench.engine, log, 1)
     different = sum(a.text != b for a, b in zip(replies, alone, strict=True))
@@ -215,16 +217,16 @@ def test_beside_answers_neither_changes() -> None:
 def test_an_encoder_in_an_engine(tmp_path: Path) -> None:
     path = files.bert(tmp_path / "bert.gguf", CLS)
     model, log = loaded(path), VectorLog()
-    intake = Intake(
+    intake = InputProcessor(
         limits=model.runner.limits,
         tokenizer=model.tokenizer,
         template=model.template,
         defaults=model.info.sampling,
     )
     engine = Engine(model.runner, intake, itl_target_ms=1000, max_queue=9, publish=log)
-    engine.embed(EmbedRequest(id="v", inputs=TEXTS * 10))
-    engine.embed(EmbedRequest(id="full", inputs=((5,) * 64,)))
-    engine.embed(EmbedRequest(id="long", inputs=((5,) * 65,)))
+    engine.submit_embedding(EmbedRequest(id="v", inputs=TEXTS * 10))
+    engine.submit_embedding(EmbedRequest(id="full", inputs=((5,) * 64,)))
+    engine.submit_embedding(EmbedRequest(id="long", inputs=((5,) * 65,)))
     run(engine, log, 3)
     reference = theirs(path, TEXTS, CLS)
     np.testing.assert_allclose(found(log, "v"), np.tile(reference, (10, 1)), atol=TOLERANCE)

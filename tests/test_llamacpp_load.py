@@ -22,8 +22,8 @@ from models import TINY_GGUF, Bench
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.llamacpp.loader import load
-from localgen.backends.model_info import Load, LoadOptions
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.types import Failed, Finished, Message, Request, SamplingParams, StepEvents
 
 HANG_S = 30
@@ -34,7 +34,7 @@ ASK = Request(id="r", prompt_tokens=(5, 6, 7), params=SamplingParams(max_tokens=
 class Outcome:
     """What an engine process made of a file, and how it ended."""
 
-    loaded: wire.Loaded | None = None
+    loaded: wire.LoadComplete | None = None
     refused: wire.LoadError | None = None
     ends: list[Finished | Failed] = field(default_factory=list)
     status: int | None = None
@@ -45,10 +45,10 @@ class Outcome:
         """Killed by a signal, which the server reports as an error of that model."""
         return self.status is not None and self.status < 0
 
-    def take(self, message: wire.Message) -> bool:
+    def take(self, message: wire.WireMessage) -> bool:
         """Note a message of the engine; whether more is to come."""
         match message:
-            case wire.Loaded():
+            case wire.LoadComplete():
                 self.loaded = message
             case wire.LoadError():
                 self.refused = message
@@ -72,7 +72,7 @@ def engine(path: Path, options: LoadOptions | None = None, request: Request = AS
         ours.settimeout(HANG_S)
         try:
             with contextlib.suppress(ConnectionError):  # it may die with our message unread
-                ours.sendall(wire.encode(Load("m", str(path), options)))
+                ours.sendall(wire.encode_message(ModelLoadRequest("m", str(path), options)))
                 _converse(ours, outcome, request)
         except TimeoutError:
             process.kill()
@@ -83,11 +83,11 @@ def engine(path: Path, options: LoadOptions | None = None, request: Request = AS
 
 
 def _converse(ours: socket.socket, outcome: Outcome, request: Request) -> None:
-    for message in wire.receive(ours):
+    for message in wire.receive_messages(ours):
         if not outcome.take(message):
             return
-        if isinstance(message, wire.Loaded):
-            ours.sendall(wire.encode(wire.Submit(request)))
+        if isinstance(message, wire.LoadComplete):
+            ours.sendall(wire.encode_message(wire.Submit(request)))
 
 
 def refusal(path: Path, options: LoadOptions | None = None) -> str:
@@ -345,7 +345,9 @@ def test_kv_types(kind: str, flash_attn: str) -> None:
 
 def loading(**options: Any) -> LocalgenError:
     with pytest.raises(LocalgenError) as caught:
-        load(Load("tiny", str(TINY_GGUF), LoadOptions(**options)), lambda share: None)
+        load_llamacpp_model(
+            ModelLoadRequest("tiny", str(TINY_GGUF), LoadOptions(**options)), lambda share: None
+        )
     assert "\n" not in caught.value.message
     return caught.value
 
@@ -398,11 +400,13 @@ def test_gpu_layers_without_a_gpu(monkeypatch: pytest.MonkeyPatch, layers: int) 
     assert "no GPU support" in error.message
 
 
-@pytest.mark.parametrize(("kind", "why"), [("has_window", "sliding"), ("is_recurrent", "state")])
+@pytest.mark.parametrize(
+    ("kind", "why"), [("has_sliding_window", "sliding"), ("is_recurrent", "state")]
+)
 def test_parts_need_a_cache_that_can_be_copied(
     monkeypatch: pytest.MonkeyPatch, kind: str, why: str
 ) -> None:
-    monkeypatch.setattr(f"localgen.backends.llamacpp.native.Model.{kind}", True)
+    monkeypatch.setattr(f"localgen.backends.llamacpp.native.LlamaModel.{kind}", True)
     error = loading(kv_unified=False)
     assert error.param == "kv_unified"
     assert TINY_GGUF.name in error.message
@@ -420,7 +424,9 @@ def test_parts_need_a_cache_that_can_be_copied(
     ],
 )
 def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: bool) -> None:
-    model = load(Load("tiny", str(TINY_GGUF), LoadOptions(**given)), lambda share: None)
+    model = load_llamacpp_model(
+        ModelLoadRequest("tiny", str(TINY_GGUF), LoadOptions(**given)), lambda share: None
+    )
     model.runner.close()
     assert model.info.options.kv_unified is not in_parts
     said = [note for note in model.info.notes if "--kv-unified" in note]
@@ -432,19 +438,21 @@ def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: 
 def test_no_parts_where_they_do_not_fit() -> None:
     options = LoadOptions(parallel=32, ctx=2048)
     for memory, unified in ((1 << 30, False), (200 << 20, True)):
-        request = Load("tiny", str(TINY_GGUF), options, memory_bytes=memory)
-        model = load(request, lambda share: None)
+        request = ModelLoadRequest("tiny", str(TINY_GGUF), options, memory_bytes=memory)
+        model = load_llamacpp_model(request, lambda share: None)
         model.runner.close()
         assert model.info.options.kv_unified is unified
 
 
-@pytest.mark.parametrize("kind", ["has_window", "is_recurrent"])
+@pytest.mark.parametrize("kind", ["has_sliding_window", "is_recurrent"])
 def test_no_parts_where_a_cache_cannot_be_copied(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(f"localgen.backends.llamacpp.native.Model.{kind}", True)
+    monkeypatch.setattr(f"localgen.backends.llamacpp.native.LlamaModel.{kind}", True)
     options = LoadOptions(parallel=3, ctx=300)
-    model = load(Load("tiny", str(TINY_GGUF), options), lambda share: None)
+    model = load_llamacpp_model(
+        ModelLoadRequest("tiny", str(TINY_GGUF), options), lambda share: None
+    )
     model.runner.close()
     assert model.info.options.kv_unified is True
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from models import TINY_GGUF, Bench
 
-from localgen.backends.llamacpp.native import Model
-from localgen.backends.llamacpp.options import settle
-from localgen.backends.llamacpp.slots import BLOCK_ROWS, Reuse
+from localgen.backends.llamacpp.native import LlamaModel
+from localgen.backends.llamacpp.options import resolve_llama_options
+from localgen.backends.llamacpp.slots import BLOCK_ROWS, PrefixReusePolicy
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 
 # 1.2 B parameters, 16 layers of 2,048
-LARGE = Reuse(16 * 2048 / 1.236e9)
+LARGE = PrefixReusePolicy(16 * 2048 / 1.236e9)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ LARGE = Reuse(16 * 2048 / 1.236e9)
 def test_rows_are_computed_in_a_block_where_that_was_measured_to_be_faster(
     known: int, rows: int, computed: int
 ) -> None:
-    assert known + rows - LARGE.length(known, known + rows) == computed
+    assert known + rows - LARGE.reuse_tokens(known, known + rows) == computed
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_rows_are_computed_in_a_block_where_that_was_measured_to_be_faster(
     ],
 )
 def test_blocks_are_for_some_caches_only(options: LoadOptions, blocks: bool) -> None:
-    settings = settle(options)
-    model = Model(TINY_GGUF, settings, lambda _share: None)
-    assert bool(Reuse.of(model, settings).attention) == blocks
+    settings = resolve_llama_options(options)
+    model = LlamaModel(TINY_GGUF, settings, lambda _share: None)
+    assert bool(PrefixReusePolicy.for_model(model, settings).attention_cost) == blocks
     model.close()
 
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from models import TINY_GGUF, Bench, Reply, moved, noisy, questions
 
-from localgen.backends.llamacpp.devices import devices
-from localgen.backends.llamacpp.runner import Ticket
+from localgen.backends.llamacpp.devices import list_devices
+from localgen.backends.llamacpp.runner import LlamaStepTicket
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as EngineSequence
@@ -77,7 +77,7 @@ def test_greedy_text_equals_plain_llama_cpp(bench: Bench, alone: list[Reply]) ->
     assert template is not None
     for chat, reply in zip(CHATS[:12], alone, strict=False):
         prompt = tokenizer.encode(template.render(chat))
-        assert reply.tokens == bare_greedy(prompt, 100, tokenizer.end_ids)
+        assert reply.tokens == bare_greedy(prompt, 100, tokenizer.eos_token_ids)
 
 
 def test_text_does_not_depend_on_batch_mates(bench: Bench, alone: list[Reply]) -> None:
@@ -102,7 +102,7 @@ def test_text_does_not_depend_on_cache_hits(bench: Bench, alone: list[Reply]) ->
     cached = sum(reply.finished.timings.cache_n for reply in again)
     assert cached == bench.stats.prefix_cache_hits_total - before
     assert cached == prompt_tokens - len(chats), "all but the token that starts the answer"
-    bench.runner.lanes.check()
+    bench.runner.kv_cache.check()
 
 
 def squeezed() -> Bench:
@@ -205,7 +205,7 @@ def test_500_requests_with_random_cancels_leave_the_pool_whole_and_memory_flat(
             if rng.random() < 0.3:
                 bench.engine.cancel(rng.choice(names))
         bench.run(names)
-        bench.runner.lanes.check()
+        bench.runner.kv_cache.check()
         resident.append(process.memory_info().rss)
     ends = [reply.end for reply in bench.replies.values()]
     assert len(ends) == 500
@@ -243,9 +243,9 @@ def test_parts_move_together_where_a_finished_one_left_a_gap() -> None:
     indices: list[list[int]] = []
     launch = bench.runner.launch
 
-    def spy(chunks: Sequence[Chunk]) -> Ticket:
+    def spy(chunks: Sequence[Chunk]) -> LlamaStepTicket:
         ticket = launch(chunks)
-        indices.append(sorted(bench.runner.lanes.index(chunk.seq) for chunk in chunks))
+        indices.append(sorted(bench.runner.kv_cache.seq_id_of(chunk.seq) for chunk in chunks))
         return ticket
 
     bench.runner.launch = spy  # type: ignore[method-assign]
@@ -266,6 +266,6 @@ def test_parts_move_together_where_a_finished_one_left_a_gap() -> None:
 
 
 def test_devices_have_memory() -> None:
-    cpu = next(device for device in devices() if device.kind == "cpu")
+    cpu = next(device for device in list_devices() if device.kind == "cpu")
     assert 0 < cpu.free_bytes <= cpu.total_bytes
     assert cpu.total_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.2)

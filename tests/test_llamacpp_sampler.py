@@ -21,11 +21,11 @@ from sampling_reference import Vector, softmax
 from scipy.special import log_softmax
 from scipy.stats import chisquare
 
-from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.native import Context, Model
-from localgen.backends.llamacpp.options import settle
-from localgen.backends.llamacpp.sampler import Sampler, logprobs
-from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.llamacpp.batch import LlamaBatch
+from localgen.backends.llamacpp.native import LlamaContext, LlamaModel
+from localgen.backends.llamacpp.options import resolve_llama_options
+from localgen.backends.llamacpp.sampler import SamplerChain, position_logprobs
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Job
@@ -42,14 +42,14 @@ class Bench:
     """The built-in model after one fixed prompt: its logits, on both sides of the C border."""
 
     def __init__(self, path: Path) -> None:
-        options = settle(LoadOptions(parallel=1, threads=1))
-        self.model = Model(path, options, lambda share: None)
-        self.vocab = Vocab(self.model)
-        self.context = Context(self.model, options, kv_tokens=CTX, n_seq_max=1)
+        options = resolve_llama_options(LoadOptions(parallel=1, threads=1))
+        self.model = LlamaModel(path, options, lambda share: None)
+        self.vocab = LlamaCppTokenizer(self.model)
+        self.context = LlamaContext(self.model, options, kv_tokens=CTX, n_seq_max=1)
         self.prompt = self.vocab.encode("Once upon a time there was a")
-        batch = Batch(len(self.prompt))
+        batch = LlamaBatch(len(self.prompt))
         job = self.job(OFF, self.prompt)
-        batch.fill([Chunk(seq=job, start=0, tokens=self.prompt, samples=True)], [0])
+        batch.fill([Chunk(seq=job, start=0, tokens=self.prompt, is_sampled=True)], [0])
         assert C.llama_decode(self.context.handle, batch.native) == 0
         self.row = len(self.prompt) - 1
         pointer = C.llama_get_logits_ith(self.context.handle, self.row)
@@ -59,11 +59,13 @@ class Bench:
 
     def job(self, params: SamplingParams, history: Sequence[int]) -> Job:
         tokens = list(history)
-        return Job(id="x", tokens=tokens, num_prompt=len(tokens), params=params, ctx=CTX, limit=CTX)
+        return Job(
+            id="x", tokens=tokens, num_prompt=len(tokens), params=params, ctx=CTX, max_len=CTX
+        )
 
-    def sampler(self, params: SamplingParams, history: Sequence[int] = ()) -> Sampler:
+    def sampler(self, params: SamplingParams, history: Sequence[int] = ()) -> SamplerChain:
         job = self.job(params, history)
-        return Sampler(job, self.model.vocab, self.vocab.vocab_size, CTX)
+        return SamplerChain(job, self.model.vocab, self.vocab.vocab_size, CTX)
 
     def continue_drawing(self, params: SamplingParams, n: int) -> list[int]:
         """What a request gets that stands at this prompt for n tokens; each enters its history."""
@@ -253,7 +255,7 @@ def test_logprobs_are_the_model_s_own(bench: Bench, count: int) -> None:
     before = bench.logits.copy()
     expected = log_softmax(bench.exact)
     chosen = int(bench.best[17])
-    got = logprobs(bench.logits, chosen, count, lambda token: f"<{token}>")
+    got = position_logprobs(bench.logits, chosen, count, lambda token: f"<{token}>")
     assert (got.chosen.token_id, got.chosen.text) == (chosen, f"<{chosen}>")
     assert got.chosen.logprob == pytest.approx(expected[chosen], abs=1e-9)
     ids = [entry.token_id for entry in got.top]
@@ -266,5 +268,5 @@ def test_logprobs_are_the_model_s_own(bench: Bench, count: int) -> None:
 
 
 def test_all_probabilities_add_up_to_one(bench: Bench) -> None:
-    got = logprobs(bench.logits, 0, len(bench.logits), str)
+    got = position_logprobs(bench.logits, 0, len(bench.logits), str)
     assert math.fsum(math.exp(entry.logprob) for entry in got.top) == pytest.approx(1, abs=1e-12)

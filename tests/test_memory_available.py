@@ -8,7 +8,11 @@ import psutil
 import pytest
 
 from localgen.backends.memory import system
-from localgen.backends.memory.system import available_bytes, limits, total_bytes
+from localgen.backends.memory.system import (
+    available_memory_bytes,
+    cgroup_limits,
+    total_memory_bytes,
+)
 
 GB = 10**9
 
@@ -28,9 +32,9 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = tmp_path / "own"
     own.write_text("4:memory:/old/style\n0::/user.slice/chat.scope\n")
     group(root, "max", 0)
-    found = limits
+    found = cgroup_limits
 
-    monkeypatch.setattr(system, "limits", lambda: found(root, own))
+    monkeypatch.setattr(system, "cgroup_limits", lambda: found(root, own))
     return root
 
 
@@ -39,31 +43,31 @@ def test_every_group_around_us_counts(groups: Path) -> None:
     group(groups / "user.slice/chat.scope", "max", GB)
     group(groups / "system.slice", "1000", 0)
     # the page cache goes when memory is needed
-    assert list(system.limits()) == [(3 * GB, 2 * GB - GB // 2 - GB // 4)]
-    assert available_bytes() == 3 * GB - 5 * GB // 4
-    assert total_bytes() == 3 * GB
+    assert list(system.cgroup_limits()) == [(3 * GB, 2 * GB - GB // 2 - GB // 4)]
+    assert available_memory_bytes() == 3 * GB - 5 * GB // 4
+    assert total_memory_bytes() == 3 * GB
     group(groups / "user.slice/chat.scope", str(GB), 2 * GB)
-    assert available_bytes() == 0
-    assert total_bytes() == GB
+    assert available_memory_bytes() == 0
+    assert total_memory_bytes() == GB
 
 
 def test_without_a_limit_it_is_the_machines(groups: Path) -> None:
     group(groups / "user.slice/chat.scope", "max", GB)
-    assert list(system.limits()) == []
-    assert total_bytes() == psutil.virtual_memory().total
-    assert available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert list(system.cgroup_limits()) == []
+    assert total_memory_bytes() == psutil.virtual_memory().total
+    assert available_memory_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
 @pytest.mark.parametrize("own", ["", "4:memory:/old/style\n", "0::/gone\n", "\xff"])
 def test_where_groups_cannot_be_read_nothing_is_limited(tmp_path: Path, own: str) -> None:
     path = tmp_path / "own"
     path.write_text(own, encoding="latin-1")
-    assert list(limits(tmp_path / "nothing", path)) == []
-    assert list(limits(tmp_path / "nothing", tmp_path / "no file")) == []
+    assert list(cgroup_limits(tmp_path / "nothing", path)) == []
+    assert list(cgroup_limits(tmp_path / "nothing", tmp_path / "no file")) == []
 
 
 def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/\n")
     group(tmp_path / "cgroup", "500", 100)
-    assert list(limits(tmp_path / "cgroup", own)) == [(500, 100)]
+    assert list(cgroup_limits(tmp_path / "cgroup", own)) == [(500, 100)]

@@ -16,25 +16,28 @@ from gguf import GGUFReader
 from models import TINY_GGUF
 
 from localgen.backends.cuda.device import sizing
-from localgen.backends.cuda.device.options import CACHE_TYPES
+from localgen.backends.cuda.device.options import CACHE_DTYPES
 from localgen.backends.cuda.model.decoder import KVCache
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import (
-    LayerCache,
+    LayerCacheShape,
     ModelShape,
-    read_bytes,
-    token_bytes,
+    kv_cache_bytes_per_token,
+    kv_cache_read_bytes,
 )
-from localgen.backends.formats.gguf.header import parse_header, read_header
-from localgen.backends.formats.gguf.shape import gguf_shape
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.config_shape import config_shape
+from localgen.backends.formats.gguf.header import parse_gguf_header, read_gguf_header
+from localgen.backends.formats.gguf.shape import shape_from_gguf
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.config_shape import shape_from_hf_config
 from localgen.backends.formats.model_files import model_file, model_folder
-from localgen.backends.formats.weight_sizes import weights_of
+from localgen.backends.formats.weight_sizes import read_weight_sizes
 from localgen.backends.llamacpp.library import CACHE_TYPES as LLAMACPP_CACHE_TYPES
-from localgen.backends.llamacpp.library import Buffers, library
-from localgen.backends.memory.compute_buffers import llamacpp_fixed_bytes, llamacpp_work_token_bytes
-from localgen.backends.model_info import MemoryUse
+from localgen.backends.llamacpp.library import BufferSizes, llama_library
+from localgen.backends.memory.compute_buffers import (
+    llamacpp_fixed_bytes,
+    llamacpp_work_bytes_per_token,
+)
+from localgen.backends.model_info import MemoryUsage
 
 CELLS = 8192
 STEP = 64
@@ -51,15 +54,15 @@ def named(model: object) -> str:
 
 
 def shape_of(path: Path) -> ModelShape:
-    shape = gguf_shape(read_header(path))
+    shape = shape_from_gguf(read_gguf_header(path))
     assert shape is not None
     return shape
 
 
-def allocated(path: Path, kind: str) -> MemoryUse:
+def allocated(path: Path, kind: str) -> MemoryUsage:
     """What llama.cpp allocates for a model and CELLS tokens of cache, loaded as we load it."""
-    log = library()
-    log.buffers = Buffers()
+    log = llama_library()
+    log.buffers = BufferSizes()
     model_params = C.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = C.llama_model_load_from_file(str(path).encode(), model_params)
@@ -74,7 +77,7 @@ def allocated(path: Path, kind: str) -> MemoryUse:
     assert context, log.reason()
     C.llama_free(context)
     C.llama_model_free(model)
-    return log.buffers.use()
+    return log.buffers.usage()
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *ODD], ids=named)
@@ -89,9 +92,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("other", [False, True])
 def test_the_cache_is_as_large_as_llama_cpp_makes_it(model: Path, other: bool) -> None:
     shape = shape_of(model)
-    blocks = all(cache.key % 32 == 0 for cache in shape.caches)
+    blocks = all(cache.key_dim % 32 == 0 for cache in shape.layer_caches)
     kind = ("q8_0" if blocks else "f32") if other else "f16"
-    estimate = CELLS * token_bytes(shape.caches, kind, kind) + SEQUENCES * shape.state_bytes
+    estimate = (
+        CELLS * kv_cache_bytes_per_token(shape.layer_caches, kind, kind)
+        + SEQUENCES * shape.state_bytes
+    )
     measured = allocated(model, kind).kv
     assert measured
     assert estimate == pytest.approx(measured, abs=2 * EXACT)
@@ -99,8 +105,8 @@ def test_the_cache_is_as_large_as_llama_cpp_makes_it(model: Path, other: bool) -
 
 def test_buffers_are_about_as_large_as_llama_cpp_makes_them(model: Path) -> None:
     shape = shape_of(model)
-    fixed = llamacpp_fixed_bytes(shape, step_tokens=STEP, sequences=SEQUENCES)
-    growing = CELLS * llamacpp_work_token_bytes(shape, step_tokens=STEP)
+    fixed = llamacpp_fixed_bytes(shape, max_batch_tokens=STEP, num_seqs=SEQUENCES)
+    growing = CELLS * llamacpp_work_bytes_per_token(shape, max_batch_tokens=STEP)
     measured = allocated(model, "f16").work
     assert measured
     # rather too much than too little, and no more than is kept for small things
@@ -110,7 +116,7 @@ def test_buffers_are_about_as_large_as_llama_cpp_makes_them(model: Path) -> None
 
 def test_weights_are_the_tensors_of_the_file(model: Path) -> None:
     tensors = GGUFReader(model).tensors
-    weights = weights_of(model_file(model), shape_of(model))
+    weights = read_weight_sizes(model_file(model), shape_of(model))
     assert weights.size_bytes == sum(int(tensor.n_bytes) for tensor in tensors)
     assert weights.params == sum(int(tensor.n_elements) for tensor in tensors)
     assert weights.read_bytes <= weights.size_bytes
@@ -120,15 +126,15 @@ def test_of_experts_the_active_ones_are_read(tmp_path: Path) -> None:
     folder = tiny_folder("mixtral", tmp_path / "hf")
     file = write_gguf(folder, tmp_path / "model.gguf")
     shape = shape_of(file)
-    assert (shape.experts, shape.experts_used) == (4, 2)
+    assert (shape.num_experts, shape.num_active_experts) == (4, 2)
     expert_bytes = embedding_bytes = 0
     for tensor in GGUFReader(file).tensors:
         expert_bytes += int(tensor.n_bytes) * ("_exps" in tensor.name)
         embedding_bytes += int(tensor.n_bytes) * (tensor.name == "token_embd.weight")
-    weights = weights_of(model_file(file), shape)
+    weights = read_weight_sizes(model_file(file), shape)
     # and of an embedding that is not the head as well, one row
     assert weights.read_bytes == weights.size_bytes - expert_bytes // 2 - embedding_bytes
-    in_folder = weights_of(model_folder(folder), config_shape(config_of(folder)))
+    in_folder = read_weight_sizes(model_folder(folder), shape_from_hf_config(config_of(folder)))
     assert in_folder.size_bytes == weights.size_bytes
     assert in_folder.read_bytes == weights.read_bytes
 
@@ -141,16 +147,16 @@ def config_of(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_tells_the_shape_that_our_engine_takes(name: str, tmp_path: Path) -> None:
     folder = write_config(tmp_path, name)
-    assert config_shape(config_of(folder)) == sizing.shape_of(read_config(folder))
+    assert shape_from_hf_config(config_of(folder)) == sizing.shape_from_spec(read_hf_config(folder))
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "int8", "fp8"])
 def test_the_cache_is_as_large_as_our_engine_makes_it(kind: str, tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path, "gemma2"))
-    cache = KVCache.zeros(spec, 3, device="cpu", dtype=CACHE_TYPES[kind])
+    spec = read_hf_config(write_config(tmp_path, "gemma2"))
+    cache = KVCache.zeros(spec, 3, device="cpu", dtype=CACHE_DTYPES[kind])
     made = sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors)
-    assert made == 3 * 16 * sizing.kv_bytes_per_token(spec, CACHE_TYPES[kind])
-    assert CACHE_TYPES["bf16"] is torch.bfloat16
+    assert made == 3 * 16 * sizing.kv_bytes_per_token(spec, CACHE_DTYPES[kind])
+    assert CACHE_DTYPES["bf16"] is torch.bfloat16
 
 
 def header(architecture: str, **values: object) -> dict[str, object]:
@@ -215,33 +221,33 @@ def header(architecture: str, **values: object) -> dict[str, object]:
     ids=["latent", "hybrid", "shared", "recurrent"],
 )
 def test_shapes_of_models_too_large_to_make(metadata: dict[str, object], token: int) -> None:
-    shape = gguf_shape(metadata)
+    shape = shape_from_gguf(metadata)
     assert shape is not None
-    assert token_bytes(shape.caches, "f16", "f16") == token
+    assert kv_cache_bytes_per_token(shape.layer_caches, "f16", "f16") == token
 
 
 def test_a_window_bounds_what_is_read_and_not_what_is_kept() -> None:
-    caches = (LayerCache(2, 64, 64, window=100), LayerCache(2, 64, 64))
-    assert token_bytes(caches, "f16", "f16") == 2 * 512
-    assert read_bytes(caches, "f16", "f16", 50) == 50 * 1024
-    assert read_bytes(caches, "f16", "f16", 1000) == (100 + 1000) * 512
+    caches = (LayerCacheShape(2, 64, 64, window=100), LayerCacheShape(2, 64, 64))
+    assert kv_cache_bytes_per_token(caches, "f16", "f16") == 2 * 512
+    assert kv_cache_read_bytes(caches, "f16", "f16", 50) == 50 * 1024
+    assert kv_cache_read_bytes(caches, "f16", "f16", 1000) == (100 + 1000) * 512
 
 
 @pytest.mark.parametrize("size", [64, 1000, 4096])
 def test_the_beginning_of_a_file_is_enough(size: int) -> None:
-    whole, found = read_header(TINY_GGUF), {}
+    whole, found = read_gguf_header(TINY_GGUF), {}
     try:
-        found = parse_header(TINY_GGUF.read_bytes()[:size], "tiny")
+        found = parse_gguf_header(TINY_GGUF.read_bytes()[:size], "tiny")
     except LoadFailed:
         assert size == 64, "the name of the architecture is further back"
     assert found.items() <= whole.items()
-    assert (gguf_shape(found) == gguf_shape(whole)) == (size >= 1000)
+    assert (shape_from_gguf(found) == shape_from_gguf(whole)) == (size >= 1000)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGML" + bytes(60), b"\xff" * 200])
 def test_what_is_no_gguf_file(content: bytes) -> None:
     with pytest.raises(LoadFailed, match="it is no GGUF file"):
-        parse_header(content, "it")
+        parse_gguf_header(content, "it")
 
 
 @pytest.mark.parametrize(
@@ -255,12 +261,12 @@ def test_what_is_no_gguf_file(content: bytes) -> None:
     ],
 )
 def test_metadata_that_make_no_sense_have_no_shape(metadata: dict[str, object]) -> None:
-    assert gguf_shape(metadata) is None
+    assert shape_from_gguf(metadata) is None
 
 
 @pytest.mark.parametrize("heads", [[], ["x"] * 4, [2**40] * 4, [-1] * 4])
 def test_odd_lists_are_bounded(heads: list[object]) -> None:
-    shape = gguf_shape(
+    shape = shape_from_gguf(
         header(
             "llama",
             block_count=4,
@@ -270,4 +276,4 @@ def test_odd_lists_are_bounded(heads: list[object]) -> None:
         )
     )
     assert shape is not None
-    assert token_bytes(shape.caches, "f16", "f16") <= 4 * 2 * 64 * 2
+    assert kv_cache_bytes_per_token(shape.layer_caches, "f16", "f16") <= 4 * 2 * 64 * 2

@@ -71,7 +71,7 @@ def test_a_stop_token_does_not_end_it_before(bench: LoadedBench) -> None:
 
 def test_with_logprobs_and_penalties_too(bench: LoadedBench) -> None:
     params = replace(GREEDY, min_tokens=30, logprobs=2, repeat_penalty=1.2, logit_bias={5: 1.0})
-    ends = bench.model.tokenizer.end_ids
+    ends = bench.model.tokenizer.eos_token_ids
     for reply in bench.ask(CHATS[:4], params):
         assert ends.isdisjoint(reply.tokens[:30])
         # what is said of probabilities is the model's own: the end may well have been likeliest
@@ -101,7 +101,7 @@ def test_drafts_change_nothing(name: str) -> None:
     def plan_with_drafts() -> object:
         for seq in scheduler.running:
             if seq.is_decoding:
-                ends = sorted(bench.model.tokenizer.end_ids)
+                ends = sorted(bench.model.tokenizer.eos_token_ids)
                 seq.drafts = [*guess(seq, answers[seq.id], rng), *ends[: rng.randint(0, 1)]]
         return plan()
 

@@ -13,7 +13,7 @@ from test_engine import Log, expected_text, make, request, run_until_ended
 from localgen.backends.engine.speculation import speculation
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.runner.interface import Chunk, Sampled, StepFailed
+from localgen.backends.runner.interface import Chunk, SampledTokens, StepFailed
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import Finished
 
@@ -29,15 +29,15 @@ class Forgetful(FakeRunner):
         super().__init__(**sizes)  # type: ignore[arg-type]
         self._wrong = wrong
 
-    def _compute(self, chunk: Chunk) -> Sampled:
+    def _compute(self, chunk: Chunk) -> SampledTokens:
         said = super()._compute(chunk)
         if said.tokens and len(self.cache[chunk.seq]) % self._wrong == 0:
-            return Sampled((said.tokens[0] // 2,))
+            return SampledTokens((said.tokens[0] // 2,))
         return said
 
 
 class Failing(FakeRunner):
-    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+    def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         if len(self.steps) > 5:
             raise StepFailed("out of order")
         return super().collect(ticket)
@@ -47,17 +47,17 @@ def test_drafts_are_what_the_draft_model_says() -> None:
     runner = FakeRunner(kv_tokens=512, batch=64)
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=512)
     seq.tokens = [5, 6, 7]
-    assert len(drafter.chances(seq, 4)) == 4
+    assert len(drafter.acceptance_probs(seq, 4)) == 4
     (drafts,) = proposed(drafter, [(seq, 4)])
     assert drafts == fake_runner.generate([5, 6, 7], 7, ends=False)
     # two are right, the third is not
     seq.tokens += [*drafts[:2], 1]
-    drafter.learn(seq, seq.tokens[3:])
-    drafter.chances(seq, 4)
+    drafter.observe(seq, seq.tokens[3:])
+    drafter.acceptance_probs(seq, 4)
     (after,) = proposed(drafter, [(seq, 3)])
     assert after == fake_runner.generate(seq.tokens, len(seq.tokens) + 3, ends=False)
     assert runner.computed == (3 + 3) + (1 + 2), "what is in the cache is not computed again"
-    drafter.forget(seq)
+    drafter.release(seq)
     runner.check()
 
 
@@ -71,7 +71,7 @@ class Slow(FakeRunner):
     def clock(self) -> float:
         return self.now_s
 
-    def collect(self, ticket: list[Chunk]) -> list[Sampled]:
+    def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         self.now_s += self.step_s
         return super().collect(ticket)
 
@@ -80,13 +80,13 @@ def test_a_long_prompt_is_read_bit_by_bit() -> None:
     runner = Slow(0.004, kv_tokens=1024, batch=100)
     drafter, seq = ModelDrafter(runner, "draft", clock=runner.clock), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
-    drafter.chances(seq, 4)
-    drafter.catch_up(0.0)
+    drafter.acceptance_probs(seq, 4)
+    drafter.prefill(0.0)
     assert runner.computed == 0, "there is no time"
     calls = 0
-    while not drafter.chances(seq, 4):
+    while not drafter.acceptance_probs(seq, 4):
         before, calls = runner.computed, calls + 1
-        drafter.catch_up(1.0)
+        drafter.prefill(1.0)
         assert runner.computed - before <= 16
     assert runner.now_s * 1e3 == pytest.approx(calls, abs=5.0), "in the mean as long as it may"
     (drafts,) = proposed(drafter, [(seq, 2)])
@@ -97,11 +97,11 @@ def test_a_piece_that_was_delayed_is_not_paid_for_to_the_end() -> None:
     runner = Slow(5.0, kv_tokens=1024, batch=100)
     drafter, seq = ModelDrafter(runner, "draft", clock=runner.clock), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
-    drafter.chances(seq, 4)
-    drafter.catch_up(1.0)
+    drafter.acceptance_probs(seq, 4)
+    drafter.prefill(1.0)
     before, runner.step_s = runner.computed, 0.001
     for _ in range(6):
-        drafter.catch_up(1.0)
+        drafter.prefill(1.0)
     assert runner.computed > before
 
 
@@ -110,14 +110,14 @@ def test_how_often_drafts_are_right_is_that_of_those_who_wait() -> None:
     drafter = ModelDrafter(FakeRunner(kv_tokens=1024, batch=100), "draft")
     seq, late = decoding("seq", limit=512), decoding("late", limit=512)
     for _ in range(60):
-        drafter.chances(seq, 4)
+        drafter.acceptance_probs(seq, 4)
         ((draft,),) = proposed(drafter, [(seq, 1)])
         seq.tokens.append(7 if draft != 7 else 8)
-        drafter.learn(seq, seq.tokens[-1:])
-    assert drafter.usual_chance() == 0.0, "nobody waits"
+        drafter.observe(seq, seq.tokens[-1:])
+    assert drafter.default_acceptance() == 0.0, "nobody waits"
     late.tokens = [1 + i % 90 for i in range(300)]
-    drafter.chances(late, 4)
-    assert drafter.usual_chance() < 0.15
+    drafter.acceptance_probs(late, 4)
+    assert drafter.default_acceptance() < 0.15
 
 
 def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
@@ -126,16 +126,16 @@ def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
     seqs = [decoding(str(i), limit=512) for i in range(2)]
     for at, seq in enumerate(seqs):
         seq.tokens = [1 + at + i % 90 for i in range(126)]
-        drafter.chances(seq, 4)
+        drafter.acceptance_probs(seq, 4)
     for _ in range(6):
         for seq in seqs:
             seq.tokens += [5] * 20
-            drafter.chances(seq, 4)
+            drafter.acceptance_probs(seq, 4)
         for _ in range(5):
-            drafter.catch_up(1e-9)
+            drafter.prefill(1e-9)
     assert len(runner.cache) < 2, "both grew beyond the pool"
     for seq in seqs:
-        drafter.forget(seq)
+        drafter.release(seq)
     runner.check()
 
 
@@ -143,7 +143,7 @@ def test_no_draft_beyond_an_end() -> None:
     drafter, seq = ModelDrafter(FakeRunner(kv_tokens=512), "draft"), decoding(limit=512)
     end = fake_runner.generate([3, 3], 8, ends=False)[2]
     seq.stop_ids = frozenset({end})
-    drafter.chances(seq, 8)
+    drafter.acceptance_probs(seq, 8)
     (drafts,) = proposed(drafter, [(seq, 6)])
     assert drafts[-1] == end
     assert len(drafts) <= 3
@@ -180,16 +180,19 @@ def test_padding_is_neither_drafted_nor_read() -> None:
     text = [5, 6, 7]
     first, second = fake_runner.generate(text, 5, ends=False)
     runner = FakeRunner(kv_tokens=512)
-    drafter, seq = ModelDrafter(runner, "draft", vocab=max(first, second)), decoding(limit=512)
+    drafter, seq = (
+        ModelDrafter(runner, "draft", shared_vocab_size=max(first, second)),
+        decoding(limit=512),
+    )
     seq.tokens = text
-    drafter.chances(seq, 4)
+    drafter.acceptance_probs(seq, 4)
     (drafts,) = proposed(drafter, [(seq, 4)])
     assert drafts == ([first] if first < second else [])
     seq.tokens = [*text, max(first, second)]
-    assert not drafter.chances(seq, 4)
-    drafter.forget(seq)
+    assert not drafter.acceptance_probs(seq, 4)
+    drafter.release(seq)
     seq.tokens = [max(first, second), 5]
-    assert not drafter.chances(seq, 4)
+    assert not drafter.acceptance_probs(seq, 4)
     runner.check()
 
 
@@ -215,7 +218,7 @@ def test_sequences_are_drafted_for_together() -> None:
     wanted = {decoding(str(i), limit=512): count for i, count in enumerate((4, 2, 3))}
     for number, seq in enumerate(wanted):
         seq.tokens += [number]
-        drafter.chances(seq, 4)
+        drafter.acceptance_probs(seq, 4)
     drafts = proposed(drafter, list(wanted.items()))
     assert [len(tokens) for tokens in drafts] == [4, 2, 3]
     assert [len(step) for step in runner.steps] == [3, 3, 2, 1], "sequences in each of its steps"
@@ -232,9 +235,9 @@ def test_what_it_costs() -> None:
     assert drafter.draft_ms(2) == 0.0, "not known yet"
     seqs = [decoding(str(i), limit=512) for i in range(2)]
     for seq in seqs:
-        drafter.chances(seq, 4)
+        drafter.acceptance_probs(seq, 4)
     drafter.propose([(seq, 4) for seq in seqs])
     assert drafter.draft_ms(2) == pytest.approx(2.0)
     for _ in range(600):
-        drafter.catch_up(0.0)
+        drafter.prefill(0.0)
     assert drafter.draft_ms(2) == 0.0, "what was slow long ago may not be"

@@ -16,15 +16,17 @@ from localgen.backends.runner.sequence import Sequence
 def drafts(tokens: list[int], count: int) -> list[int]:
     drafter, seq = NgramDrafter(), decoding()
     seq.tokens = list(tokens)
-    assert bool(drafter.chances(seq, count)) == bool(drafter.propose([(seq, count)])[0].tokens)
+    assert bool(drafter.acceptance_probs(seq, count)) == bool(
+        drafter.propose([(seq, count)])[0].tokens
+    )
     return drafter.propose([(seq, count)])[0].tokens
 
 
 def go_on(drafter: NgramDrafter, seq: Sequence, tokens: list[int]) -> None:
     """As the engine does: look at what may come, then at what has."""
-    drafter.chances(seq, 8)
+    drafter.acceptance_probs(seq, 8)
     seq.tokens += tokens
-    drafter.learn(seq, tokens)
+    drafter.observe(seq, tokens)
 
 
 def test_what_followed_the_last_time() -> None:
@@ -68,7 +70,7 @@ def test_what_is_found_stands_there(tokens: list[int], count: int) -> None:
 def test_chances_grow_with_the_match() -> None:
     drafter, seq = NgramDrafter(), decoding()
     seq.tokens = [*range(40), *range(3)]
-    chances = drafter.chances(seq, 32)
+    chances = drafter.acceptance_probs(seq, 32)
     assert len(chances) == 32
     assert list(chances) == sorted(chances)
     assert chances[0] < 0.3 < 0.8 < chances[-1]
@@ -79,12 +81,12 @@ def test_it_learns_without_being_asked() -> None:
     seq.tokens = [1, 2]
     for _ in range(400):  # pairs recur all the time, by chance alone
         go_on(drafter, seq, [chance.randrange(6)])
-    assert max(drafter.chances(seq, 1), default=0.0) < 0.35
+    assert max(drafter.acceptance_probs(seq, 1), default=0.0) < 0.35
     copied = decoding("copied")
     copied.tokens = [*range(1000, 1200)]
     for token in range(1000, 1100):
         go_on(drafter, copied, [token])
-    assert drafter.chances(copied, 8)[-1] > 0.95
+    assert drafter.acceptance_probs(copied, 8)[-1] > 0.95
 
 
 def test_several_tokens_are_learned_as_if_one_by_one() -> None:
@@ -93,10 +95,10 @@ def test_several_tokens_are_learned_as_if_one_by_one() -> None:
     for size in (1, 7):
         drafter, seq = NgramDrafter(), decoding()
         seq.tokens = text[:20]
-        drafter.chances(seq, 1)
+        drafter.acceptance_probs(seq, 1)
         for at in range(20, 195, size):
             new = text[at : min(at + size, 195)]
             seq.tokens += new
-            drafter.learn(seq, new)
-        chances.append(list(drafter.chances(seq, 16)))
+            drafter.observe(seq, new)
+        chances.append(list(drafter.acceptance_probs(seq, 16)))
     assert chances[0] == pytest.approx(chances[1])

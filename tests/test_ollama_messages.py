@@ -12,11 +12,11 @@ from ollama._types import ChatResponse
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Delta, Finished, Timings, ToolCallDelta
 from localgen.server.ollama import options
-from localgen.server.ollama.models import gpu_share
-from localgen.server.ollama.responses import AnswerFormat, message, response
-from localgen.server.ollama.schema import ChatRequest, GenerateRequest
-from localgen.server.requests.choices import Choice
-from localgen.server.requests.protocol import Start
+from localgen.server.ollama.models import gpu_fraction
+from localgen.server.ollama.responses import OllamaSerializer, chat_content, generate_content
+from localgen.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
+from localgen.server.requests.choices import FinishedChoice
+from localgen.server.requests.protocol import ResponseMetadata
 
 END = Finished(
     request_id="r",
@@ -38,12 +38,12 @@ ADD = {
 
 def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
     body = {"model": "m", "messages": list(messages), **fields}
-    return ChatRequest.model_validate(body).conversation()
+    return OllamaChatRequest.model_validate(body).to_request_fields()
 
 
-def answer() -> AnswerFormat:
-    start = Start(id="r", model="m", arrived_s=time.monotonic(), load_ms=0.25)
-    return AnswerFormat("asked", message, start)
+def answer() -> OllamaSerializer:
+    start = ResponseMetadata(id="r", model="m", arrived_s=time.monotonic(), load_ms=0.25)
+    return OllamaSerializer("asked", chat_content, start)
 
 
 def calls(index: int, arguments: str, name: str | None = None) -> Delta:
@@ -109,19 +109,19 @@ def test_a_result_that_nobody_asked_for_is_told_as_it_is() -> None:
 def test_think(think: Any, fields: dict[str, Any]) -> None:
     request = chat({"role": "user", "content": "a"}, think=think)
     assert {name: request.get(name) for name in fields} == fields
-    alone = GenerateRequest(model="m", prompt="a", think=think).conversation()
+    alone = OllamaGenerateRequest(model="m", prompt="a", think=think).to_request_fields()
     assert {name: alone.get(name) for name in fields} == fields
 
 
 def test_raw_prompts_do_not_think() -> None:
-    raw = GenerateRequest(model="m", prompt="a", raw=True, think=False)
-    assert raw.conversation() == {"prompt": "a"}
+    raw = OllamaGenerateRequest(model="m", prompt="a", raw=True, think=False)
+    assert raw.to_request_fields() == {"prompt": "a"}
     with pytest.raises(InvalidRequest, match="think"):
-        GenerateRequest(model="m", prompt="a", raw=True, think=True).conversation()
+        OllamaGenerateRequest(model="m", prompt="a", raw=True, think=True).to_request_fields()
 
 
 def test_a_whole_answer_with_thoughts_and_calls() -> None:
-    printed = answer().whole([Choice(DELTAS, END)], END)
+    printed = answer().full_response([FinishedChoice(DELTAS, END)], END)
     said = ChatResponse(**printed)
     assert said.model == "asked"
     assert said.message.thinking == "Hm."
@@ -136,8 +136,8 @@ def test_a_whole_answer_with_thoughts_and_calls() -> None:
 
 def test_a_streamed_answer_has_whole_calls() -> None:
     printer = answer()
-    lines: list[Any] = [line for delta in DELTAS for line in printer.delta(0, delta)]
-    lines += [*printer.ended(0, END), *printer.closing(END)]
+    lines: list[Any] = [line for delta in DELTAS for line in printer.choice_delta(0, delta)]
+    lines += [*printer.choice_end(0, END), *printer.stream_end(END)]
     said = [ChatResponse(**line) for line in lines]
     assert [part.message.thinking for part in said if part.message.thinking] == ["Hm."]
     assert "".join(part.message.content or "" for part in said) == "I add."
@@ -152,15 +152,15 @@ def test_a_streamed_answer_has_whole_calls() -> None:
 def test_a_call_that_was_cut_off_is_text() -> None:
     printer = answer()
     for delta in DELTAS[2:3]:
-        assert printer.delta(0, delta) == []
-    (line,) = (ChatResponse(**line) for line in printer.ended(0, END))  # type: ignore[arg-type]
+        assert printer.choice_delta(0, delta) == []
+    (line,) = (ChatResponse(**line) for line in printer.choice_end(0, END))  # type: ignore[arg-type]
     assert line.message.tool_calls is None
     assert line.message.content == 'add {"a": '
 
 
 def test_pieces_of_a_generation() -> None:
-    assert response("a", "b", ()) == {"response": "a", "thinking": "b"}
-    assert response("a", "", ()) == {"response": "a"}
+    assert generate_content("a", "b", ()) == {"response": "a", "thinking": "b"}
+    assert generate_content("a", "", ()) == {"response": "a"}
 
 
 @pytest.mark.parametrize(
@@ -203,4 +203,4 @@ def test_what_is_no_keep_alive(given: str) -> None:
     [("100% CPU", 0.0), ("100% GPU", 1.0), ("48%/52% CPU/GPU", 0.52), ("", 0.0)],
 )
 def test_the_share_on_a_gpu(processor: str, share: float) -> None:
-    assert gpu_share(processor) == share
+    assert gpu_fraction(processor) == share

@@ -17,8 +17,8 @@ from pulling import CONTENT, Q4, REPO, environment, hub, made_up
 from real_server import RealServer, real_server
 from serving import wait_until
 
-from localgen.hub.hf_client import talking
-from localgen.server.ollama.pull import _progress
+from localgen.hub.hf_client import forward_warnings
+from localgen.server.ollama.pull import _progress_events
 
 __all__ = ["hub"]
 NAME = f"{REPO}:Q4_K_M"
@@ -152,10 +152,10 @@ def test_progress_is_told_by_file(hub: LoopbackHub) -> None:
         f"m-Q8_0-0000{i}-of-00003.gguf": made_up(size, i) for i, size in ((1, 9), (2, 5), (3, 7))
     }
     hub.add("acme/Shards-GGUF", files)
-    plan = pull.plan("acme/Shards-GGUF:Q8_0")
+    plan = pull.plan_pull("acme/Shards-GGUF:Q8_0")
 
     def told(before: int, here: int) -> list[object]:
-        return [(line["total"], line["completed"]) for line in _progress(plan, before, here)]
+        return [(line["total"], line["completed"]) for line in _progress_events(plan, before, here)]
 
     assert told(-1, 0) == [(9, 0)]
     assert told(0, 0) == []
@@ -171,7 +171,7 @@ def test_threads_hear_what_their_own_calls_say() -> None:
     meet = threading.Barrier(2)
 
     def talk(name: str) -> None:
-        with talking(heard[name].append):
+        with forward_warnings(heard[name].append):
             meet.wait(10)
             logger.warning("Retrying %s", name)
             meet.wait(10)

@@ -18,13 +18,13 @@ from test_llamacpp_embedding import CLS, MEAN, TEXTS, TOLERANCE, theirs
 
 from localgen.backends.types import Message, SamplingParams
 from localgen.client import Client
-from localgen.config import Settings
+from localgen.config import ServerSettings
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        made = Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         with Client(made) as client:
             client.connect()
             yield made
@@ -32,7 +32,7 @@ def settings() -> Iterator[Settings]:
 
 
 @pytest.fixture(scope="module")
-def client(settings: Settings) -> Iterator[openai.OpenAI]:
+def client(settings: ServerSettings) -> Iterator[openai.OpenAI]:
     transport = httpx2.HTTPTransport(uds=str(settings.socket_path))
     http = httpx2.Client(transport=transport, timeout=120)
     with openai.OpenAI(
@@ -88,7 +88,7 @@ def test_refusals(client: openai.OpenAI) -> None:
         client.embeddings.create(model="tiny", input=[[1, 2], [5000]])
 
 
-def test_beside_a_chat(settings: Settings, client: openai.OpenAI) -> None:
+def test_beside_a_chat(settings: ServerSettings, client: openai.OpenAI) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     chat = [Message("user", "Tell me a story.")]
 

@@ -11,7 +11,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.machine.gpus import Gpu
-from localgen.placement.backend_choice import Hardware, choose
+from localgen.placement.backend_choice import Hardware, choose_placement
 
 GGUF = ModelFile("m", Path("/models/m.gguf"), 4 << 30, (), "file")
 FOLDER = ModelFile("m", Path("/models/m"), 16 << 30, (), "file")
@@ -22,46 +22,46 @@ NEED = 18 << 30
 
 
 def test_without_a_gpu_a_gguf_file_goes_to_llama_cpp() -> None:
-    found = choose(GGUF, LoadOptions(), NOTHING, NEED)
+    found = choose_placement(GGUF, LoadOptions(), NOTHING, NEED)
     assert (found.backend, found.reason) == ("llamacpp", "no NVIDIA GPU was found")
     assert not found.on_gpu
 
 
 @pytest.mark.parametrize("file", [GGUF, FOLDER])
 def test_what_fits_goes_to_the_gpu(file: ModelFile) -> None:
-    found = choose(file, LoadOptions(backend="auto"), ONE, NEED)
+    found = choose_placement(file, LoadOptions(backend="auto"), ONE, NEED)
     assert (found.backend, found.gpu) == ("cuda", H200)
     assert found.reason == "needs 19.3 GB, H200 has 139.6 GB free"
 
 
 def test_what_does_not_fit_stays_in_main_memory() -> None:
-    found = choose(GGUF, LoadOptions(), ONE, 200 << 30)
+    found = choose_placement(GGUF, LoadOptions(), ONE, 200 << 30)
     assert (found.backend, found.gpu) == ("llamacpp", None)
     assert found.reason == "needs 214.7 GB, H200 has 139.6 GB free"
 
 
 def test_a_llama_cpp_built_for_the_gpu_keeps_gguf_files() -> None:
-    there = replace(ONE, llamacpp_on_gpu=lambda: True)
-    assert choose(GGUF, LoadOptions(), there, NEED).backend == "llamacpp"
-    assert choose(FOLDER, LoadOptions(), there, NEED).backend == "cuda"
+    there = replace(ONE, llamacpp_has_gpu=lambda: True)
+    assert choose_placement(GGUF, LoadOptions(), there, NEED).backend == "llamacpp"
+    assert choose_placement(FOLDER, LoadOptions(), there, NEED).backend == "cuda"
 
 
 def test_the_gpu_with_most_room_or_the_one_that_was_asked_for() -> None:
     roomy = replace(H200, index=1, free_bytes=135 << 30)
     both = replace(ONE, gpus=(H200, roomy))
-    assert choose(FOLDER, LoadOptions(), both, NEED).gpu == roomy
-    assert choose(FOLDER, LoadOptions(device="cuda:0"), both, NEED).gpu == H200
-    assert choose(FOLDER, LoadOptions(), both.with_room({0: 9 << 30}), NEED).gpu == replace(
-        H200, free_bytes=139 << 30
-    )
+    assert choose_placement(FOLDER, LoadOptions(), both, NEED).gpu == roomy
+    assert choose_placement(FOLDER, LoadOptions(device="cuda:0"), both, NEED).gpu == H200
+    assert choose_placement(
+        FOLDER, LoadOptions(), both.with_freed_memory({0: 9 << 30}), NEED
+    ).gpu == replace(H200, free_bytes=139 << 30)
 
 
 def test_several_gpus_are_the_first_ones() -> None:
     three = replace(ONE, gpus=(H200, replace(H200, index=1), replace(H200, index=2)))
-    found = choose(GGUF, LoadOptions(tp=2), three, 200 << 30)
+    found = choose_placement(GGUF, LoadOptions(tp=2), three, 200 << 30)
     assert (found.backend, found.gpus) == ("cuda", three.gpus[:2])
     assert [found.uses(gpu) for gpu in (*three.gpus, None)] == [True, True, False, False]
-    one = choose(FOLDER, LoadOptions(tp=1), three, NEED)
+    one = choose_placement(FOLDER, LoadOptions(tp=1), three, NEED)
     assert len(one.gpus) == 1
 
 
@@ -83,7 +83,7 @@ def test_several_gpus_are_the_first_ones() -> None:
         (
             GGUF,
             LoadOptions(backend="cuda", device="cpu"),
-            replace(ONE, missing=("torch",)),
+            replace(ONE, missing_packages=("torch",)),
             r"needs torch: pip install 'localgen\[cuda\]'",
         ),
         (
@@ -95,7 +95,7 @@ def test_several_gpus_are_the_first_ones() -> None:
         (
             FOLDER,
             LoadOptions(),
-            replace(NOTHING, missing=("nvidia-ml-py",), has_driver=True),
+            replace(NOTHING, missing_packages=("nvidia-ml-py",), has_driver=True),
             "nvidia-ml-py not installed",
         ),
     ],
@@ -104,10 +104,12 @@ def test_what_cannot_be_says_why(
     file: ModelFile, asked: LoadOptions, there: Hardware, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        choose(file, asked, there, NEED)
+        choose_placement(file, asked, there, NEED)
 
 
 def test_the_cuda_backend_on_the_cpu_needs_no_gpu() -> None:
-    found = choose(FOLDER, LoadOptions(backend="cuda", device="cpu"), NOTHING, NEED)
+    found = choose_placement(FOLDER, LoadOptions(backend="cuda", device="cpu"), NOTHING, NEED)
     assert (found.backend, found.gpu) == ("cuda", None)
-    assert choose(FOLDER, LoadOptions(tp=2, device="cpu"), NOTHING, NEED).backend == "cuda"
+    assert (
+        choose_placement(FOLDER, LoadOptions(tp=2, device="cpu"), NOTHING, NEED).backend == "cuda"
+    )

@@ -12,35 +12,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localgen.backends.errors import InvalidRequest, OutOfMemory
-from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape
-from localgen.backends.formats.model_facts import Facts, facts_of_file
+from localgen.backends.formats.architecture.model_shape import LayerCacheShape, ModelShape
+from localgen.backends.formats.model_facts import ModelFacts, local_model_facts
 from localgen.backends.formats.model_files import model_folder
 from localgen.backends.memory import kv_sizing
-from localgen.backends.memory.kv_sizing import Wanted
+from localgen.backends.memory.kv_sizing import KVSizeRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
-from localgen.hub.catalog import Entry
+from localgen.hub.catalog import CatalogEntry
 from localgen.machine import bandwidth, gpu_bandwidth
 from localgen.machine.bandwidth import Bandwidth
 from localgen.machine.gpus import Gpu
 from localgen.placement.backend_choice import Hardware
-from localgen.placement.footprint import footprint, kept_bytes
-from localgen.planning.find import facts_elsewhere
-from localgen.planning.plan import plan
-from localgen.planning.resources import Machine
+from localgen.placement.footprint import estimate_footprint, loaded_weight_bytes
+from localgen.planning.find import remote_model_facts
+from localgen.planning.plan import plan_memory
+from localgen.planning.resources import MachineResources
 
 GB = 10**9
 NOTHING = LoadOptions()
 SHAPE = ModelShape(
-    layers=32,
-    hidden=4096,
-    inner=14336,
-    heads=32,
-    vocab=128_256,
+    num_layers=32,
+    hidden_size=4096,
+    active_intermediate_size=14336,
+    num_heads=32,
+    vocab_size=128_256,
     ctx_train=131_072,
-    caches=(LayerCache(8, 128, 128),) * 32,
+    layer_caches=(LayerCacheShape(8, 128, 128),) * 32,
 )
-FACTS = Facts(
+FACTS = ModelFacts(
     name="llama",
     quant="Q4_K_M",
     is_gguf=True,
@@ -56,8 +56,8 @@ H200 = Gpu(0, "H200", 140 * GB, 130 * GB, (9, 0))
 
 def machine(
     ram_gb: float = 64, hardware: Hardware = CPU, ram_rate: float = 20e9, gpu_rate: float = 4e12
-) -> Machine:
-    return Machine(
+) -> MachineResources:
+    return MachineResources(
         hardware,
         int(ram_gb * GB),
         lambda: Bandwidth(ram_rate),
@@ -66,7 +66,7 @@ def machine(
 
 
 def test_a_model_on_a_cpu() -> None:
-    found = plan(FACTS, LoadOptions(ctx=8192), machine())
+    found = plan_memory(FACTS, LoadOptions(ctx=8192), machine())
     assert found.fits
     assert (found.backend, found.place) == ("llamacpp", "CPU")
     assert (found.ctx, found.kv_tokens) == (8192, 16_384)
@@ -81,38 +81,40 @@ def test_a_model_on_a_cpu() -> None:
 
 
 def test_types_of_the_cache() -> None:
-    half = plan(FACTS, LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0"), machine())
+    half = plan_memory(
+        FACTS, LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0"), machine()
+    )
     assert half.kv_bytes == 16_384 * 131_072 * 34 / 64
     for option in ("cache_type_k", "cache_type_v"):
         with pytest.raises(InvalidRequest, match=r"is 'int8', it must be one of f32, f16, .*q8_0"):
-            plan(FACTS, LoadOptions(**{option: "int8"}), machine())  # type: ignore[arg-type]
+            plan_memory(FACTS, LoadOptions(**{option: "int8"}), machine())  # type: ignore[arg-type]
     on_gpu = machine(hardware=Hardware((H200,), (), True, lambda: False))
     with pytest.raises(InvalidRequest, match=r"is 'q8_0', it must be one of .* int8, fp8"):
-        plan(FACTS, LoadOptions(cache_type_k="q8_0"), on_gpu)
+        plan_memory(FACTS, LoadOptions(cache_type_k="q8_0"), on_gpu)
 
 
 def test_the_default_context_is_the_largest_that_fits_a_half_of_what_is_free() -> None:
-    found = plan(FACTS, NOTHING, machine(ram_gb=10))
+    found = plan_memory(FACTS, NOTHING, machine(ram_gb=10))
     assert found.fits
     assert found.ctx == found.kv_tokens
     assert found.ctx is not None
     assert found.largest_ctx is not None
     assert found.ctx < found.largest_ctx < 131_072
     assert found.largest_ctx % 256 == 0
-    assert plan(FACTS, LoadOptions(ctx=found.largest_ctx), machine(ram_gb=10)).fits
-    over = plan(FACTS, LoadOptions(ctx=found.largest_ctx + 256), machine(ram_gb=10))
+    assert plan_memory(FACTS, LoadOptions(ctx=found.largest_ctx), machine(ram_gb=10)).fits
+    over = plan_memory(FACTS, LoadOptions(ctx=found.largest_ctx + 256), machine(ram_gb=10))
     assert not over.fits
 
 
 def test_what_does_not_fit_says_both_numbers_and_what_would() -> None:
     smaller = replace(FACTS, quant="Q2_K", weights_bytes=2 * GB, read_bytes=2 * GB)
     tiny = replace(FACTS, quant="Q1", weights_bytes=GB, read_bytes=GB)
-    found = plan(FACTS, LoadOptions(ctx=32_768), machine(ram_gb=8), [tiny, FACTS, smaller])
+    found = plan_memory(FACTS, LoadOptions(ctx=32_768), machine(ram_gb=8), [tiny, FACTS, smaller])
     assert found.refusal is not None
     assert found.refusal.startswith("llama needs 9.5 GB, 8.0 GB are free; what would fit: --ctx ")
     assert "or -ctk q8_0 -ctv q8_0 with --ctx 32,768, or Q2_K (2.0 GB)" in found.refusal
     assert f"--ctx {found.largest_ctx:,}" in found.refusal
-    hopeless = plan(FACTS, NOTHING, machine(ram_gb=4))
+    hopeless = plan_memory(FACTS, NOTHING, machine(ram_gb=4))
     assert hopeless.refusal is not None
     assert hopeless.refusal.endswith("4.0 GB are free; take a smaller model, or free memory")
     assert hopeless.largest_ctx == 0
@@ -123,14 +125,16 @@ DRAFT = replace(
     name="little",
     weights_bytes=GB,
     read_bytes=GB,
-    shape=replace(SHAPE, layers=16, hidden=2048, caches=(LayerCache(8, 64, 64),) * 16),
+    shape=replace(
+        SHAPE, num_layers=16, hidden_size=2048, layer_caches=(LayerCacheShape(8, 64, 64),) * 16
+    ),
 )
 
 
 def test_a_draft_model_is_counted_with_a_pool_of_as_many_tokens() -> None:
     asked = LoadOptions(ctx=8192, draft="little")
-    alone, both = (plan(FACTS, asked, machine(), draft=draft) for draft in (None, DRAFT))
-    own = plan(DRAFT, asked, machine())
+    alone, both = (plan_memory(FACTS, asked, machine(), draft=draft) for draft in (None, DRAFT))
+    own = plan_memory(DRAFT, asked, machine())
     assert both.draft is not None
     assert alone.draft is None
     assert (both.draft.name, both.draft.weights_bytes) == ("little", GB)
@@ -144,37 +148,39 @@ def test_a_draft_model_is_counted_with_a_pool_of_as_many_tokens() -> None:
 
 def test_a_context_that_fits_leaves_room_for_the_draft_model() -> None:
     there = machine(ram_gb=12)
-    alone, both = (plan(FACTS, NOTHING, there, draft=draft) for draft in (None, DRAFT))
+    alone, both = (plan_memory(FACTS, NOTHING, there, draft=draft) for draft in (None, DRAFT))
     assert alone.largest_ctx is not None
     assert both.largest_ctx is not None
     assert 0 < both.largest_ctx < alone.largest_ctx
-    assert plan(FACTS, LoadOptions(ctx=both.largest_ctx), there, draft=DRAFT).fits
-    assert not plan(FACTS, LoadOptions(ctx=both.largest_ctx + 256), there, draft=DRAFT).fits
+    assert plan_memory(FACTS, LoadOptions(ctx=both.largest_ctx), there, draft=DRAFT).fits
+    assert not plan_memory(FACTS, LoadOptions(ctx=both.largest_ctx + 256), there, draft=DRAFT).fits
 
 
 def test_what_would_fit_without_the_draft_model() -> None:
-    found = plan(FACTS, LoadOptions(ctx=8192), machine(ram_gb=7), draft=DRAFT)
+    found = plan_memory(FACTS, LoadOptions(ctx=8192), machine(ram_gb=7), draft=DRAFT)
     assert found.fits is False
     assert found.refusal is not None
     assert found.refusal.startswith("llama with little needs ")
     assert "7.0 GB are free; what would fit: no --draft, or " in found.refusal
     for room in (6, 64):
-        refusal = plan(FACTS, LoadOptions(ctx=8192), machine(ram_gb=room), draft=DRAFT).refusal
+        refusal = plan_memory(
+            FACTS, LoadOptions(ctx=8192), machine(ram_gb=room), draft=DRAFT
+        ).refusal
         assert "no --draft" not in (refusal or "")
 
 
 def test_a_draft_model_of_which_little_is_known() -> None:
     vague = replace(DRAFT, shape=None, missing=("the shape of its layers",))
-    found = plan(FACTS, LoadOptions(ctx=8192), machine(), draft=vague)
+    found = plan_memory(FACTS, LoadOptions(ctx=8192), machine(), draft=vague)
     assert found.draft is not None
     assert found.draft.kv_bytes is None
-    assert found.draft.total_bytes == footprint(GB, None).need_bytes()
+    assert found.draft.total_bytes == estimate_footprint(GB, None).need_bytes()
     assert found.missing == ("the shape of its layers (little)",)
 
 
 def test_nothing_is_promised_where_a_draft_models_size_is_not_known() -> None:
     vague = replace(DRAFT, weights_bytes=0, missing=("the size of its weights",))
-    found = plan(FACTS, LoadOptions(ctx=8192), machine(), draft=vague)
+    found = plan_memory(FACTS, LoadOptions(ctx=8192), machine(), draft=vague)
     assert found.draft is not None
     assert found.draft.total_bytes is None
     assert (found.total_bytes, found.largest_ctx, found.fits) == (None, None, None)
@@ -186,7 +192,7 @@ def test_what_would_fit_elsewhere_with_other_options_is_no_way_out() -> None:
     tight = replace(H200, free_bytes=20 * GB)
     there = machine(ram_gb=2, hardware=Hardware((tight,), (), True, lambda: False))
     asked = LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0")
-    found = plan(FACTS, asked, there, draft=DRAFT)
+    found = plan_memory(FACTS, asked, there, draft=DRAFT)
     assert found.refusal is not None
     assert "no --draft" not in found.refusal
 
@@ -196,55 +202,55 @@ def test_a_draft_model_that_the_backend_cannot_run() -> None:
     with pytest.raises(
         InvalidRequest, match=r"--draft: llama\.cpp runs \.gguf files, little is none"
     ):
-        plan(FACTS, NOTHING, machine(), draft=folder)
+        plan_memory(FACTS, NOTHING, machine(), draft=folder)
 
 
 def test_a_gpu_has_to_hold_both() -> None:
     tight = replace(H200, free_bytes=20 * GB)
     there = machine(hardware=Hardware((tight,), (), True, lambda: False))
-    assert plan(FACTS, LoadOptions(ctx=8192), there).place == "GPU"
-    assert plan(FACTS, LoadOptions(ctx=8192), there, draft=replace(DRAFT, params=GB)).fits
-    assert plan(FACTS, LoadOptions(ctx=8192), there, draft=DRAFT).place == "CPU"
+    assert plan_memory(FACTS, LoadOptions(ctx=8192), there).place == "GPU"
+    assert plan_memory(FACTS, LoadOptions(ctx=8192), there, draft=replace(DRAFT, params=GB)).fits
+    assert plan_memory(FACTS, LoadOptions(ctx=8192), there, draft=DRAFT).place == "CPU"
 
 
 def test_more_than_it_was_trained_for_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="was trained for 131,072 tokens"):
-        plan(FACTS, LoadOptions(ctx=131_073), machine())
+        plan_memory(FACTS, LoadOptions(ctx=131_073), machine())
 
 
 def test_on_a_gpu_weights_are_widened_and_read_so() -> None:
     there = machine(hardware=Hardware((H200,), (), True, lambda: False))
-    found = plan(FACTS, NOTHING, there)
+    found = plan_memory(FACTS, NOTHING, there)
     assert (found.backend, found.place) == ("cuda", "GPU")
     assert found.weights_bytes == 16 * GB
     assert found.free_bytes == H200.free_bytes
     assert [(one.layers, one.of) for one in found.gpu_layers] == [(32, 32)]
     assert found.speed is not None
     assert found.speed.most_tokens_per_s == pytest.approx(4e12 / (16 * GB * 4 / 5))
-    assert plan(FACTS, NOTHING, replace(there, gpu=lambda gpu: None)).speed is None
+    assert plan_memory(FACTS, NOTHING, replace(there, gpu_bandwidth=lambda gpu: None)).speed is None
 
 
 def test_layers_that_fit_on_each_gpu() -> None:
     small = Gpu(0, "small", 4 * GB, 3 * GB, (7, 5))
     both = Hardware((small, replace(small, index=1, free_bytes=2 * GB)), (), True, lambda: True)
-    found = plan(FACTS, LoadOptions(ctx=8192, backend="llamacpp"), machine(hardware=both))
+    found = plan_memory(FACTS, LoadOptions(ctx=8192, backend="llamacpp"), machine(hardware=both))
     assert [one.of for one in found.gpu_layers] == [33, 33]
     first, second = (one.layers for one in found.gpu_layers)
     assert 0 < second < first < 20
     assert found.speed is not None
-    cpu = plan(FACTS, LoadOptions(ctx=8192), machine()).speed
+    cpu = plan_memory(FACTS, LoadOptions(ctx=8192), machine()).speed
     assert cpu is not None
     assert cpu.most_tokens_per_s < found.speed.most_tokens_per_s < 1000
     roomy = replace(both, gpus=(replace(small, free_bytes=40 * GB), small))
-    whole = plan(FACTS, LoadOptions(backend="llamacpp"), machine(hardware=roomy))
+    whole = plan_memory(FACTS, LoadOptions(backend="llamacpp"), machine(hardware=roomy))
     assert [one.layers for one in whole.gpu_layers] == [33, 0]
 
 
-@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.alias)
-def test_every_entry_of_the_catalog_computes_or_says_what_it_lacks(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", catalog.catalog_entries(), ids=lambda entry: entry.alias)
+def test_every_entry_of_the_catalog_computes_or_says_what_it_lacks(entry: CatalogEntry) -> None:
     quant = entry.gguf.quant
-    facts = facts_elsewhere(entry.alias, quant, entry.gguf.size(quant) or 0, entry)
-    found = plan(facts, NOTHING, machine(ram_gb=400))
+    facts = remote_model_facts(entry.alias, quant, entry.gguf.size(quant) or 0, entry)
+    found = plan_memory(facts, NOTHING, machine(ram_gb=400))
     assert found.fits == (bool(facts.weights_bytes) or None)
     if not facts.weights_bytes:
         assert "the size of its weights" in found.missing
@@ -262,9 +268,9 @@ def test_every_entry_of_the_catalog_computes_or_says_what_it_lacks(entry: Entry)
 
 
 def test_a_token_reads_only_active_experts() -> None:
-    found = catalog.find("qwen3-30b-a3b")
+    found = catalog.find_entry("qwen3-30b-a3b")
     assert found is not None
-    facts = facts_elsewhere("moe", "Q4_K_M", 18 * GB, found[0])
+    facts = remote_model_facts("moe", "Q4_K_M", 18 * GB, found[0])
     assert facts.read_bytes == pytest.approx(18 * GB * 3.04 / 30.53, rel=1e-3)
 
 
@@ -275,11 +281,11 @@ def test_a_folder_needs_the_cuda_backend(tmp_path: Path) -> None:
     ).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(32)
     (folder / "model.safetensors").write_bytes(content)
-    facts = facts_of_file(model_folder(folder), "safetensors")
+    facts = local_model_facts(model_folder(folder), "safetensors")
     assert facts.weights_bytes == 32
     with pytest.raises(InvalidRequest, match="only the cuda backend runs"):
-        plan(facts, NOTHING, machine())
-    slow = plan(facts, LoadOptions(backend="cuda", device="cpu"), machine())
+        plan_memory(facts, NOTHING, machine())
+    slow = plan_memory(facts, LoadOptions(backend="cuda", device="cpu"), machine())
     assert slow.weights_bytes == 64  # sixteen bits become thirty-two
 
 
@@ -317,33 +323,37 @@ def test_weights_that_are_widened_count_as_they_are_kept(
         "model.norm.weight": ("BF16", [64], 128),
     }
     write_tensors(folder / "model.safetensors", linear)
-    facts = facts_of_file(model_folder(folder), "safetensors")
+    facts = local_model_facts(model_folder(folder), "safetensors")
     assert facts.weights_bytes == facts.read_bytes == wanted
 
 
 def test_footprints_of_what_is_not_known() -> None:
-    assert footprint(0, None).need_bytes() == 64 << 20
-    assert footprint(8 * GB, None).need_bytes() == int(8 * GB * 1.05) + GB
-    known = footprint(5 * GB, SHAPE)
+    assert estimate_footprint(0, None).need_bytes() == 64 << 20
+    assert estimate_footprint(8 * GB, None).need_bytes() == int(8 * GB * 1.05) + GB
+    known = estimate_footprint(5 * GB, SHAPE)
     assert known.need_bytes() == known.need_bytes(8192)
     # nonsense is for the engine to refuse
     assert known.need_bytes(-5) == known.need_bytes(0)
     assert known.need_bytes(10**15) == known.need_bytes(131_072)
-    odd = footprint(5 * GB, SHAPE, options=LoadOptions(cache_type_k="nonsense"))
+    odd = estimate_footprint(5 * GB, SHAPE, options=LoadOptions(cache_type_k="nonsense"))
     assert odd == known
 
 
 def test_weights_as_they_are_kept() -> None:
-    assert kept_bytes(5, 8, "llamacpp", is_gguf=True) == 5
-    assert kept_bytes(5, 8, "cuda", is_gguf=True) == 16
-    assert kept_bytes(5, None, "cuda", is_gguf=True) == 20
-    assert kept_bytes(5, 8, "cuda on cpu", is_gguf=True) == 32
-    assert kept_bytes(5, 8, "cuda", is_gguf=False) == 5
-    assert kept_bytes(5, 8, "cuda on cpu", is_gguf=False) == 10
+    assert loaded_weight_bytes(5, 8, "llamacpp", is_gguf=True) == 5
+    assert loaded_weight_bytes(5, 8, "cuda", is_gguf=True) == 16
+    assert loaded_weight_bytes(5, None, "cuda", is_gguf=True) == 20
+    assert loaded_weight_bytes(5, 8, "cuda on cpu", is_gguf=True) == 32
+    assert loaded_weight_bytes(5, 8, "cuda", is_gguf=False) == 5
+    assert loaded_weight_bytes(5, 8, "cuda on cpu", is_gguf=False) == 10
 
 
 RULES = st.sampled_from(
-    [kv_sizing.LLAMACPP, replace(kv_sizing.LLAMACPP, parts=4), kv_sizing.CUDA_ON_CPU]
+    [
+        kv_sizing.LLAMACPP_POOL,
+        replace(kv_sizing.LLAMACPP_POOL, num_parts=4),
+        kv_sizing.CUDA_ON_CPU_POOL,
+    ]
 )
 
 
@@ -355,22 +365,24 @@ RULES = st.sampled_from(
     ctx=st.none() | st.integers(1, 10**6),
 )
 def test_a_pool_fits_and_holds_its_context(
-    rules: kv_sizing.PoolRules, free: int, token_bytes: float, trained: int, ctx: int | None
+    rules: kv_sizing.KVPoolRules, free: int, token_bytes: float, trained: int, ctx: int | None
 ) -> None:
-    wanted = Wanted(ctx=ctx, kv_tokens=None, trained=trained)
+    wanted = KVSizeRequest(ctx=ctx, kv_tokens=None, ctx_train=trained)
     try:
-        size = kv_sizing.choose(wanted, rules, token_bytes=token_bytes, free_bytes=free)
+        size = kv_sizing.resolve_kv_size(wanted, rules, token_bytes=token_bytes, free_bytes=free)
     except InvalidRequest:
         assert ctx is not None
         assert ctx > trained
         return
     except OutOfMemory:
-        least = rules.parts * (min(ctx or rules.step_tokens, trained) + rules.step_tokens)
+        least = rules.num_parts * (
+            min(ctx or rules.granularity_tokens, trained) + rules.granularity_tokens
+        )
         assert least * token_bytes > free
         return
     assert size.kv_tokens * token_bytes <= free
-    assert size.kv_tokens % (rules.step_tokens * rules.parts) == 0
-    assert size.ctx * rules.parts <= size.kv_tokens
+    assert size.kv_tokens % (rules.granularity_tokens * rules.num_parts) == 0
+    assert size.ctx * rules.num_parts <= size.kv_tokens
     assert 0 < size.ctx <= trained
     assert ctx is None or size.ctx == ctx
 
@@ -379,16 +391,17 @@ def test_a_pool_fits_and_holds_its_context(
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """No other program runs; measuring gives these figures, one after another."""
     figures = [1e9, 2e9, 3e9]
-    monkeypatch.setattr(bandwidth, "cache_path", lambda: tmp_path / "cache" / "bandwidth.json")
+    cache = tmp_path / "cache" / "bandwidth.json"
+    monkeypatch.setattr(bandwidth, "bandwidth_cache_path", lambda: cache)
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
-    monkeypatch.setattr(bandwidth, "measure", lambda: figures.pop(0))
+    monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", lambda: figures.pop(0))
     return figures
 
 
 def test_bandwidth_is_measured_once(quiet: list[float], tmp_path: Path) -> None:
     assert bandwidth.memory_bandwidth() == Bandwidth(1e9, "measured now")
     assert bandwidth.memory_bandwidth() == Bandwidth(1e9, "measured before")
-    assert bandwidth.memory_bandwidth(again=True) == Bandwidth(2e9, "measured now")
+    assert bandwidth.memory_bandwidth(remeasure=True) == Bandwidth(2e9, "measured now")
     assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
     kept = tmp_path / "cache" / "bandwidth.json"
     kept.write_text("{damaged")
@@ -405,27 +418,27 @@ def test_a_busy_machine_is_measured_again(
 ) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (99.0, 0.0, 0.0))
     found = bandwidth.memory_bandwidth()
-    assert (found.bytes_per_s, "busy" in found.how) == (1e9, True)
+    assert (found.bytes_per_s, "busy" in found.source) == (1e9, True)
     assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
-    assert not bandwidth.cache_path().exists()
+    assert not bandwidth.bandwidth_cache_path().exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(quiet: list[float]) -> None:
-    bandwidth.cache_path().parent.write_text("a file in its place")
+    bandwidth.bandwidth_cache_path().parent.write_text("a file in its place")
     assert bandwidth.memory_bandwidth().bytes_per_s == 1e9
     assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
 
 
 def test_a_gpu_that_cannot_be_measured(quiet: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "measured", lambda index: 0.0)
+    monkeypatch.setattr(bandwidth, "measure_gpu_bandwidth", lambda index: 0.0)
     assert bandwidth.gpu_bandwidth(H200) is None
-    named = bandwidth.gpu_bandwidth(replace(H200, bytes_per_s=4.8e12))
+    named = bandwidth.gpu_bandwidth(replace(H200, bandwidth_bytes_per_s=4.8e12))
     assert named == Bandwidth(4.8e12, "as the driver says")
 
 
 def test_memory_is_really_read() -> None:
-    assert 1e7 < bandwidth.measure(block_bytes=1 << 20, rounds=1) < 1e13
+    assert 1e7 < bandwidth.measure_ram_bandwidth(block_bytes=1 << 20, rounds=1) < 1e13
 
 
 def test_without_a_gpu_nothing_is_measured_of_one() -> None:
-    assert gpu_bandwidth.measured(0) == 0.0
+    assert gpu_bandwidth.measure_gpu_bandwidth(0) == 0.0

@@ -20,20 +20,20 @@ from serving import settings_in, short_folder
 
 from localgen.backends.model_info import LoadOptions
 from localgen.cli import errors
-from localgen.cli.main import run
+from localgen.cli.main import run_command_line
 from localgen.client import Client
-from localgen.config import Settings
+from localgen.config import ServerSettings
 from localgen.machine import bandwidth
 
 __all__ = ["hub"]
-OUT_OF_MEMORY = errors.BY_ERROR_CODE["out_of_memory"]
+OUT_OF_MEMORY = errors.EXIT_STATUS_BY_CODE["out_of_memory"]
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Settings]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ServerSettings]:
     """Memory of 20 GB/s, and a server's folders in which none runs."""
-    monkeypatch.setattr(bandwidth, "measure", lambda: 20e9)
-    monkeypatch.setattr(bandwidth, "cache_path", lambda: tmp_path / "bandwidth.json")
+    monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", lambda: 20e9)
+    monkeypatch.setattr(bandwidth, "bandwidth_cache_path", lambda: tmp_path / "bandwidth.json")
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LOCALGEN_MEMORY_LIMIT", "8G")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -49,7 +49,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> tuple[str, str]:
-    found = run(["plan", *arguments])
+    found = run_command_line(["plan", *arguments])
     out, err = capsys.readouterr()
     assert found == status, err
     return out, err
@@ -176,7 +176,7 @@ def test_what_cannot_be_planned_is_one_line(
     code: str,
     complaint: str,
 ) -> None:
-    out, err = told(capsys, *arguments, status=errors.BY_ERROR_CODE[code])
+    out, err = told(capsys, *arguments, status=errors.EXIT_STATUS_BY_CODE[code])
     assert out == ""
     last = err.splitlines()[-1]
     assert last.startswith("localgen: ")
@@ -186,7 +186,7 @@ def test_what_cannot_be_planned_is_one_line(
 def test_a_damaged_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(TINY_GGUF.read_bytes()[:200_000])
-    _, err = told(capsys, str(path), status=errors.BY_ERROR_CODE["load_failed"])
+    _, err = told(capsys, str(path), status=errors.EXIT_STATUS_BY_CODE["load_failed"])
     assert str(path) in err
 
 
@@ -202,7 +202,7 @@ def test_the_hub_is_asked_for_the_beginning_of_a_file(
     both = record(capsys, "acme/Tiny-GGUF", "--quant", "all")["plans"]
     assert [one["quant"] for one in both] == ["F16", "Q8_0"]
     assert "HERE" not in told(capsys, "acme/Tiny-GGUF", "--quant", "all")[0]
-    assert not list((Path(bandwidth.cache_path()).parent / "hub").glob("**/*.gguf"))
+    assert not list((Path(bandwidth.bandwidth_cache_path()).parent / "hub").glob("**/*.gguf"))
 
 
 def test_a_folder_on_the_hub(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,12 +221,12 @@ def test_a_folder_on_the_hub(hub: LoopbackHub, capsys: pytest.CaptureFixture[str
     assert plan["source"] == "hub"
     # float32 on a CPU
     assert (plan["weights_bytes"], plan["kv_bytes_per_1k"]) == (10_000, 2 * 2 * 2 * 16 * 4 * 1000)
-    _, err = told(capsys, "acme/Tiny", status=errors.BY_ERROR_CODE["invalid_request"])
+    _, err = told(capsys, "acme/Tiny", status=errors.EXIT_STATUS_BY_CODE["invalid_request"])
     assert "only the cuda backend runs" in err
 
 
 def test_beside_the_loaded_model(
-    capsys: pytest.CaptureFixture[str], measured: Settings, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], measured: ServerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCALGEN_MEMORY_LIMIT")
     with Client(measured) as client:
@@ -255,7 +255,7 @@ def test_beside_the_loaded_model(
 
 def test_a_draft_model_beside_the_loaded_one(
     capsys: pytest.CaptureFixture[str],
-    measured: Settings,
+    measured: ServerSettings,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -285,10 +285,10 @@ def test_a_draft_model_beside_the_loaded_one(
     assert len(rows(gone)["draft model"]) == 1, "what is loaded, and no estimate"
 
 
-def test_nothing_is_started_for_a_plan(measured: Settings) -> None:
+def test_nothing_is_started_for_a_plan(measured: ServerSettings) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "plan", "tiny", "--measure"],
-        env=os.environ | measured.environment() | {"XDG_CACHE_HOME": str(measured.state_dir)},
+        env=os.environ | measured.to_environment() | {"XDG_CACHE_HOME": str(measured.state_dir)},
         capture_output=True,
         text=True,
         timeout=120,

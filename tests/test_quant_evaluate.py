@@ -20,23 +20,23 @@ from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
 from localgen.quant.calibrate.text_windows import (
-    CALIBRATION,
-    HELD_OUT,
+    CALIBRATION_TEXT,
+    HELD_OUT_TEXT,
     calibration_windows,
     held_out_windows,
 )
-from localgen.quant.evaluate_gguf import gguf_loss
-from localgen.quant.files.layerwise_checkpoint import Source
-from localgen.quant.job import Job
-from localgen.quant.preflight import prepare
-from localgen.quant.request.recipe import Calibration, Recipe
+from localgen.quant.evaluate_gguf import gguf_metrics
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
+from localgen.quant.job import QuantizeJob
+from localgen.quant.preflight import prepare_quantization
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
 VOCAB = 4096
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> HfTokenizer:
-    return HfTokenizer.of_folder(TINY, VOCAB)
+    return HfTokenizer.from_folder(TINY, VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def ids(tokenizer: HfTokenizer) -> Tensor:
 @pytest.fixture(scope="module")
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("rounded") / "tiny-rtn"
-    ready = prepare(TINY, Recipe(method="rtn"), Calibration(), "cpu")
-    Job("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
+    ready = prepare_quantization(TINY, Recipe(method="rtn"), CalibrationConfig(), "cpu")
+    QuantizeJob("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
     return out
 
 
@@ -72,8 +72,10 @@ def test_losses_are_those_of_the_plain_computation(
     monkeypatch.setattr(evaluate, "_HEAD_ROWS", 1000)
     monkeypatch.setattr(evaluate, "_HEAD_TOKENS", 50)
     monkeypatch.setattr(evaluate, "_BATCH_TOKENS", 128)
-    original, other = (evaluate.read(Source(path), ids) for path in (TINY, rounded))
-    first, second = evaluate.losses([original, other])
+    original, other = (
+        evaluate.compute_final_states(LayerwiseCheckpoint(path), ids) for path in (TINY, rounded)
+    )
+    first, second = evaluate.compute_metrics([original, other])
     logits = [all_logits(path, ids) for path in (TINY, rounded)]
     assert first.kl is None
     assert first.perplexity == pytest.approx(plain(ids, logits[0], logits[0])[0], rel=1e-4)
@@ -87,22 +89,24 @@ def test_losses_are_those_of_the_plain_computation(
 def test_other_architectures(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     ids = torch.tensor([random_text(seed=n, length=30) for n in range(3)])
-    (loss,) = evaluate.losses([evaluate.read(Source(tmp_path), ids)])
+    (loss,) = evaluate.compute_metrics(
+        [evaluate.compute_final_states(LayerwiseCheckpoint(tmp_path), ids)]
+    )
     logits = all_logits(tmp_path, ids)
     assert loss.perplexity == pytest.approx(plain(ids, logits, logits)[0], rel=1e-3)
 
 
 def test_models_of_other_tokens_are_not_compared(ids: Tensor, rounded: Path) -> None:
-    original = evaluate.read(Source(TINY), ids)
-    other = evaluate.read(Source(rounded), ids[:3])
-    assert evaluate.losses([original, other])[1].kl is None
+    original = evaluate.compute_final_states(LayerwiseCheckpoint(TINY), ids)
+    other = evaluate.compute_final_states(LayerwiseCheckpoint(rounded), ids[:3])
+    assert evaluate.compute_metrics([original, other])[1].kl is None
 
 
 def test_a_gguf_file_by_its_own_logits(ids: Tensor) -> None:
-    original = evaluate.read(Source(TINY), ids)
-    (loss,) = evaluate.losses([original])
+    original = evaluate.compute_final_states(LayerwiseCheckpoint(TINY), ids)
+    (loss,) = evaluate.compute_metrics([original])
     seen: list[int] = []
-    found = gguf_loss(TINY_GGUF, original, on_window=seen.append)
+    found = gguf_metrics(TINY_GGUF, original, on_window=seen.append)
     assert found.perplexity == pytest.approx(loss.perplexity, rel=5e-3)
     assert found.kl is not None
     assert 0 <= found.kl < 1e-3
@@ -113,13 +117,13 @@ def test_a_file_that_is_no_gguf(ids: Tensor, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(LoadFailed, match=r"x\.gguf"):
-        gguf_loss(path, evaluate.read(Source(TINY), ids))
+        gguf_metrics(path, evaluate.compute_final_states(LayerwiseCheckpoint(TINY), ids))
 
 
 def test_equal_seeds_give_equal_windows(tokenizer: HfTokenizer) -> None:
-    asked = Calibration(samples=8, seq_len=128, seed=3)
+    asked = CalibrationConfig(samples=8, seq_len=128, seed=3)
     one, again = (calibration_windows(asked, tokenizer) for _ in range(2))
-    other = calibration_windows(Calibration(samples=8, seq_len=128, seed=4), tokenizer)
+    other = calibration_windows(CalibrationConfig(samples=8, seq_len=128, seed=4), tokenizer)
     assert one.ids.shape == (8, 128)
     assert torch.equal(one.ids, again.ids)
     assert one.digest == again.digest != other.digest
@@ -128,7 +132,7 @@ def test_equal_seeds_give_equal_windows(tokenizer: HfTokenizer) -> None:
 def test_a_file_of_the_users(tokenizer: HfTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("The tide turned at six. " * 40)
-    windows = calibration_windows(Calibration(path=path, samples=99, seq_len=16), tokenizer)
+    windows = calibration_windows(CalibrationConfig(path=path, samples=99, seq_len=16), tokenizer)
     assert windows.source == "notes.txt"
     # all that there is, whole windows only
     assert 10 < len(windows.ids) < 99
@@ -153,11 +157,11 @@ def test_texts_that_cannot_be_used(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(kind, match=message):
-        calibration_windows(Calibration(path=path, seq_len=64), tokenizer)
+        calibration_windows(CalibrationConfig(path=path, seq_len=64), tokenizer)
 
 
 def test_the_texts_have_no_passage_in_common() -> None:
-    calibration, held_out = (path.read_text() for path in (CALIBRATION, HELD_OUT))
+    calibration, held_out = (path.read_text() for path in (CALIBRATION_TEXT, HELD_OUT_TEXT))
     assert len(calibration.encode()) > 250_000
     passages = {part for part in held_out.split("\n\n") if len(part) > 400}
     assert passages

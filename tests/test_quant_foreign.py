@@ -18,27 +18,29 @@ import transformers
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
 from localgen.quant.calibrate.text_windows import held_out_windows
-from localgen.quant.files.layerwise_checkpoint import Source
-from localgen.quant.job import Job
-from localgen.quant.preflight import prepare
-from localgen.quant.request.recipe import Calibration, Method, Recipe
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
+from localgen.quant.job import QuantizeJob
+from localgen.quant.preflight import prepare_quantization
+from localgen.quant.request.recipe import CalibrationConfig, QuantizeMethod, Recipe
 
 
 @pytest.mark.parametrize("method", ["fp8", "smoothquant"])
-def test_logits_are_those_of_transformers(method: Method, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(method: QuantizeMethod, tmp_path: Path) -> None:
     """Inputs are rounded for each token by both."""
     out = tmp_path / "out"
-    ready = prepare(TINY, Recipe(method=method, bits=8), Calibration(samples=8, seq_len=64), "cpu")
-    Job("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
+    ready = prepare_quantization(
+        TINY, Recipe(method=method, bits=8), CalibrationConfig(samples=8, seq_len=64), "cpu"
+    )
+    QuantizeJob("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(out, dtype=torch.float32)
-    source = Source(out)
-    for name, tensor in source.layer(3).items():
+    source = LayerwiseCheckpoint(out)
+    for name, tensor in source.read_layer(3).items():
         module = model.get_submodule(f"model.layers.3.{name.removesuffix('.weight')}")
         scales = getattr(module, "weight_scale", torch.ones(()))
         torch.testing.assert_close(module.weight.float() * scales, tensor, atol=0.0, rtol=1e-6)
-    ids = held_out_windows(None, HfTokenizer.of_folder(out, source.spec.vocab), 64, 2).ids
-    read = evaluate.read(source, ids)
+    ids = held_out_windows(None, HfTokenizer.from_folder(out, source.spec.vocab_size), 64, 2).ids
+    read = evaluate.compute_final_states(source, ids)
     with torch.no_grad():
         theirs = model(ids).logits
     for index in range(len(ids)):

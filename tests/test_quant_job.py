@@ -20,24 +20,24 @@ from safetensors.torch import load_file, save_file
 from localgen.backends.cuda.model.weights import load_weights
 from localgen.backends.errors import DiskFull, InvalidRequest, LoadFailed, LocalgenError
 from localgen.quant import preflight
-from localgen.quant.files.layerwise_checkpoint import Source
-from localgen.quant.job import Job, Progress
-from localgen.quant.preflight import prepare
-from localgen.quant.request.recipe import Calibration, Recipe
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
+from localgen.quant.job import QuantizeJob, QuantizeProgress
+from localgen.quant.preflight import prepare_quantization
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
-CALIBRATION = Calibration(samples=6, seq_len=32)
+CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
 RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))
 FP8 = Recipe(method="fp8", bits=8)
 LAYERS = 6
-Seen = list[Progress]
+Seen = list[QuantizeProgress]
 
 
-def job(recipe: Recipe, out: Path, *, folder: Path = TINY) -> Job:
-    ready = prepare(folder, recipe, CALIBRATION, "cpu")
-    return Job("tiny", ready, out)
+def job(recipe: Recipe, out: Path, *, folder: Path = TINY) -> QuantizeJob:
+    ready = prepare_quantization(folder, recipe, CALIBRATION, "cpu")
+    return QuantizeJob("tiny", ready, out)
 
 
-def run(recipe: Recipe, out: Path, *, resume: bool = False) -> list[Progress]:
+def run(recipe: Recipe, out: Path, *, resume: bool = False) -> list[QuantizeProgress]:
     seen: Seen = []
     job(recipe, out).run(resume=resume, on_progress=seen.append)
     return seen
@@ -54,7 +54,7 @@ class Stopped(Exception):
 def stopped_at(recipe: Recipe, out: Path, layer: int) -> None:
     """Run until a layer begins, and end there as a process does that is killed."""
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: QuantizeProgress) -> None:
         if progress.stage == "layers" and progress.done == layer:
             raise Stopped
 
@@ -79,15 +79,21 @@ def test_what_is_written_is_a_model(recipe: Recipe, tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_bytes() == (TINY / "tokenizer.json").read_bytes()
     assert (out / "generation_config.json").is_file()
     assert "base_model: tiny" in (out / "README.md").read_text()
-    source = Source(out)
+    source = LayerwiseCheckpoint(out)
     # the engine's own loader, which checks every tensor and refuses any it does not know
     load_weights(out, source.spec, device="cpu", dtype=torch.float32)
-    original = Source(TINY)
+    original = LayerwiseCheckpoint(TINY)
     for index_of_layer in (0, LAYERS - 1):
-        before, after = original.layer(index_of_layer), source.layer(index_of_layer)
+        before, after = original.read_layer(index_of_layer), source.read_layer(index_of_layer)
         assert before.keys() == after.keys()
-    difference = source.layer(2)["mlp.up_proj.weight"] - original.layer(2)["mlp.up_proj.weight"]
-    assert 0 < difference.abs().mean() < 0.2 * original.layer(2)["mlp.up_proj.weight"].abs().mean()
+    difference = (
+        source.read_layer(2)["mlp.up_proj.weight"] - original.read_layer(2)["mlp.up_proj.weight"]
+    )
+    assert (
+        0
+        < difference.abs().mean()
+        < 0.2 * original.read_layer(2)["mlp.up_proj.weight"].abs().mean()
+    )
 
 
 def test_the_estimates_of_size_hold(tmp_path: Path) -> None:
@@ -167,7 +173,7 @@ def test_weights_that_are_no_numbers(value: float, model: Path, tmp_path: Path) 
         "NaN or infinite",
         "download it again",
     )
-    assert not started.work.path.exists()
+    assert not started.work_folder.path.exists()
 
 
 def test_a_quantized_model(tmp_path: Path) -> None:
@@ -193,18 +199,25 @@ def test_groups_that_do_not_divide(tmp_path: Path) -> None:
 def test_text_shorter_than_a_sequence(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("Too short.")
-    short = Calibration(path=text, seq_len=512)
-    refused(InvalidRequest, lambda: prepare(TINY, GPTQ, short, "cpu"), "short.txt has", "--seq-len")
-    long = Calibration(seq_len=4096)
-    refused(InvalidRequest, lambda: prepare(TINY, GPTQ, long, "cpu"), "2,048", "--seq-len")
+    short = CalibrationConfig(path=text, seq_len=512)
+    refused(
+        InvalidRequest,
+        lambda: prepare_quantization(TINY, GPTQ, short, "cpu"),
+        "short.txt has",
+        "--seq-len",
+    )
+    long = CalibrationConfig(seq_len=4096)
+    refused(
+        InvalidRequest, lambda: prepare_quantization(TINY, GPTQ, long, "cpu"), "2,048", "--seq-len"
+    )
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     started = job(RTN, tmp_path / "out")
-    refused(DiskFull, lambda: started.check_room(resume=False), "1.0 MB free", "make room")
-    assert not started.work.path.exists()
+    refused(DiskFull, lambda: started.check_disk_space(resume=False), "1.0 MB free", "make room")
+    assert not started.work_folder.path.exists()
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +227,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(*_: object) -> None:
         raise OSError("3000 requested and 12 written")
 
-    monkeypatch.setattr("localgen.quant.job.write", full)
+    monkeypatch.setattr("localgen.quant.job.write_safetensors", full)
     refused(
         DiskFull,
         lambda: started.run(resume=False, on_progress=lambda _: None),
@@ -223,7 +236,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.undo()
     run(RTN, out, resume=True)
-    assert Source(out).spec.quant is not None
+    assert LayerwiseCheckpoint(out).spec.quant is not None
 
 
 def test_a_float32_model_becomes_sixteen_bits(model: Path, tmp_path: Path) -> None:
@@ -231,13 +244,13 @@ def test_a_float32_model_becomes_sixteen_bits(model: Path, tmp_path: Path) -> No
     save_file({name: one.float() for name, one in tensors.items()}, model / "model.safetensors")
     out = tmp_path / "out"
     job(RTN, out, folder=model).run(resume=False, on_progress=lambda _: None)
-    assert Source(out).dtype is torch.float16
+    assert LayerwiseCheckpoint(out).dtype is torch.float16
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float16"
 
 
 def test_weights_are_checked_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum comes from reading all of it, once."""
     read: list[int] = []
-    preflight.check_weights(Source(TINY), read.append)
+    preflight.check_finite_and_checksum(LayerwiseCheckpoint(TINY), read.append)
     assert read == sorted(read)
-    assert read[-1] == Source(TINY).size_bytes
+    assert read[-1] == LayerwiseCheckpoint(TINY).size_bytes

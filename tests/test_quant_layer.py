@@ -13,17 +13,17 @@ from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes, names_of
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.tensor_names import LayerTensors, layer_names, linear_shapes
 from localgen.quant.calibrate import passes
 from localgen.quant.calibrate.layer_forward import LayerForward
-from localgen.quant.calibrate.scaling import fold, junctions
+from localgen.quant.calibrate.scaling import fold_scales, scale_mappings
 from localgen.quant.methods.folding import fold_layer
 from localgen.quant.methods.layer import QuantizedLayer, quantize_layer
-from localgen.quant.request.recipe import Method, Recipe
+from localgen.quant.request.recipe import QuantizeMethod, Recipe
 
 LENGTH, INDEX = 40, 1
-Case = tuple[ModelSpec, Tensors]
+Case = tuple[ModelSpec, LayerTensors]
 Inputs = Callable[[], Iterable[Tensor]]
 
 
@@ -37,24 +37,26 @@ def built(name: str, folder: Path) -> Case:
     prefix = f"model.layers.{INDEX}."
     tensors = load_file(folder / "model.safetensors")
     layer = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    return read_config(folder), layer
+    return read_hf_config(folder), layer
 
 
 def inputs_of(spec: ModelSpec, seed: int = 0, sequences: int = 12) -> Inputs:
     """Four sequences at a time, some channels far larger than others."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = torch.exp(1.5 * torch.randn(spec.hidden, generator=torch.Generator().manual_seed(9)))
-    hidden = torch.randn(sequences, LENGTH, spec.hidden, generator=generator) * sizes
+    sizes = torch.exp(
+        1.5 * torch.randn(spec.hidden_size, generator=torch.Generator().manual_seed(9))
+    )
+    hidden = torch.randn(sequences, LENGTH, spec.hidden_size, generator=generator) * sizes
     return lambda: torch.split(hidden, 4)
 
 
-def output(spec: ModelSpec, layer: Tensors, inputs: Inputs) -> Tensor:
+def output(spec: ModelSpec, layer: LayerTensors, inputs: Inputs) -> Tensor:
     forward = LayerForward(spec, LENGTH)
     return torch.cat([forward.run(INDEX, layer, hidden) - hidden for hidden in inputs()])
 
 
 def quantized(
-    case: Case, method: Method, bits: int, inputs: Inputs | None = None
+    case: Case, method: QuantizeMethod, bits: int, inputs: Inputs | None = None
 ) -> QuantizedLayer:
     spec, layer = case
     recipe = Recipe(method=method, bits=bits, group_size=8)
@@ -67,7 +69,7 @@ def loss(case: Case, found: QuantizedLayer) -> float:
     spec, layer = case
     fresh = inputs_of(spec, seed=1)
     wanted = output(spec, layer, fresh)
-    return float((output(spec, found.dequantized(), fresh) - wanted).norm() / wanted.norm())
+    return float((output(spec, found.dequantize(), fresh) - wanted).norm() / wanted.norm())
 
 
 def assert_same(spec: ModelSpec, ours: Tensor, theirs: Tensor) -> None:
@@ -76,15 +78,15 @@ def assert_same(spec: ModelSpec, ours: Tensor, theirs: Tensor) -> None:
     assert int(differ.sum()) <= (0 if spec.moe is None else 2)
 
 
-def test_scales_folded_at_every_junction_change_nothing(case: Case) -> None:
+def test_scales_folded_at_every_scale_mapping_change_nothing(case: Case) -> None:
     spec, layer = case
     kept = {name: tensor.clone() for name, tensor in layer.items()}
     folded = dict(layer)
     generator = torch.Generator().manual_seed(2)
-    for junction in junctions(spec):
-        ins = layer[f"{junction.linears[0]}.weight"].shape[1]
-        scales = junction.shared(torch.exp(torch.randn(ins, generator=generator)))
-        fold(spec, folded, junction, scales)
+    for mapping in scale_mappings(spec):
+        ins = layer[f"{mapping.linears[0]}.weight"].shape[1]
+        scales = mapping.average_repeats(torch.exp(torch.randn(ins, generator=generator)))
+        fold_scales(spec, folded, mapping, scales)
     wanted = output(spec, layer, inputs_of(spec))
     assert_same(spec, output(spec, folded, inputs_of(spec)), wanted)
     changed = {f"{name}.weight" for name in linear_shapes(spec)}
@@ -92,14 +94,14 @@ def test_scales_folded_at_every_junction_change_nothing(case: Case) -> None:
     assert [name for name in layer if not torch.equal(layer[name], kept[name])] == []
 
 
-def test_every_linear_reads_one_junction(case: Case) -> None:
+def test_every_linear_reads_one_scale_mapping(case: Case) -> None:
     spec, _ = case
-    readers = [name for junction in junctions(spec) for name in junction.linears]
+    readers = [name for mapping in scale_mappings(spec) for name in mapping.linears]
     assert sorted(readers) == sorted(linear_shapes(spec))
 
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
-def test_a_folded_layer_computes_the_same(case: Case, method: Method) -> None:
+def test_a_folded_layer_computes_the_same(case: Case, method: QuantizeMethod) -> None:
     spec, layer = case
     recipe = Recipe(method=method, bits=8 if method == "smoothquant" else 4, group_size=8)
     forward = LayerForward(spec, LENGTH)
@@ -117,7 +119,7 @@ def test_a_folded_layer_computes_the_same(case: Case, method: Method) -> None:
         forward.run(INDEX, found.tensors, hidden, tap)
     assert set(found.importance) == set(linear_shapes(spec))
     for name, importance in found.importance.items():
-        assert torch.allclose(importance.squares, seen[name], rtol=0.05, atol=1e-3), name
+        assert torch.allclose(importance.sum_squares, seen[name], rtol=0.05, atol=1e-3), name
 
 
 def test_calibration_beats_rounding_to_nearest(case: Case) -> None:
@@ -127,7 +129,7 @@ def test_calibration_beats_rounding_to_nearest(case: Case) -> None:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant", "fp8", "rtn"])
-def test_eight_bits_lose_little(case: Case, method: Method) -> None:
+def test_eight_bits_lose_little(case: Case, method: QuantizeMethod) -> None:
     found = quantized(case, method, 8)
     assert set(found.weights) == set(linear_shapes(case[0]))
     assert loss(case, found) < (0.06 if method == "fp8" else 0.04)
@@ -137,60 +139,60 @@ def test_eight_bits_lose_little(case: Case, method: Method) -> None:
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
-def test_the_same_again_is_the_same_bits(name: str, method: Method, tmp_path: Path) -> None:
+def test_the_same_again_is_the_same_bits(name: str, method: QuantizeMethod, tmp_path: Path) -> None:
     case = built(name, tmp_path)
     one, other = (quantized(case, method, 4) for _ in range(2))
     assert set(one.tensors) == set(other.tensors)
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
     for name in one.weights:
-        assert torch.equal(one.weights[name].dequantized(), other.weights[name].dequantized())
+        assert torch.equal(one.weights[name].dequantize(), other.weights[name].dequantize())
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
 def test_many_passes_give_what_one_gives(
-    method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: QuantizeMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = built("mixtral", tmp_path)
     recipe = Recipe(method=method, bits=8, group_size=8)
     once, bytes_once = quantized(case, method, 8), passes.statistics_bytes(case[0], recipe)
-    assert len(passes.passes(case[0], recipe)) == 1
-    monkeypatch.setattr(passes, "_PASS_BYTES", 1)
-    assert len(passes.passes(case[0], recipe)) == len(junctions(case[0])) == 7
+    assert len(passes.split_into_passes(case[0], recipe)) == 1
+    monkeypatch.setattr(passes, "_MAX_PASS_BYTES", 1)
+    assert len(passes.split_into_passes(case[0], recipe)) == len(scale_mappings(case[0])) == 7
     assert passes.statistics_bytes(case[0], recipe) < bytes_once
     apart = quantized(case, method, 8)
     for name in once.weights:
-        assert torch.equal(once.weights[name].dequantized(), apart.weights[name].dequantized())
+        assert torch.equal(once.weights[name].dequantize(), apart.weights[name].dequantize())
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
 def test_experts_that_no_token_reaches_are_rounded_all_the_same(
-    method: Method, tmp_path: Path
+    method: QuantizeMethod, tmp_path: Path
 ) -> None:
     case = built("qwen3 moe", tmp_path)
-    one = torch.randn(1, 1, case[0].hidden, generator=torch.Generator().manual_seed(0))
+    one = torch.randn(1, 1, case[0].hidden_size, generator=torch.Generator().manual_seed(0))
     found = quantized(case, method, 8, lambda: [one])
-    counts = {importance.count for importance in found.importance.values()}
+    counts = {importance.num_tokens for importance in found.importance.values()}
     assert counts == {0, 1}
     for name, weight in found.weights.items():
-        if found.importance[name].count:
+        if found.importance[name].num_tokens:
             continue
         folded = case[1][f"{name}.weight"]
         if method == "gptq":
-            assert (weight.dequantized() - folded).norm() < 0.02 * folded.norm()
-        assert bool(weight.dequantized().isfinite().all())
-        assert weight.dequantized().norm() > 0
+            assert (weight.dequantize() - folded).norm() < 0.02 * folded.norm()
+        assert bool(weight.dequantize().isfinite().all())
+        assert weight.dequantize().norm() > 0
 
 
 def test_activations_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     case = built("llama", tmp_path)
-    bad = torch.full((1, 4, case[0].hidden), torch.inf)
+    bad = torch.full((1, 4, case[0].hidden_size), torch.inf)
     with pytest.raises(LoadFailed, match=rf"model\.layers\.{INDEX}\.self_attn\.q_proj sees NaN"):
         quantized(case, "gptq", 4, lambda: [bad])
 
 
 def test_the_router_is_not_quantized_but_folded(tmp_path: Path) -> None:
     spec, layer = case = built("mixtral", tmp_path)
-    router = f"{names_of(spec).router}.weight"
+    router = f"{layer_names(spec).router}.weight"
     found = quantized(case, "awq", 4)
     assert found.tensors[router].shape == layer[router].shape
     assert not torch.equal(found.tensors[router], layer[router])

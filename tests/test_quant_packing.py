@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.model.int4_repack import from_awq, from_gptq, group_order
-from localgen.quant.files.packing import Layout, layout_of, pack, quantization_config, unpack
+from localgen.backends.cuda.model.int4_repack import act_order, repack_awq, repack_gptq
+from localgen.quant.files.packing import (
+    PackingLayout,
+    pack_linear,
+    packing_layout,
+    quantization_config,
+    unpack_linear,
+)
 from localgen.quant.files.quantized_weight import GroupedWeight, RowWeight
-from localgen.quant.methods.gptq import factor, gptq_grid, round_in_order
+from localgen.quant.methods.gptq import factor_hessian, gptq_grid, round_gptq
 from localgen.quant.request.recipe import Recipe
 
 INS, OUTS, GROUP = 128, 64, 32
@@ -24,11 +30,11 @@ def grouped(bits: int, *, ordered: bool = True) -> GroupedWeight:
     if not ordered:
         groups = (torch.randperm(INS, generator=made) // GROUP).int()
     return GroupedWeight(
-        digits=torch.randint(0, 2**bits, (OUTS, INS), generator=made, dtype=torch.uint8),
+        codes=torch.randint(0, 2**bits, (OUTS, INS), generator=made, dtype=torch.uint8),
         scales=torch.rand(OUTS, INS // GROUP, generator=made).half().float(),
         zeros=torch.randint(0, 2**bits, (OUTS, INS // GROUP), generator=made, dtype=torch.uint8),
         bits=bits,
-        groups=groups,
+        group_index=groups,
     )
 
 
@@ -67,57 +73,57 @@ def published_gptq(parts: dict[str, Tensor], bits: int) -> Tensor:
 
 def test_awq_as_published_and_in_the_engine() -> None:
     weight = grouped(4)
-    parts = pack(weight, "awq")
+    parts = pack_linear(weight, "awq")
     assert parts["qweight"].shape == (INS, OUTS // 8)
     assert parts["scales"].dtype == torch.float16
-    torch.testing.assert_close(published_awq(parts), weight.dequantized().double())
-    linear = from_awq(parts["qweight"], parts["qzeros"], parts["scales"], None)
-    assert torch.equal(linear.dequantized(torch.float32), weight.dequantized())
+    torch.testing.assert_close(published_awq(parts), weight.dequantize().double())
+    linear = repack_awq(parts["qweight"], parts["qzeros"], parts["scales"], None)
+    assert torch.equal(linear.dequantize(torch.float32), weight.dequantize())
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_gptq_as_published(bits: int, ordered: bool) -> None:
     weight = grouped(bits, ordered=ordered)
-    parts = pack(weight, "gptq")
+    parts = pack_linear(weight, "gptq")
     assert parts["qweight"].shape == (INS * bits // 32, OUTS)
     assert parts["qzeros"].shape == (INS // GROUP, OUTS * bits // 32)
-    torch.testing.assert_close(published_gptq(parts, bits), weight.dequantized().double())
+    torch.testing.assert_close(published_gptq(parts, bits), weight.dequantize().double())
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_gptq_in_the_engine(ordered: bool) -> None:
     weight = grouped(4, ordered=ordered)
-    parts = pack(weight, "gptq")
-    order = group_order(parts["g_idx"], INS // GROUP)
-    linear = from_gptq(
+    parts = pack_linear(weight, "gptq")
+    order = act_order(parts["g_idx"], INS // GROUP)
+    linear = repack_gptq(
         parts["qweight"], parts["qzeros"], parts["scales"], None, order=order, zero_offset=1
     )
     x = torch.randn(3, INS)
-    torch.testing.assert_close(linear(x), x @ weight.dequantized().T, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(linear(x), x @ weight.dequantize().T, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("layout", "bits", "ordered"),
     [("awq", 4, True), *(("gptq", bits, bits != 8) for bits in (3, 4, 8))],
 )
-def test_unpacked_again(layout: Layout, bits: int, ordered: bool) -> None:
+def test_unpacked_again(layout: PackingLayout, bits: int, ordered: bool) -> None:
     weight = grouped(bits, ordered=ordered)
-    again = unpack(pack(weight, layout), layout, bits)
+    again = unpack_linear(pack_linear(weight, layout), layout, bits)
     assert isinstance(again, GroupedWeight)
-    assert torch.equal(again.digits, weight.digits)
+    assert torch.equal(again.codes, weight.codes)
     assert torch.equal(again.zeros, weight.zeros)
-    assert torch.equal(again.dequantized(), weight.dequantized())
+    assert torch.equal(again.dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_rows(dtype: torch.dtype) -> None:
     values = (torch.rand(OUTS, INS) * 200 - 100).to(dtype)
     weight = RowWeight(values, torch.rand(OUTS, 1))
-    parts = pack(weight, "compressed-tensors")
+    parts = pack_linear(weight, "compressed-tensors")
     assert (parts["weight"].dtype, parts["weight_scale"].shape) == (dtype, (OUTS, 1))
-    again = unpack(parts, "compressed-tensors", 8)
-    assert torch.equal(again.dequantized(), weight.dequantized())
+    again = unpack_linear(parts, "compressed-tensors", 8)
+    assert torch.equal(again.dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize(
@@ -131,8 +137,8 @@ def test_rows(dtype: torch.dtype) -> None:
         (Recipe(method="fp8", bits=8), "compressed-tensors"),
     ],
 )
-def test_the_layout_of_a_recipe(recipe: Recipe, layout: Layout) -> None:
-    assert layout_of(recipe) == layout
+def test_the_layout_of_a_recipe(recipe: Recipe, layout: PackingLayout) -> None:
+    assert packing_layout(recipe) == layout
     assert quantization_config(recipe, [])["quant_method"] == layout
 
 
@@ -142,7 +148,7 @@ def test_no_reader_needs_to_permute() -> None:
     weight = torch.randn(OUTS, INS, generator=made)
     x = torch.randn(512, INS, generator=made) * torch.rand(INS, generator=made)
     recipe = Recipe(method="gptq", group_size=GROUP)
-    shared = factor(x.T @ x, damping=0.01, desc_act=True, name="x")
-    rounded = round_in_order(weight, gptq_grid(weight, recipe), shared)
-    assert torch.equal(pack(rounded, "gptq")["g_idx"], (torch.arange(INS) // GROUP).int())
+    shared = factor_hessian(x.T @ x, damping=0.01, desc_act=True, name="x")
+    rounded = round_gptq(weight, gptq_grid(weight, recipe), shared)
+    assert torch.equal(pack_linear(rounded, "gptq")["g_idx"], (torch.arange(INS) // GROUP).int())
     assert quantization_config(recipe, [])["desc_act"] is False

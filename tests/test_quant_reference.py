@@ -8,12 +8,12 @@ import quant_reference as reference
 import torch
 from torch import Tensor
 
-from localgen.quant.calibrate.input_stats import Moments
-from localgen.quant.calibrate.scaling import Junction
-from localgen.quant.methods.awq import best_scales, round_clipped
+from localgen.quant.calibrate.input_stats import InputStats
+from localgen.quant.calibrate.scaling import ScaleMapping
+from localgen.quant.methods.awq import round_awq, search_awq_scales
 from localgen.quant.methods.clipping import clipped_grid
-from localgen.quant.methods.gptq import factor, gptq_grid, round_in_order
-from localgen.quant.methods.smoothquant import round_to_int8, smoothing_scales
+from localgen.quant.methods.gptq import factor_hessian, gptq_grid, round_gptq
+from localgen.quant.methods.smoothquant import round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
 
 OUTS, INS, SIZE, TOKENS = 6, 64, 16, 200
@@ -28,16 +28,18 @@ def problem(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(OUTS, INS, generator=generator), x
 
 
-def moments_of(x: Tensor, block: int) -> Moments:
-    moments = Moments(INS, block)
+def moments_of(x: Tensor, block: int) -> InputStats:
+    moments = InputStats(INS, block)
     # batch by batch, as it happens
     for part in torch.split(x, 64):
         moments.add(part)
     return moments
 
 
-def junction(*linears: str) -> Junction:
-    return Junction(source="norm", norm=True, readers=(linears,), seen_at=linears[0])
+def mapping(*linears: str) -> ScaleMapping:
+    return ScaleMapping(
+        source="norm", source_is_norm=True, consumers=(linears,), stats_linear=linears[0]
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -48,11 +50,11 @@ def test_gptq(seed: int, bits: int, clip: bool) -> None:
     weight, hessian = weight.double(), x.double().t() @ x.double()
     recipe = Recipe(method="gptq", bits=bits, group_size=SIZE, clip=clip)
     grid = gptq_grid(weight, recipe)
-    shared = factor(hessian, damping=0.01, desc_act=True, name="test")
-    found = round_in_order(weight, grid, shared)
+    shared = factor_hessian(hessian, damping=0.01, desc_act=True, name="test")
+    found = round_gptq(weight, grid, shared)
     parts = (grid.scales[..., 0].numpy(), grid.zeros[..., 0].numpy())
     wanted = reference.gptq(weight.numpy(), hessian.numpy(), parts, bits=bits, damping=0.01)
-    assert np.array_equal(found.digits.numpy(), wanted)
+    assert np.array_equal(found.codes.numpy(), wanted)
 
 
 @pytest.mark.parametrize("ins", [96, 320])
@@ -63,26 +65,26 @@ def test_gptq_across_blocks_and_in_float32(ins: int) -> None:
     x = torch.randn(600, ins, generator=generator) @ torch.randn(ins, ins, generator=generator)
     hessian = x.t() @ x
     grid = gptq_grid(weight, Recipe(method="gptq", bits=4, group_size=32))
-    shared = factor(hessian, damping=0.01, desc_act=True, name="test")
-    found = round_in_order(weight, grid, shared)
+    shared = factor_hessian(hessian, damping=0.01, desc_act=True, name="test")
+    found = round_gptq(weight, grid, shared)
     parts = (grid.scales[..., 0].double().numpy(), grid.zeros[..., 0].double().numpy())
     wanted = reference.gptq(
         weight.double().numpy(), hessian.double().numpy(), parts, bits=4, damping=0.01
     )
-    assert (found.digits.numpy() == wanted).mean() > 0.97
+    assert (found.codes.numpy() == wanted).mean() > 0.97
     steps, zeros = (np.repeat(part, 32, 1) for part in parts)
 
     def loss(values: Tensor) -> float:
         return float((x.double() @ (values.double() - weight).t()).square().sum())
 
-    ours, theirs = loss(found.dequantized()), loss(torch.from_numpy((wanted - zeros) * steps))
+    ours, theirs = loss(found.dequantize()), loss(torch.from_numpy((wanted - zeros) * steps))
     assert ours < 1.02 * theirs
-    assert ours < 0.6 * loss(grid.nearest(weight.view(8, -1, 32)).flatten(1))
+    assert ours < 0.6 * loss(grid.fake_quantize(weight.view(8, -1, 32)).flatten(1))
 
 
 def test_gptq_without_act_order_goes_from_left_to_right() -> None:
     _, x = problem(0)
-    order = factor(x.t() @ x, damping=0.01, desc_act=False, name="test").order
+    order = factor_hessian(x.t() @ x, damping=0.01, desc_act=False, name="test").column_order
     assert torch.equal(order, torch.arange(INS))
 
 
@@ -92,19 +94,19 @@ def test_gptq_rounds_dead_columns_to_nearest() -> None:
     x[:, 5:9] = 0
     recipe = Recipe(method="gptq", bits=4, group_size=SIZE)
     grid = gptq_grid(weight, recipe)
-    nearest = grid.nearest(weight.view(OUTS, -1, SIZE)).flatten(1)
+    nearest = grid.fake_quantize(weight.view(OUTS, -1, SIZE)).flatten(1)
     for inputs, same in ((x, slice(5, 9)), (torch.zeros_like(x), slice(None))):
-        shared = factor(inputs.t() @ inputs, damping=0.01, desc_act=True, name="test")
-        found = round_in_order(weight, grid, shared).dequantized()
+        shared = factor_hessian(inputs.t() @ inputs, damping=0.01, desc_act=True, name="test")
+        found = round_gptq(weight, grid, shared).dequantize()
         assert torch.allclose(found[:, same], nearest[:, same])
 
 
 def test_gptq_damps_more_where_the_hessian_cannot_be_factored() -> None:
     weight, x = problem(2)
     hessian = x[:3].t() @ x[:3] * 1e6  # of rank 3
-    shared = factor(hessian, damping=1e-9, desc_act=True, name="test")
+    shared = factor_hessian(hessian, damping=1e-9, desc_act=True, name="test")
     grid = gptq_grid(weight, Recipe(method="gptq", group_size=SIZE))
-    assert bool(round_in_order(weight, grid, shared).dequantized().isfinite().all())
+    assert bool(round_gptq(weight, grid, shared).dequantize().isfinite().all())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -114,18 +116,18 @@ def test_awq(seed: int, bits: int, clip: bool) -> None:
     (one, x), (other, _) = problem(seed), problem(seed + 100)
     recipe = Recipe(method="awq", bits=bits, group_size=SIZE, clip=clip)
     moments = moments_of(x, INS)
-    scales = best_scales(junction("q", "k"), [one, other], moments, recipe)
+    scales = search_awq_scales(mapping("q", "k"), [one, other], moments, recipe)
     doubles = [one.double().numpy(), other.double().numpy()]
     inputs = x.double().numpy()
     wanted = reference.awq_scales(doubles, inputs, bits=bits, size=SIZE, clip=clip)
     np.testing.assert_allclose(scales.numpy(), wanted, rtol=1e-4)
     scaled = moments_of(x / scales, SIZE)
     for weight, double in zip((one, other), doubles, strict=True):
-        found = round_clipped(weight * scales, scaled.products, recipe)
+        found = round_awq(weight * scales, scaled.gram_blocks, recipe)
         rows = [
             reference.awq_row(row * wanted, inputs / wanted, bits, SIZE, clip)[0] for row in double
         ]
-        assert np.array_equal(found.digits.numpy(), np.stack(rows))
+        assert np.array_equal(found.codes.numpy(), np.stack(rows))
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -144,7 +146,7 @@ def test_clipping_by_the_weights_alone(bits: int) -> None:
 def test_smoothquant(alpha: float) -> None:
     (one, x), (other, _) = problem(3), problem(4)
     x[:, 11] = 0
-    found = smoothing_scales(moments_of(x, SIZE).peaks, [one, other], alpha)
+    found = smoothquant_scales(moments_of(x, SIZE).max_abs, [one, other], alpha)
     peaks = x.double().abs().amax(0)
     columns = torch.cat([one, other]).double().abs().amax(0)
     wanted = peaks**alpha / columns ** (1 - alpha)
@@ -153,32 +155,34 @@ def test_smoothquant(alpha: float) -> None:
     rounded = round_to_int8(one * found)
     steps = (one * found).double().abs().amax(1, keepdim=True) / 127
     assert torch.equal(rounded.values.double(), torch.round(one.double() * found / steps))
-    assert rounded.smoothed
+    assert rounded.quantizes_activations
 
 
 def test_moments_do_not_depend_on_batches() -> None:
     _, x = problem(5)
-    once = Moments(INS, SIZE)
+    once = InputStats(INS, SIZE)
     once.add(x)
     parts = moments_of(x, SIZE)
     whole = moments_of(x, INS)
-    assert once.count == parts.count == TOKENS
-    for name in ("squares", "magnitudes", "peaks", "products"):
+    assert once.num_tokens == parts.num_tokens == TOKENS
+    for name in ("sum_squares", "sum_abs", "max_abs", "gram_blocks"):
         assert torch.allclose(getattr(once, name), getattr(parts, name), rtol=1e-4, atol=1e-3)
     assert torch.allclose(whole.hessian, x.t() @ x, rtol=1e-4, atol=1e-2)
-    assert torch.allclose(whole.blocks(SIZE), once.products, rtol=1e-4, atol=1e-2)
-    assert torch.allclose(once.blocks(8)[1], x[:, 8:16].t() @ x[:, 8:16], rtol=1e-4, atol=1e-2)
+    assert torch.allclose(whole.diagonal_blocks(SIZE), once.gram_blocks, rtol=1e-4, atol=1e-2)
+    assert torch.allclose(
+        once.diagonal_blocks(8)[1], x[:, 8:16].t() @ x[:, 8:16], rtol=1e-4, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_wide_inputs(dtype: torch.dtype) -> None:
     """More inputs than are added up at a time, twice, and looked at in between."""
     x = torch.randn(80, 1500, generator=torch.Generator().manual_seed(3)).to(dtype)
-    moments = Moments(1500, 1500)
+    moments = InputStats(1500, 1500)
     for part in (x[:50], x[50:]):
         moments.add(part)
         assert torch.allclose(moments.hessian, moments.hessian.t(), atol=1e-4)
     exact = x.double().t() @ x.double()
     assert (moments.hessian - exact).abs().max() < 1e-4
-    assert torch.allclose(moments.squares.double(), exact.diagonal())
-    assert torch.allclose(moments.magnitudes, x.float().abs().sum(0))
+    assert torch.allclose(moments.sum_squares.double(), exact.diagonal())
+    assert torch.allclose(moments.sum_abs, x.float().abs().sum(0))

@@ -11,24 +11,24 @@ from cuda_configs import write_config
 from torch import Tensor
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.tensor_names import LayerTensors, linear_shapes
 from localgen.quant.calibrate.layer_forward import LayerForward
 from localgen.quant.methods.fp8 import round_to_fp8
 from localgen.quant.methods.layer import quantize_layer
 from localgen.quant.methods.rtn import round_to_nearest
-from localgen.quant.preflight import check_groups
-from localgen.quant.request.recipe import Method, Recipe
+from localgen.quant.preflight import check_group_size
+from localgen.quant.request.recipe import QuantizeMethod, Recipe
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer_of(folder: Path) -> Tensors:
-    spec = read_config(folder)
+def layer_of(folder: Path) -> LayerTensors:
+    spec = read_hf_config(folder)
     layer = {f"{name}.weight": random(*shape) for name, shape in linear_shapes(spec).items()}
-    return layer | {"input_layernorm.weight": torch.ones(spec.hidden)}
+    return layer | {"input_layernorm.weight": torch.ones(spec.hidden_size)}
 
 
 def nothing() -> Iterable[Tensor]:
@@ -52,11 +52,11 @@ def test_every_weight_goes_to_the_nearest_value_of_a_grid_no_worse_than_min_and_
     weight = random(24, 64)
     found = round_to_nearest(weight, bits, group_size)
     assert found.scales.shape == (24, 4 if group_size else 1)
-    assert int(found.digits.max()) < 2**bits
+    assert int(found.codes.max()) < 2**bits
     assert int(found.zeros.min()) >= 1
     steps = found.scales.repeat_interleave(group_size or 64, 1)
-    inside = (found.digits > 0) & (found.digits < 2**bits - 1)
-    error = (found.dequantized() - weight).abs()
+    inside = (found.codes > 0) & (found.codes < 2**bits - 1)
+    error = (found.dequantize() - weight).abs()
     assert bool((error <= steps * 0.5001)[inside].all())
     size = group_size or 64
     plain = min_max(weight.double().view(24, -1, size), bits).flatten(1)
@@ -77,31 +77,33 @@ def test_groups_of_one_sign(weight: Tensor) -> None:
     """All zero, all positive, all negative: zero stays exact, the rest within a step."""
     found = round_to_nearest(weight, 4, 16)
     assert int(found.zeros.min()) >= 1
-    assert bool(found.dequantized()[weight == 0].eq(0).all())
-    assert bool(((found.dequantized() - weight).abs() <= found.scales * 0.501).all())
+    assert bool(found.dequantize()[weight == 0].eq(0).all())
+    assert bool(((found.dequantize() - weight).abs() <= found.scales * 0.501).all())
 
 
 def test_tiny_weights_do_not_become_nan() -> None:
     found = round_to_nearest(torch.full((1, 8), 1e-12), 4, 8)
-    assert bool(found.dequantized().isfinite().all())
+    assert bool(found.dequantize().isfinite().all())
 
 
 @pytest.mark.parametrize(("method", "bits"), [("rtn", 4), ("rtn", 8), ("fp8", 8)])
-def test_a_layer_keeps_all_but_its_linears(method: Method, bits: int, tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path, "llama"))
+def test_a_layer_keeps_all_but_its_linears(
+    method: QuantizeMethod, bits: int, tmp_path: Path
+) -> None:
+    spec = read_hf_config(write_config(tmp_path, "llama"))
     layer = layer_of(tmp_path)
     recipe = Recipe(method=method, bits=bits, group_size=16)
     found = quantize_layer(spec, 0, layer, nothing, LayerForward(spec, 8), recipe)
     assert set(found.tensors) == {"input_layernorm.weight"}
     assert set(found.weights) == set(linear_shapes(spec))
-    assert set(found.dequantized()) == set(layer)
-    for name, tensor in found.dequantized().items():
+    assert set(found.dequantize()) == set(layer)
+    for name, tensor in found.dequantize().items():
         assert (tensor - layer[name]).norm() < 0.15 * layer[name].norm()
 
 
 def test_fp8_rows_keep_their_greatest() -> None:
     weight = random(6, 32) * torch.tensor([1e-30, 1.0, 1e-4, 1e3, 5.0, 0.0])[:, None]
-    found = round_to_fp8(weight).dequantized()
+    found = round_to_fp8(weight).dequantize()
     top = weight.abs().amax(1)
     assert torch.allclose(found.abs().amax(1), top, rtol=1e-5, atol=0)
     assert bool(((found - weight).abs().amax(1) <= top * 2**-4).all())
@@ -109,7 +111,7 @@ def test_fp8_rows_keep_their_greatest() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path, "llama"))
+    spec = read_hf_config(write_config(tmp_path, "llama"))
     layer = layer_of(tmp_path)
     layer["mlp.up_proj.weight"][3, 5] = value
     with pytest.raises(LoadFailed, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
@@ -117,9 +119,9 @@ def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -
 
 
 def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path, "llama"))
+    spec = read_hf_config(write_config(tmp_path, "llama"))
     with pytest.raises(InvalidRequest, match=r"mlp\.down_proj has 48 inputs.*--group-size 16 or 8"):
-        check_groups(spec, Recipe(method="gptq", group_size=32))
+        check_group_size(spec, Recipe(method="gptq", group_size=32))
     for fits in (Recipe(method="rtn", group_size=16), Recipe(method="awq", group_size=None)):
-        check_groups(spec, fits)
-    check_groups(spec, Recipe(method="fp8", bits=8))
+        check_group_size(spec, fits)
+    check_group_size(spec, Recipe(method="fp8", bits=8))

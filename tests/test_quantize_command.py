@@ -18,14 +18,14 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 from localgen.cli import errors
-from localgen.cli.main import run
-from localgen.hub.quant_choice import Room
+from localgen.cli.main import run_command_line
+from localgen.hub.quant_choice import AvailableMemory
 from localgen.machine.python_process import python_command, python_environment
 from localgen.quant import compare, originals
-from localgen.quant.advice import advice, recommended
+from localgen.quant.advice import best_method, estimate_methods
 
-INVALID = errors.BY_ERROR_CODE["invalid_request"]
-NOT_FOUND = errors.BY_ERROR_CODE["model_not_found"]
+INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
+NOT_FOUND = errors.EXIT_STATUS_BY_CODE["model_not_found"]
 QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 
@@ -35,11 +35,11 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("localgen.quant.run.tokens_per_s", lambda path: None)
+    monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
 
 
 def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["quantize", "tiny", "--gptq", *QUICK]) == 0
+    assert run_command_line(["quantize", "tiny", "--gptq", *QUICK]) == 0
     out, err = capsys.readouterr()
     head, first, second = out.splitlines()
     assert head.split() == ["MODEL", "SIZE", "BITS/WEIGHT", "PERPLEXITY", "KL"]
@@ -52,7 +52,7 @@ def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["quantize", "tiny", "--rtn", "--bits", "3", "--json", *QUICK]) == 0
+    assert run_command_line(["quantize", "tiny", "--rtn", "--bits", "3", "--json", *QUICK]) == 0
     record = json.loads(capsys.readouterr().out)
     original_row, row = record["models"]
     assert (original_row["kl"], row["name"]) == (None, "tiny-rtn-3bit")
@@ -63,10 +63,13 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["quantize", "tiny", "--gguf", "q8_0", "--no-eval"]) == 0
+    assert run_command_line(["quantize", "tiny", "--gguf", "q8_0", "--no-eval"]) == 0
     assert (tmp_path / "tiny-Q8_0.gguf").is_file()
     assert "tiny-Q8_0.gguf" in capsys.readouterr().out
-    assert run(["quantize", "--compare", "tiny", "./tiny-Q8_0.gguf", "--json", *QUICK]) == 0
+    assert (
+        run_command_line(["quantize", "--compare", "tiny", "./tiny-Q8_0.gguf", "--json", *QUICK])
+        == 0
+    )
     _, row = json.loads(capsys.readouterr().out)["models"]
     assert 0 <= row["kl"] < 1e-2
 
@@ -110,7 +113,7 @@ def test_wrong_input(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["quantize", *arguments]) == status
+    assert run_command_line(["quantize", *arguments]) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
@@ -120,10 +123,12 @@ def test_wrong_input(
 
 def test_the_result_is_there_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").mkdir()
-    assert run(["quantize", "tiny", "--rtn", "--out", "taken"]) == INVALID
+    assert run_command_line(["quantize", "tiny", "--rtn", "--out", "taken"]) == INVALID
     assert "is there already" in capsys.readouterr().err
     (tmp_path / "taken.gguf").touch()
-    assert run(["quantize", "tiny", "--gguf", "Q8_0", "--out", "taken.gguf"]) == INVALID
+    assert (
+        run_command_line(["quantize", "tiny", "--gguf", "Q8_0", "--out", "taken.gguf"]) == INVALID
+    )
 
 
 def test_without_torch() -> None:
@@ -138,13 +143,13 @@ def test_without_torch() -> None:
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *x: None if name in absent else find(name, *x)\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        "from localgen.cli.main import run\n"
-        "sys.exit(run(['quantize', 'tiny', '--rtn']))\n"
+        "from localgen.cli.main import run_command_line\n"
+        "sys.exit(run_command_line(['quantize', 'tiny', '--rtn']))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=python_environment(), capture_output=True, text=True
     )
-    assert done.returncode == errors.BY_ERROR_CODE["load_failed"]
+    assert done.returncode == errors.EXIT_STATUS_BY_CODE["load_failed"]
     assert done.stderr == (
         "localgen: quantize computes with torch and tokenizers, not installed here: "
         "pip install 'localgen[quant]'\n"
@@ -176,10 +181,10 @@ def test_ctrl_c_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "Traceback" not in err
     assert "of 6 layers: the same command with --resume goes on from there" in err
     again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
-    assert run(again) == INVALID
+    assert run_command_line(again) == INVALID
     assert "--resume goes on with it" in capsys.readouterr().err
-    assert run([*again, "--resume"]) == 0
-    assert run([*again, "--out", "whole"]) == 0
+    assert run_command_line([*again, "--resume"]) == 0
+    assert run_command_line([*again, "--out", "whole"]) == 0
     assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")
 
 
@@ -188,8 +193,8 @@ def test_kill_and_on(tmp_path: Path) -> None:
     os.kill(child.pid, signal.SIGKILL)
     child.communicate(timeout=60)
     again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
-    assert run([*again, "--resume"]) == 0
-    assert run([*again, "--out", "whole"]) == 0
+    assert run_command_line([*again, "--resume"]) == 0
+    assert run_command_line([*again, "--out", "whole"]) == 0
     assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")
 
 
@@ -198,17 +203,24 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def test_advice_goes_by_the_room() -> None:
-    on_gpu = recommended(advice(TINY, Room(ram=8 << 30, gpu=8 << 30, own_bits=False, folders=True)))
+    on_gpu = best_method(
+        estimate_methods(
+            TINY,
+            AvailableMemory(
+                ram_bytes=8 << 30, gpu_bytes=8 << 30, has_llamacpp_gpu=False, has_cuda_backend=True
+            ),
+        )
+    )
     assert on_gpu is not None
     assert (on_gpu.option, on_gpu.place) == ("--fp8", "GPU")
-    on_cpu = recommended(advice(TINY, Room(ram=8 << 30)))
+    on_cpu = best_method(estimate_methods(TINY, AvailableMemory(ram_bytes=8 << 30)))
     assert on_cpu is not None
     assert (on_cpu.option, on_cpu.place) == ("--gguf Q8_0", "CPU")
-    assert recommended(advice(TINY, Room(ram=1 << 20))) is None
+    assert best_method(estimate_methods(TINY, AvailableMemory(ram_bytes=1 << 20))) is None
 
 
 def test_advice_as_a_user_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["quantize", "tiny", "--recommend"]) == 0
+    assert run_command_line(["quantize", "tiny", "--recommend"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].split() == ["OPTION", "SIZE", "NEEDS", "RUNS", "ON", "TRADE"]
     assert err.startswith("take --")
@@ -216,10 +228,10 @@ def test_advice_as_a_user_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_rate_where_nothing_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Machine:
-        why_no_cuda = "no NVIDIA GPU was found"
+        cuda_unavailable_reason = "no NVIDIA GPU was found"
 
-    monkeypatch.setattr(compare, "this_machine", Machine)
-    assert compare.tokens_per_s(TINY) is None
+    monkeypatch.setattr(compare, "detect_hardware", Machine)
+    assert compare.measure_tokens_per_s(TINY) is None
 
 
 def test_missing_packages_are_named() -> None:
@@ -232,7 +244,7 @@ def test_missing_packages_are_named() -> None:
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A type that is nothing without an importance matrix."""
     asked = ["quantize", "tiny", "--gguf", "IQ2_XS", "--calib", "builtin", *QUICK, "--no-eval"]
-    assert run(asked) == 0
+    assert run_command_line(asked) == 0
     err = capsys.readouterr().err
     assert "calibrating: 6 layers of 6 layers" in err
     assert [path.name for path in tmp_path.iterdir() if "tiny" in path.name] == ["tiny-IQ2_XS.gguf"]

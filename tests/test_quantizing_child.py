@@ -22,27 +22,36 @@ from tui_quantize import Quantizing
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound, OutOfMemory
 from localgen.machine.python_process import python_environment
-from localgen.quant import process as children
-from localgen.quant.events import Advised, At, Event, Made, Needs, Stopped, Unfinished, Verdict
-from localgen.quant.process import Child
-from localgen.quant.request.recipe import Calibration, Recipe
-from localgen.quant.request.request import Asked, HeldOut
-from localgen.tui.quantize.runner import Workshop
+from localgen.quant import process
+from localgen.quant.events import (
+    EstimateEvent,
+    EvalEvent,
+    FinishedEvent,
+    ProgressEvent,
+    QuantizeEvent,
+    RecommendationEvent,
+    StoppedEvent,
+    UnfinishedEvent,
+)
+from localgen.quant.process import QuantizeProcess
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
+from localgen.quant.request.request import EvalSet, QuantizeRequest
+from localgen.tui.quantize.runner import QuantizeRunner
 
 Kind = TypeVar("Kind")
 ENOUGH_S = 120.0
-RTN = Asked(
+RTN = QuantizeRequest(
     model="tiny",
     recipe=Recipe(method="rtn"),
     gguf=None,
     mode="round",
-    calibration=Calibration(samples=24),
-    out=None,
+    calibration=CalibrationConfig(samples=24),
+    output=None,
     device="cpu",
     resume=False,
-    held_out=HeldOut(windows=2, length=64),
+    eval_set=EvalSet(samples=2, seq_len=64),
 )
-GPTQ = replace(RTN, recipe=Recipe(method="gptq"), held_out=None)
+GPTQ = replace(RTN, recipe=Recipe(method="gptq"), eval_set=None)
 
 
 @pytest.fixture(autouse=True)
@@ -52,25 +61,25 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
-def followed(asked: Asked, *, looks: bool = False) -> list[Event]:
-    work = Child(asked, looks=looks)
+def followed(asked: QuantizeRequest, *, looks: bool = False) -> list[QuantizeEvent]:
+    work = QuantizeProcess(asked, dry_run=looks)
     try:
         return list(work.events())
     finally:
-        work.end()
+        work.kill()
 
 
-def the(kind: type[Kind], told: list[Event]) -> Kind:
+def the(kind: type[Kind], told: list[QuantizeEvent]) -> Kind:
     """The one event of a kind."""
     (found,) = [event for event in told if isinstance(event, kind)]
     return found
 
 
-def begun() -> Child:
+def begun() -> QuantizeProcess:
     """A run that has finished a layer and has some to go."""
-    work = Child(GPTQ)
+    work = QuantizeProcess(GPTQ)
     for event in work.events():
-        if isinstance(event, At) and event.step == "quantizing" and event.done >= 1:
+        if isinstance(event, ProgressEvent) and event.step == "quantizing" and event.done >= 1:
             return work
     raise AssertionError("it ended too soon")
 
@@ -85,16 +94,16 @@ def is_alive(pid: int) -> bool:
 
 def test_a_run_to_its_verdict(tmp_path: Path) -> None:
     told = followed(RTN)
-    needs, made = the(Needs, told), the(Made, told)
+    needs, made = the(EstimateEvent, told), the(FinishedEvent, told)
     assert needs.memory_bytes is not None
     assert 0.5 < needs.memory_bytes / made.peak_bytes < 1.5
     assert (made.path, made.layers, made.resumed) == ("tiny-rtn-4bit", 6, 0)
-    original, result = the(Verdict, told).rows
+    original, result = the(EvalEvent, told).rows
     assert (original.name, result.name) == ("tiny", "tiny-rtn-4bit")
     assert result.kl is not None
     assert result.kl > 0
     assert (tmp_path / "tiny-rtn-4bit/config.json").is_file()
-    steps = [event.step for event in told if isinstance(event, At)]
+    steps = [event.step for event in told if isinstance(event, ProgressEvent)]
     assert list(dict.fromkeys(steps)) == [
         "checking weights",
         "quantizing",
@@ -105,17 +114,23 @@ def test_a_run_to_its_verdict(tmp_path: Path) -> None:
 
 def test_a_look_writes_nothing(tmp_path: Path) -> None:
     told = followed(GPTQ, looks=True)
-    assert the(Needs, told).what == "gptq, 4 bits in groups of 128"
-    assert "--gptq" in [way.option for way in the(Advised, told).ways]
-    assert not [event for event in told if isinstance(event, At | Made | Unfinished)]
+    assert the(EstimateEvent, told).description == "gptq, 4 bits in groups of 128"
+    assert "--gptq" in [way.option for way in the(RecommendationEvent, told).estimates]
+    assert not [
+        event
+        for event in told
+        if isinstance(event, ProgressEvent | FinishedEvent | UnfinishedEvent)
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_look_at_a_calibrated_gguf_file() -> None:
     asked = replace(GPTQ, recipe=Recipe(method="awq", group_size=32), gguf="Q4_K_M", mode="fold")
-    file, calibration = [event for event in followed(asked, looks=True) if isinstance(event, Needs)]
-    assert (file.what, file.memory_bytes) == ("Q4_K_M", None)
-    assert file.out == calibration.out == "tiny-Q4_K_M.gguf"
+    file, calibration = [
+        event for event in followed(asked, looks=True) if isinstance(event, EstimateEvent)
+    ]
+    assert (file.description, file.memory_bytes) == ("Q4_K_M", None)
+    assert file.output == calibration.output == "tiny-Q4_K_M.gguf"
     assert calibration.memory_bytes is not None
     assert calibration.output_bytes is None
 
@@ -123,16 +138,16 @@ def test_a_look_at_a_calibrated_gguf_file() -> None:
 def test_stopped_and_gone_on_with(tmp_path: Path) -> None:
     work = begun()
     work.stop()
-    stopped = the(Stopped, list(work.events()))
-    work.end()
+    stopped = the(StoppedEvent, list(work.events()))
+    work.kill()
     assert 1 <= stopped.done < stopped.total == 6
-    assert the(Unfinished, followed(GPTQ, looks=True)) == Unfinished(stopped.done, 6)
-    other = replace(GPTQ, recipe=Recipe(method="gptq", bits=3), out=Path("tiny-gptq-4bit"))
+    assert the(UnfinishedEvent, followed(GPTQ, looks=True)) == UnfinishedEvent(stopped.done, 6)
+    other = replace(GPTQ, recipe=Recipe(method="gptq", bits=3), output=Path("tiny-gptq-4bit"))
     with pytest.raises(InvalidRequest, match="was begun with another"):
         followed(other, looks=True)
     with pytest.raises(InvalidRequest, match="has an unfinished run"):
         followed(GPTQ)
-    made = the(Made, followed(replace(GPTQ, resume=True)))
+    made = the(FinishedEvent, followed(replace(GPTQ, resume=True)))
     assert made.resumed == stopped.done
     assert [path.name for path in tmp_path.glob("tiny*")] == ["tiny-gptq-4bit"]
 
@@ -143,9 +158,9 @@ def test_killed_as_where_memory_is_full(tmp_path: Path) -> None:
     os.kill(work.pid, signal.SIGKILL)
     with pytest.raises(OutOfMemory, match="was killed"):
         list(work.events())
-    work.end()
+    work.kill()
     assert work.memory_bytes() is None
-    assert the(Unfinished, followed(GPTQ, looks=True)).done >= 1
+    assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
 
 
 def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
@@ -174,7 +189,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     while is_alive(pid):
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
-    assert the(Unfinished, followed(GPTQ, looks=True)).done >= 1
+    assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
 
 
 def test_errors_keep_their_kind() -> None:
@@ -191,13 +206,13 @@ def test_errors_keep_their_kind() -> None:
 )
 def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
     command = [sys.executable, "-c", program]
-    monkeypatch.setattr(children, "python_command", lambda *_: command)
+    monkeypatch.setattr(process, "python_command", lambda *_: command)
     with pytest.raises(LoadFailed, match=said):
         followed(RTN)
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "python_command", lambda *_: ["/no/such/program"])
+    monkeypatch.setattr(process, "python_command", lambda *_: ["/no/such/program"])
     with pytest.raises(LoadFailed, match="no process can be started: No such file"):
         followed(RTN)
 
@@ -205,17 +220,17 @@ def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_the_screen(tmp_path: Path) -> None:
     """The real process behind the real screen."""
     tui = Quantizing(tmp_path)
-    tui.workshop = tui.app.workshop = Workshop(tmp_path)
+    tui.runner = tui.app.quantize_runner = QuantizeRunner(tmp_path)
 
     async def scene() -> None:
         try:
             async with tui.running() as pilot:
                 await pilot.press("f10")
                 await tui.until(lambda: len(tui.app.screen_stack) == 2)
-                tui.screen._form.take(method="rtn", is_measured=False)
+                tui.screen._form_panel.set_values(method="rtn", is_measured=False)
                 await pilot.pause()
                 await tui.until(lambda: tui.is_reckoned)
-                assert tui.screen._estimate.reckoning.error == ""
+                assert tui.screen._estimate_panel.estimate.error == ""
                 await pilot.pause()
                 assert "suits this machine best" in tui.screen_text()
                 await tui.begin(pilot)

@@ -9,73 +9,81 @@ import pytest
 from hf_folders import TINY, edit
 
 from localgen.backends.errors import InvalidRequest
-from localgen.quant import originals as here
+from localgen.quant import originals
 from localgen.quant.events import (
-    Advice,
-    Advised,
-    At,
-    Event,
-    Made,
-    Needs,
-    Note,
-    Stopped,
-    Unfinished,
-    Verdict,
-    both,
-    from_record,
-    to_line,
+    EstimateEvent,
+    EvalEvent,
+    FinishedEvent,
+    MethodEstimate,
+    NoteEvent,
+    ProgressEvent,
+    QuantizeEvent,
+    RecommendationEvent,
+    StoppedEvent,
+    UnfinishedEvent,
+    combine_estimates,
+    decode_event,
+    encode_event,
 )
-from localgen.quant.originals import originals
-from localgen.quant.report import Row, markdown, table
-from localgen.quant.request.form import Choice, option, why_not, why_not_value
+from localgen.quant.originals import scan_originals
+from localgen.quant.report import EvalRow, eval_markdown, eval_table
+from localgen.quant.request.form import (
+    QuantizeForm,
+    invalid_value_reason,
+    method_option,
+    unavailable_reason,
+)
 from localgen.quant.request.recipe import Recipe
-from localgen.quant.request.request import from_json, to_json, usual_out
+from localgen.quant.request.request import decode_request, default_output, encode_request
 
-NEEDS = Needs("tiny", "awq", "out", 10, 4, 2, 100, 1000, 8, 2000)
-EVENTS: tuple[Event, ...] = (
+NEEDS = EstimateEvent("tiny", "awq", "out", 10, 4, 2, 100, 1000, 8, 2000)
+EVENTS: tuple[QuantizeEvent, ...] = (
     NEEDS,
-    Unfinished(2, 6),
-    Advised((Advice("--awq", 1, 2, None, "some"), Advice("--fp8", 3, 4, "GPU", "none")), "--fp8"),
-    At("measuring tïny", 1, 2, "steps"),
-    Note("a\nb"),
-    Made("out", 6, 0, 1.5, 0.2, 7, 8),
-    Made("out.gguf"),
-    Verdict((Row("a", "/a", 1, 16.0), Row("b", "/b", 2, 4.0, 1.5, 0.1, None))),
-    Stopped(3, 6),
+    UnfinishedEvent(2, 6),
+    RecommendationEvent(
+        (MethodEstimate("--awq", 1, 2, None, "some"), MethodEstimate("--fp8", 3, 4, "GPU", "none")),
+        "--fp8",
+    ),
+    ProgressEvent("measuring tïny", 1, 2, "steps"),
+    NoteEvent("a\nb"),
+    FinishedEvent("out", 6, 0, 1.5, 0.2, 7, 8),
+    FinishedEvent("out.gguf"),
+    EvalEvent((EvalRow("a", "/a", 1, 16.0), EvalRow("b", "/b", 2, 4.0, 1.5, 0.1, None))),
+    StoppedEvent(3, 6),
 )
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_events_travel_in_a_line(event: Event) -> None:
-    line = to_line(event)
+def test_events_travel_in_a_line(event: QuantizeEvent) -> None:
+    line = encode_event(event)
     assert "\n" not in line
-    assert from_record(json.loads(line)) == event
+    assert decode_event(json.loads(line)) == event
 
 
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(),
-        Choice(method="gptq", bits=3, group_size=-1, text="~/mine.txt", out="/x/y"),
-        Choice(method="GGUF", gguf="IQ2_M", is_measured=False),
+        QuantizeForm(),
+        QuantizeForm(method="gptq", bits=3, group_size=-1, text="~/mine.txt", out="/x/y"),
+        QuantizeForm(method="GGUF", gguf="IQ2_M", is_measured=False),
     ],
 )
-def test_what_is_asked_travels_in_a_line(choice: Choice) -> None:
-    asked = choice.asked(resume=True)
-    line = to_json(asked)
+def test_what_is_asked_travels_in_a_line(choice: QuantizeForm) -> None:
+    asked = choice.to_request(resume=True)
+    line = encode_request(asked)
     assert b"\n" not in line
-    assert from_json(line) == asked
+    assert decode_request(line) == asked
     assert asked.resume
 
 
 def test_what_is_asked_is_checked_on_arrival() -> None:
-    line = to_json(Choice().asked()).replace(b'"bits":4', b'"bits":5')
+    line = encode_request(QuantizeForm().to_request()).replace(b'"bits":4', b'"bits":5')
     with pytest.raises(InvalidRequest, match="not 5"):
-        from_json(line)
+        decode_request(line)
 
 
-def asked(choice: Choice) -> tuple[Recipe | None, str | None, str]:
-    found = choice.asked()
+def asked(choice: QuantizeForm) -> tuple[Recipe | None, str | None, str]:
+    found = choice.to_request()
     return found.recipe, found.gguf, found.mode
 
 
@@ -85,21 +93,21 @@ FOLDED = Recipe(method="awq", bits=4, group_size=32)
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (Choice(), (Recipe(method="awq"), None, "round")),
+        (QuantizeForm(), (Recipe(method="awq"), None, "round")),
         (
-            Choice(method="fp8", bits=3, group_size=32),
+            QuantizeForm(method="fp8", bits=3, group_size=32),
             (Recipe(method="fp8", bits=8), None, "round"),
         ),
-        (Choice(method="rtn", bits=8), (Recipe(method="rtn", bits=8), None, "round")),
-        (Choice(method="GGUF"), (None, "Q4_K_M", "observe")),
-        (Choice(method="GGUF", weighed="scales"), (FOLDED, "Q4_K_M", "fold")),
-        (Choice(method="GGUF", weighed="importance"), (FOLDED, "Q4_K_M", "observe")),
-        (Choice(method="GGUF", gguf="IQ1_S"), (FOLDED, "IQ1_S", "observe")),
-        (Choice(method="GGUF", gguf="F16", weighed="scales"), (None, "F16", "observe")),
+        (QuantizeForm(method="rtn", bits=8), (Recipe(method="rtn", bits=8), None, "round")),
+        (QuantizeForm(method="GGUF"), (None, "Q4_K_M", "observe")),
+        (QuantizeForm(method="GGUF", weighed="scales"), (FOLDED, "Q4_K_M", "fold")),
+        (QuantizeForm(method="GGUF", weighed="importance"), (FOLDED, "Q4_K_M", "observe")),
+        (QuantizeForm(method="GGUF", gguf="IQ1_S"), (FOLDED, "IQ1_S", "observe")),
+        (QuantizeForm(method="GGUF", gguf="F16", weighed="scales"), (None, "F16", "observe")),
     ],
 )
 def test_a_choice_and_what_it_asks_for(
-    choice: Choice, expected: tuple[Recipe | None, str | None, str]
+    choice: QuantizeForm, expected: tuple[Recipe | None, str | None, str]
 ) -> None:
     assert asked(choice) == expected
 
@@ -107,7 +115,9 @@ def test_a_choice_and_what_it_asks_for(
 def test_what_applies() -> None:
     fields = ("gguf", "weighed", "bits", "group_size", "text")
     closed = {
-        method: [field for field in fields if why_not(Choice(method=method), field)]
+        method: [
+            field for field in fields if unavailable_reason(QuantizeForm(method=method), field)
+        ]
         for method in ("awq", "rtn", "fp8", "smoothquant", "GGUF")
     }
     assert closed == {
@@ -117,18 +127,18 @@ def test_what_applies() -> None:
         "smoothquant": ["gguf", "weighed", "bits", "group_size"],
         "GGUF": ["bits", "group_size", "text"],
     }
-    needy = Choice(method="GGUF", gguf="IQ1_M")
-    assert "garbage" in why_not_value(needy, "weighed", "nothing")
-    assert why_not_value(needy, "weighed", "importance") == ""
-    assert why_not(needy, "text") == ""
+    needy = QuantizeForm(method="GGUF", gguf="IQ1_M")
+    assert "garbage" in invalid_value_reason(needy, "weighed", "nothing")
+    assert invalid_value_reason(needy, "weighed", "importance") == ""
+    assert unavailable_reason(needy, "text") == ""
 
 
 def test_choices_have_the_names_of_advice() -> None:
     names = [
-        option(Choice(method="gptq", bits=3)),
-        option(Choice(method="fp8", bits=3)),
-        option(Choice(method="GGUF", gguf="Q8_0")),
-        option(Choice(method="GGUF", weighed="scales")),
+        method_option(QuantizeForm(method="gptq", bits=3)),
+        method_option(QuantizeForm(method="fp8", bits=3)),
+        method_option(QuantizeForm(method="GGUF", gguf="Q8_0")),
+        method_option(QuantizeForm(method="GGUF", weighed="scales")),
     ]
     assert names == ["--gptq --bits 3", "--fp8", "--gguf Q8_0", "--awq --gguf Q4_K_M"]
 
@@ -143,30 +153,30 @@ def test_choices_have_the_names_of_advice() -> None:
     ],
 )
 def test_what_results_are_called(model: str, name: str) -> None:
-    assert usual_out(model, Recipe(method="awq"), None) == Path(name)
+    assert default_output(model, Recipe(method="awq"), None) == Path(name)
 
 
 def test_gguf_files_are_called_by_their_type() -> None:
-    assert Choice(method="GGUF", gguf="Q6_K").out_path == Path("tiny-Q6_K.gguf")
-    assert Choice(out=" ~/x ").out_path == Path("~/x").expanduser()
+    assert QuantizeForm(method="GGUF", gguf="Q6_K").output_path == Path("tiny-Q6_K.gguf")
+    assert QuantizeForm(out=" ~/x ").output_path == Path("~/x").expanduser()
 
 
 def test_what_two_parts_take() -> None:
-    file = Needs("tiny", "Q4_K_M", "out.gguf", 10, 4, 0, None, 1000, 30, 2000)
-    calibration = Needs("tiny", "weighed", "out.gguf", 10, None, 5, 100, 1000, 20, 2000)
-    together = both(both(None, file), calibration)
-    assert (together.what, together.output_bytes) == ("Q4_K_M", 4)
+    file = EstimateEvent("tiny", "Q4_K_M", "out.gguf", 10, 4, 0, None, 1000, 30, 2000)
+    calibration = EstimateEvent("tiny", "weighed", "out.gguf", 10, None, 5, 100, 1000, 20, 2000)
+    together = combine_estimates(combine_estimates(None, file), calibration)
+    assert (together.description, together.output_bytes) == ("Q4_K_M", 4)
     assert (together.memory_bytes, together.disk_bytes, together.states_bytes) == (100, 30, 5)
 
 
 def test_columns_of_nothing_are_left_out() -> None:
-    rows = (Row("a", "/a", 2_000_000, 16.0, 2.0), Row("b", "/b", 1_000_000, 8.0, 2.1, 0.1))
-    assert table(rows) == [
+    rows = (EvalRow("a", "/a", 2_000_000, 16.0, 2.0), EvalRow("b", "/b", 1_000_000, 8.0, 2.1, 0.1))
+    assert eval_table(rows) == [
         ("MODEL", "SIZE", "BITS/WEIGHT", "PERPLEXITY", "KL"),
         ("a", "2.0 MB", "16.00", "2.000", "–"),
         ("b", "1.0 MB", "8.00", "2.100 (+5.00 %)", "0.1000"),
     ]
-    assert markdown(rows)[1] == "| --- | --- | --- | --- | --- |"
+    assert eval_markdown(rows)[1] == "| --- | --- | --- | --- | --- |"
 
 
 @pytest.fixture
@@ -186,7 +196,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Pat
 
 def test_the_models_that_are_here(models: Path) -> None:
     size = (TINY / "model.safetensors").stat().st_size
-    found = [(one.name, one.size_bytes, one.source) for one in originals()]
+    found = [(one.name, one.size_bytes, one.source) for one in scan_originals()]
     assert found == [
         ("tiny", size, "built-in"),
         ("mine", size, str(models)),
@@ -198,10 +208,10 @@ def test_the_models_that_are_here(models: Path) -> None:
 def test_what_is_rounded_already_is_no_original(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here, "BUILT_IN_PATH", models / "nowhere.gguf")
+    monkeypatch.setattr(originals, "BUILT_IN_PATH", models / "nowhere.gguf")
     edit(models / "config.json", quantization_config={"quant_method": "awq"})
-    assert originals() == []
+    assert scan_originals() == []
     (models / "config.json").write_text("{")
-    assert originals() == []
+    assert scan_originals() == []
     (models.parent / "state/models.toml").write_text("{")
-    assert originals() == []
+    assert scan_originals() == []

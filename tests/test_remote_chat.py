@@ -14,7 +14,7 @@ from scripted_client import answer as made_answer
 from localgen.backends.types import Timings
 from localgen.chat import report
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import Session
+from localgen.chat.session import ChatSession
 from localgen.client import RemoteClient
 from localgen.client.endpoints import Endpoint
 from localgen.repl.repl import Repl
@@ -31,7 +31,7 @@ class Chat:
 
     def __init__(self, server: PlainServer, folder: Path) -> None:
         self.screen = io.StringIO()
-        self.session = Session(RemoteClient(Endpoint(server.url)), folder, ModelOptions())
+        self.session = ChatSession(RemoteClient(Endpoint(server.url)), folder, ModelOptions())
         self.session.load("big", lambda _: None)
 
     def type(self, *lines: str) -> str:
@@ -123,20 +123,20 @@ def test_the_line_of_figures_leaves_out_what_is_not_known() -> None:
         ctx=None,
         timings=timings,
         estimated=True,
-        measured_here=True,
+        client_measured=True,
     )
-    assert report.answer_line(known) == "TTFT 120 ms · ~5 tokens at ~10.0/s"
+    assert report.completion_line(known) == "TTFT 120 ms · ~5 tokens at ~10.0/s"
 
 
 def test_the_live_line_marks_guesses() -> None:
-    assert report.live_line(2.0, 1.0, 11, 50, None, "~") == (
+    assert report.live_stats_line(2.0, 1.0, 11, 50, None, "~") == (
         "TTFT 1.00 s · ~11 tokens at ~10.0/s · context ~50"
     )
 
 
 def test_a_limit_is_told_beside_other_notes() -> None:
-    cut = made_answer(finish_reason="length", measured_here=True, notes=("something",))
-    assert [line.split(":")[0] for line in report.warnings(cut)] == [
+    cut = made_answer(finish_reason="length", client_measured=True, notes=("something",))
+    assert [line.split(":")[0] for line in report.completion_warnings(cut)] == [
         "cut at the token limit",
         "something",
     ]

@@ -24,12 +24,12 @@ from localgen.backends.errors import (
 )
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams, ToolCall
-from localgen.client import Answer, RemoteClient, Text
-from localgen.client.connection import wait_s
+from localgen.client import Completion, RemoteClient, TextDelta
+from localgen.client.connection import parse_retry_after
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import EndpointUnavailable
-from localgen.client.sse import payloads
-from localgen.client.stream import AnswerReader, Arrivals
+from localgen.client.sse import iter_sse_data
+from localgen.client.stream import CompletionStreamParser, TimedChunks
 from localgen.config import BadSetting
 from localgen.hub.hf_client import AccessDenied
 
@@ -55,14 +55,14 @@ class Asking:
     def load(self, model: str | None = None) -> ModelInfo:
         return self.client.load(model, OPTIONS)
 
-    def events(self, model: str | None = "big", **params: Any) -> list[Text | Answer]:
+    def events(self, model: str | None = "big", **params: Any) -> list[TextDelta | Completion]:
         asked = [Message("user", "one two")]
         return list(self.client.chat(model, asked, SamplingParams(**params)))
 
-    def answer(self, model: str | None = "big", **params: Any) -> tuple[str, Answer]:
+    def answer(self, model: str | None = "big", **params: Any) -> tuple[str, Completion]:
         *texts, end = self.events(model, **params)
-        assert isinstance(end, Answer)
-        return "".join(part.text for part in texts if isinstance(part, Text)), end
+        assert isinstance(end, Completion)
+        return "".join(part.text for part in texts if isinstance(part, TextDelta)), end
 
     def failure(self, model: str | None = "big", **params: Any) -> LocalgenError:
         with pytest.raises(LocalgenError) as raised:
@@ -243,7 +243,7 @@ def test_reasoning_is_told_apart(server: PlainServer) -> None:
         *answer("yes"),
     ]
     *texts, _ = Asking(server).events()
-    assert [(part.reasoning, part.text) for part in texts if isinstance(part, Text)] == [
+    assert [(part.reasoning, part.text) for part in texts if isinstance(part, TextDelta)] == [
         ("hm ", ""),
         ("so", ""),
         ("", "yes"),
@@ -272,10 +272,10 @@ def test_counts_that_a_server_gives(server: PlainServer) -> None:
     server.events = answer("a", "b", usage=usage)
     _, end = Asking(server).answer()
     assert (end.prompt_tokens, end.cached_tokens, end.timings.prompt_n) == (40, 30, 10)
-    assert (end.estimated, end.measured_here) == (False, True)
+    assert (end.estimated, end.client_measured) == (False, True)
 
 
-def read(events: Sequence[tuple[float, bytes]]) -> Answer:
+def read(events: Sequence[tuple[float, bytes]]) -> Completion:
     """The end of an answer whose events come at these times, in seconds after the request."""
     now = [100.0]
 
@@ -284,10 +284,10 @@ def read(events: Sequence[tuple[float, bytes]]) -> Answer:
             now[0] = 100.0 + at_s
             yield event
 
-    arrivals = Arrivals(arriving(), lambda: now[0])
-    reader = AnswerReader("big", Endpoint("http://h/v1"), 100.0, arrivals)
-    *_, end = reader.read(payloads(arrivals))
-    assert isinstance(end, Answer)
+    arrivals = TimedChunks(arriving(), lambda: now[0])
+    reader = CompletionStreamParser("big", Endpoint("http://h/v1"), 100.0, arrivals)
+    *_, end = reader.parse(iter_sse_data(arrivals))
+    assert isinstance(end, Completion)
     return end
 
 
@@ -336,7 +336,7 @@ def test_leaving_an_answer_hangs_up(server: PlainServer) -> None:
     server.gap_s = 0.01
     server.events = [chunk({"content": "word " * 500})] * 2000
     stream = Asking(server).client.chat("big", [Message("user", "x")], SamplingParams())
-    assert isinstance(next(stream), Text)
+    assert isinstance(next(stream), TextDelta)
     stream.close()
     assert server.hung_up.wait(timeout=10)
 
@@ -560,7 +560,7 @@ def test_it_does_not_wait_for_ever(server: PlainServer) -> None:
     ],
 )
 def test_retry_after(header: str, seconds: float | None) -> None:
-    assert wait_s(header, now_s=10.0) == seconds
+    assert parse_retry_after(header, now_s=10.0) == seconds
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from serving import House, house, wait_until
 from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
-from localgen.client import Answer, RemoteClient, Text
+from localgen.client import Completion, RemoteClient, TextDelta
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import EndpointUnavailable
 from localgen.hub.hf_client import AccessDenied
@@ -84,10 +84,10 @@ def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteClient]:
 
 def ask(
     client: RemoteClient, text: str, params: SamplingParams = SamplingParams(), model: str = "echo"
-) -> tuple[list[Text], Answer]:
+) -> tuple[list[TextDelta], Completion]:
     *texts, end = client.chat(model, [Message("user", text)], params)
-    assert isinstance(end, Answer)
-    return [part for part in texts if isinstance(part, Text)], end
+    assert isinstance(end, Completion)
+    return [part for part in texts if isinstance(part, TextDelta)], end
 
 
 def test_it_tells_its_own_figures(client: RemoteClient) -> None:
@@ -98,7 +98,7 @@ def test_it_tells_its_own_figures(client: RemoteClient) -> None:
         (2, False),
         (3, False),
     ]
-    assert (end.measured_here, end.estimated) == (False, False)
+    assert (end.client_measured, end.estimated) == (False, False)
     assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens) == (5, 2, 3)
     assert (end.ctx, end.stop, end.timings.prompt_n) == (2048, "</s>", 3)
     assert not [note for note in client.load("echo", LoadOptions()).notes if "measured" in note]

@@ -12,11 +12,11 @@ from rich.console import Console
 from scripted_client import TIMINGS, answer
 
 from localgen.backends import units
-from localgen.backends.terminal_text import inert, one_line
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.types import Timings
 from localgen.chat import report
 from localgen.repl.live_answer import LiveAnswer
-from localgen.repl.markdown import block_lines, split_blocks
+from localgen.repl.markdown import render_block, split_blocks
 
 RICH_TEXT = """# A title
 
@@ -71,11 +71,11 @@ def pieces(text: str, rng: random.Random) -> list[str]:
 
 def drawn(parts: list[str], **changes: object) -> str:
     shown = console(**changes)
-    with LiveAnswer(shown, used=10, limit=2048) as live:
+    with LiveAnswer(shown, used_tokens=10, max_context=2048) as live:
         for number, part in enumerate(parts):
             live.feed(part, number)
             if not shown.is_terminal:
-                live._settle()  # every state that a painter could see
+                live._print_finished()  # every state that a painter could see
     assert isinstance(shown.file, io.StringIO)
     return shown.file.getvalue()
 
@@ -116,7 +116,7 @@ THOUGHT = "First this.\n\nThen *that*, and so on"
 
 def test_thoughts_are_dim() -> None:
     shown = console(force_terminal=True, color_system="standard")
-    with LiveAnswer(shown, used=10, limit=2048) as live:
+    with LiveAnswer(shown, used_tokens=10, max_context=2048) as live:
         live.feed("", 1, THOUGHT)
         live.feed("The answer.", 2)
     assert isinstance(shown.file, io.StringIO)
@@ -127,12 +127,12 @@ def test_thoughts_are_dim() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_thoughts_look_the_same_however_they_were_cut(seed: int) -> None:
     shown = console()
-    with LiveAnswer(shown, used=10, limit=2048) as live:
+    with LiveAnswer(shown, used_tokens=10, max_context=2048) as live:
         for part in pieces(THOUGHT, random.Random(seed)):
             live.feed("", 1, part)
-            live._settle()
+            live._print_finished()
         live.feed("The **answer**.", 2)
-        live._settle()
+        live._print_finished()
     assert isinstance(shown.file, io.StringIO)
     lines = [line.rstrip() for line in shown.file.getvalue().splitlines()]
     said = ["First this.", "", "Then *that*, and so on", "", "The answer."]
@@ -164,22 +164,22 @@ def test_a_hostile_answer_is_inert(frame: str) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_inert_does_not_depend_on_cuts(seed: int) -> None:
     parts = pieces(HOSTILE, random.Random(seed))
-    assert "".join(map(inert, parts)) == inert(HOSTILE)
+    assert "".join(map(escape_control_chars, parts)) == escape_control_chars(HOSTILE)
 
 
 def test_inert_keeps_what_is_text() -> None:
     text = "tab\tnewline\n 🙂 👩‍👩‍👧 é 中文"
-    assert inert(text) == text
-    assert inert("a\ud800b").encode()
+    assert escape_control_chars(text) == text
+    assert escape_control_chars("a\ud800b").encode()
     assert one_line("a\n b\x1b") == "a b␛"
 
 
 def test_the_live_part_never_outgrows_the_terminal() -> None:
     shown = console(height=10, force_terminal=True)
-    live = LiveAnswer(shown, used=0, limit=100)
+    live = LiveAnswer(shown, used_tokens=0, max_context=100)
     live.feed("```\n" + "\n".join(map(str, range(100))), 1)
-    live._settle()
-    rows = shown.render_lines(live._live_part())
+    live._print_finished()
+    rows = shown.render_lines(live._render_unfinished())
     assert len(rows) <= 9
     text = "\n".join("".join(segment.text for segment in row) for row in rows)
     assert "99" in text
@@ -217,14 +217,14 @@ def test_markdown_on_random_text_never_fails() -> None:
         "\t",
     ]
     for _ in range(300):
-        text = inert("".join(rng.choices(marks, k=40)))
+        text = escape_control_chars("".join(rng.choices(marks, k=40)))
         blocks, tail = split_blocks(text)
         for block in (*blocks, tail):
-            block_lines(console(), block)
+            render_block(console(), block)
 
 
 def test_the_line_under_an_answer() -> None:
-    assert report.answer_line(answer()) == (
+    assert report.completion_line(answer()) == (
         "TTFT 56 ms (template 1 ms, 12 cached + 34 new) · 3 tokens at 41.2/s · context 49/2,048"
     )
 
@@ -242,7 +242,7 @@ def test_the_line_under_an_answer_fits_a_line(rate: float, shown: str) -> None:
         template_ms=1,
     )
     told = answer(timings=timings, cached_tokens=812, completion_tokens=512, ctx=8192)
-    line = report.answer_line(told)
+    line = report.completion_line(told)
     assert f"512 tokens at {shown}" in line
     assert len(line) <= 95
 
@@ -257,44 +257,47 @@ def test_what_drafts_did() -> None:
         draft_speedup=1.94,
     )
     told = answer(timings=drafted, completion_tokens=41)
-    assert "41 tokens at 41.2/s (1.9× by drafts, 60 % right, 4.0 a step) · " in report.answer_line(
-        told
+    assert (
+        "41 tokens at 41.2/s (1.9× by drafts, 60 % right, 4.0 a step) · "
+        in report.completion_line(told)
     )
     assert "drafts:     50 tokens, 60 % right, 4.0 tokens a step, 1.94× plain decoding" in (
-        report.verbose_lines(told, 0.0)
+        report.verbose_stats_lines(told, 0.0)
     )
     none = replace(TIMINGS, draft_reason="switched off")
-    assert "drafts:     none: switched off" in report.verbose_lines(answer(timings=none), 0.0)
-    assert "draft" not in report.answer_line(answer(timings=none))
+    assert "drafts:     none: switched off" in report.verbose_stats_lines(answer(timings=none), 0.0)
+    assert "draft" not in report.completion_line(answer(timings=none))
     useless = replace(TIMINGS, draft_reason="nothing to expect: the text does not repeat itself")
-    assert "41.2/s (no drafts: nothing to expect) · " in report.answer_line(answer(timings=useless))
+    assert "41.2/s (no drafts: nothing to expect) · " in report.completion_line(
+        answer(timings=useless)
+    )
 
 
 def test_a_wait_in_the_queue_is_told() -> None:
-    line = report.answer_line(answer(timings=replace(TIMINGS, queue_ms=2, template_ms=0.2)))
+    line = report.completion_line(answer(timings=replace(TIMINGS, queue_ms=2, template_ms=0.2)))
     assert line.startswith("TTFT 56 ms (queue 2 ms, 12 cached + 34 new) · ")
 
 
 def test_one_token_has_no_rate() -> None:
     timings = Timings(predicted_n=1, predicted_per_second=1e6, prompt_n=3, ttft_ms=1234)
-    line = report.answer_line(answer(timings=timings, completion_tokens=1))
+    line = report.completion_line(answer(timings=timings, completion_tokens=1))
     assert "/s" not in line
     assert line.startswith("TTFT 1.23 s (")
     assert "1 token ·" in line
 
 
 def test_verbose_lines() -> None:
-    text = "\n".join(report.verbose_lines(answer(), 1530.0))
+    text = "\n".join(report.verbose_stats_lines(answer(), 1530.0))
     for part in ("1.53 s", "46 tokens, 12 cached", "618.2 tokens/s", "41.2 tokens/s", "TTFT"):
         assert part in text
 
 
 def test_warnings() -> None:
-    assert report.warnings(answer()) == []
-    assert report.warnings(answer(notes=("preempted once",))) == ["preempted once"]
-    assert "token limit" in report.warnings(answer(finish_reason="length"))[0]
+    assert report.completion_warnings(answer()) == []
+    assert report.completion_warnings(answer(notes=("preempted once",))) == ["preempted once"]
+    assert "token limit" in report.completion_warnings(answer(finish_reason="length"))[0]
     noted = answer(finish_reason="length", notes=("the context is full",))
-    assert report.warnings(noted) == ["the context is full"]
+    assert report.completion_warnings(noted) == ["the context is full"]
 
 
 @pytest.mark.parametrize(
@@ -309,4 +312,4 @@ def test_warnings() -> None:
     ],
 )
 def test_sizes(size_bytes: float, text: str) -> None:
-    assert units.size(size_bytes) == text
+    assert units.format_size(size_bytes) == text

@@ -20,11 +20,11 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import Session
-from localgen.client import ModelCard, Text
-from localgen.repl.load_progress import Loading
-from localgen.repl.prompt import Completions, is_open, prompt_session, unquoted
-from localgen.repl.repl import Repl, _line_editor
+from localgen.chat.session import ChatSession
+from localgen.client import ModelCard, TextDelta
+from localgen.repl.load_progress import LoadProgressLine
+from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
+from localgen.repl.repl import Repl, _create_line_reader
 
 Line = str | type[BaseException]
 
@@ -35,7 +35,7 @@ class Chat:
     def __init__(self, client: ScriptedClient, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
         self.screen = io.StringIO()
-        self.session = Session(client, state_dir, options)
+        self.session = ChatSession(client, state_dir, options)
         self.session.load(None, lambda _: None)
         self.console = Console(file=self.screen, width=200)
 
@@ -197,16 +197,16 @@ def test_what_the_model_writes_is_inert(chat: Callable[..., Chat]) -> None:
     ],
 )
 def test_three_quotes(text: str, waits: bool) -> None:
-    assert is_open(text) is waits
+    assert has_open_quotes(text) is waits
 
 
 def test_unquoted() -> None:
-    assert unquoted('"""\na\n b\n"""') == "a\n b"
-    assert unquoted(' "quoted" ') == ' "quoted" '
+    assert strip_quotes('"""\na\n b\n"""') == "a\n b"
+    assert strip_quotes(' "quoted" ') == ' "quoted" '
 
 
 def complete(text: str, where: str = "") -> list[str]:
-    completions = Completions(lambda: ["talk", "tale"], lambda: ["tiny"])
+    completions = ChatCompleter(lambda: ["talk", "tale"], lambda: ["tiny"])
     document = Document(text + where)
     return [found.text for found in completions.get_completions(document, CompleteEvent())]
 
@@ -240,8 +240,8 @@ def test_completion_of_file_names(tmp_path: Path) -> None:
 def test_keys(keys: str, line: str, tmp_path: Path) -> None:
     with create_pipe_input() as typed:
         typed.send_text(keys)
-        editor = prompt_session(
-            tmp_path / "history", Completions(list, list), input=typed, output=DummyOutput()
+        editor = create_prompt_session(
+            tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
         )
         assert editor.prompt() == line
 
@@ -250,8 +250,8 @@ def test_keys(keys: str, line: str, tmp_path: Path) -> None:
 def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> None:
     with create_pipe_input() as typed:
         typed.send_text(key)
-        editor = prompt_session(
-            tmp_path / "history", Completions(list, list), input=typed, output=DummyOutput()
+        editor = create_prompt_session(
+            tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
         )
         with pytest.raises(error):
             editor.prompt()
@@ -262,8 +262,8 @@ def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
     for keys in ("hello\r", "\x1b[A\r"):
         with create_pipe_input() as typed:
             typed.send_text(keys)
-            editor = prompt_session(
-                path, Completions(list, list), input=typed, output=DummyOutput()
+            editor = create_prompt_session(
+                path, ChatCompleter(list, list), input=typed, output=DummyOutput()
             )
             assert editor.prompt() == "hello"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -273,9 +273,9 @@ def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
 def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=is_terminal, width=60)
-    with Loading(console, "tiny") as loading:
-        loading.say("starting the server")
-        loading.progress(0.43)
+    with LoadProgressLine(console, "tiny") as loading:
+        loading.notify("starting the server")
+        loading.update(0.43)
     last = screen.getvalue().rpartition("starting the server")
     assert bool(last[1]) is is_terminal
     assert is_terminal or screen.getvalue() == ""
@@ -284,7 +284,7 @@ def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> N
 
 def test_where_nothing_loads_no_loading_shows() -> None:
     screen = io.StringIO()
-    with Loading(Console(file=screen, force_terminal=True, width=60), "tiny"):
+    with LoadProgressLine(Console(file=screen, force_terminal=True, width=60), "tiny"):
         pass
     assert screen.getvalue() == ""
 
@@ -293,7 +293,7 @@ def test_models_are_looked_up_once_a_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = ScriptedClient()
-    seen: list[Completions] = []
+    seen: list[ChatCompleter] = []
     lookups = 0
 
     class Editor:
@@ -303,7 +303,7 @@ def test_models_are_looked_up_once_a_prompt(
             found += seen[0].get_completions(typed, CompleteEvent())
             return " ".join(completion.text for completion in found)
 
-    def editor(_history: Path, completions: Completions) -> Editor:
+    def editor(_history: Path, completions: ChatCompleter) -> Editor:
         seen.append(completions)
         return Editor()
 
@@ -314,14 +314,14 @@ def test_models_are_looked_up_once_a_prompt(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "models", models)
-    monkeypatch.setattr("localgen.repl.prompt.prompt_session", editor)
-    read = _line_editor(Session(client, tmp_path, ModelOptions()))
+    monkeypatch.setattr("localgen.repl.prompt.create_prompt_session", editor)
+    read = _create_line_reader(ChatSession(client, tmp_path, ModelOptions()))
     assert read(">>> ") == "m1 m1"
     assert read(">>> ") == "m2 m2"
 
 
 def test_thoughts_are_shown_and_stay_out_of_the_next_turn(chat: Callable[..., Chat]) -> None:
-    made = chat([Text("", 1, "Let me see."), "Rome.", answer()])
+    made = chat([TextDelta("", 1, "Let me see."), "Rome.", answer()])
     shown = made.type("Which city?", "And now?")
     assert "Let me see." in shown
     assert made.session.conversation.turns[0] == Turn("Which city?", "Rome.", False, "Let me see.")
@@ -333,7 +333,7 @@ def test_thoughts_are_shown_and_stay_out_of_the_next_turn(chat: Callable[..., Ch
 
 
 def test_a_template_that_asks_for_thoughts_gets_them(chat: Callable[..., Chat]) -> None:
-    made = chat([Text("", 1, "Let me see."), "Rome.", answer()])
+    made = chat([TextDelta("", 1, "Let me see."), "Rome.", answer()])
     wanting = replace(made.session.model, chat_template="{{ m.reasoning_content }}")
     made.client.load = lambda *_: wanting  # type: ignore[method-assign]
     made.type("Which city?", "And now?")
@@ -341,12 +341,12 @@ def test_a_template_that_asks_for_thoughts_gets_them(chat: Callable[..., Chat]) 
 
 
 def test_thoughts_that_were_stopped_are_a_turn(chat: Callable[..., Chat]) -> None:
-    made = chat([Text("", 1, "Let me"), KeyboardInterrupt()])
+    made = chat([TextDelta("", 1, "Let me"), KeyboardInterrupt()])
     made.type("Which city?")
     assert made.session.conversation.turns == (Turn("Which city?", "", True, "Let me"),)
 
 
 def test_thoughts_are_saved(chat: Callable[..., Chat]) -> None:
-    made = chat([Text("", 1, "Let me see."), "Rome.", answer()])
+    made = chat([TextDelta("", 1, "Let me see."), "Rome.", answer()])
     made.type("Which city?", "/save x", "/clear", "/load x")
     assert made.session.conversation.turns == (Turn("Which city?", "Rome.", False, "Let me see."),)

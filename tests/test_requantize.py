@@ -19,17 +19,17 @@ from llama_files import LlamaFile
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.folder import Checkpoint
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.folder import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_shapes import expected_shapes
 from localgen.quant.gguf import requantize
-from localgen.quant.gguf.convert import convert
-from localgen.quant.gguf.imatrix import Importance, read_imatrix, write_imatrix
-from localgen.quant.gguf.requantize import estimated_bytes, make_gguf
-from localgen.quant.request.gguf_types import TYPES, WRITTEN, type_name
+from localgen.quant.gguf.convert import convert_to_gguf
+from localgen.quant.gguf.imatrix import ImatrixSource, read_imatrix, write_imatrix
+from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
+from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type
 
 QUESTION = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
-NEEDY = [name for name, kind in TYPES.items() if kind.needs_importance]
+NEEDY = [name for name, kind in GGUF_TYPES.items() if kind.needs_imatrix]
 
 
 def importance_of(spec: ModelSpec, seed: int = 0) -> dict[str, tuple[Any, int]]:
@@ -43,8 +43,8 @@ def importance_of(spec: ModelSpec, seed: int = 0) -> dict[str, tuple[Any, int]]:
 
 
 @pytest.fixture(scope="module")
-def importance() -> Importance:
-    return importance_of(read_config(TINY))
+def importance() -> ImatrixSource:
+    return importance_of(read_hf_config(TINY))
 
 
 @pytest.mark.parametrize("file_type", ["Q4_K_M", "q6_k", "IQ4_XS", "Q8_0"])
@@ -52,15 +52,15 @@ def importance() -> Importance:
 def test_it_loads_and_answers(
     file_type: str,
     weighed: bool,
-    importance: Importance,
+    importance: ImatrixSource,
     tmp_path: Path,
     open_model: Callable[..., LlamaFile],
 ) -> None:
     target = tmp_path / "model.gguf"
-    make_gguf(TINY, target, file_type, importance=importance if weighed else None)
+    make_gguf(TINY, target, file_type, imatrix=importance if weighed else None)
     model = open_model(target)
     assert "42" in model.greedy(QUESTION)
-    expected = TYPES[file_type.upper()].file_type
+    expected = GGUF_TYPES[file_type.upper()].file_type
     assert model.metadata("general.file_type") == str(int(expected))
     assert list(tmp_path.iterdir()) == [target]
 
@@ -70,7 +70,7 @@ def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=f"{file_type} is garbage without an imp"):
         make_gguf(TINY, tmp_path / "model.gguf", file_type)
     # and llama.cpp itself would refuse it
-    convert(TINY, tmp_path / "wide.gguf", "F16")
+    convert_to_gguf(TINY, tmp_path / "wide.gguf", "F16")
     with pytest.raises(LoadFailed, match=f"cannot make {file_type} of it: .*requires an imatrix"):
         requantize.requantize(
             tmp_path / "wide.gguf", tmp_path / "m.gguf", file_type, None, lambda *_: None
@@ -78,9 +78,9 @@ def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
 
 
 def test_q2_k_s_is_made_with_a_matrix(
-    importance: Importance, tmp_path: Path, open_model: Callable[..., LlamaFile]
+    importance: ImatrixSource, tmp_path: Path, open_model: Callable[..., LlamaFile]
 ) -> None:
-    make_gguf(TINY, tmp_path / "model.gguf", "Q2_K_S", importance=importance)
+    make_gguf(TINY, tmp_path / "model.gguf", "Q2_K_S", imatrix=importance)
     assert open_model(tmp_path / "model.gguf").greedy(QUESTION)
 
 
@@ -88,13 +88,15 @@ def weights(path: Path) -> dict[str, Any]:
     return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
 
 
-def test_the_matrix_decides_how_weights_are_rounded(importance: Importance, tmp_path: Path) -> None:
+def test_the_matrix_decides_how_weights_are_rounded(
+    importance: ImatrixSource, tmp_path: Path
+) -> None:
     """From our sums and from the same file as llama.cpp's tool would write it."""
     plain, ours, filed = (tmp_path / f"{name}.gguf" for name in ("plain", "ours", "filed"))
     make_gguf(TINY, plain, "Q4_K_M")
-    make_gguf(TINY, ours, "Q4_K_M", importance=importance)
-    write_imatrix(tmp_path / "imatrix.gguf", read_config(TINY), importance, "random")
-    make_gguf(TINY, filed, "Q4_K_M", importance=tmp_path / "imatrix.gguf")
+    make_gguf(TINY, ours, "Q4_K_M", imatrix=importance)
+    write_imatrix(tmp_path / "imatrix.gguf", read_hf_config(TINY), importance, "random")
+    make_gguf(TINY, filed, "Q4_K_M", imatrix=tmp_path / "imatrix.gguf")
     assert ours.read_bytes() == filed.read_bytes()
     before, after = weights(plain), weights(ours)
     for name in before:
@@ -107,7 +109,7 @@ def test_sixteen_bits_in_between_are_those_of_the_model(
     half: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = {}
-    checkpoint = Checkpoint(folder)
+    checkpoint = NumpyCheckpoint(folder)
     for name in checkpoint.names():
         values = checkpoint.read(name)
         upper = (values.view("<u4") >> 16).astype("<u2")
@@ -118,9 +120,9 @@ def test_sixteen_bits_in_between_are_those_of_the_model(
 
     def watched(source: Path, target: Path, file_type: str, **options: Any) -> None:
         asked.append(file_type)
-        convert(source, target, file_type, **options)
+        convert_to_gguf(source, target, file_type, **options)
 
-    monkeypatch.setattr(requantize, "convert", watched)
+    monkeypatch.setattr(requantize, "convert_to_gguf", watched)
     make_gguf(folder, tmp_path / "model.gguf", "Q4_0")
     assert asked == [half]
 
@@ -140,7 +142,7 @@ def test_progress(tmp_path: Path) -> None:
 def test_the_estimate_is_about_right(name: str, tmp_path: Path) -> None:
     make_gguf(TINY, tmp_path / "model.gguf", name)
     real = (tmp_path / "model.gguf").stat().st_size
-    assert 0.8 < estimated_bytes(read_config(TINY), name) / real < 1.25
+    assert 0.8 < estimate_gguf_bytes(read_hf_config(TINY), name) / real < 1.25
 
 
 # ---- mixtures of experts
@@ -148,7 +150,7 @@ def test_the_estimate_is_about_right(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
 def test_experts_have_their_own_importance(name: str, tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path / "hf", name))
+    spec = read_hf_config(write_config(tmp_path / "hf", name))
     assert spec.moe is not None
     block, gate = ("block_sparse_moe", "w1") if name == "mixtral" else ("mlp", "gate_proj")
     known = importance_of(spec)
@@ -157,13 +159,16 @@ def test_experts_have_their_own_importance(name: str, tmp_path: Path) -> None:
     known[f"model.layers.1.{block}.experts.3.{gate}"] = (np.full(64, 6.0, np.float32), 3)
     write_imatrix(tmp_path / "imatrix.gguf", spec, known, "random")
     means = read_imatrix(tmp_path / "imatrix.gguf")
-    stack = means["blk.1.ffn_gate_exps.weight"].reshape(spec.moe.experts, spec.hidden)
+    stack = means["blk.1.ffn_gate_exps.weight"].reshape(spec.moe.num_experts, spec.hidden_size)
     first = known[f"model.layers.1.{block}.experts.0.{gate}"][0]
     np.testing.assert_allclose(stack[0], first / 7)
     np.testing.assert_array_equal(stack[2], 1.0)
     np.testing.assert_array_equal(stack[3], 2.0)
     assert not [name for name in means if "ffn_gate_inp" in name]
-    assert means["blk.1.ffn_down_exps.weight"].size == spec.moe.experts * spec.moe.intermediate
+    assert (
+        means["blk.1.ffn_down_exps.weight"].size
+        == spec.moe.num_experts * spec.moe.intermediate_size
+    )
     names = {"attn_q", "attn_k", "attn_v", "attn_output"}
     names |= {f"ffn_{part}_exps" for part in ("gate", "up", "down")}
     assert set(means) == {f"blk.{i}.{own}.weight" for i in range(3) for own in names}
@@ -171,10 +176,10 @@ def test_experts_have_their_own_importance(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_linear_of_every_architecture_has_a_name(name: str, tmp_path: Path) -> None:
-    spec = read_config(write_config(tmp_path / "hf", name))
+    spec = read_hf_config(write_config(tmp_path / "hf", name))
     write_imatrix(tmp_path / "imatrix.gguf", spec, importance_of(spec), "random")
-    stacks = 7 if not spec.fused else 4
-    assert len(read_imatrix(tmp_path / "imatrix.gguf")) == stacks * spec.layers
+    stacks = 7 if not spec.fused_projections else 4
+    assert len(read_imatrix(tmp_path / "imatrix.gguf")) == stacks * spec.num_layers
 
 
 def test_a_mixture_is_quantized_by_its_matrix(tmp_path: Path) -> None:
@@ -182,9 +187,9 @@ def test_a_mixture_is_quantized_by_its_matrix(tmp_path: Path) -> None:
     from quant_models import model_folder
 
     folder = model_folder("mixtral", tmp_path / "hf")
-    spec = read_config(folder)
+    spec = read_hf_config(folder)
     make_gguf(folder, tmp_path / "plain.gguf", "Q4_0")
-    make_gguf(folder, tmp_path / "weighed.gguf", "Q4_0", importance=importance_of(spec))
+    make_gguf(folder, tmp_path / "weighed.gguf", "Q4_0", imatrix=importance_of(spec))
     before, after = (weights(tmp_path / f"{name}.gguf") for name in ("plain", "weighed"))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     # rows of 48 cannot be packed by 32
@@ -198,7 +203,7 @@ def test_a_mixture_is_quantized_by_its_matrix(tmp_path: Path) -> None:
 # ---- what goes wrong
 
 
-def wrong(**entries: tuple[Any, int]) -> Callable[[ModelSpec], Importance]:
+def wrong(**entries: tuple[Any, int]) -> Callable[[ModelSpec], ImatrixSource]:
     return lambda spec: {name.replace("__", "."): value for name, value in entries.items()}
 
 
@@ -216,10 +221,10 @@ Q_PROJ = "model__layers__0__self_attn__q_proj"
     ],
 )
 def test_wrong_importance(
-    made: Callable[[ModelSpec], Importance], expected: str, tmp_path: Path
+    made: Callable[[ModelSpec], ImatrixSource], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(LoadFailed) as caught:
-        make_gguf(TINY, tmp_path / "model.gguf", "Q4_0", importance=made(read_config(TINY)))
+        make_gguf(TINY, tmp_path / "model.gguf", "Q4_0", imatrix=made(read_hf_config(TINY)))
     assert expected in caught.value.message
     assert list(tmp_path.iterdir()) == []
 
@@ -239,7 +244,7 @@ def test_refusals(
     matrix = tmp_path / "imatrix.gguf"
     matrix.write_bytes(b"no matrix at all")
     with pytest.raises(error) as caught:
-        make_gguf(source, tmp_path / "model.gguf", file_type, importance=matrix)
+        make_gguf(source, tmp_path / "model.gguf", file_type, imatrix=matrix)
     assert expected in caught.value.message
     assert list(tmp_path.iterdir()) == [matrix]
 
@@ -250,12 +255,12 @@ def test_a_model_is_no_matrix(tmp_path: Path) -> None:
         read_imatrix(tmp_path / "model.gguf")
 
 
-def test_a_matrix_of_another_model(folder: Path, importance: Importance, tmp_path: Path) -> None:
+def test_a_matrix_of_another_model(folder: Path, importance: ImatrixSource, tmp_path: Path) -> None:
     edit(folder / "config.json", intermediate_size=512)
-    spec = read_config(folder)
+    spec = read_hf_config(folder)
     write_imatrix(tmp_path / "imatrix.gguf", spec, importance_of(spec), "random")
     with pytest.raises(LoadFailed, match="cannot make Q4_0 of it: imatrix size 512 is different"):
-        make_gguf(TINY, tmp_path / "m.gguf", "Q4_0", importance=tmp_path / "imatrix.gguf")
+        make_gguf(TINY, tmp_path / "m.gguf", "Q4_0", imatrix=tmp_path / "imatrix.gguf")
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -306,7 +311,7 @@ def test_the_process_ends_when_nobody_listens(tmp_path: Path) -> None:
     job = {
         "source": str(tmp_path / "wide.gguf"),
         "target": str(tmp_path / "model.gguf"),
-        "file_type": int(TYPES["IQ4_XS"].file_type),
+        "file_type": int(GGUF_TYPES["IQ4_XS"].file_type),
         "imatrix": None,
         "threads": 1,
     }
@@ -322,8 +327,8 @@ def test_the_process_ends_when_nobody_listens(tmp_path: Path) -> None:
 
 
 def test_names_of_types() -> None:
-    assert type_name("q4_k") == "Q4_K_M"
-    assert type_name("iq4_xs") == "IQ4_XS"
-    assert set(WRITTEN) < set(TYPES)
+    assert resolve_gguf_type("q4_k") == "Q4_K_M"
+    assert resolve_gguf_type("iq4_xs") == "IQ4_XS"
+    assert set(DIRECT_TYPES) < set(GGUF_TYPES)
     # the largest first, so that a list reads well
-    assert [TYPES[name].bits for name in WRITTEN] == [32, 16, 16, 8.5]
+    assert [GGUF_TYPES[name].bits_per_weight for name in DIRECT_TYPES] == [32, 16, 16, 8.5]

@@ -12,7 +12,7 @@ from serving import House, house, wait_until
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import Session
+from localgen.chat.session import ChatSession
 from localgen.client import Client
 
 
@@ -66,7 +66,7 @@ def test_a_chat_with_a_path_survives_the_unloading_of_its_model(
     served.start()
     path = served.model("mine")
     with served.client() as client:
-        session = Session(client, tmp_path, ModelOptions())
+        session = ChatSession(client, tmp_path, ModelOptions())
         session.load(path, lambda _share: None)
         client.unload(path)
         session.ensure_loaded(lambda _share: None)
@@ -80,7 +80,7 @@ def test_keep_alive_is_for_one_model(served: House) -> None:
         load(client, brief, "0.2")
         load(client, lasting, "-1")
         wait_until(lambda: served.loaded() == ["lasting"])
-        (model,) = client.running()
+        (model,) = client.running_models()
         assert model.until_s is None
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localgen.backends import sampling_params
-from localgen.backends.engine.input_processor import MAX_LOGPROBS, MAX_STOP_STRINGS, Intake
+from localgen.backends.engine.input_processor import MAX_LOGPROBS, MAX_STOP_STRINGS, InputProcessor
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.types import BASE_SAMPLING, Request, SamplingParams
@@ -46,13 +46,13 @@ class Bytes:
     """A tokenizer of one token a character."""
 
     vocab_size = VOCAB
-    end_ids = frozenset({0})
+    eos_token_ids = frozenset({0})
     bos = eos = ""
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) % VOCAB for character in text]
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_for_embedding(self, text: str) -> list[int]:
         return self.encode(text)
 
     def piece(self, token: int) -> bytes:
@@ -61,7 +61,7 @@ class Bytes:
 
 def intake(
     unsupported: frozenset[str] = frozenset(), defaults: SamplingParams | None = None
-) -> Intake:
+) -> InputProcessor:
     limits = Limits(
         max_seqs=1,
         max_batch_tokens=8,
@@ -71,7 +71,7 @@ def intake(
         can_rewind=True,
         unsupported=unsupported,
     )
-    return Intake(
+    return InputProcessor(
         limits=limits, tokenizer=Bytes(), template=None, defaults=defaults or SamplingParams()
     )
 
@@ -101,7 +101,7 @@ def test_every_number_has_a_rule() -> None:
 
 
 def test_the_defaults_are_valid() -> None:
-    sampling_params.check(BASE_SAMPLING)
+    sampling_params.validate_sampling_params(BASE_SAMPLING)
     assert prepared(seed=1) == replace(BASE_SAMPLING, seed=1)
 
 
@@ -109,7 +109,7 @@ def test_the_defaults_are_valid() -> None:
 def test_both_edges_are_accepted_and_nothing_beyond(name: str) -> None:
     lowest, highest = EDGES[name]
     for value in (lowest, highest):
-        sampling_params.check(base(**{name: value}))
+        sampling_params.validate_sampling_params(base(**{name: value}))
     step = 1 if name == "mirostat" else 1e-4
     for value in (lowest - step, highest + step, math.inf, -math.inf):
         error = refusal(**{name: value})
@@ -121,8 +121,8 @@ def test_both_edges_are_accepted_and_nothing_beyond(name: str) -> None:
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_counts_have_a_lowest_value_only(name: str) -> None:
     lowest = -1 if name.endswith("last_n") else 0
-    sampling_params.check(base(**{name: lowest}))
-    sampling_params.check(base(**{name: 2**40}))
+    sampling_params.validate_sampling_params(base(**{name: lowest}))
+    sampling_params.validate_sampling_params(base(**{name: 2**40}))
     assert refusal(**{name: lowest - 1}).param == name
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from localgen.backends.engine.fair_queue import AGING_S
 from localgen.backends.engine.scheduler import MIN_SHARED_TOKENS, Scheduler
-from localgen.backends.engine.token_budget import MIN_TOKENS, TokenBudget
+from localgen.backends.engine.token_budget import MIN_PROMPT_TOKENS, TokenBudget
 from localgen.backends.errors import QueueFull
-from localgen.backends.runner.sequence import Sequence, State, common_prefix
+from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.types import SamplingParams
 
 
@@ -47,7 +47,7 @@ def sequence(
         num_prompt=len(prompt),
         params=SamplingParams(),
         ctx=limit,
-        limit=limit,
+        max_len=limit,
         stop_ids=frozenset({END}) if ends else frozenset(),
         client=client,
         priority=priority,
@@ -111,9 +111,9 @@ def test_text_depends_on_nothing_but_the_prompt(
             break
     assert not scheduler.has_work
     for seq in everyone:
-        expected = generate(seq.tokens[: seq.num_prompt], seq.limit)
+        expected = generate(seq.tokens[: seq.num_prompt], seq.max_len)
         answer = seq.tokens[seq.num_prompt :]
-        assert seq.state is State.ENDED
+        assert seq.state is SequenceState.ENDED
         assert answer == (expected[: len(answer)] if seq.id in cancelled else expected)
     runner.check()
 
@@ -201,8 +201,8 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one() -> None:
     turn(scheduler, runner)
     scheduler.submit(high)
     turn(scheduler, runner)
-    assert high.state is State.RUNNING
-    assert low.state is State.QUEUED
+    assert high.state is SequenceState.RUNNING
+    assert low.state is SequenceState.QUEUED
     drain(scheduler, runner)
     assert low.tokens[2:] == generate([1, 2], 100)
 
@@ -219,9 +219,9 @@ def test_clients_are_served_in_turn_however_many_requests_one_has() -> None:
         turn(scheduler, runner)
     late = sequence("late", [2] * 20, limit=22, client="l", arrived_s=0.1)
     scheduler.submit(late)
-    while late.state is not State.ENDED:
+    while late.state is not SequenceState.ENDED:
         assert turn(scheduler, runner)
-    assert sum(seq.state is State.ENDED for seq in greedy) <= 4
+    assert sum(seq.state is SequenceState.ENDED for seq in greedy) <= 4
 
 
 def test_waiting_raises_priority_so_that_nobody_starves() -> None:
@@ -252,44 +252,44 @@ def test_a_full_queue_refuses() -> None:
 
 def test_budget_keeps_mixed_steps_near_their_target() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
-    assert budget.tokens(decoding=0) == 512
-    assert budget.tokens(decoding=4) == 508, "nothing is known yet"
-    budget.observe(step_ms=1000, prompt_tokens=500, decoding=0)  # 2 ms a token
-    assert budget.tokens(decoding=4) == 50, "what decoding alone takes is not known yet"
-    budget.observe(step_ms=20, prompt_tokens=0, decoding=4)
-    assert budget.tokens(decoding=4) == 40
-    assert budget.tokens(decoding=0) == 512
-    budget.observe(step_ms=60, prompt_tokens=1, decoding=0)  # mostly overhead
-    assert 35 <= budget.tokens(decoding=4) < 40
+    assert budget.prompt_tokens(num_decoding=0) == 512
+    assert budget.prompt_tokens(num_decoding=4) == 508, "nothing is known yet"
+    budget.observe(step_ms=1000, prompt_tokens=500, num_decoding=0)  # 2 ms a token
+    assert budget.prompt_tokens(num_decoding=4) == 50, "what decoding alone takes is not known yet"
+    budget.observe(step_ms=20, prompt_tokens=0, num_decoding=4)
+    assert budget.prompt_tokens(num_decoding=4) == 40
+    assert budget.prompt_tokens(num_decoding=0) == 512
+    budget.observe(step_ms=60, prompt_tokens=1, num_decoding=0)  # mostly overhead
+    assert 35 <= budget.prompt_tokens(num_decoding=4) < 40
 
 
 def test_budget_learns_that_tokens_became_dearer_and_cheaper() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
-    budget.observe(step_ms=20, prompt_tokens=0, decoding=4)
+    budget.observe(step_ms=20, prompt_tokens=0, num_decoding=4)
     for _ in range(40):
-        budget.observe(step_ms=180, prompt_tokens=40, decoding=4)
-    assert budget.tokens(decoding=4) == 20
+        budget.observe(step_ms=180, prompt_tokens=40, num_decoding=4)
+    assert budget.prompt_tokens(num_decoding=4) == 20
     for _ in range(40):
-        budget.observe(step_ms=60, prompt_tokens=40, decoding=4)
-    assert 75 <= budget.tokens(decoding=4) <= 81
+        budget.observe(step_ms=60, prompt_tokens=40, num_decoding=4)
+    assert 75 <= budget.prompt_tokens(num_decoding=4) <= 81
 
 
 def test_the_cost_of_a_large_batch_says_nothing_of_a_small_one() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
-    budget.observe(step_ms=1000, prompt_tokens=500, decoding=0)  # 2 ms a token
-    budget.observe(step_ms=90, prompt_tokens=0, decoding=16)
-    budget.observe(step_ms=20, prompt_tokens=0, decoding=1)
-    assert budget.tokens(decoding=2) == 40
-    assert budget.tokens(decoding=14) == 90
+    budget.observe(step_ms=1000, prompt_tokens=500, num_decoding=0)  # 2 ms a token
+    budget.observe(step_ms=90, prompt_tokens=0, num_decoding=16)
+    budget.observe(step_ms=20, prompt_tokens=0, num_decoding=1)
+    assert budget.prompt_tokens(num_decoding=2) == 40
+    assert budget.prompt_tokens(num_decoding=14) == 90
 
 
 def test_prompts_go_on_where_decoding_alone_passes_the_target() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
-    budget.observe(step_ms=700, prompt_tokens=100, decoding=0)
-    budget.observe(step_ms=400, prompt_tokens=0, decoding=16)
-    assert budget.tokens(decoding=16) == 800 // 7
-    budget.observe(step_ms=1e6, prompt_tokens=1, decoding=0)
-    assert budget.tokens(decoding=16) == MIN_TOKENS
+    budget.observe(step_ms=700, prompt_tokens=100, num_decoding=0)
+    budget.observe(step_ms=400, prompt_tokens=0, num_decoding=16)
+    assert budget.prompt_tokens(num_decoding=16) == 800 // 7
+    budget.observe(step_ms=1e6, prompt_tokens=1, num_decoding=0)
+    assert budget.prompt_tokens(num_decoding=16) == MIN_PROMPT_TOKENS
 
 
 @given(a=st.lists(st.integers(0, 2)), b=st.lists(st.integers(0, 2)))
@@ -297,4 +297,4 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
     expected = 0
     while expected < min(len(a), len(b)) and a[expected] == b[expected]:
         expected += 1
-    assert common_prefix(a, b) == expected
+    assert common_prefix_len(a, b) == expected

@@ -15,9 +15,15 @@ from serving import chat_body, wait_until
 
 from localgen.config import BadSetting
 from localgen.server import serving
-from localgen.server.http.access import Access, RateLimit, is_loopback, parse_rate_limit, read_keys
-from localgen.server.http.rate_limit import Rates
-from localgen.server.stats.request_log import Entry
+from localgen.server.http.access import (
+    AccessPolicy,
+    RateLimit,
+    is_loopback,
+    parse_rate_limit,
+    read_api_keys,
+)
+from localgen.server.http.rate_limit import RateLimiter
+from localgen.server.stats.request_log import RequestRecord
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +167,7 @@ def test_headers_that_never_end() -> None:
         with socket.create_connection(("127.0.0.1", opened.port), timeout=30) as sock:
             sock.sendall(b"GET /health HT")
             assert sock.recv(1) == b""
-        assert time.monotonic() - started_s > serving.HEADERS_S - 1
+        assert time.monotonic() - started_s > serving.HEADER_TIMEOUT_S - 1
         assert opened.chat().status_code == 200
 
 
@@ -214,32 +220,32 @@ def test_a_request_that_takes_too_long() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
 def test_other_machines_only_with_a_key(host: str) -> None:
     with pytest.raises(BadSetting, match="--api-key"):
-        Access(host=host, port=1).check()
-    Access(host=host, port=1, keys=(KEY,)).check()
+        AccessPolicy(host=host, port=1).validate()
+    AccessPolicy(host=host, port=1, keys=(KEY,)).validate()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback(host: str) -> None:
     assert is_loopback(host)
-    Access(host=host, port=1).check()
+    AccessPolicy(host=host, port=1).validate()
 
 
 @pytest.mark.parametrize("key", ["", "short", "with\nnewline-in-it"])
 def test_keys_that_are_none(key: str) -> None:
     with pytest.raises(BadSetting, match="8 or more"):
-        Access(keys=(key,)).check()
+        AccessPolicy(keys=(key,)).validate()
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# mine\n{KEY}\n\n  another-key-here  \n")
     path.chmod(stat.S_IRUSR)
-    assert read_keys(path) == (KEY, "another-key-here")
+    assert read_api_keys(path) == (KEY, "another-key-here")
     path.chmod(0o644)
     with pytest.raises(BadSetting, match="chmod 600"):
-        read_keys(path)
+        read_api_keys(path)
     with pytest.raises(BadSetting, match="No such file"):
-        read_keys(tmp_path / "none")
+        read_api_keys(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -263,11 +269,11 @@ def test_what_is_no_rate_limit(text: str) -> None:
 
 def test_a_bucket_fills_again() -> None:
     now_s = [0.0]
-    rates = Rates(RateLimit(requests=2, tokens=100), lambda: now_s[0])
+    rates = RateLimiter(RateLimit(requests=2, tokens=100), lambda: now_s[0])
     assert rates.admit("a") is None
-    entry = Entry(id="x", asked="m", client="c", account="a", arrived_s=0.0)
+    entry = RequestRecord(id="x", requested_model="m", client="c", account="a", arrived_s=0.0)
     entry.num_tokens = 160
-    rates.ended(entry)
+    rates.on_request_end(entry)
     # 60 tokens overdrawn, and one to begin with: 36.6 s at 100 a minute
     assert rates.admit("a") == pytest.approx(36.6)
     assert rates.admit("b") is None

@@ -12,8 +12,8 @@ import pytest
 from serving import House, house, wait_until
 
 from localgen.backends.types import Finished, Request, SamplingParams, Timings
-from localgen.server.openai.schema import MAX_ANSWERS
-from localgen.server.requests.choices import repeated, together
+from localgen.server.openai.schema import MAX_CHOICES
+from localgen.server.requests.choices import fan_out_requests, merge_finished
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,12 @@ def test_each_answer_has_a_seed_of_its_own(served: House) -> None:
 
 def test_seeds_stay_in_range_and_no_seed_stays_none() -> None:
     seeded = Request(id="x", prompt="a", params=SamplingParams(seed=2**32 - 1))
-    assert [r.params.seed for r in repeated([seeded], 2)] == [2**32 - 1, 0]
-    assert [r.params.seed for r in repeated([Request(id="x", prompt="a")], 2)] == [None, None]
-    assert repeated([seeded], 1) == (seeded,)
+    assert [r.params.seed for r in fan_out_requests([seeded], 2)] == [2**32 - 1, 0]
+    assert [r.params.seed for r in fan_out_requests([Request(id="x", prompt="a")], 2)] == [
+        None,
+        None,
+    ]
+    assert fan_out_requests([seeded], 1) == (seeded,)
 
 
 def test_several_prompts(served: House) -> None:
@@ -99,7 +102,7 @@ def test_several_prompts_in_a_stream(served: House) -> None:
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        (["a"] * (MAX_ANSWERS // 2 + 1), "more than the 64"),
+        (["a"] * (MAX_CHOICES // 2 + 1), "more than the 64"),
         ([[1], [-1]], "out of range"),
         ([1, "a"], "prompt: "),
     ],
@@ -156,7 +159,7 @@ def end(**fields: Any) -> Finished:
 
 
 def test_what_answers_took_together() -> None:
-    total = together(
+    total = merge_finished(
         [
             end(timings=Timings(cache_n=0, prompt_n=10, predicted_ms=50, ttft_ms=9), notes=("a",)),
             end(timings=Timings(cache_n=9, prompt_n=1, predicted_ms=80, ttft_ms=7), notes=("a",)),

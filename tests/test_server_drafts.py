@@ -14,9 +14,9 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
 from localgen.placement.backend_choice import Placement
-from localgen.server.models.draft_choice import Drafting, find_draft
+from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
 
-PAIRED = next(entry for entry in catalog.entries() if entry.draft == "qwen3-0.6b")
+PAIRED = next(entry for entry in catalog.catalog_entries() if entry.draft == "qwen3-0.6b")
 BIG = ModelFile(f"{PAIRED.gguf.repo}:Q4_K_M", Path("/m/big.gguf"), 5, (), "cache")
 SMALL = ModelFile("small", Path("/m/small.gguf"), 1, (), "cache")
 FOLDER = ModelFile("small", Path("/m/small"), 1, (), "cache")
@@ -34,57 +34,61 @@ def finding(**known: ModelFile) -> Any:
 
 def test_words_mean_no_model() -> None:
     for word in (None, "ngram", "none"):
-        assert find_draft(word, None, BIG, finding()) == Drafting(word)
-    assert find_draft(None, "none", BIG, finding()).in_force == "none", "the server's usual"
-    assert find_draft("ngram", "none", BIG, finding()).in_force == "ngram"
+        assert resolve_draft_model(word, None, BIG, finding()) == DraftChoice(word)
+    assert resolve_draft_model(None, "none", BIG, finding()).effective_option == "none", (
+        "the server's usual"
+    )
+    assert resolve_draft_model("ngram", "none", BIG, finding()).effective_option == "ngram"
 
 
 def test_a_name_is_a_model_or_an_error() -> None:
-    found = find_draft("small", None, BIG, finding(small=SMALL))
-    assert found.message is not None
-    assert (found.message.path, found.message.optional) == ("/m/small.gguf", False)
-    assert found.in_force == "/m/small.gguf"
+    found = resolve_draft_model("small", None, BIG, finding(small=SMALL))
+    assert found.draft_model is not None
+    assert (found.draft_model.path, found.draft_model.optional) == ("/m/small.gguf", False)
+    assert found.effective_option == "/m/small.gguf"
     with pytest.raises(ModelNotFound, match="--draft other: no model 'other' here") as raised:
-        find_draft("other", None, BIG, finding(small=SMALL))
+        resolve_draft_model("other", None, BIG, finding(small=SMALL))
     assert raised.value.param == "draft"
 
 
 def test_auto_is_of_the_targets_format_if_both_are_here() -> None:
     known = {"qwen3-0.6b": SMALL, "qwen3-0.6b:safetensors": FOLDER}
-    big = ModelFile(PAIRED.folders[0].repo, Path("/m/big"), 5, (), "cache")
+    big = ModelFile(PAIRED.safetensors[0].repo, Path("/m/big"), 5, (), "cache")
     assert not big.is_gguf
-    assert find_draft("auto", None, BIG, known.__getitem__).file == SMALL
-    assert find_draft("auto", None, big, known.__getitem__).file == FOLDER
-    assert find_draft("auto", None, big, finding(qwen3_0_6b=SMALL)).file == SMALL
+    assert resolve_draft_model("auto", None, BIG, known.__getitem__).file == SMALL
+    assert resolve_draft_model("auto", None, big, known.__getitem__).file == FOLDER
+    assert resolve_draft_model("auto", None, big, finding(qwen3_0_6b=SMALL)).file == SMALL
 
 
 def test_auto_is_what_the_catalog_pairs() -> None:
     here = finding(qwen3_0_6b=SMALL)
-    found = find_draft("auto", None, BIG, here)
+    found = resolve_draft_model("auto", None, BIG, here)
     assert (found.file, found.optional, found.note) == (SMALL, True, "")
-    missing = find_draft("auto", None, BIG, finding())
-    assert missing.in_force == "ngram"
+    missing = resolve_draft_model("auto", None, BIG, finding())
+    assert missing.effective_option == "ngram"
     assert "localgen pull qwen3-0.6b fetches it" in missing.note
-    alone = find_draft("auto", None, TINY, here)
+    alone = resolve_draft_model("auto", None, TINY, here)
     assert alone.note == (
         "drafts come from the text alone: the catalog has no draft model for tiny"
     )
 
 
 def test_what_is_usual_is_taken_where_it_suits() -> None:
-    usual = find_draft(None, "small", BIG, finding(small=SMALL))
+    usual = resolve_draft_model(None, "small", BIG, finding(small=SMALL))
     assert (usual.file, usual.optional) == (SMALL, True)
-    assert find_draft(None, "small", SMALL, finding(small=SMALL)).file is None, "not for itself"
-    assert "no model 'gone'" in find_draft(None, "gone", BIG, finding()).note
+    assert resolve_draft_model(None, "small", SMALL, finding(small=SMALL)).file is None, (
+        "not for itself"
+    )
+    assert "no model 'gone'" in resolve_draft_model(None, "gone", BIG, finding()).note
 
 
 def test_llama_cpp_takes_no_folders() -> None:
     llamacpp, cuda = Placement("llamacpp", ""), Placement("cuda", "")
-    assert Drafting.by(FOLDER, optional=False).on(cuda).file == FOLDER
+    assert DraftChoice.from_model(FOLDER, optional=False).for_placement(cuda).file == FOLDER
     with pytest.raises(InvalidRequest, match=r"llama.cpp runs \.gguf files, /m/small is none"):
-        Drafting.by(FOLDER, optional=False).on(llamacpp)
-    fallen = Drafting.by(FOLDER, optional=True).on(llamacpp)
-    assert (fallen.file, fallen.in_force, fallen.asked) == (None, "ngram", "/m/small")
+        DraftChoice.from_model(FOLDER, optional=False).for_placement(llamacpp)
+    fallen = DraftChoice.from_model(FOLDER, optional=True).for_placement(llamacpp)
+    assert (fallen.file, fallen.effective_option, fallen.option) == (None, "ngram", "/m/small")
     assert "/m/small is none" in fallen.note
 
 
@@ -107,7 +111,7 @@ def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
     assert (info.draft.name, info.draft.path, info.options.draft) == ("small", small, small)
     assert served.stats(model)["draft"] == "small"
     with served.client() as client:
-        (running,) = client.running()
+        (running,) = client.running_models()
         assert running.draft == "small"
         assert running.size_bytes == info.size_bytes + info.draft.size_bytes
 

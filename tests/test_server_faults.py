@@ -17,10 +17,10 @@ import psutil
 import pytest
 from serving import MANY_WORDS, House, house, in_thread, wait_until
 
-from localgen.placement.footprint import footprint
+from localgen.placement.footprint import estimate_footprint
 
 # what a model needs at least, however small its file
-LEAST = footprint(0, None).need_bytes()
+LEAST = estimate_footprint(0, None).need_bytes()
 
 
 @pytest.fixture

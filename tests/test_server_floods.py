@@ -19,9 +19,9 @@ from serving import chat_body, wait_until
 from starlette.types import Message, Receive, Scope, Send
 
 from localgen.server.http import guard, json_limits
-from localgen.server.http.access import Access, RateLimit
-from localgen.server.http.guard import Refused
-from localgen.server.http.rate_limit import Rates
+from localgen.server.http.access import AccessPolicy, RateLimit
+from localgen.server.http.guard import RequestRefused
+from localgen.server.http.rate_limit import RateLimiter
 
 JSON = {"Content-Type": "application/json"}
 # what anybody else may wait for /health meanwhile
@@ -191,18 +191,18 @@ def test_who_does_not_read_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_body_that_comes_drop_by_drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_S", 0.05)
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.05)
 
     async def drops() -> Message:
         await asyncio.sleep(0.02)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     async def read() -> None:
-        body = guard._Body(drops, 1000)
+        body = guard._LimitedBody(drops, 1000)
         while True:
             await body.receive()
 
-    with pytest.raises(Refused, match="longer than"):
+    with pytest.raises(RequestRefused, match="longer than"):
         asyncio.run(read())
 
 
@@ -225,14 +225,16 @@ def test_a_refusal_is_said_before_the_rest_is_read(key: str, expects: bool) -> N
         try:
             while (await receive())["more_body"]:
                 pass
-        except Refused as refused:
-            await refused.response("/v1/models")(scope, receive, send)
+        except RequestRefused as refused:
+            await refused.to_response("/v1/models")(scope, receive, send)
 
     headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
     headers += [(b"expect", b"100-continue")] * expects
     scope = {"type": "http", "path": "/v1/models", "headers": headers, "client": ("::1", 1)}
-    access = Access(keys=("another key that it has",) if key else (), max_body_bytes=1000)
-    asyncio.run(guard.Guard(reads, access, Rates(RateLimit()))(scope, receive, send))
+    access = AccessPolicy(keys=("another key that it has",) if key else (), max_body_bytes=1000)
+    asyncio.run(
+        guard.GuardMiddleware(reads, access, RateLimiter(RateLimit()))(scope, receive, send)
+    )
     before = [] if key else ["read"] * 3
     # who waits for our consent, and did not get it, sends nothing
     rest = 0 if key and expects else parts - len(before)
@@ -245,14 +247,14 @@ def test_a_refusal_is_said_before_the_rest_is_read(key: str, expects: bool) -> N
         (TURN, json_limits.MAX_CONTAINERS),
         ([], json_limits.MAX_CONTAINERS),
         ({"a": '\\" {'}, json_limits.MAX_CONTAINERS),
-        ("x", json_limits.MAX_TEXTS),
+        ("x", json_limits.MAX_STRINGS),
         (1, json_limits.MAX_VALUES),
     ],
 )
 def test_what_there_is_too_much_of(thing: object, most: int) -> None:
-    assert json_limits.complaint(json.dumps([thing] * (most - 1)).encode()) is None
+    assert json_limits.json_limit_error(json.dumps([thing] * (most - 1)).encode()) is None
     assert "a request may have" in (
-        json_limits.complaint(json.dumps([thing] * (most + 2)).encode()) or ""
+        json_limits.json_limit_error(json.dumps([thing] * (most + 2)).encode()) or ""
     )
 
 
@@ -263,10 +265,10 @@ def test_what_there_is_too_much_of(thing: object, most: int) -> None:
 def test_what_a_text_quotes_does_not_count(text: str) -> None:
     for ascii_only in (False, True):
         body = json.dumps(chat_body("tiny", text), ensure_ascii=ascii_only).encode()
-        assert json_limits.complaint(body) is None
+        assert json_limits.json_limit_error(body) is None
 
 
 def test_another_encoding_hides_nothing() -> None:
     body = json.dumps([{"a": "b"}] * 20_000)
     for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
-        assert "UTF-8" in (json_limits.complaint(body.encode(encoding)) or "")
+        assert "UTF-8" in (json_limits.json_limit_error(body.encode(encoding)) or "")

@@ -67,7 +67,7 @@ def test_our_clients_find_a_server_that_loads(
     found = client.health()
     assert found is not None
     assert (found.pid, found.status) == (process.pid, "loading")
-    assert [running.name for running in client.running()] == ["first"]
+    assert [running.name for running in client.running_models()] == ["first"]
     # and are served by it
     assert served.chat(served.model("other"), "a b").status_code == 200
 
@@ -159,7 +159,7 @@ def assert_refused(opened: Door) -> None:
 def test_serve_with_a_model_that_is_not_there(served: House) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "serve", "./nothing.gguf"],
-        env=python_environment() | served.settings.environment() | {"HOME": os.devnull},
+        env=python_environment() | served.settings.to_environment() | {"HOME": os.devnull},
         capture_output=True,
         text=True,
         timeout=60,

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import House, chat_body, house, wait_until
 
-from localgen.server.stats.request_log import formatter
+from localgen.server.stats.request_log import create_log_formatter
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 COUNTERS = {
@@ -141,13 +141,13 @@ def record(**fields: object) -> logging.LogRecord:
 
 
 def test_a_line_for_programs_is_json() -> None:
-    line = json.loads(formatter("json").format(record(id="x", ms=1.5)))
+    line = json.loads(create_log_formatter("json").format(record(id="x", ms=1.5)))
     assert (line["message"], line["id"], line["ms"], line["level"]) == ("request", "x", 1.5, "INFO")
 
 
 def test_what_clients_say_forges_nothing() -> None:
     said = 'x outcome=stop\n2026 INFO request id="fake"'
-    line = formatter().format(record(client=said, empty=""))
+    line = create_log_formatter().format(record(client=said, empty=""))
     assert "\n" not in line
     assert line.endswith(f'client={json.dumps(said)} empty=""')
-    assert len(formatter("json").format(record(client=said)).splitlines()) == 1
+    assert len(create_log_formatter("json").format(record(client=said)).splitlines()) == 1

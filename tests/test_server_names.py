@@ -11,7 +11,7 @@ from doors import Door, code, door
 from serving import chat_body
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
-from localgen.hub.resolve import require_name, resolve
+from localgen.hub.resolve import reject_path, resolve_model
 
 PATHS = [
     "/etc/passwd",
@@ -107,17 +107,17 @@ def test_a_folder_beside_the_server_is_no_name(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="the folder user/repo holds no"):
-        resolve("user/repo")
+        resolve_model("user/repo")
     with pytest.raises(ModelNotFound, match="no model 'user/repo' here"):
-        resolve("user/repo", paths=False)
+        resolve_model("user/repo", allow_paths=False)
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama3.1:8b", "hf.co/user/repo:Q4_K_M", "a..b", "x.y"])
 def test_names(name: str) -> None:
-    require_name(name)
+    reject_path(name)
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_paths(name: str) -> None:
     with pytest.raises(InvalidRequest, match="not by paths"):
-        require_name(name)
+        reject_path(name)

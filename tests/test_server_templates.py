@@ -36,7 +36,7 @@ def served() -> Iterator[House]:
     with house() as built:
         process = subprocess.Popen(
             [sys.executable, "-m", "localgen.server"],
-            env=python_environment() | built.settings.environment(),
+            env=python_environment() | built.settings.to_environment(),
         )
         built.processes.append(process)
         wait_until(built.healthy, 30)

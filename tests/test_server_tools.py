@@ -15,10 +15,10 @@ from tool_templates import OPEN_THINKING
 
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Message, SamplingParams, ToolCall, ToolCallDelta
-from localgen.client import Answer, Client, Text
-from localgen.config import Settings
+from localgen.client import Client, Completion, TextDelta
+from localgen.config import ServerSettings
 from localgen.server.openai.schema import ChatRequest
-from localgen.server.openai.tools import whole_calls
+from localgen.server.openai.tools import merge_tool_call_deltas
 
 WEATHER: Any = {
     "type": "function",
@@ -40,7 +40,9 @@ ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        made = Client(Settings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state"))
+        made = Client(
+            ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
+        )
         made.connect()
         made.load("tiny", LoadOptions(threads=1, threads_batch=1))
         yield made
@@ -242,7 +244,7 @@ def test_what_is_wrong_is_named(
     ],
 )
 def test_what_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
-    asked = ChatRequest.model_validate(body(**fields)).conversation()
+    asked = ChatRequest.model_validate(body(**fields)).to_request_fields()
     assert asked["tools"] == ()
     assert asked["parallel_tool_calls"] is True
 
@@ -253,7 +255,10 @@ def test_calls_put_together() -> None:
         Delta("r", "text", 2),
         Delta("r", "", 3, (), "", (ToolCallDelta(0, ": 1}"), ToolCallDelta(1, "{}", "b", "g"))),
     ]
-    assert whole_calls(deltas) == [ToolCall("a", "f", '{"x": 1}'), ToolCall("b", "g", "{}")]
+    assert merge_tool_call_deltas(deltas) == [
+        ToolCall("a", "f", '{"x": 1}'),
+        ToolCall("b", "g", "{}"),
+    ]
 
 
 def test_thoughts_are_a_field_of_their_own(client: Client, api: openai.OpenAI) -> None:
@@ -277,6 +282,6 @@ def test_thoughts_are_a_field_of_their_own(client: Client, api: openai.OpenAI) -
     assert "".join(d.content or "" for d in deltas) == whole.content
     params = SamplingParams(temperature=0, max_tokens=60, json_schema='{"enum": ["yes", "no"]}')
     *texts, end = client.chat("tiny", [Message("user", ASKED[0]["content"])], params)
-    assert isinstance(end, Answer)
-    assert "".join(t.reasoning for t in texts if isinstance(t, Text)) == thought
+    assert isinstance(end, Completion)
+    assert "".join(t.reasoning for t in texts if isinstance(t, TextDelta)) == thought
     client.unload("tiny")

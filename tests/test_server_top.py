@@ -18,18 +18,18 @@ from scripted_client import model_info
 from serving import MANY_WORDS, House, chat_body, house, in_thread, wait_until
 
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.machine_stats import MachineUse, ReadCost
+from localgen.backends.machine_stats import MachineStats, ReadCost
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Finished, Timings
 from localgen.machine import bandwidth, gpus
 from localgen.machine.bandwidth import Bandwidth
-from localgen.machine.gpus import Gpu, gpu_uses
-from localgen.server.models.resident import Resident
+from localgen.machine.gpus import Gpu, read_gpu_metrics
+from localgen.server.models.resident import ResidentModel
 from localgen.server.stats import memory_reads
-from localgen.server.stats.machine_watch import FRESH_S, MachineWatch
-from localgen.server.stats.memory_reads import ReadCosts, read_cost
-from localgen.server.stats.recent_requests import MOST, Recent
-from localgen.server.stats.request_log import Entry
+from localgen.server.stats.machine_watch import MAX_AGE_S, MachineWatch
+from localgen.server.stats.memory_reads import ReadCostCache, compute_read_cost
+from localgen.server.stats.recent_requests import MAX_RECENT_REQUESTS, RecentRequests
+from localgen.server.stats.request_log import RequestRecord
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,10 @@ def test_odd_ids_cancel_nothing(served: House, path: str) -> None:
     assert "true" not in reply.text
 
 
-def entry(**fields: Any) -> Entry:
-    made = Entry(id="r1", asked="tiny", client="c", account="", arrived_s=0.0, **fields)
+def entry(**fields: Any) -> RequestRecord:
+    made = RequestRecord(
+        id="r1", requested_model="tiny", client="c", account="", arrived_s=0.0, **fields
+    )
     made.ended_s = time.monotonic()
     return made
 
@@ -130,8 +132,8 @@ def finish(request_id: str = "r1", **fields: Any) -> Finished:
 
 
 def test_an_ended_request_says_where_its_time_went() -> None:
-    recent = Recent()
-    recent.ended(entry(model="llama", outcome="stop", end=finish(), ends=[finish()]))
+    recent = RecentRequests()
+    recent.on_request_end(entry(model="llama", outcome="stop", total=finish(), finished=[finish()]))
     (found,) = recent.requests()
     assert (found.model, found.outcome, found.generated_tokens) == ("llama", "stop", 21)
     phases = found.phases
@@ -141,9 +143,9 @@ def test_an_ended_request_says_where_its_time_went() -> None:
 
 
 def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:
-    recent = Recent()
-    recent.ended(entry(outcome="gone", num_tokens=3))
-    recent.ended(entry(ends=[finish("a"), finish("b")], end=finish("a")))
+    recent = RecentRequests()
+    recent.on_request_end(entry(outcome="gone", num_tokens=3))
+    recent.on_request_end(entry(finished=[finish("a"), finish("b")], total=finish("a")))
     assert [each.request_id for each in recent.requests()] == ["b", "a", "r1"]
     gone = recent.requests()[-1]
     assert (gone.model, gone.outcome, gone.generated_tokens, gone.ttft_ms) == (
@@ -155,28 +157,28 @@ def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:
 
 
 def test_only_the_last_ones_are_kept() -> None:
-    recent = Recent()
-    for number in range(MOST + 20):
-        recent.ended(entry(ends=[finish(str(number))], end=finish()))
-    assert len(recent.requests()) == MOST
-    assert recent.requests()[0].request_id == str(MOST + 19)
+    recent = RecentRequests()
+    for number in range(MAX_RECENT_REQUESTS + 20):
+        recent.on_request_end(entry(finished=[finish(str(number))], total=finish()))
+    assert len(recent.requests()) == MAX_RECENT_REQUESTS
+    assert recent.requests()[0].request_id == str(MAX_RECENT_REQUESTS + 19)
 
 
 def test_the_machine_is_asked_in_a_thread_and_once_a_second() -> None:
     asked, may_answer = [], threading.Event()
 
-    def look() -> MachineUse:
+    def look() -> MachineStats:
         asked.append(threading.current_thread().name)
         may_answer.wait(10)
-        return MachineUse(cpu=0.5)
+        return MachineStats(cpu=0.5)
 
     watch = MachineWatch(look)
-    assert [watch.use for _ in range(50)] == [None] * 50, "nobody waits for it"
+    assert [watch.latest for _ in range(50)] == [None] * 50, "nobody waits for it"
     may_answer.set()
-    wait_until(lambda: watch.use == MachineUse(cpu=0.5))
+    wait_until(lambda: watch.latest == MachineStats(cpu=0.5))
     assert asked == ["machine"]
-    watch._asked_s -= FRESH_S
-    wait_until(lambda: watch.use is not None and len(asked) == 2)
+    watch._probed_s -= MAX_AGE_S
+    wait_until(lambda: watch.latest is not None and len(asked) == 2)
 
 
 TINY = ModelFile("tiny", TINY_GGUF, TINY_GGUF.stat().st_size, (TINY_GGUF,), "built-in")
@@ -186,19 +188,19 @@ def known(monkeypatch: pytest.MonkeyPatch, ram: float | None, gpu: float | None 
     def found(rate: float | None) -> Bandwidth | None:
         return None if rate is None else Bandwidth(rate, "measured before")
 
-    monkeypatch.setattr(memory_reads, "known_memory_bandwidth", lambda: found(ram))
-    monkeypatch.setattr(memory_reads, "known_gpu_bandwidth", lambda gpu_: found(gpu))
+    monkeypatch.setattr(memory_reads, "cached_memory_bandwidth", lambda: found(ram))
+    monkeypatch.setattr(memory_reads, "cached_gpu_bandwidth", lambda gpu_: found(gpu))
 
 
 def test_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, 2e10)
-    cost = read_cost(TINY, model_info(ctx=2048), ())
+    cost = compute_read_cost(TINY, model_info(ctx=2048), ())
     assert cost is not None
     # of its embedding a step reads single rows: it has a head of its own
     assert 0.7 * TINY.size_bytes < cost.weights_bytes < TINY.size_bytes
     assert cost.kv_token_bytes > 0
     assert (cost.medium, cost.bytes_per_s, cost.how) == ("RAM", 2e10, "measured before")
-    halved = read_cost(TINY, model_info(options=LoadOptions(cache_type_k="q8_0")), ())
+    halved = compute_read_cost(TINY, model_info(options=LoadOptions(cache_type_k="q8_0")), ())
     assert halved is not None
     assert halved.kv_token_bytes < cost.kv_token_bytes
 
@@ -206,7 +208,7 @@ def test_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_gpus_read_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, None, 1e12)
     two = tuple(Gpu(index, "H200", 1, 1, (9, 0)) for index in range(2))
-    cost = read_cost(TINY, model_info(processor="100% GPU"), two)
+    cost = compute_read_cost(TINY, model_info(processor="100% GPU"), two)
     assert cost is not None
     assert (cost.medium, cost.bytes_per_s) == ("GPU 0 + GPU 1", 2e12)
 
@@ -224,7 +226,7 @@ def test_a_limit_that_is_not_known_is_none(
 ) -> None:
     known(monkeypatch, None)
     monkeypatch.setattr(memory_reads, "nvidia_gpus", lambda: ())
-    cost = read_cost(TINY, model_info(processor=processor), ())
+    cost = compute_read_cost(TINY, model_info(processor=processor), ())
     assert cost is not None
     assert cost.bytes_per_s is None
     assert says in cost.how
@@ -233,7 +235,7 @@ def test_a_limit_that_is_not_known_is_none(
 def test_files_that_do_not_tell(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF")
-    assert read_cost(ModelFile("b", path, 4, (path,), "file"), model_info(), ()) is None
+    assert compute_read_cost(ModelFile("b", path, 4, (path,), "file"), model_info(), ()) is None
 
 
 def test_a_model_that_cannot_be_reckoned_leaves_the_rest_of_the_figures(
@@ -242,8 +244,8 @@ def test_a_model_that_cannot_be_reckoned_leaves_the_rest_of_the_figures(
     def fail(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(memory_reads, "shape_of", fail)
-    assert read_cost(TINY, model_info(), ()) is None
+    monkeypatch.setattr(memory_reads, "read_model_shape", fail)
+    assert compute_read_cost(TINY, model_info(), ()) is None
 
 
 def test_costs_are_found_once_and_again_only_while_the_limit_is_unknown(
@@ -257,23 +259,23 @@ def test_costs_are_found_once_and_again_only_while_the_limit_is_unknown(
         limit = limits[len(asked) - 1]
         return ReadCost(weights_bytes=1, kv_token_bytes=1, medium="RAM", bytes_per_s=limit, how="")
 
-    monkeypatch.setattr(memory_reads, "read_cost", found)
-    resident = cast(Resident, SimpleNamespace(
+    monkeypatch.setattr(memory_reads, "compute_read_cost", found)
+    resident = cast(ResidentModel, SimpleNamespace(
         info=model_info(), id="x", file=TINY, placement=SimpleNamespace(gpus=())
     ))  # fmt: skip
-    costs = ReadCosts()
-    assert costs.of(resident) is None, "nobody waits for it"
-    wait_until(lambda: costs.of(resident) is not None)
+    costs = ReadCostCache()
+    assert costs.lookup(resident) is None, "nobody waits for it"
+    wait_until(lambda: costs.lookup(resident) is not None)
 
     def limit() -> float | None:
-        cost = costs.of(resident)
+        cost = costs.lookup(resident)
         return cost.bytes_per_s if cost else None
 
     wait_until(lambda: limit() == 5.0)
     for _ in range(200):
-        costs.of(resident)
+        costs.lookup(resident)
     assert len(asked) == 2
-    assert costs.of(cast(Resident, SimpleNamespace(info=None, id="y"))) is None
+    assert costs.lookup(cast(ResidentModel, SimpleNamespace(info=None, id="y"))) is None
 
 
 def test_a_known_bandwidth_is_read_and_never_measured(
@@ -282,14 +284,14 @@ def test_a_known_bandwidth_is_read_and_never_measured(
     def measure() -> float:
         raise AssertionError("it was measured")
 
-    monkeypatch.setattr(bandwidth, "measure", measure)
-    monkeypatch.setattr(bandwidth, "cache_path", lambda: tmp_path / "bandwidth.json")
-    assert bandwidth.known_memory_bandwidth() is None
-    (tmp_path / "bandwidth.json").write_text(json.dumps({bandwidth._machine(): 3e10}))
-    assert bandwidth.known_memory_bandwidth() == Bandwidth(3e10, "measured before")
-    gpu = Gpu(0, "H200", 1, 1, (9, 0), bytes_per_s=4e12)
-    assert bandwidth.known_gpu_bandwidth(gpu) == Bandwidth(4e12, "as the driver says")
-    assert bandwidth.known_gpu_bandwidth(Gpu(0, "MIG", 1, 1, (9, 0))) is None
+    monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", measure)
+    monkeypatch.setattr(bandwidth, "bandwidth_cache_path", lambda: tmp_path / "bandwidth.json")
+    assert bandwidth.cached_memory_bandwidth() is None
+    (tmp_path / "bandwidth.json").write_text(json.dumps({bandwidth._machine_key(): 3e10}))
+    assert bandwidth.cached_memory_bandwidth() == Bandwidth(3e10, "measured before")
+    gpu = Gpu(0, "H200", 1, 1, (9, 0), bandwidth_bytes_per_s=4e12)
+    assert bandwidth.cached_gpu_bandwidth(gpu) == Bandwidth(4e12, "as the driver says")
+    assert bandwidth.cached_gpu_bandwidth(Gpu(0, "MIG", 1, 1, (9, 0))) is None
 
 
 class FakeNvml:
@@ -336,7 +338,7 @@ def test_what_a_gpu_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", cast(Any, nvml))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (gpu,) = gpu_uses()
+    (gpu,) = read_gpu_metrics()
     assert (gpu.name, gpu.total_bytes, gpu.used_bytes) == ("NVIDIA H200", 150, 90)
     assert (gpu.busy, gpu.power_w, gpu.power_limit_w) == (0.97, 512.0, 700.0)
     assert (gpu.temperature_c, gpu.clock_mhz, gpu.memory_clock_mhz) == (61, 1980, 3201)
@@ -351,10 +353,10 @@ def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     )
     monkeypatch.setitem(sys.modules, "pynvml", cast(Any, FakeNvml(*silent)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (gpu,) = gpu_uses()
+    (gpu,) = read_gpu_metrics()
     assert (gpu.busy, gpu.power_w, gpu.temperature_c) == (None, None, None)
     assert gpu.power_limit_w == 700.0
     broken = FakeNvml("nvmlDeviceGetCount")
     monkeypatch.setitem(sys.modules, "pynvml", cast(Any, broken))
-    assert gpus.gpu_uses() == ()
+    assert gpus.read_gpu_metrics() == ()
     assert broken.open == 0

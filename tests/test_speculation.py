@@ -9,10 +9,15 @@ from collections.abc import Sequence as Seq
 import pytest
 from drafting import Guesser, Steps, decoding
 
-from localgen.backends.engine.speculation.acceptance import Acceptance, Common
-from localgen.backends.engine.speculation.choice import Offer, Pick, choose, pays
-from localgen.backends.engine.speculation.drafter import Proposal
-from localgen.backends.engine.speculation.speculation import MOST_DRAFTS, Speculation
+from localgen.backends.engine.speculation.acceptance import AcceptanceEstimator, SharedPrior
+from localgen.backends.engine.speculation.choice import (
+    DraftAllocation,
+    DraftOption,
+    allocate_drafts,
+    pays,
+)
+from localgen.backends.engine.speculation.drafter import DraftProposal
+from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS, Speculation
 from localgen.backends.runner.sequence import Sequence
 
 
@@ -50,12 +55,12 @@ def full(tokens: int) -> float:
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize("k", range(1, 9))
 def test_an_offer_is_the_closed_form(alpha: float, k: int) -> None:
-    offer = Offer.of(0, [alpha] * k)
+    offer = DraftOption.of(0, [alpha] * k)
     assert offer.tokens[-1] == pytest.approx(expected_tokens(alpha, k))
 
 
 def test_the_closed_form_at_a_known_place() -> None:
-    assert Offer.of(0, [0.8] * 4).tokens[-1] == pytest.approx(3.36, abs=0.005)
+    assert DraftOption.of(0, [0.8] * 4).tokens[-1] == pytest.approx(3.36, abs=0.005)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
@@ -63,7 +68,7 @@ def test_the_closed_form_at_a_known_place() -> None:
 def test_tokens_of_a_step_are_what_the_closed_form_says(alpha: float, k: int) -> None:
     # not so unlucky at first that it gives up: this one has nothing that would be tried again
     guesser, seq = Guesser(alpha, seed=1), decoding()
-    steps = Steps(Speculation([guesser], most=k, clock=still), lambda tokens: 1.0)
+    steps = Steps(Speculation([guesser], max_drafts=k, clock=still), lambda tokens: 1.0)
     steps.run([seq], 100)
     steps.lengths.clear()
     steps.tokens = 0
@@ -80,7 +85,7 @@ def test_nearly_the_best_that_any_length_could_give(
     step_ms: Callable[[int], float], alpha: float
 ) -> None:
     best = max(
-        expected_tokens(alpha, k) / step_ms(1 + k) * step_ms(1) for k in range(MOST_DRAFTS + 1)
+        expected_tokens(alpha, k) / step_ms(1 + k) * step_ms(1) for k in range(MAX_DRAFT_TOKENS + 1)
     )
     steps = Steps(Speculation([Guesser(alpha)], clock=still), step_ms)
     steps.run([decoding()], 2_000)
@@ -90,7 +95,9 @@ def test_nearly_the_best_that_any_length_could_give(
 @pytest.mark.parametrize("streams", [2, 4])
 def test_nearly_the_best_where_only_all_together_gain(streams: int) -> None:
     # one that drafts alone makes the others wait for more than it gains
-    best = max((k + 1) * steep(streams) / steep(streams * (1 + k)) for k in range(MOST_DRAFTS + 1))
+    best = max(
+        (k + 1) * steep(streams) / steep(streams * (1 + k)) for k in range(MAX_DRAFT_TOKENS + 1)
+    )
     steps = Steps(Speculation([Guesser(1.0)], clock=still), steep)
     steps.run([decoding(str(i)) for i in range(streams)], 500)
     assert best > 1.5
@@ -121,9 +128,9 @@ def test_never_slower_where_a_draft_takes_as_long_as_a_step(alpha: float) -> Non
     now_s = [0.0]
 
     class Slow(Guesser):
-        def propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[Proposal]:
-            now_s[0] += self.ms * max(count for _, count in wanted) / 1e3
-            return super().propose(wanted)
+        def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+            now_s[0] += self.ms * max(count for _, count in requests) / 1e3
+            return super().propose(requests)
 
     guesser = Slow(alpha, ms=flat(1))
     steps = Steps(Speculation([guesser], clock=lambda: now_s[0]), flat)
@@ -149,10 +156,10 @@ class Slow(Guesser):
         super().__init__(alpha)
         self.now_s, self.looks, self._look_ms = 0.0, 0, look_ms
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         self.now_s += self._look_ms / 1e3
         self.looks += 1
-        return super().chances(seq, most)
+        return super().acceptance_probs(seq, max_drafts)
 
     def clock(self) -> float:
         return self.now_s
@@ -207,8 +214,8 @@ def test_looking_begins_anew_once_there_is_something() -> None:
 
 
 def test_one_of_many_gets_drafts_where_the_others_hardly_pay() -> None:
-    offers = [[Offer.of(0, [0.9] * 8)], *([[]] * 15)]
-    picks = choose(offers, lambda tokens: 8.0 + 0.01 * tokens, free, most=100)
+    offers = [[DraftOption.of(0, [0.9] * 8)], *([[]] * 15)]
+    picks = allocate_drafts(offers, lambda tokens: 8.0 + 0.01 * tokens, free, most=100)
     assert picks[0].drafts == 8
 
 
@@ -216,17 +223,20 @@ def test_what_pays_alone_is_what_would_be_chosen_alone() -> None:
     for step_ms in (flat, steep, full):
         for alpha in (0.0, 0.3, 0.6, 0.8, 0.9, 0.97):
             for draft_ms in (0.0, 1.0, 5.0):
-                offer, costs = Offer.of(0, [alpha] * 4), lambda *_, ms=draft_ms: ms
-                chosen = choose([[offer]], step_ms, costs, most=4)
+                offer, costs = DraftOption.of(0, [alpha] * 4), lambda *_, ms=draft_ms: ms
+                chosen = allocate_drafts([[offer]], step_ms, costs, most=4)
                 assert pays(offer, step_ms, costs, most=4) == bool(chosen[0].drafts)
-    assert not pays(Offer.of(0, [1.0] * 4), lambda tokens: 0.0, free, most=4)
+    assert not pays(DraftOption.of(0, [1.0] * 4), lambda tokens: 0.0, free, most=4)
 
 
 def test_what_many_gain_is_more_than_what_is_known_of_steps() -> None:
     # a hundredth for each of 16 is no gain: no step is known that well
-    offers = [[Offer.of(0, [0.35])] for _ in range(16)]
-    assert choose(offers, lambda n: 10.0 if n <= 16 else 13.4, free, most=16) == [Pick()] * 16
-    assert all(pick.drafts for pick in choose(offers, lambda n: 10.0, free, most=16))
+    offers = [[DraftOption.of(0, [0.35])] for _ in range(16)]
+    assert (
+        allocate_drafts(offers, lambda n: 10.0 if n <= 16 else 13.4, free, most=16)
+        == [DraftAllocation()] * 16
+    )
+    assert all(pick.drafts for pick in allocate_drafts(offers, lambda n: 10.0, free, most=16))
 
 
 def test_it_comes_back_when_steps_get_cheap() -> None:
@@ -244,23 +254,23 @@ def test_it_comes_back_when_steps_get_cheap() -> None:
 
 def test_what_one_gains_the_others_do_not_pay() -> None:
     # 65 tokens for one would make everybody else's take sixteen times as long
-    offers = [[Offer.of(0, [0.99] * 64)], *([[]] * 7)]
-    picks = choose(offers, steep, free, most=512)
+    offers = [[DraftOption.of(0, [0.99] * 64)], *([[]] * 7)]
+    picks = allocate_drafts(offers, steep, free, most=512)
     assert picks[0].drafts <= 2
     # nor may one be made to wait by half while the other one's tokens come three times as fast
-    assert choose([*offers[:1], []], steep, free, most=512) == [Pick()] * 2
-    assert picks[1:] == [Pick()] * 7
-    alone = choose(offers[:1], steep, free, most=512)
+    assert allocate_drafts([*offers[:1], []], steep, free, most=512) == [DraftAllocation()] * 2
+    assert picks[1:] == [DraftAllocation()] * 7
+    alone = allocate_drafts(offers[:1], steep, free, most=512)
     assert alone[0].drafts >= 40
     # where a step takes no longer, all may
-    assert choose(offers, flat, free, most=512)[0].drafts >= 8
+    assert allocate_drafts(offers, flat, free, most=512)[0].drafts >= 8
 
 
 class Short(Guesser):
     """A drafter that can propose one token, likely the right one."""
 
-    def chances(self, seq: Sequence, most: int) -> list[float]:
-        return super().chances(seq, min(1, most))
+    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
+        return super().acceptance_probs(seq, min(1, max_drafts))
 
 
 def test_a_burst_of_slow_plain_steps_does_not_make_drafts_pay_for_long() -> None:
@@ -294,8 +304,8 @@ def test_no_drafts_beside_prompts() -> None:
     speculation, seq = Speculation([Guesser(1.0, prior=1.0)], clock=still), decoding()
     Steps(speculation, flat).run([seq], 8)
     assert speculation.propose([seq], outputs=64)
-    assert not speculation.propose([seq], outputs=64, beside_prompts=True)
-    assert "prompt" in speculation.of(decoding("new")).reason
+    assert not speculation.propose([seq], outputs=64, with_prompts=True)
+    assert "prompt" in speculation.request_stats(decoding("new")).reason
 
 
 def test_why_a_small_cache_has_none() -> None:
@@ -316,8 +326,8 @@ def test_a_size_that_plain_steps_never_had_is_measured_first() -> None:
 
 
 def test_no_more_drafts_than_a_step_may_sample() -> None:
-    offers = [[Offer.of(0, [0.99] * 64)] for _ in range(8)]
-    picks = choose(offers, lambda tokens: 1.0, free, most=100)
+    offers = [[DraftOption.of(0, [0.99] * 64)] for _ in range(8)]
+    picks = allocate_drafts(offers, lambda tokens: 1.0, free, most=100)
     assert 0 < sum(pick.drafts for pick in picks) <= 100
 
 
@@ -332,7 +342,7 @@ def test_no_drafts_beyond_the_end() -> None:
 
 
 def test_what_became_of_it() -> None:
-    speculation = Speculation([Guesser(0.8)], most=4, clock=still)
+    speculation = Speculation([Guesser(0.8)], max_drafts=4, clock=still)
     steps = Steps(speculation, flat)
     steps.run([decoding()], 1_000)
     stats = speculation.stats
@@ -346,12 +356,12 @@ def test_what_became_of_it() -> None:
 
 
 def test_what_others_saw_counts_until_one_knows_better() -> None:
-    common, chance = Common((0.5,)), random.Random(1)
+    common, chance = SharedPrior((0.5,)), random.Random(1)
     for _ in range(200):
-        Acceptance(common).add(0, chance.random() < 0.9)
-    fresh = Acceptance(common)
-    assert fresh.chance(0) == pytest.approx(0.9, abs=0.07)
+        AcceptanceEstimator(common).add(0, chance.random() < 0.9)
+    fresh = AcceptanceEstimator(common)
+    assert fresh.probability(0) == pytest.approx(0.9, abs=0.07)
     for _ in range(60):
-        fresh.add(0, is_right=False)
-    assert fresh.chance(0) < 0.25
-    assert Acceptance(common).chance(0) > 0.5
+        fresh.add(0, is_accepted=False)
+    assert fresh.probability(0) < 0.25
+    assert AcceptanceEstimator(common).probability(0) > 0.5

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import localgen.backends.text.template as template_module
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.text.detokenize import Detokenizer
-from localgen.backends.text.stop import StopMatcher
+from localgen.backends.text.stop import StopStringMatcher
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Message
 
@@ -79,7 +79,7 @@ def test_a_lead_byte_without_its_rest_is_replaced_and_nothing_else_is_lost() -> 
 
 def run(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, str | None]:
     """All that is shown, and the stop string reached."""
-    matcher = StopMatcher(stops)
+    matcher = StopStringMatcher(stops)
     shown = [matcher.feed(part) for part in parts]
     return "".join(shown) + ("" if matcher.matched else matcher.flush()), matcher.matched
 
@@ -109,7 +109,7 @@ def test_text_ends_at_the_first_stop_whatever_the_split(
 
 @given(STOPS, LETTERS)
 def test_no_more_is_held_back_than_may_become_a_stop(stops: list[str], text: str) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopStringMatcher(stops)
     shown = ""
     for end, character in enumerate(text, start=1):
         shown += matcher.feed(character)
@@ -137,7 +137,7 @@ def test_stop_strings(stops: list[str], parts: list[str], shown: str, matched: s
 
 
 def test_nothing_comes_after_a_stop() -> None:
-    matcher = StopMatcher(["x"])
+    matcher = StopStringMatcher(["x"])
     assert matcher.feed("axb") == "a"
     assert matcher.feed("more") == ""
     assert matcher.flush() == ""

@@ -13,9 +13,9 @@ from models import Bench, LoadedBench, Reply
 from test_grammar import fits, random_schema
 from tool_templates import FAMILIES
 
-from localgen.backends.cuda.loader import load as load_cuda
-from localgen.backends.model_info import Load, LoadOptions
-from localgen.backends.text.prompt_renderer import NO_TOOLS
+from localgen.backends.cuda.loader import load_cuda_model as load_cuda
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.text.prompt_renderer import TOOLS_IN_SYSTEM_NOTE
 from localgen.backends.types import Failed, Message, SamplingParams, Tool, ToolCall
 
 CHAT = (Message("user", "What is the weather in Paris?"),)
@@ -121,7 +121,9 @@ def test_auto_may_call_and_need_not(bench_of: Callable[[str], Bench], family: st
 
 def test_calls_on_our_own_engine() -> None:
     options = LoadOptions(device="cpu", chat_template=FAMILIES["hermes"])
-    bench = LoadedBench(load_cuda(Load("tiny", str(TINY), options), lambda _share: None))
+    bench = LoadedBench(
+        load_cuda(ModelLoadRequest("tiny", str(TINY), options), lambda _share: None)
+    )
     names = [
         bench.submit(
             CHAT, hot(seed), tools=(WEATHER,), tool_choice="required", parallel_tool_calls=False
@@ -146,7 +148,7 @@ def test_none_and_no_tools_are_the_same(bench_of: Callable[[str], Bench]) -> Non
 
 
 def test_the_answer_says_that_tools_were_described(bench_of: Callable[[str], Bench]) -> None:
-    for family, notes in (("described", (NO_TOOLS,)), ("hermes", ())):
+    for family, notes in (("described", (TOOLS_IN_SYSTEM_NOTE,)), ("hermes", ())):
         reply = ask(bench_of(family), hot(1), tools=(WEATHER,), tool_choice="required")
         assert reply.finished.notes == notes
 

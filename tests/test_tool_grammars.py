@@ -9,10 +9,10 @@ from hf_folders import TINY
 
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.text import tool_families
-from localgen.backends.text.grammar import Grammars
-from localgen.backends.text.lark_grammar import Frame
-from localgen.backends.text.reasoning import tags_of
-from localgen.backends.text.tool_format import Format
+from localgen.backends.text.grammar import GrammarCompiler
+from localgen.backends.text.lark_grammar import ResponseGrammar
+from localgen.backends.text.reasoning import detect_thinking_tags
+from localgen.backends.text.tool_format import ToolCallFormat
 from localgen.backends.types import SamplingParams, Tool
 
 SCHEMA = {
@@ -25,32 +25,35 @@ SCHEMA = {
     "required": ["city"],
 }
 TOOLS = (Tool("weather", "", json.dumps(SCHEMA)), Tool("time"))
-THINK = tags_of("<think>")
+THINK = detect_thinking_tags("<think>")
 # a control token of the built-in model, which stands in for those of the families
 CONTROL = 1
 CUT, WHOLE, LAST = "cut", "whole", "last"  # may go on; may end; has to end
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(HfTokenizer.of_folder(TINY, 4096))
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(HfTokenizer.from_folder(TINY, 4096))
 
 
 def reaches(
-    grammars: Grammars, frame: Frame, parts: list[str | int], params: SamplingParams
+    grammars: GrammarCompiler,
+    frame: ResponseGrammar,
+    parts: list[str | int],
+    params: SamplingParams,
 ) -> str | None:
     """How far an answer has come with these texts and tokens; None: it may not say that."""
     tokenizer = grammars._tokenizer
-    matcher = grammars.matcher(params, frame)
+    matcher = grammars.compile(params, frame)
     assert matcher is not None
     for part in parts:
         for token in [part] if isinstance(part, int) else tokenizer.encode(part):
-            if not matcher.allowed()[token]:
+            if not matcher.allowed_mask()[token]:
                 return None
             matcher.accept(token)
     if matcher.is_done:
         return LAST
-    return WHOLE if any(matcher.allowed()[end] for end in tokenizer.end_ids) else CUT
+    return WHOLE if any(matcher.allowed_mask()[end] for end in tokenizer.eos_token_ids) else CUT
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
@@ -85,20 +88,24 @@ HERMES_CASES = [
 
 @pytest.mark.parametrize(("required", "several", "text", "end"), HERMES_CASES)
 def test_calls_within_text(
-    grammars: Grammars, required: bool, several: bool, text: str, end: str | None
+    grammars: GrammarCompiler, required: bool, several: bool, text: str, end: str | None
 ) -> None:
-    frame = Frame(
-        marks={}, format=tool_families.HERMES, tools=TOOLS, required=required, several=several
+    frame = ResponseGrammar(
+        control_token_ids={},
+        call_format=tool_families.HERMES,
+        tools=TOOLS,
+        calls_required=required,
+        parallel_calls=several,
     )
     assert reaches(grammars, frame, [text], SamplingParams()) == end
 
 
-FAMILY_CASES: list[tuple[Format, list[str | int], str | None]] = [
-    (tool_families.XML, [XML], WHOLE),
-    (tool_families.XML, [XML.replace("\nc\n", "\nk")], None),
-    (tool_families.XML, ["<tool_call>\n<function=time>\n</function>\n</tool_call>"], WHOLE),
-    (tool_families.XML, ["<tool_call>\n<function=weather>\n</function>"], None),
-    (tool_families.XML, ["<tool_call>\n<function=weather>\n<parameter=days>"], None),
+FAMILY_CASES: list[tuple[ToolCallFormat, list[str | int], str | None]] = [
+    (tool_families.QWEN_XML, [XML], WHOLE),
+    (tool_families.QWEN_XML, [XML.replace("\nc\n", "\nk")], None),
+    (tool_families.QWEN_XML, ["<tool_call>\n<function=time>\n</function>\n</tool_call>"], WHOLE),
+    (tool_families.QWEN_XML, ["<tool_call>\n<function=weather>\n</function>"], None),
+    (tool_families.QWEN_XML, ["<tool_call>\n<function=weather>\n<parameter=days>"], None),
     (tool_families.LLAMA, ["It is {"], WHOLE),
     (tool_families.LLAMA, ['{"a": 1}'], WHOLE),
     (tool_families.LLAMA, [LLAMA], WHOLE),
@@ -120,18 +127,22 @@ FAMILY_CASES: list[tuple[Format, list[str | int], str | None]] = [
 
 @pytest.mark.parametrize(("format", "parts", "end"), FAMILY_CASES)
 def test_calls_of_the_families(
-    grammars: Grammars, format: Format, parts: list[str | int], end: str | None
+    grammars: GrammarCompiler, format: ToolCallFormat, parts: list[str | int], end: str | None
 ) -> None:
-    has_control = format not in (tool_families.XML, tool_families.HERMES)
-    marks = dict.fromkeys(format.marks, CONTROL) if has_control else {}
-    frame = Frame(marks=marks, format=format, tools=TOOLS)
+    has_control = format not in (tool_families.QWEN_XML, tool_families.HERMES)
+    marks = dict.fromkeys(format.control_tokens, CONTROL) if has_control else {}
+    frame = ResponseGrammar(control_token_ids=marks, call_format=format, tools=TOOLS)
     assert reaches(grammars, frame, parts, SamplingParams()) == end
 
 
-def test_one_call_of_a_list(grammars: Grammars) -> None:
+def test_one_call_of_a_list(grammars: GrammarCompiler) -> None:
     for required in (True, False):
-        frame = Frame(
-            marks={}, format=tool_families.MISTRAL, tools=TOOLS, required=required, several=False
+        frame = ResponseGrammar(
+            control_token_ids={},
+            call_format=tool_families.MISTRAL,
+            tools=TOOLS,
+            calls_required=required,
+            parallel_calls=False,
         )
         start = f"[TOOL_CALLS][{CALL}"
         assert reaches(grammars, frame, [start + "]"], SamplingParams()) == LAST
@@ -155,25 +166,27 @@ THOUGHTS = [
 
 @pytest.mark.parametrize(("is_open", "text", "required", "auto"), THOUGHTS)
 def test_thoughts_before_calls(
-    grammars: Grammars, is_open: bool, text: str, required: str | None, auto: str | None
+    grammars: GrammarCompiler, is_open: bool, text: str, required: str | None, auto: str | None
 ) -> None:
     for is_required, end in ((True, required), (False, auto)):
-        frame = Frame(
-            marks={},
-            tags=THINK,
-            is_open=is_open,
-            format=tool_families.HERMES,
+        frame = ResponseGrammar(
+            control_token_ids={},
+            thinking_tags=THINK,
+            is_thinking_open=is_open,
+            call_format=tool_families.HERMES,
             tools=TOOLS,
-            required=is_required,
+            calls_required=is_required,
         )
         assert reaches(grammars, frame, [text], SamplingParams()) == end
 
 
-def test_tags_that_are_control_tokens(grammars: Grammars) -> None:
-    tags = tags_of("[THINK]")
+def test_tags_that_are_control_tokens(grammars: GrammarCompiler) -> None:
+    tags = detect_thinking_tags("[THINK]")
     assert tags is not None
-    marks = dict.fromkeys((*tags.marks, "[TOOL_CALLS]"), CONTROL)
-    frame = Frame(marks=marks, tags=tags, format=tool_families.MISTRAL, tools=TOOLS)
+    marks = dict.fromkeys((*tags.control_tokens, "[TOOL_CALLS]"), CONTROL)
+    frame = ResponseGrammar(
+        control_token_ids=marks, thinking_tags=tags, call_format=tool_families.MISTRAL, tools=TOOLS
+    )
     cases: list[tuple[list[str | int], str | None]] = [
         ([CONTROL, "hm", CONTROL, "Yes"], WHOLE),
         ([CONTROL, "hm", CONTROL, "I look.", CONTROL, f"[{TIME}]"], LAST),
@@ -194,9 +207,9 @@ HELD = [
 
 
 @pytest.mark.parametrize("params", HELD)
-def test_thoughts_before_what_is_held(grammars: Grammars, params: SamplingParams) -> None:
-    may = Frame(marks={}, tags=THINK)
-    must = Frame(marks={}, tags=THINK, is_open=True)
+def test_thoughts_before_what_is_held(grammars: GrammarCompiler, params: SamplingParams) -> None:
+    may = ResponseGrammar(control_token_ids={}, thinking_tags=THINK)
+    must = ResponseGrammar(control_token_ids={}, thinking_tags=THINK, is_thinking_open=True)
     for frame, text, says in (
         (may, '"yes"', True),
         (may, '<think>anything</think>\n\n"yes"', True),
@@ -209,8 +222,10 @@ def test_thoughts_before_what_is_held(grammars: Grammars, params: SamplingParams
         assert found in ((WHOLE, LAST) if says else (None,)), text
 
 
-def test_calls_or_what_is_held(grammars: Grammars) -> None:
+def test_calls_or_what_is_held(grammars: GrammarCompiler) -> None:
     params = SamplingParams(json_schema='{"type": "integer"}')
-    frame = Frame(marks={}, tags=THINK, format=tool_families.HERMES, tools=TOOLS)
+    frame = ResponseGrammar(
+        control_token_ids={}, thinking_tags=THINK, call_format=tool_families.HERMES, tools=TOOLS
+    )
     for text, end in (("3", WHOLE), (ONE, WHOLE), (f"<think>a</think>{ONE}", WHOLE), ("x", None)):
         assert reaches(grammars, frame, [text], params) == end

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import pytest
 
 from localgen.backends.text import tool_families
-from localgen.backends.text.reasoning import ThoughtParser, tags_of
-from localgen.backends.text.response_parser import Parts, Reader
-from localgen.backends.text.tool_format import Format
-from localgen.backends.text.tool_parser import CallParser, new_call_id
+from localgen.backends.text.reasoning import ReasoningParser, detect_thinking_tags
+from localgen.backends.text.response_parser import ParsedDelta, ResponseParser
+from localgen.backends.text.tool_format import ToolCallFormat
+from localgen.backends.text.tool_parser import ToolCallParser, new_call_id
 from localgen.backends.types import Tool
 
 SCHEMA = {
@@ -30,13 +30,13 @@ PARIS = {"city": 'Pa"r\\is } ] é', "days": 3}
 ARGUMENTS = json.dumps(PARIS, ensure_ascii=False)
 CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 NOW = '{"name": "time", "arguments": {}}'
-HERMES, XML, LLAMA = tool_families.HERMES, tool_families.XML, tool_families.LLAMA
+HERMES, XML, LLAMA = tool_families.HERMES, tool_families.QWEN_XML, tool_families.LLAMA
 MISTRAL, NAMED, PHI = tool_families.MISTRAL, tool_families.MISTRAL_NAMED, tool_families.PHI
 
 Said = tuple[str, str, list[tuple[str, str]]]
 
 
-def read(reader: Reader, parts: Iterable[str]) -> Said:
+def read(reader: ResponseParser, parts: Iterable[str]) -> Said:
     """Reasoning, content and calls; asserts what holds of every stream."""
     fed = [*(reader.feed(part) for part in parts), reader.finish()]
     calls: list[list[str]] = []
@@ -56,10 +56,12 @@ def read(reader: Reader, parts: Iterable[str]) -> Said:
     return reasoning, content, [(name, arguments) for name, arguments in calls]
 
 
-def reader_of(format: Format | None, tags: str = "", *, is_open: bool = False) -> Reader:
-    known = tags_of(tags)
-    thoughts = ThoughtParser(known, is_open=is_open) if known else None
-    return Reader({}, thoughts, CallParser(format, TOOLS) if format else None)
+def reader_of(
+    format: ToolCallFormat | None, tags: str = "", *, is_open: bool = False
+) -> ResponseParser:
+    known = detect_thinking_tags(tags)
+    thoughts = ReasoningParser(known, is_open=is_open) if known else None
+    return ResponseParser({}, thoughts, ToolCallParser(format, TOOLS) if format else None)
 
 
 def cuts(text: str) -> Iterable[list[str]]:
@@ -114,7 +116,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("format", "text", "content", "calls"), EXAMPLES)
 def test_calls_are_read_however_the_text_is_cut(
-    format: Format, text: str, content: str | None, calls: list[tuple[str, str]]
+    format: ToolCallFormat, text: str, content: str | None, calls: list[tuple[str, str]]
 ) -> None:
     wanted = ("", text if content is None else content, calls)
     for parts in cuts(text):
@@ -171,18 +173,18 @@ def test_strings_stream_before_they_end() -> None:
     assert calls == '{"city": "A long '.removesuffix(" ") + " "
 
 
-def read_without_end(reader: Reader, parts: list[str]) -> tuple[str, str, str]:
-    fed: list[Parts] = [reader.feed(part) for part in parts]
+def read_without_end(reader: ResponseParser, parts: list[str]) -> tuple[str, str, str]:
+    fed: list[ParsedDelta] = [reader.feed(part) for part in parts]
     arguments = "".join(piece.arguments for said in fed for piece in said.tool_calls)
     return "".join(s.reasoning for s in fed), "".join(s.content for s in fed), arguments
 
 
 def test_arguments_stream_as_they_come() -> None:
     reader = reader_of(HERMES)
-    assert reader.feed('<tool_call>\n{"name": "weather", "argu') == Parts()
-    assert not reader.has_called
+    assert reader.feed('<tool_call>\n{"name": "weather", "argu') == ParsedDelta()
+    assert not reader.has_tool_calls
     assert [piece.name for piece in reader.feed('ments": {"ci').tool_calls] == ["weather", None]
-    assert reader.has_called
+    assert reader.has_tool_calls
     assert reader.feed('ty": "Pa').tool_calls[0].arguments == 'ty": "Pa'
 
 
@@ -227,7 +229,7 @@ def test_thoughts_before_calls() -> None:
 )
 def test_other_tags(source: str, text: str) -> None:
     assert read(reader_of(None, source), [text]) == ("a", "b", [])
-    assert tags_of("{{ messages }}") is None
+    assert detect_thinking_tags("{{ messages }}") is None
 
 
 def test_ids_are_new_each_time() -> None:

@@ -13,7 +13,13 @@ from tool_templates import FAMILIES, HERMES, MISTRAL, PHI, PLAIN, STRICT, TEXT_A
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.text import tool_families
-from localgen.backends.text.prompt_renderer import NO_SYSTEM, NO_TOOLS, ON_OR_OFF, Dialect, Opening
+from localgen.backends.text.prompt_renderer import (
+    THINKING_ON_OFF_NOTE,
+    TOOLS_IN_FIRST_MESSAGE_NOTE,
+    TOOLS_IN_SYSTEM_NOTE,
+    PromptRenderer,
+    RenderedPrompt,
+)
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Message, Request, Tool, ToolCall
 
@@ -30,12 +36,12 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> HfTokenizer:
-    return HfTokenizer.of_folder(TINY, 4096)
+    return HfTokenizer.from_folder(TINY, 4096)
 
 
-def opened(tokenizer: HfTokenizer, source: str, **fields: Any) -> Opening:
+def opened(tokenizer: HfTokenizer, source: str, **fields: Any) -> RenderedPrompt:
     request = Request(id="r", **({"messages": ASKED} | fields))
-    return Dialect(ChatTemplate(source), tokenizer).open(request)
+    return PromptRenderer(ChatTemplate(source), tokenizer).render(request)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def opened(tokenizer: HfTokenizer, source: str, **fields: Any) -> Opening:
         ("described", None),
         ("hermes", tool_families.HERMES),
         ("thinking", tool_families.HERMES),
-        ("xml", tool_families.XML),
+        ("xml", tool_families.QWEN_XML),
         ("llama", tool_families.LLAMA),
         ("mistral", tool_families.MISTRAL),
         ("mistral-named", tool_families.MISTRAL_NAMED),
@@ -53,8 +59,8 @@ def opened(tokenizer: HfTokenizer, source: str, **fields: Any) -> Opening:
 )
 def test_the_family_of_a_template(family: str, format: object) -> None:
     source = FAMILIES[family]
-    knows_tools = ChatTemplate(source).reads("tools")
-    assert tool_families.family_of(source, knows_tools=knows_tools) is format
+    knows_tools = ChatTemplate(source).uses_variable("tools")
+    assert tool_families.detect_call_format(source, has_tools=knows_tools) is format
 
 
 def test_what_a_template_reads() -> None:
@@ -62,19 +68,19 @@ def test_what_a_template_reads() -> None:
         "{% if not a is defined %}{% set a = 1 %}{% endif %}{{ b if b is defined else c }}"
         "{% for tool in tools %}{{ tool }}{% endfor %}{{ {'d': 1}['d'] }}"
     )
-    assert all(template.reads(name) for name in ("a", "b", "c", "tools"))
-    assert not template.reads("d")
-    assert not template.reads("tool")
+    assert all(template.uses_variable(name) for name in ("a", "b", "c", "tools"))
+    assert not template.uses_variable("d")
+    assert not template.uses_variable("tool")
 
 
 def test_a_plain_request_is_rendered_as_ever(tokenizer: HfTokenizer) -> None:
     for source in (PLAIN, HERMES, PHI):
         opening = opened(tokenizer, source)
-        assert opening == Opening(ChatTemplate(source).render(ASKED))
+        assert opening == RenderedPrompt(ChatTemplate(source).render(ASKED))
 
 
 def test_tools_in_the_shape_of_openai(tokenizer: HfTokenizer) -> None:
-    prompt = opened(tokenizer, HERMES, tools=(TOOL,)).prompt
+    prompt = opened(tokenizer, HERMES, tools=(TOOL,)).text
     assert json.loads(prompt.splitlines()[0]) == {
         "type": "function",
         "function": {
@@ -83,13 +89,13 @@ def test_tools_in_the_shape_of_openai(tokenizer: HfTokenizer) -> None:
             "parameters": {"type": "object", "properties": {"city": {}}},
         },
     }
-    assert opened(tokenizer, HERMES, tools=(TOOL,), tool_choice="none").prompt == (
-        opened(tokenizer, HERMES).prompt
+    assert opened(tokenizer, HERMES, tools=(TOOL,), tool_choice="none").text == (
+        opened(tokenizer, HERMES).text
     )
 
 
 def test_calls_and_results_go_back(tokenizer: HfTokenizer) -> None:
-    prompt = opened(tokenizer, HERMES, messages=TURNS, tools=(TOOL,)).prompt
+    prompt = opened(tokenizer, HERMES, messages=TURNS, tools=(TOOL,)).text
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
     assert prompt.count(call) == 2
     assert "<|im_start|>tool\n12 degrees<|im_end|>" in prompt
@@ -105,7 +111,7 @@ def test_only_what_a_message_has_is_there() -> None:
 
 
 def test_arguments_as_a_mapping_or_as_text(tokenizer: HfTokenizer) -> None:
-    prompt = opened(tokenizer, TEXT_ARGUMENTS, messages=TURNS, tools=(TOOL,)).prompt
+    prompt = opened(tokenizer, TEXT_ARGUMENTS, messages=TURNS, tools=(TOOL,)).text
     assert '<tool_call>{"city": "Zürich"}</tool_call>' in prompt
     written = ChatTemplate(
         "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
@@ -116,38 +122,38 @@ def test_arguments_as_a_mapping_or_as_text(tokenizer: HfTokenizer) -> None:
 
 
 def test_ids_of_other_servers_suit_mistral(tokenizer: HfTokenizer) -> None:
-    prompt = opened(tokenizer, MISTRAL, messages=TURNS, tools=(TOOL,)).prompt
+    prompt = opened(tokenizer, MISTRAL, messages=TURNS, tools=(TOOL,)).text
     assert prompt.count("[TOOL_CALLS]") == 2
     ours = replace(CALL, id="abcDEF123")
     kept = opened(tokenizer, MISTRAL, messages=(Message("assistant", "", tool_calls=(ours,)),))
-    assert "abcDEF123" in kept.prompt
+    assert "abcDEF123" in kept.text
 
 
 def test_tools_are_described_where_a_template_has_none(tokenizer: HfTokenizer) -> None:
     system = Message("system", "Be brief.")
     opening = opened(tokenizer, PLAIN, messages=(system, *TURNS), tools=(TOOL,))
-    assert opening.notes == (NO_TOOLS,)
-    assert opening.prompt.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
-    assert '{"name": "weather", "description": "Of a city"' in opening.prompt
+    assert opening.notes == (TOOLS_IN_SYSTEM_NOTE,)
+    assert opening.text.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
+    assert '{"name": "weather", "description": "Of a city"' in opening.text
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
-    assert f"assistant\nI look.\n{call}\n{call}<|im_end|>" in opening.prompt
+    assert f"assistant\nI look.\n{call}\n{call}<|im_end|>" in opening.text
     results = (
         "<|im_start|>user\n<tool_response>\n12 degrees\n</tool_response>\n"
         "<tool_response>\n13 degrees\n</tool_response><|im_end|>"
     )
-    assert results in opening.prompt
+    assert results in opening.text
     without = opened(tokenizer, PLAIN, messages=TURNS)
-    assert results in without.prompt
-    assert "You can call" not in without.prompt
+    assert results in without.text
+    assert "You can call" not in without.text
 
 
 def test_templates_that_insist_on_turns(tokenizer: HfTokenizer) -> None:
     opening = opened(tokenizer, STRICT, messages=(*TURNS, *ASKED), tools=(TOOL,))
-    assert opening.notes == (NO_SYSTEM,)
-    assert opening.prompt.startswith("<user>You can call functions.")
-    assert opening.prompt.endswith("</tool_response>\nWeather?<model>")
+    assert opening.notes == (TOOLS_IN_FIRST_MESSAGE_NOTE,)
+    assert opening.text.startswith("<user>You can call functions.")
+    assert opening.text.endswith("</tool_response>\nWeather?<model>")
     system = (Message("system", "Be brief."), *ASKED)
-    assert opened(tokenizer, STRICT, messages=system, tools=(TOOL,)).prompt.startswith(
+    assert opened(tokenizer, STRICT, messages=system, tools=(TOOL,)).text.startswith(
         "<user>Be brief.\n\nYou can call functions."
     )
 
@@ -155,31 +161,31 @@ def test_templates_that_insist_on_turns(tokenizer: HfTokenizer) -> None:
 def test_tools_within_the_system_message(tokenizer: HfTokenizer) -> None:
     opening = opened(tokenizer, PHI, messages=TURNS, tools=(TOOL,))
     assert opening.notes == ()
-    listed = opening.prompt.partition("<|tool|>")[2].partition("<|/tool|>")[0]
+    listed = opening.text.partition("<|tool|>")[2].partition("<|/tool|>")[0]
     assert [tool["name"] for tool in json.loads(listed)] == ["weather"]
     call = '{"name": "weather", "arguments": {"city": "Zürich"}}'
-    assert f"<|tool_call|>[{call}, {call}]<|/tool_call|><|end|>" in opening.prompt
+    assert f"<|tool_call|>[{call}, {call}]<|/tool_call|><|end|>" in opening.text
 
 
 def test_thinking_is_set_where_the_template_reads_it(tokenizer: HfTokenizer) -> None:
     as_it_is = opened(tokenizer, THINKING)
-    assert as_it_is.reader is not None
+    assert as_it_is.response_parser is not None
     for fields in ({"thinking": False}, {"reasoning_effort": "none"}):
         off = opened(tokenizer, THINKING, **fields)
-        assert off.prompt == as_it_is.prompt + "<think>\n\n</think>\n\n"
-        assert off.reader is None
+        assert off.text == as_it_is.text + "<think>\n\n</think>\n\n"
+        assert off.response_parser is None
         assert off.notes == ()
     high = opened(tokenizer, THINKING, reasoning_effort="high")
-    assert high.prompt == as_it_is.prompt
-    assert high.notes == (ON_OR_OFF,)
+    assert high.text == as_it_is.text
+    assert high.notes == (THINKING_ON_OFF_NOTE,)
     graded = opened(tokenizer, "{{ reasoning_effort }}", reasoning_effort="low")
-    assert graded.prompt == "low"
+    assert graded.text == "low"
     assert graded.notes == ()
 
 
 def test_the_end_of_a_prompt_says_whether_thoughts_follow(tokenizer: HfTokenizer) -> None:
     def reasoning(source: str) -> str | None:
-        reader = opened(tokenizer, source).reader
+        reader = opened(tokenizer, source).response_parser
         return reader.feed("a</think>b").reasoning if reader else None
 
     assert reasoning(PLAIN) is None
@@ -195,21 +201,21 @@ def test_control_tokens_count_as_text(tokenizer: HfTokenizer) -> None:
     class Marked:
         """The tokenizer, with a control token of Mistral's."""
 
-        vocab_size, end_ids = tokenizer.vocab_size, tokenizer.end_ids
+        vocab_size, eos_token_ids = tokenizer.vocab_size, tokenizer.eos_token_ids
         bos, eos = tokenizer.bos, tokenizer.eos
 
         def encode(self, text: str) -> list[int]:
             return [special[text]] if text in special else tokenizer.encode(text)
 
-        def encode_text(self, text: str) -> list[int]:
+        def encode_for_embedding(self, text: str) -> list[int]:
             return self.encode(text)
 
         def piece(self, token: int) -> bytes:
             return b"" if token in special.values() else tokenizer.piece(token)
 
     request = Request(id="r", messages=ASKED, tools=(TOOL,))
-    opening = Dialect(ChatTemplate(source), Marked()).open(request)
-    assert opening.reader is not None
-    assert opening.reader.pieces == {7: b"[TOOL_CALLS]"}
-    assert opening.frame is not None
-    assert "<[7]>" in (opening.frame.lark(held=False) or "")
+    opening = PromptRenderer(ChatTemplate(source), Marked()).render(request)
+    assert opening.response_parser is not None
+    assert opening.response_parser.control_pieces == {7: b"[TOOL_CALLS]"}
+    assert opening.response_grammar is not None
+    assert "<[7]>" in (opening.response_grammar.to_lark(constrain_content=False) or "")

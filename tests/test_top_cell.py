@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
-from localgen.tui.top.table import Cell
+from localgen.tui.top.table import TextCell
 
 TEXTS = ("", "llama-8b", "12,345", "日本語のモデル", "e\u0301tude", "[bold]not markup[/]")
 
@@ -19,7 +19,7 @@ TEXTS = ("", "llama-8b", "12,345", "日本語のモデル", "e\u0301tude", "[bol
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("is_right", [False, True])
 def test_it_fills_its_column(text: str, width: int, is_right: bool) -> None:
-    fitted = Cell(text, is_right=is_right).fitted(width)
+    fitted = TextCell(text, is_right_aligned=is_right).fit_to_width(width)
     assert cell_len(fitted) == width
     if cell_len(text) <= width:
         assert fitted.strip() == text
@@ -30,7 +30,7 @@ def test_it_fills_its_column(text: str, width: int, is_right: bool) -> None:
 @pytest.mark.parametrize("is_right", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
 def test_it_looks_as_a_text_of_the_library(text: str, is_right: bool) -> None:
-    def drawn(cell: Cell | Text) -> str:
+    def drawn(cell: TextCell | Text) -> str:
         console = Console(file=StringIO(), width=12, force_terminal=True, color_system="truecolor")
         return "".join(
             segment.text
@@ -40,13 +40,13 @@ def test_it_looks_as_a_text_of_the_library(text: str, is_right: bool) -> None:
 
     justify = "right" if is_right else "left"
     text_of_rich = Text(text, "dim", justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    assert drawn(Cell(text, "dim", is_right)) == drawn(text_of_rich)
+    assert drawn(TextCell(text, "dim", is_right)) == drawn(text_of_rich)
 
 
 def test_its_style_and_its_width() -> None:
     console = Console(file=StringIO(), width=12)
-    ((segment,),) = console.render_lines(Cell("ab", "dim"), console.options.update(width=4))
+    ((segment,),) = console.render_lines(TextCell("ab", "dim"), console.options.update(width=4))
     assert segment.text == "ab  "
     assert segment.style is not None
     assert segment.style.dim
-    assert Measurement.get(console, console.options, Cell("日本")) == Measurement(4, 4)
+    assert Measurement.get(console, console.options, TextCell("日本")) == Measurement(4, 4)

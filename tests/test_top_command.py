@@ -84,7 +84,7 @@ class Terminal:
 def _environment(built: House) -> dict[str, str]:
     """The terminal's own size counts: what runs the tests may have set another. Should Python
     itself crash, it says where."""
-    ours = python_environment() | built.settings.environment()
+    ours = python_environment() | built.settings.to_environment()
     ours |= {"TERM": "xterm-256color", "PYTHONFAULTHANDLER": "1"}
     return {name: value for name, value in ours.items() if name not in ("COLUMNS", "LINES")}
 
@@ -158,7 +158,7 @@ def test_no_colours(built: House) -> None:
 def command(built: House, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "top", *arguments],
-        env=python_environment() | built.settings.environment(),
+        env=python_environment() | built.settings.to_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

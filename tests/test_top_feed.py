@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from serving import wait_until
 from textual.message import Message
-from top_script import ScriptedWatch, snapshot
+from top_script import ScriptedServerMonitor, snapshot
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
-from localgen.client.snapshot import Snapshot
+from localgen.client.snapshot import ServerSnapshot
 from localgen.tui import feed as feed_module
-from localgen.tui.feed import LAST_RETRY_S, Feed, Lost, Seen, Watch
+from localgen.tui.feed import MAX_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 
 
 class Told:
@@ -27,24 +27,24 @@ class Told:
         self.messages.append(message)
 
     @property
-    def seen(self) -> list[Seen]:
-        return [each for each in self.messages if isinstance(each, Seen)]
+    def seen(self) -> list[SampleReceived]:
+        return [each for each in self.messages if isinstance(each, SampleReceived)]
 
     @property
-    def lost(self) -> list[Lost]:
-        return [each for each in self.messages if isinstance(each, Lost)]
+    def lost(self) -> list[ServerLost]:
+        return [each for each in self.messages if isinstance(each, ServerLost)]
 
 
-def following(make: Callable[[], Watch], told: Told, **settings: float) -> Feed:
-    feed = Feed(make, told, first_retry_s=settings.get("first_retry_s", 0.01))
+def following(make: Callable[[], ServerMonitor], told: Told, **settings: float) -> SampleFeed:
+    feed = SampleFeed(make, told, first_retry_s=settings.get("first_retry_s", 0.01))
     feed.start()
     return feed
 
 
 def test_many_snapshots_are_at_most_four_readings_a_second() -> None:
     told, clock = Told(), iter(float(n) / 100 for n in range(10_000))
-    watch = ScriptedWatch([snapshot()] * 500)
-    feed = Feed(lambda: watch, told, clock=lambda: next(clock))
+    watch = ScriptedServerMonitor([snapshot()] * 500)
+    feed = SampleFeed(lambda: watch, told, clock=lambda: next(clock))
     feed.start()
     wait_until(lambda: not watch.scripts)
     time.sleep(0.2)
@@ -54,13 +54,13 @@ def test_many_snapshots_are_at_most_four_readings_a_second() -> None:
 
 def test_what_was_lost_is_found_again_and_each_try_is_told() -> None:
     told = Told()
-    watch = ScriptedWatch(
+    watch = ScriptedServerMonitor(
         [snapshot(), ServerUnavailable("gone")], [None], [ServerUnavailable("none")], [snapshot()]
     )
     feed = following(lambda: watch, told)
     wait_until(lambda: len(told.seen) == 2)
     feed.stop()
-    assert [(each.why, each.tries) for each in told.lost] == [
+    assert [(each.reason, each.tries) for each in told.lost] == [
         ("gone", 1),
         ("the server has left", 2),
         ("none", 3),
@@ -69,28 +69,28 @@ def test_what_was_lost_is_found_again_and_each_try_is_told() -> None:
 
 
 def test_waits_get_longer_up_to_a_limit() -> None:
-    told, watch = Told(), ScriptedWatch(*[[ServerUnavailable("none")] for _ in range(9)])
+    told, watch = Told(), ScriptedServerMonitor(*[[ServerUnavailable("none")] for _ in range(9)])
     feed = following(lambda: watch, told, first_retry_s=1.0)
     for tries in range(1, 6):
         wait_until(lambda: len(told.lost) >= tries)  # noqa: B023 - asked at once
         feed.retry()
     wait_until(lambda: len(told.lost) == 6)
     feed.stop()
-    assert [each.retry_s for each in told.lost] == [1.0, 2.0, 4.0, LAST_RETRY_S, 5.0, 5.0]
+    assert [each.retry_s for each in told.lost] == [1.0, 2.0, 4.0, MAX_RETRY_S, 5.0, 5.0]
 
 
 def test_who_asks_for_a_try_as_soon_as_it_is_lost_gets_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feed_module, "LAST_RETRY_S", 1000.0)
-    told, watch = Told(), ScriptedWatch([ServerUnavailable("none")], [snapshot()])
+    monkeypatch.setattr(feed_module, "MAX_RETRY_S", 1000.0)
+    told, watch = Told(), ScriptedServerMonitor([ServerUnavailable("none")], [snapshot()])
 
     def hasty(message: Message) -> None:
         told(message)
-        if isinstance(message, Lost):
+        if isinstance(message, ServerLost):
             feed.retry()
 
-    feed = Feed(lambda: watch, hasty, first_retry_s=1000.0)
+    feed = SampleFeed(lambda: watch, hasty, first_retry_s=1000.0)
     feed.start()
     wait_until(lambda: bool(told.seen))
     feed.stop()
@@ -99,23 +99,23 @@ def test_who_asks_for_a_try_as_soon_as_it_is_lost_gets_one(
 def test_a_server_that_cannot_be_looked_at_is_tried_again() -> None:
     told, tries = Told(), []
 
-    def make() -> Watch:
+    def make() -> ServerMonitor:
         tries.append(1)
         if len(tries) == 1:
             raise ServerUnavailable("no way there")
-        return ScriptedWatch([snapshot()])
+        return ScriptedServerMonitor([snapshot()])
 
     feed = following(make, told)
     wait_until(lambda: bool(told.seen))
     feed.stop()
-    assert told.lost[0].why == "no way there"
+    assert told.lost[0].reason == "no way there"
 
 
 def test_our_own_mistakes_do_not_end_it() -> None:
     told = Told()
 
-    class Broken(ScriptedWatch):
-        def snapshots(self) -> Iterator[Snapshot]:
+    class Broken(ScriptedServerMonitor):
+        def snapshots(self) -> Iterator[ServerSnapshot]:
             if not self.cancelled:
                 self.cancelled.append("once")
                 raise ZeroDivisionError("oh")
@@ -124,15 +124,15 @@ def test_our_own_mistakes_do_not_end_it() -> None:
     feed = following(lambda: Broken([snapshot()]), told)
     wait_until(lambda: bool(told.seen))
     feed.stop()
-    assert "ZeroDivisionError" in told.lost[0].why
+    assert "ZeroDivisionError" in told.lost[0].reason
 
 
 @pytest.mark.parametrize("error", [None, ServerUnavailable("gone")])
 def test_nothing_is_said_after_the_end(error: LocalgenError | None) -> None:
     told, released = Told(), threading.Event()
 
-    class Slow(ScriptedWatch):
-        def snapshots(self) -> Iterator[Snapshot]:
+    class Slow(ScriptedServerMonitor):
+        def snapshots(self) -> Iterator[ServerSnapshot]:
             yield snapshot()
             released.wait(10)
             if error is not None:

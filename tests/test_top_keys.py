@@ -10,7 +10,7 @@ from textual.widgets._footer import FooterKey
 from top_script import (
     ENDED,
     LIVE,
-    ScriptedWatch,
+    ScriptedServerMonitor,
     column,
     model,
     notifications,
@@ -23,17 +23,17 @@ from top_script import (
 )
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.client.snapshot import Snapshot
-from localgen.tui.base_app import KeyHelp, Shell, TooSmall
-from localgen.tui.feed import Seen
-from localgen.tui.themes import LIGHT, NAMES
+from localgen.client.snapshot import ServerSnapshot
+from localgen.tui.base_app import BaseApp, KeyHelp, TerminalTooSmall
+from localgen.tui.feed import SampleReceived
+from localgen.tui.themes import LIGHT, THEME_NAMES
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
 from localgen.tui.top.dashboard import Dashboard
-from localgen.tui.top.requests import COLUMNS
+from localgen.tui.top.requests import REQUEST_COLUMNS
 from localgen.tui.top.table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
-from localgen.tui.widgets.dialog import Confirm
+from localgen.tui.widgets.dialog import ConfirmDialog
 
 
 def test_the_table_lists_what_waits_first_and_what_has_ended_last() -> None:
@@ -50,7 +50,7 @@ def test_the_table_lists_what_waits_first_and_what_has_ended_last() -> None:
 
 def test_s_sorts_by_the_next_column_and_r_turns_it_round() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        keys = [each.key for each in COLUMNS if each.least <= 120]
+        keys = [each.key for each in REQUEST_COLUMNS if each.min_terminal_columns <= 120]
         assert keys[:3] == ["model", "state", "prompt"]
         await pilot.press("s", "s", "s")  # prompt, cached, answer
         await pilot.pause()
@@ -84,7 +84,7 @@ def test_up_and_down_choose_a_request() -> None:
         seen = []
         for key in ("down", "down", "up"):
             await pilot.press(key)
-            found = table(app).under_cursor
+            found = table(app).cursor_request
             seen.append(found and found.state_text)
         assert seen == ["prefill 58%", "decoding", "prefill 58%"]
 
@@ -94,12 +94,14 @@ def test_up_and_down_choose_a_request() -> None:
 def test_the_cursor_stays_on_its_request() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("down", "down")
-        found = table(app).under_cursor
+        found = table(app).cursor_request
         assert found is not None
         assert found.id == LIVE[0].request_id
-        app.post_message(Seen(reading(last=snapshot(model(sessions=(request(9), *LIVE[:2]))))))
+        app.post_message(
+            SampleReceived(reading(last=snapshot(model(sequences=(request(9), *LIVE[:2])))))
+        )
         await pilot.pause()
-        after = table(app).under_cursor
+        after = table(app).cursor_request
         assert after is not None
         assert after.id == found.id
 
@@ -116,7 +118,7 @@ def test_enter_opens_a_timeline_that_lives_and_these_close_it(key: str) -> None:
         assert "first step" in text
         assert "90 tokens, 44.5 tok/s" in text
         newer = request(1, generated=121)
-        app.post_message(Seen(reading(last=snapshot(model(sessions=(newer,))))))
+        app.post_message(SampleReceived(reading(last=snapshot(model(sequences=(newer,))))))
         await pilot.pause()
         assert "121 tokens" in str(app.screen.query_one(Static).content)
         await pilot.press(key)
@@ -139,11 +141,11 @@ def test_a_click_on_the_row_of_the_cursor_opens_its_timeline() -> None:
 
 @pytest.mark.parametrize("keys", [("y",), ("tab", "enter"), ("right", "enter"), ("left", "enter")])
 def test_c_cancels_after_a_question(keys: tuple[str, ...]) -> None:
-    watch = ScriptedWatch([snapshot()])
+    watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("down", "c")
-        assert isinstance(app.screen, Confirm)
+        assert isinstance(app.screen, ConfirmDialog)
         assert watch.cancelled == []
         await pilot.press(*keys)
         await until(pilot, lambda: bool(watch.cancelled))
@@ -154,7 +156,7 @@ def test_c_cancels_after_a_question(keys: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("keys", [("n",), ("escape",), ("enter",), ("right", "left", "enter")])
 def test_the_question_can_be_denied_and_enter_takes_nothing_away(keys: tuple[str, ...]) -> None:
-    watch = ScriptedWatch([snapshot()])
+    watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("c", *keys)
@@ -166,7 +168,7 @@ def test_the_question_can_be_denied_and_enter_takes_nothing_away(keys: tuple[str
 
 
 def test_a_mouse_can_confirm() -> None:
-    watch = ScriptedWatch([snapshot()])
+    watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("delete")
@@ -178,7 +180,7 @@ def test_a_mouse_can_confirm() -> None:
 
 @pytest.mark.parametrize("key", ["c", "delete"])
 def test_c_in_a_timeline_means_that_request(key: str) -> None:
-    watch = ScriptedWatch([snapshot()])
+    watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("down", "down", "down", "enter", key, "y")
@@ -188,7 +190,7 @@ def test_c_in_a_timeline_means_that_request(key: str) -> None:
 
 
 def test_what_has_ended_is_not_cancelled() -> None:
-    watch = ScriptedWatch([snapshot()])
+    watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("end", "ctrl+end", "c")
@@ -200,7 +202,7 @@ def test_what_has_ended_is_not_cancelled() -> None:
 
 
 def test_a_refusal_to_cancel_is_said() -> None:
-    watch = ScriptedWatch([snapshot()])
+    watch = ScriptedServerMonitor([snapshot()])
     watch.cancel_says = ServerUnavailable("it is \x1b[31mgone")
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
@@ -219,7 +221,7 @@ def test_c_without_requests_says_so() -> None:
         assert isinstance(app.screen, Dashboard)
         assert notifications(app) == ["There is no request under the cursor."]
 
-    run(script, ScriptedWatch([snapshot(model(sessions=()), ended=())]))
+    run(script, ScriptedServerMonitor([snapshot(model(sequences=()), finished_requests=())]))
 
 
 def test_e_hides_what_has_ended() -> None:
@@ -239,11 +241,11 @@ def test_space_holds_what_is_shown() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("space")
         assert app.screen.query_one(Banner).status == "PAUSED"
-        app.post_message(Seen(reading(last=snapshot(model(sessions=())))))
+        app.post_message(SampleReceived(reading(last=snapshot(model(sequences=())))))
         await pilot.pause()
         assert table(app).row_count == len(LIVE) + len(ENDED)
         await pilot.press("space")
-        app.post_message(Seen(reading(last=snapshot(model(sessions=())))))
+        app.post_message(SampleReceived(reading(last=snapshot(model(sequences=())))))
         await pilot.pause()
         assert table(app).row_count == len(ENDED)
         assert app.screen.query_one(Banner).status == "LIVE"
@@ -253,7 +255,7 @@ def test_space_holds_what_is_shown() -> None:
 
 @pytest.mark.parametrize("key", ["q", "ctrl+q", "ctrl+c"])
 def test_leaving(key: str) -> None:
-    watch = ScriptedWatch([snapshot()])
+    watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press(key)
@@ -268,7 +270,7 @@ def test_leaving(key: str) -> None:
 @pytest.mark.parametrize("key", ["question_mark", "f1"])
 def test_help_names_every_key(key: str) -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        bindings = (*Shell.BINDINGS, *Dashboard.BINDINGS, *RequestTable.BINDINGS)
+        bindings = (*BaseApp.BINDINGS, *Dashboard.BINDINGS, *RequestTable.BINDINGS)
         described = {each.description for each in bindings if isinstance(each, Binding)}
         await pilot.press(key)
         assert isinstance(app.screen, KeyHelp)
@@ -290,7 +292,7 @@ def test_the_palette_offers_every_command_and_theme() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         offered = {command.title for command in app.get_system_commands(app.screen)}
         assert {"Timeline", "Cancel", "Sort", "Ended", "Pause", "Quit", "Keys"} <= offered
-        assert {f"Theme: {name}" for name in NAMES} <= offered
+        assert {f"Theme: {name}" for name in THEME_NAMES} <= offered
         await pilot.press("ctrl+p")
         await until(pilot, lambda: app.screen is not app._dashboard)
         await pilot.press(*"Theme: light")
@@ -304,7 +306,7 @@ def test_the_palette_offers_every_command_and_theme() -> None:
 def test_a_terminal_that_gets_too_small_and_large_again() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.resize_terminal(59, 40)
-        await until(pilot, lambda: isinstance(app.screen, TooSmall))
+        await until(pilot, lambda: isinstance(app.screen, TerminalTooSmall))
         assert "59×40 is too small" in str(app.screen.query_one(Static).content)
         await pilot.press("c", "question_mark")
         await pilot.resize_terminal(60, 19)
@@ -329,8 +331,8 @@ def test_nothing_is_cut_off_at_any_size(size: tuple[int, int]) -> None:
 
 def test_a_server_that_does_not_list_requests_says_so() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        told = Snapshot(kind="vLLM", models=(model(sessions=None),))
-        app.post_message(Seen(reading(last=told)))
+        told = ServerSnapshot(server_type="vLLM", models=(model(sequences=None),))
+        app.post_message(SampleReceived(reading(last=told)))
         await pilot.pause()
         assert "does not list" in str(app.screen.query_one("#empty", Static).content)
 

@@ -9,7 +9,7 @@ from textual.pilot import Pilot
 from top_script import (
     ENDED,
     LIVE,
-    ScriptedWatch,
+    ScriptedServerMonitor,
     notifications,
     run,
     snapshot,
@@ -30,7 +30,7 @@ LONG_S = 1000.0
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "LAST_RETRY_S", LONG_S)
+    monkeypatch.setattr(feed, "MAX_RETRY_S", LONG_S)
 
 
 def said(app: TopApp) -> str:
@@ -38,7 +38,7 @@ def said(app: TopApp) -> str:
 
 
 def test_lost_and_back() -> None:
-    watch = ScriptedWatch(
+    watch = ScriptedServerMonitor(
         [snapshot(), ServerUnavailable("the server went away")],
         [ServerUnavailable("no server answers")],
         [snapshot()],
@@ -60,7 +60,9 @@ def test_lost_and_back() -> None:
 
 
 def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
-    watch = ScriptedWatch([snapshot(), ServerUnavailable("the server went away")], [snapshot()])
+    watch = ScriptedServerMonitor(
+        [snapshot(), ServerUnavailable("the server went away")], [snapshot()]
+    )
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("space")
@@ -79,7 +81,7 @@ def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
 
 def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
     failures = [[ServerUnavailable("no server answers")] for _ in range(4)]
-    watch = ScriptedWatch(*failures, [snapshot()])
+    watch = ScriptedServerMonitor(*failures, [snapshot()])
 
     async def play() -> None:
         app = top_app(watch)

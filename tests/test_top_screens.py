@@ -12,9 +12,9 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 from top_script import reading, snapshot, top_app
 
-from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
-from localgen.tui.feed import Lost, Seen
-from localgen.tui.gauges.samples import Reading
+from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
+from localgen.tui.feed import SampleReceived, ServerLost
+from localgen.tui.gauges.samples import ServerSample
 
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), (120, 40), (200, 60)], ids=lambda size: f"{size[0]}x{size[1]}"
@@ -27,13 +27,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-async def _seen(pilot: Pilot[Any], found: Reading) -> None:
-    pilot.app.post_message(Seen(found))
+async def _seen(pilot: Pilot[Any], found: ServerSample) -> None:
+    pilot.app.post_message(SampleReceived(found))
     await pilot.pause()
     await pilot.pause()
 
 
-def show(*keys: str, found: Reading | None = None) -> Callable[[Pilot[Any]], Any]:
+def show(*keys: str, found: ServerSample | None = None) -> Callable[[Pilot[Any]], Any]:
     """A minute of a busy server, then these keys."""
 
     async def run(pilot: Pilot[Any]) -> None:
@@ -44,7 +44,7 @@ def show(*keys: str, found: Reading | None = None) -> Callable[[Pilot[Any]], Any
     return run
 
 
-def vllm() -> Snapshot:
+def vllm() -> ServerSnapshot:
     """A server that tells little."""
     other = ModelSnapshot(
         name="meta-llama/Llama-3.1-8B-Instruct",
@@ -52,12 +52,12 @@ def vllm() -> Snapshot:
         waiting=3,
         kv_tokens=65_536,
         kv_used=24_000,
-        kv_share=0.37,
-        ttft=Latency(last_ms=81.0, p50_ms=75.0, p99_ms=412.0),
-        itl=Latency(last_ms=11.2, p50_ms=10.8, p99_ms=19.0),
-        totals=Totals(generated_tokens=1000, prompt_tokens=9000),
+        kv_usage=0.37,
+        ttft=LatencyStats(last_ms=81.0, p50_ms=75.0, p99_ms=412.0),
+        itl=LatencyStats(last_ms=11.2, p50_ms=10.8, p99_ms=19.0),
+        counters=ModelCounters(generated_tokens=1000, prompt_tokens=9000),
     )
-    return Snapshot(kind="vLLM", models=(other,))
+    return ServerSnapshot(server_type="vLLM", models=(other,))
 
 
 @SIZES
@@ -99,7 +99,7 @@ def test_paused(snap_compare: Compare, size: tuple[int, int]) -> None:
 
 @SIZES
 def test_another_version(snap_compare: Compare, size: tuple[int, int]) -> None:
-    newer = snapshot(top_script.model(totals=top_script.totals(60.5)), version="9.8.7")
+    newer = snapshot(top_script.model(counters=top_script.counters(60.5)), version="9.8.7")
     assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=newer)))
 
 
@@ -107,7 +107,7 @@ def test_another_version(snap_compare: Compare, size: tuple[int, int]) -> None:
 def test_many_gpus_and_models(snap_compare: Compare, size: tuple[int, int]) -> None:
     gpus = tuple(replace(top_script.GPU, index=index) for index in range(8))
     machine = replace(top_script.MACHINE, gpus=gpus)
-    models = (top_script.model(), top_script.model("qwen3-4b", running=0, sessions=()))
+    models = (top_script.model(), top_script.model("qwen3-4b", running=0, sequences=()))
     many = snapshot(*models, machine=machine)
     assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=many)))
 
@@ -120,7 +120,7 @@ def test_another_server(snap_compare: Compare, size: tuple[int, int]) -> None:
 @SIZES
 def test_no_server(snap_compare: Compare, size: tuple[int, int]) -> None:
     async def run(pilot: Pilot[Any]) -> None:
-        pilot.app.post_message(Lost("no server answers on /run/localgen/server.sock", 2.0, 3))
+        pilot.app.post_message(ServerLost("no server answers on /run/localgen/server.sock", 2.0, 3))
         await pilot.pause()
 
     assert snap_compare(top_app(), terminal_size=size, run_before=run)
@@ -130,7 +130,7 @@ def test_no_server(snap_compare: Compare, size: tuple[int, int]) -> None:
 def test_lost_server(snap_compare: Compare, size: tuple[int, int]) -> None:
     async def run(pilot: Pilot[Any]) -> None:
         await _seen(pilot, reading())
-        pilot.app.post_message(Lost("the server went away in mid-answer", 0.5, 1))
+        pilot.app.post_message(ServerLost("the server went away in mid-answer", 0.5, 1))
         await pilot.pause()
 
     assert snap_compare(top_app(), terminal_size=size, run_before=run)
@@ -145,7 +145,9 @@ def test_too_small(snap_compare: Compare) -> None:
 
 
 def test_no_models(snap_compare: Compare) -> None:
-    empty = Snapshot(kind="localgen", version="0.1.0", machine=top_script.MACHINE, ended=())
+    empty = ServerSnapshot(
+        server_type="localgen", version="0.1.0", machine=top_script.MACHINE, finished_requests=()
+    )
     assert snap_compare(
         top_app(), terminal_size=(120, 40), run_before=show(found=reading(last=empty))
     )
@@ -157,7 +159,7 @@ def test_themes(snap_compare: Compare, themes: int) -> None:
 
 
 def test_hostile_names(snap_compare: Compare) -> None:
-    evil = top_script.model("\x1b]0;owned\x07[bold red]x[/]\u202e", sessions=(
+    evil = top_script.model("\x1b]0;owned\x07[bold red]x[/]\u202e", sequences=(
         top_script.request(1, client="\x1b[2J[@click=app.quit]here[/]"),
     ))  # fmt: skip
     assert snap_compare(

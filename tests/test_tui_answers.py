@@ -13,33 +13,33 @@ from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, Ser
 from localgen.backends.types import SamplingParams
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
-from localgen.client import Text
-from localgen.tui.chat.active_session import CTX
+from localgen.client import TextDelta
+from localgen.tui.chat.active_session import CTX_SETTING
 
 
 def test_an_answer_becomes_a_turn_and_is_kept(make_tui: MakeTui, tmp_path: Path) -> None:
-    tui = make_tui((Text("", 1, "hm"), "4", "2", answer()))
-    opened = tui.desk.first()
+    tui = make_tui((TextDelta("", 1, "hm"), "4", "2", answer()))
+    opened = tui.manager.open_empty()
     opened.ask("6 * 7?")
     turn = settle(tui, opened)
     assert (turn.prompt, turn.answer, turn.reasoning, turn.stopped) == ("6 * 7?", "42", "hm", False)
-    assert turn.served.startswith("tiny · TTFT 56 ms")
+    assert turn.summary.startswith("tiny · TTFT 56 ms")
     assert opened.name == "6 * 7?"
     other = make_tui()
-    assert other.desk.get(opened.id).session.conversation == opened.session.conversation
+    assert other.manager.get(opened.id).chat.conversation == opened.chat.conversation
 
 
 def test_sessions_answer_at_once(make_tui: MakeTui) -> None:
     gates = [threading.Event(), threading.Event()]
     tui = make_tui(("a", gates[0], answer()), ("b", gates[1], answer()))
-    first = tui.desk.first()
+    first = tui.manager.open_empty()
     first.ask("one")
-    wait(lambda: first.answering and first.answering.tokens)
-    second = tui.desk.first()
+    wait(lambda: first.answer_stream and first.answer_stream.num_tokens)
+    second = tui.manager.open_empty()
     assert second is not first
     second.ask("two")
-    wait(lambda: second.answering and second.answering.tokens)
-    assert len(tui.desk.answering) == 2
+    wait(lambda: second.answer_stream and second.answer_stream.num_tokens)
+    assert len(tui.manager.answering_sessions) == 2
     gates[1].set()
     assert settle(tui, second).answer == "b"
     assert first.is_answering
@@ -49,9 +49,9 @@ def test_sessions_answer_at_once(make_tui: MakeTui) -> None:
 
 def test_stopping_keeps_what_there_is_and_the_session_goes_on(make_tui: MakeTui) -> None:
     tui = make_tui(("half", threading.Event()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
-    wait(lambda: opened.answering and opened.answering.tokens)
+    wait(lambda: opened.answer_stream and opened.answer_stream.num_tokens)
     with pytest.raises(InvalidRequest, match=r"Ctrl\+C stops it"):
         opened.ask("another")
     assert opened.stop()
@@ -64,30 +64,30 @@ def test_stopping_keeps_what_there_is_and_the_session_goes_on(make_tui: MakeTui)
 
 def test_a_server_that_goes_away_leaves_the_half(make_tui: MakeTui) -> None:
     tui = make_tui(("ha", "lf", ServerUnavailable("the server went away")), ("whole", answer()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     turn = settle(tui, opened)
     assert turn == Turn("q", "half", True, "", "broken off: the server went away")
-    opened.ask_again()
+    opened.regenerate()
     assert settle(tui, opened).answer == "whole"
-    assert len(opened.session.conversation.turns) == 1
+    assert len(opened.chat.conversation.turns) == 1
 
 
 @pytest.mark.parametrize("gone", [ServerUnavailable("left"), EngineDied("died")])
 def test_what_had_left_is_started_again(make_tui: MakeTui, gone: Exception) -> None:
     tui = make_tui((gone,), ("whole", answer()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     assert settle(tui, opened).answer == "whole"
 
 
 def test_what_fails_again_is_told(make_tui: MakeTui) -> None:
     tui = make_tui((ServerUnavailable("left"),), (ServerUnavailable("left again"),))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     turn = settle(tui, opened)
     assert turn.is_unanswered
-    assert turn.served == "broken off: left again"
+    assert turn.summary == "broken off: left again"
     opened.ask("next")
     settle(tui, opened)
     # a prompt that was never answered is not sent again
@@ -96,101 +96,101 @@ def test_what_fails_again_is_told(make_tui: MakeTui) -> None:
 
 def test_a_model_that_does_not_load(make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
 
     def fail(*_: object, **__: object) -> None:
         raise LoadFailed("x.gguf is no model")
 
-    monkeypatch.setattr(opened.session.client, "load", fail)
+    monkeypatch.setattr(opened.chat.client, "load", fail)
     opened.ask("q")
-    assert settle(tui, opened).served == "broken off: x.gguf is no model"
+    assert settle(tui, opened).summary == "broken off: x.gguf is no model"
 
 
 def test_a_defect_is_a_sentence(make_tui: MakeTui) -> None:
     tui = make_tui((ZeroDivisionError("oh"),))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
-    assert "a defect of localgen (ZeroDivisionError: oh)" in settle(tui, opened).served
+    assert "a defect of localgen (ZeroDivisionError: oh)" in settle(tui, opened).summary
 
 
 def test_asking_again_in_vain_keeps_the_answer_there_was(make_tui: MakeTui) -> None:
     gone = ServerUnavailable("gone")
     tui = make_tui(("good", answer()), (gone,), (gone,))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     before = settle(tui, opened)
-    opened.ask_again()
+    opened.regenerate()
     assert settle(tui, opened) == before
     assert tui.store.read(opened.id).conversation.turns == (before,)
-    assert opened.last is not None
-    assert opened.last.error == "gone"
+    assert opened.last_stream is not None
+    assert opened.last_stream.error == "gone"
 
 
 def test_asking_again_keeps_the_answer_until_there_is_a_whole_one(make_tui: MakeTui) -> None:
     tui = make_tui(("good", answer()), ("ha", ServerUnavailable("gone")), ("whole", answer()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     good = settle(tui, opened)
-    opened.ask_again()
+    opened.regenerate()
     # what was asked did not hold the old answer
-    wait(lambda: opened.last and opened.last.ended.is_set())
+    wait(lambda: opened.last_stream and opened.last_stream.ended.is_set())
     assert [m.content for m in tui.clients[0].record.asked[-1].messages] == ["q"]
     half = settle(tui, opened)
     assert half.answer == "ha"
     assert tui.store.read(opened.id).conversation.turns == (good, half)
-    opened.ask_again()
+    opened.regenerate()
     settle(tui, opened)
     kept = tui.store.read(opened.id).conversation
-    assert kept == opened.session.conversation
+    assert kept == opened.chat.conversation
     assert [turn.answer for turn in kept.turns] == ["good", "whole"]
 
 
 def test_asking_again_puts_a_whole_answer_in_the_place_of_the_old(make_tui: MakeTui) -> None:
     tui = make_tui(("old", answer()), ("new", answer()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     settle(tui, opened)
-    opened.ask_again()
+    opened.regenerate()
     assert settle(tui, opened).answer == "new"
     kept = tui.store.read(opened.id).conversation
     assert [turn.answer for turn in kept.turns] == ["new"]
-    assert kept == opened.session.conversation
+    assert kept == opened.chat.conversation
 
 
 def test_what_is_set_while_a_model_loads_stays_set(make_tui: MakeTui) -> None:
     tui = make_tui()
     gate = tui.gate_loads()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
-    wait(lambda: opened.answering and opened.answering.load_share is not None)
-    opened.set("temperature", "0.5")
-    opened.set(CTX, "512")
+    wait(lambda: opened.answer_stream and opened.answer_stream.load_progress is not None)
+    opened.apply_setting("temperature", "0.5")
+    opened.apply_setting(CTX_SETTING, "512")
     gate.set()
     settle(tui, opened)
-    assert opened.session.options == ModelOptions(params=SamplingParams(temperature=0.5), ctx=512)
+    assert opened.chat.options == ModelOptions(params=SamplingParams(temperature=0.5), ctx=512)
     kept = tui.store.read(opened.id)
     assert (kept.params, kept.ctx) == (SamplingParams(temperature=0.5), 512)
 
 
 def test_asking_again_needs_a_question(make_tui: MakeTui) -> None:
     with pytest.raises(InvalidRequest, match="nothing has been asked"):
-        make_tui().desk.first().ask_again()
+        make_tui().manager.open_empty().regenerate()
 
 
 def test_a_growing_answer_is_read_in_pieces(make_tui: MakeTui) -> None:
     gate = threading.Event()
-    tui = make_tui(("a", Text("b", 2, "t"), gate, "c", answer()))
-    opened = tui.desk.first()
+    tui = make_tui(("a", TextDelta("b", 2, "t"), gate, "c", answer()))
+    opened = tui.manager.open_empty()
     opened.ask("q")
-    answering = opened.answering
+    answering = opened.answer_stream
     assert answering is not None
-    from localgen.tui.chat.answer_stream import Position
+    from localgen.tui.chat.answer_stream import StreamPosition
 
-    wait(lambda: answering.tokens == 2)
-    thought, text, place = answering.since(Position())
+    wait(lambda: answering.num_tokens == 2)
+    thought, text, place = answering.chunks_since(StreamPosition())
     assert (thought, text) == ("t", "ab")
-    assert answering.line() == "TTFT 0 ms · 2 tokens · context ~2/2,048"
+    assert answering.status_line() == "TTFT 0 ms · 2 tokens · context ~2/2,048"
     gate.set()
     assert answering.ended.wait(10)
-    assert answering.since(place)[:2] == ("", "c")
-    assert answering.speed() == "TTFT 56 ms · 41.2 tok/s"
+    assert answering.chunks_since(place)[:2] == ("", "c")
+    assert answering.speed_text() == "TTFT 56 ms · 41.2 tok/s"

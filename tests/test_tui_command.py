@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localgen.cli.main import run
+from localgen.cli.main import run_command_line
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +17,12 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["tui"]) == 3
+    assert run_command_line(["tui"]) == 3
     assert capsys.readouterr().err.startswith("localgen: tui needs a terminal")
 
 
 def test_a_prompt_is_not_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["tui", "what is this?"]) == 3
+    assert run_command_line(["tui", "what is this?"]) == 3
     assert "takes a model, not a prompt" in capsys.readouterr().err
 
 
@@ -36,7 +36,7 @@ def test_a_damaged_store(
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert run(["tui"]) == 19
+    assert run_command_line(["tui"]) == 19
     told = capsys.readouterr().err
     assert f"{store} is damaged" in told
     assert told.count("\n") == 1

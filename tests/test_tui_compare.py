@@ -11,8 +11,8 @@ from textual.pilot import Pilot
 from textual.widgets import TextArea
 from tui_chats import Tui, play, press, told
 
-from localgen.client import Text
-from localgen.tui.chat.compare import Column, CompareScreen, CompareSetup
+from localgen.client import TextDelta
+from localgen.tui.chat.compare import CompareColumn, CompareDialog, CompareScreen
 
 
 def test_comparing_by_keys(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+b")
         setup = tui.app.screen
-        assert isinstance(setup, CompareSetup)
+        assert isinstance(setup, CompareDialog)
         setup.query_one(TextArea).text = "tiny\ntiny nonsense=1"
         await press(tui, pilot, "ctrl+s")
         assert "line 2: no parameter" in tui.screen_text()
@@ -30,22 +30,26 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, CompareScreen))
         await pilot.pause()
         await pilot.press(*"same?", "enter")
-        await tui.until(lambda: all(c.opened.answering for c in tui.app.screen.query(Column)))
+        await tui.until(
+            lambda: all(c.active.answer_stream for c in tui.app.screen.query(CompareColumn))
+        )
         for gate in gates:
             gate.set()
         await tui.settled(pilot)
         await tui.app.tick()
         assert tui.screen_text().count("TTFT 56 ms · 41.2 tok/s") == 2
         await pilot.press(*"more", "enter")
-        await tui.until(lambda: all(c.opened.is_answering for c in tui.app.screen.query(Column)))
+        await tui.until(
+            lambda: all(c.active.is_answering for c in tui.app.screen.query(CompareColumn))
+        )
         await pilot.press("ctrl+c")
         await tui.settled(pilot)
-        columns = list(tui.app.screen.query(Column))
-        assert [len(c.opened.session.conversation.turns) for c in columns] == [2, 2]
-        assert all(c.opened.session.conversation.turns[-1].stopped for c in columns)
+        columns = list(tui.app.screen.query(CompareColumn))
+        assert [len(c.active.chat.conversation.turns) for c in columns] == [2, 2]
+        assert all(c.active.chat.conversation.turns[-1].stopped for c in columns)
         await pilot.press("escape")
         await tui.until(lambda: tui.main.is_active)
-        assert len(tui.desk.listed) == 3
+        assert len(tui.manager.summaries) == 3
 
     never = threading.Event()
     scripts = [("a", gates[0], answer()), ("b", gates[1], answer()), ("c", never), ("d", never)]
@@ -55,14 +59,14 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
 LONG = "\n\n".join(f"paragraph {number}" for number in range(60))
 
 
-async def compare_two(tui: Tui, pilot: Pilot[None]) -> list[Column]:
+async def compare_two(tui: Tui, pilot: Pilot[None]) -> list[CompareColumn]:
     """The screen with an answer in both columns."""
     await press(tui, pilot, "ctrl+b", "ctrl+s")
     await tui.until(lambda: isinstance(tui.app.screen, CompareScreen))
     await pilot.pause()
     await pilot.press(*"q", "enter")
-    columns = list(tui.app.screen.query(Column))
-    await tui.until(lambda: all(each.opened.last for each in columns))
+    columns = list(tui.app.screen.query(CompareColumn))
+    await tui.until(lambda: all(each.active.last_stream for each in columns))
     await tui.settled(pilot)
     return columns
 
@@ -101,7 +105,7 @@ def test_thoughts_of_all_columns_open_at_once(tmp_path: Path) -> None:
         await press(tui, pilot, "f5")
         assert tui.screen_text().count("deep") == 2
 
-    script = (Text("", 1, "deep"), "a", answer())
+    script = (TextDelta("", 1, "deep"), "a", answer())
     play(Tui(tmp_path, script, script), scene)
 
 
@@ -111,7 +115,7 @@ def test_ctrl_r_asks_all_again(tmp_path: Path) -> None:
         await press(tui, pilot, "ctrl+r")
         await tui.settled(pilot)
         assert tui.asked == ["q"] * 4
-        answers = [c.opened.session.conversation.turns[-1].answer for c in columns]
+        answers = [c.active.chat.conversation.turns[-1].answer for c in columns]
         assert sorted(answers) == ["c", "d"]
 
     play(Tui(tmp_path, *((text, answer()) for text in "abcd")), scene)
@@ -141,13 +145,13 @@ def test_the_help_lists_only_keys_that_do_something_here(tmp_path: Path) -> None
 def test_what_is_about_the_main_screen_is_not_done_behind_the_comparison(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await compare_two(tui, pilot)
-        main, sessions = tui.opened.id, len(tui.desk.listed)
+        main, sessions = tui.opened.id, len(tui.manager.summaries)
         keys = ("ctrl+n", "f4", "f3", "ctrl+t", "ctrl+o", "ctrl+f", "ctrl+down", "ctrl+y")
         await press(tui, pilot, *keys)
         assert isinstance(tui.app.screen, CompareScreen)
-        assert (tui.opened.id, len(tui.desk.listed)) == (main, sessions)
+        assert (tui.opened.id, len(tui.manager.summaries)) == (main, sessions)
         assert tui.app.clipboard == ""
-        tui.app.tell("to the user")
+        tui.app.show_message("to the user")
         await tui.until(lambda: len(tui.app._notifications))
         assert [each.message for each in tui.app._notifications] == ["to the user"]
         assert told(tui) == ""  # behind it nobody would see it

@@ -16,7 +16,7 @@ import pytest
 from serving import short_folder
 
 from localgen.client import Client
-from localgen.config import Settings
+from localgen.config import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [
@@ -30,7 +30,7 @@ class Terminals:
 
     def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "tmux")
-        self.client = Client(Settings(runtime_dir=folder / "run", state_dir=folder / "state"))
+        self.client = Client(ServerSettings(runtime_dir=folder / "run", state_dir=folder / "state"))
         self._environment = os.environ | {
             "LOCALGEN_STATE_DIR": str(folder / "state"),
             "LOCALGEN_RUNTIME_DIR": str(folder / "run"),

@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets._footer import FooterKey
 
-from localgen.tui.widgets.footer import Keys
+from localgen.tui.widgets.footer import KeyFooter
 
 WORDS = ("Timeline", "Cancel", "Sort", "見る", "Pause", "A longer one")
 
@@ -29,7 +29,7 @@ class _App(App[None]):
         """The footer shows one key of each action."""
 
     def compose(self) -> ComposeResult:
-        yield Keys(compact=self._compact)
+        yield KeyFooter(compact=self._compact)
 
 
 @pytest.mark.parametrize("compact", [False, True])

@@ -11,18 +11,18 @@ from textual.widgets import Input
 from tui_chats import Tui, play, press, told
 
 from localgen.chat import parameters
-from localgen.tui.base_app import KeyHelp, TooSmall
-from localgen.tui.chat.compare import CompareSetup
+from localgen.tui.base_app import KeyHelp, TerminalTooSmall
+from localgen.tui.chat.compare import CompareDialog
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.search import SearchScreen
-from localgen.tui.chat.text_dialog import AskText
-from localgen.tui.themes import NAMES
-from localgen.tui.widgets.dialog import Confirm, Sheet
+from localgen.tui.chat.text_dialog import TextInputDialog
+from localgen.tui.themes import THEME_NAMES
+from localgen.tui.widgets.dialog import ConfirmDialog, ScrollableTextDialog
 
 
 def test_every_key_is_in_the_help(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        keys = dict(tui.app._known_keys(tui.main))  # type: ignore[arg-type]
+        keys = dict(tui.app._key_help_rows(tui.main))  # type: ignore[arg-type]
         for binding in (*tui.app.BINDINGS, *tui.main.BINDINGS, *tui.prompt.BINDINGS):
             shown = tui.app.get_key_display(binding)  # type: ignore[arg-type]
             assert any(shown.split(",")[0] in key for key in keys), binding
@@ -38,7 +38,7 @@ def test_a_small_terminal_loses_nothing(tmp_path: Path) -> None:
         await pilot.press(*"typed")
         await pilot.resize_terminal(50, 15)
         await pilot.pause()
-        assert isinstance(tui.app.screen, TooSmall)
+        assert isinstance(tui.app.screen, TerminalTooSmall)
         await pilot.resize_terminal(60, 20)
         await pilot.pause()
         assert tui.main.is_active
@@ -64,11 +64,11 @@ def test_a_question_mark_asks_for_the_keys_where_nothing_is_typed(tmp_path: Path
 @pytest.mark.parametrize(
     ("keys", "screen", "says"),
     [
-        (("f3",), AskText, "Never mind"),
-        (("f8",), Confirm, "Yes"),
+        (("f3",), TextInputDialog, "Never mind"),
+        (("f8",), ConfirmDialog, "Yes"),
         (("ctrl+o",), ModelPicker, "Stop, or close"),
         (("ctrl+f",), SearchScreen, "Close"),
-        (("ctrl+b",), CompareSetup, "Compare these"),
+        (("ctrl+b",), CompareDialog, "Compare these"),
     ],
 )
 def test_f1_tells_the_keys_of_a_dialog_and_takes_itself_away(
@@ -112,8 +112,8 @@ def test_keys_that_close_the_help(tmp_path: Path, key: str) -> None:
 
 def test_f2_takes_the_next_theme(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        assert tui.app.theme == NAMES[0]
-        for name in (*NAMES[1:], NAMES[0]):
+        assert tui.app.theme == THEME_NAMES[0]
+        for name in (*THEME_NAMES[1:], THEME_NAMES[0]):
             await pilot.press("f2")
             assert tui.app.theme == name
 
@@ -127,7 +127,7 @@ def test_the_palette_does_what_it_names(tmp_path: Path) -> None:
         await pilot.press(*"Rename the")
         await tui.until(lambda: "Key: f3" in tui.screen_text())
         await pilot.press("enter")
-        await tui.until(lambda: isinstance(tui.app.screen, AskText))
+        await tui.until(lambda: isinstance(tui.app.screen, TextInputDialog))
 
     play(Tui(tmp_path), scene)
 
@@ -137,13 +137,13 @@ def test_a_long_text_can_be_read_to_its_end(tmp_path: Path, size: tuple[int, int
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "/show parameters")
         await pilot.press("enter")
-        await tui.until(lambda: isinstance(tui.app.screen, Sheet))
+        await tui.until(lambda: isinstance(tui.app.screen, ScrollableTextDialog))
         await pilot.pause()
         assert "/show parameters" in tui.screen_text()
-        assert parameters.NAMES[0] in tui.screen_text()
+        assert parameters.PARAMETER_NAMES[0] in tui.screen_text()
         await pilot.press("end")
         await pilot.pause(0.5)
-        assert parameters.NAMES[-1] in tui.screen_text()
+        assert parameters.PARAMETER_NAMES[-1] in tui.screen_text()
         await pilot.press("escape")
         await pilot.pause()
         assert tui.main.is_active
@@ -155,12 +155,12 @@ def test_a_long_text_can_be_read_to_its_end(tmp_path: Path, size: tuple[int, int
 
 def test_what_is_told_leaves_room_for_what_was_said(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        tui.app.tell("a line\n" * 5 + "the last")
+        tui.app.show_message("a line\n" * 5 + "the last")
         await pilot.pause()
         assert "the last" in tui.screen_text()
         assert tui.main.is_active
-        tui.app.tell("a line\n" * 8 + "the last")
+        tui.app.show_message("a line\n" * 8 + "the last")
         await pilot.pause()
-        assert isinstance(tui.app.screen, Sheet)
+        assert isinstance(tui.app.screen, ScrollableTextDialog)
 
     play(Tui(tmp_path), scene, (80, 24))

@@ -14,25 +14,25 @@ from tui_chats import Tui, play, press, told, turns
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import SamplingParams
 from localgen.chat.conversation import Turn
-from localgen.client import Text
+from localgen.client import TextDelta
 from localgen.tui.base_app import KeyHelp
-from localgen.tui.chat.compare import CompareSetup
+from localgen.tui.chat.compare import CompareDialog
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.session_list import SessionList
 from localgen.tui.chat.settings import SettingsPanel
-from localgen.tui.chat.text_dialog import AskText
+from localgen.tui.chat.text_dialog import TextInputDialog
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.turn_view import TurnView
-from localgen.tui.gauges.panel import Gauges
-from localgen.tui.widgets.dialog import Confirm
+from localgen.tui.gauges.panel import GaugePanel
+from localgen.tui.widgets.dialog import ConfirmDialog
 
 
 def test_ctrl_c_stops_then_leaves(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "q")
         await pilot.press("enter")
-        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens)
+        await tui.until(lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens)
         await press(tui, pilot, "ctrl+c")
         assert turns(tui) == [Turn("q", "half", True, "", "stopped")]
         assert "stopped" in tui.screen_text()
@@ -58,15 +58,15 @@ def test_ctrl_q_asks_only_while_answers_are_written(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "q")
         await pilot.press("enter")
-        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens)
+        await tui.until(lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens)
         await pilot.press("ctrl+q")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         assert "1 answer is still being written" in tui.screen_text()
         await pilot.press("n")
         await pilot.pause()
         assert tui.opened.is_answering
         await pilot.press("ctrl+q")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.press("y")
         await tui.until(lambda: not tui.app.is_running)
         assert tui.store.read(tui.opened.id).conversation.turns[0].answer == "half"
@@ -105,7 +105,7 @@ def test_sessions_by_keys(tmp_path: Path) -> None:
         assert tui.opened.name == "two (2)"
         assert [turn.prompt for turn in turns(tui)] == ["two"]
         await press(tui, pilot, "f3")
-        assert isinstance(tui.app.screen, AskText)
+        assert isinstance(tui.app.screen, TextInputDialog)
         tui.app.screen.query_one(Input).value = "[red]forked[/]"
         await press(tui, pilot, "enter")
         await tui.until(lambda: "[red]forked[/]" in tui.screen_text())
@@ -122,8 +122,8 @@ def test_delete_asks_and_f9_brings_back(tmp_path: Path) -> None:
         assert tui.opened.id == session
         await press(tui, pilot, "f8")
         await press(tui, pilot, "y")
-        await tui.until(lambda: tui.main.opened and tui.opened.id != session)
-        assert session not in [listed.id for listed in tui.desk.listed]
+        await tui.until(lambda: tui.main.current_session and tui.opened.id != session)
+        assert session not in [listed.id for listed in tui.manager.summaries]
         await press(tui, pilot, "f9")
         assert tui.opened.id == session
         assert turns(tui)[0].prompt == "one"
@@ -142,11 +142,11 @@ def test_the_list_has_keys_of_its_own(tmp_path: Path) -> None:
         await press(tui, pilot, "down", "enter")
         assert tui.opened.id == first
         await press(tui, pilot, "ctrl+l", "r")
-        assert isinstance(tui.app.screen, AskText)
+        assert isinstance(tui.app.screen, TextInputDialog)
         await press(tui, pilot, "escape")
         for key in ("d", "delete"):
             await press(tui, pilot, key)
-            assert isinstance(tui.app.screen, Confirm)
+            assert isinstance(tui.app.screen, ConfirmDialog)
             await press(tui, pilot, "n")
         await press(tui, pilot, "f")
         assert tui.opened.name == "one (2)"
@@ -167,7 +167,7 @@ def test_search_goes_to_the_turn(tmp_path: Path) -> None:
         screen = tui.app.screen
         assert isinstance(screen, SearchScreen)
         await pilot.press(*"NEEDLE 1")
-        await tui.until(lambda: len(screen._shown) == 2)  # the prompt's turn holds the answer too
+        await tui.until(lambda: len(screen._items) == 2)  # the prompt's turn holds the answer too
         await pilot.press("down", "up", "enter")
         await tui.until(lambda: tui.opened.id == wanted)
         await press(tui, pilot, "ctrl+f", "escape")
@@ -186,19 +186,19 @@ def test_settings_by_keys(tmp_path: Path) -> None:
         assert panel.display
         await pilot.press(*"0.5", "enter")
         await tui.settled(pilot)
-        assert tui.opened.session.options.params == SamplingParams(temperature=0.5)
+        assert tui.opened.chat.options.params == SamplingParams(temperature=0.5)
         await pilot.press("down", *"many", "enter")
         await tui.settled(pilot)
-        fault = panel.query_one("#fault", Static)
+        fault = panel.query_one("#error", Static)
         assert "top_k 'many': give a whole number" in str(fault.content)
         await pilot.press("ctrl+u", *"3", "up")
         await tui.settled(pilot)
-        assert tui.opened.session.options.params.top_k == 3
+        assert tui.opened.chat.options.params.top_k == 3
         assert str(fault.content) == ""
         panel.query_one("#system", TextArea).focus()
         await pilot.press(*"be brief", "tab")
         await tui.settled(pilot)
-        assert tui.opened.session.conversation.system == "be brief"
+        assert tui.opened.chat.conversation.system == "be brief"
         panel.query_one("#set-ctx Input").focus()
         await pilot.press(*"12x", "escape")
         await tui.settled(pilot)
@@ -211,7 +211,7 @@ def test_settings_by_keys(tmp_path: Path) -> None:
 
 def test_folding_by_keys(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        gauges, sessions = tui.main.query_one(Gauges), tui.main.query_one(SessionList)
+        gauges, sessions = tui.main.query_one(GaugePanel), tui.main.query_one(SessionList)
         assert gauges.display
         assert sessions.display
         await press(tui, pilot, "f6", "f7")
@@ -236,7 +236,10 @@ def test_thoughts_by_key(tmp_path: Path) -> None:
         await press(tui, pilot, "f5")
         assert thinking.collapsed
 
-    play(Tui(tmp_path, (Text("", 1, "deep "), Text("", 2, "thought"), "a", answer())), scene)
+    play(
+        Tui(tmp_path, (TextDelta("", 1, "deep "), TextDelta("", 2, "thought"), "a", answer())),
+        scene,
+    )
 
 
 def test_scrolling_by_keys(tmp_path: Path) -> None:
@@ -324,11 +327,11 @@ def test_commands(tmp_path: Path, line: str, expected: str) -> None:
     ("line", "screen"),
     [
         ("/help", KeyHelp),
-        ("/rename", AskText),
-        ("/delete", Confirm),
+        ("/rename", TextInputDialog),
+        ("/delete", ConfirmDialog),
         ("/search x", SearchScreen),
-        ("/export", AskText),
-        ("/compare", CompareSetup),
+        ("/export", TextInputDialog),
+        ("/compare", CompareDialog),
         ("/model", ModelPicker),
     ],
 )

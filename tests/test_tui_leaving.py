@@ -10,10 +10,10 @@ from textual.widgets import OptionList
 from tui_chats import Tui, play, press
 
 from localgen.backends.errors import DiskFull
-from localgen.chat.session_store import Sessions
-from localgen.tui.base_app import TooSmall
+from localgen.chat.session_store import SessionStore
+from localgen.tui.base_app import TerminalTooSmall
 from localgen.tui.chat.model_picker import ModelPicker
-from localgen.tui.widgets.dialog import Confirm
+from localgen.tui.widgets.dialog import ConfirmDialog
 
 
 def test_leaving_asks_about_what_is_not_saved(
@@ -24,25 +24,25 @@ def test_leaving_asks_about_what_is_not_saved(
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         with monkeypatch.context() as full:
-            for name in ("begin", "change", "end", "grow"):
-                full.setattr(Sessions, name, refuse)
+            for name in ("begin_turn", "update", "finish_turn", "update_turn"):
+                full.setattr(SessionStore, name, refuse)
             await tui.ask(pilot, "precious")
             unkept = tui.opened
             await press(tui, pilot, "ctrl+n")
             await tui.until(lambda: tui.opened is not unkept)
             await tui.app.tick()
             await pilot.pause()
-            row = next(row for row in tui.main._rows() if row.id == unkept.id)
-            assert row.state == "not saved"
+            row = next(row for row in tui.main._session_rows() if row.id == unkept.id)
+            assert row.activity == "not saved"
             await pilot.press("ctrl+q")
-            await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+            await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
             await pilot.pause()
             shown = " ".join(tui.screen_text().split())
             assert "precious is not saved" in shown
             assert "would be lost: the disk" in shown
             await pilot.press("n")
             await pilot.pause()
-        await tui.until(lambda: not unkept.unkept)  # there is room again
+        await tui.until(lambda: not unkept.save_error)  # there is room again
         await pilot.press("ctrl+q")
         await tui.until(lambda: not tui.app.is_running)
         assert [turn.answer for turn in tui.store.read(unkept.id).conversation.turns] == [
@@ -69,7 +69,7 @@ def test_leaving_while_the_picker_loads(tmp_path: Path) -> None:
         tui.gate_loads()
         await begin_to_load(tui, pilot)
         await pilot.press("ctrl+q")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
         assert "/model other is not done yet" in tui.screen_text()
         await pilot.press("y")
@@ -87,11 +87,11 @@ def test_escape_ends_a_load_in_the_picker(tmp_path: Path) -> None:
         await pilot.press("escape")
         await tui.until(lambda: "stopped" in tui.screen_text())
         await press(tui, pilot, "escape")
-        assert tui.opened.session.asked is None
+        assert tui.opened.chat.requested_model is None
         assert tui.load_gate is not None
         tui.load_gate.set()
         await tui.ask(pilot, "q")  # by a client that was not cut
-        assert tui.opened.session.conversation.turns[-1].answer == "re: q"
+        assert tui.opened.chat.conversation.turns[-1].answer == "re: q"
 
     play(Tui(tmp_path), scene)
 
@@ -103,9 +103,9 @@ def test_ctrl_c_ends_a_command_that_loads(tmp_path: Path) -> None:
         await pilot.press("enter")
         await tui.until(lambda: "/show info · loading 50%" in tui.screen_text())
         await pilot.press("ctrl+q")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.press("n", "ctrl+c")
-        await tui.until(lambda: not tui.opened.busy)
+        await tui.until(lambda: not tui.opened.running_command)
         await tui.until(lambda: "stopped" in tui.screen_text())
         assert tui.app.is_running
 
@@ -117,14 +117,14 @@ def test_a_load_that_ends_behind_something_closes_its_picker(tmp_path: Path) -> 
         gate = tui.gate_loads()
         picker = await begin_to_load(tui, pilot)
         await pilot.resize_terminal(50, 15)
-        await tui.until(lambda: isinstance(tui.app.screen, TooSmall))
+        await tui.until(lambda: isinstance(tui.app.screen, TerminalTooSmall))
         gate.set()
         await tui.until(lambda: not picker.is_busy)
         await pilot.pause()
-        assert isinstance(tui.app.screen, TooSmall)
+        assert isinstance(tui.app.screen, TerminalTooSmall)
         await pilot.resize_terminal(120, 40)
         await tui.until(lambda: tui.app.screen is tui.main)
-        assert tui.opened.session.asked == "other"
+        assert tui.opened.chat.requested_model == "other"
         await press(tui, pilot, "escape")
 
     play(Tui(tmp_path), scene)
@@ -133,7 +133,7 @@ def test_a_load_that_ends_behind_something_closes_its_picker(tmp_path: Path) -> 
 def test_what_stands_before_too_small_does_not_keep_it(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.resize_terminal(50, 15)
-        await tui.until(lambda: isinstance(tui.app.screen, TooSmall))
+        await tui.until(lambda: isinstance(tui.app.screen, TerminalTooSmall))
         small = tui.app.screen
         await pilot.press("ctrl+p")
         await tui.until(lambda: tui.app.screen is not small)

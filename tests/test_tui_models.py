@@ -13,13 +13,15 @@ from tui_chats import PacedClient, Tui, play, press, turns
 
 from localgen.backends.errors import LoadFailed
 from localgen.client import pullable_models
-from localgen.client.pullable_models import Offer
+from localgen.client.pullable_models import PullableModel
 from localgen.tui.chat.model_picker import ModelPicker
 
 
 def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        pullable_models, "offers", lambda: [Offer("big", "Big 70B", 40_000_000_000)]
+        pullable_models,
+        "pullable_models",
+        lambda: [PullableModel("big", "Big 70B", 40_000_000_000)],
     )
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -30,14 +32,14 @@ def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert "to be fetched" in tui.screen_text()
         await pilot.press(*"oth", "enter")
         await tui.until(lambda: tui.main.is_active)
-        assert tui.opened.session.asked == "other"
+        assert tui.opened.chat.requested_model == "other"
         await tui.ask(pilot, "q")
         assert tui.clients[0].record.asked[-1].model == "other"
         await tui.ask(pilot, "/model nonsense")
         await tui.until(lambda: "no model 'nonsense' here" in tui.screen_text())
         await press(tui, pilot, "escape")
         assert tui.main.is_active
-        assert tui.opened.session.asked == "other"
+        assert tui.opened.chat.requested_model == "other"
 
     play(Tui(tmp_path), scene)
 
@@ -56,9 +58,11 @@ def test_fetching_a_model_shows_how_far_it_is(
         on_bytes(4_000_000_000, 4_000_000_000)
         return name
 
-    monkeypatch.setattr(pullable_models, "offers", lambda: [Offer("third", "Third", 4_000_000_000)])
+    monkeypatch.setattr(
+        pullable_models, "pullable_models", lambda: [PullableModel("third", "Third", 4_000_000_000)]
+    )
     monkeypatch.setattr(pullable_models, "can_pull", lambda name: name == "third")
-    monkeypatch.setattr(pullable_models, "pull", pull)
+    monkeypatch.setattr(pullable_models, "pull_model", pull)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for client in tui.clients:
@@ -75,7 +79,7 @@ def test_fetching_a_model_shows_how_far_it_is(
         gate.set()
         await pilot.press("enter")
         await tui.until(lambda: tui.main.is_active)
-        assert tui.opened.session.asked == "third"
+        assert tui.opened.chat.requested_model == "third"
         assert pulled == ["third", "third"]
 
     play(Tui(tmp_path), scene)
@@ -83,7 +87,7 @@ def test_fetching_a_model_shows_how_far_it_is(
 
 @pytest.fixture(autouse=True)
 def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pullable_models, "offers", list)
+    monkeypatch.setattr(pullable_models, "pullable_models", list)
 
 
 def test_up_and_down_choose_while_a_name_is_typed(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_up_and_down_choose_while_a_name_is_typed(tmp_path: Path) -> None:
         assert found.highlighted == 0
         await pilot.press("down", "enter")
         await tui.until(lambda: tui.main.is_active)
-        assert tui.opened.session.asked == "other"
+        assert tui.opened.chat.requested_model == "other"
 
     play(Tui(tmp_path), scene)
 
@@ -141,7 +145,7 @@ def test_a_model_that_does_not_load_is_told_in_the_picker(
         assert "\x1b" not in tui.screen_text()
         await press(tui, pilot, "escape")
         assert tui.main.is_active
-        assert tui.opened.session.asked is None
+        assert tui.opened.chat.requested_model is None
 
     play(Tui(tmp_path), scene)
 

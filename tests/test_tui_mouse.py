@@ -14,20 +14,20 @@ from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input
 from tui_chats import PacedClient, Tui, play, press
 
-from localgen.client import Text, pullable_models
+from localgen.client import TextDelta, pullable_models
 from localgen.tui.base_app import KeyHelp
-from localgen.tui.chat.compare import CompareScreen, CompareSetup
+from localgen.tui.chat.compare import CompareDialog, CompareScreen
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.settings import SettingsPanel
-from localgen.tui.chat.text_dialog import AskText
-from localgen.tui.gauges.panel import Gauges
-from localgen.tui.widgets.dialog import Confirm, Dialog
+from localgen.tui.chat.text_dialog import TextInputDialog
+from localgen.tui.gauges.panel import GaugePanel
+from localgen.tui.widgets.dialog import ConfirmDialog, Dialog
 
 
 @pytest.fixture(autouse=True)
 def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pullable_models, "offers", list)
+    monkeypatch.setattr(pullable_models, "pullable_models", list)
 
 
 async def click(tui: Tui, pilot: Pilot[None], text: str) -> None:
@@ -52,7 +52,7 @@ def shows(tui: Tui, screen: type) -> Callable[[], bool]:
     [
         ("Model", ModelPicker),
         ("Search", SearchScreen),
-        ("Compare", CompareSetup),
+        ("Compare", CompareDialog),
         ("Keys", KeyHelp),
         ("palette", CommandPalette),
     ],
@@ -92,7 +92,7 @@ def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> 
         await tui.until(lambda: tui.opened.id == first)
         assert tui.prompt.has_focus
         await click(tui, pilot, "rename")
-        await tui.until(shows(tui, AskText))
+        await tui.until(shows(tui, TextInputDialog))
         tui.app.screen.query_one(Input).value = "eins"
         await press(tui, pilot, "enter")
         assert tui.opened.name == "eins"
@@ -100,7 +100,7 @@ def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> 
         await click(tui, pilot, "fork")
         await tui.until(lambda: tui.opened.name == "eins (2)")
         await click(tui, pilot, "delete")
-        await tui.until(shows(tui, Confirm))
+        await tui.until(shows(tui, ConfirmDialog))
         await click(tui, pilot, "Delete (y)")
         await tui.until(lambda: tui.opened.name != "eins (2)")
 
@@ -111,8 +111,8 @@ def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> 
     ("name", "done"),
     [
         ("Copy the last answer", lambda tui: tui.app.clipboard == "re: one"),
-        ("Save as a file", lambda tui: isinstance(tui.app.screen, AskText)),
-        ("Gauges: show or fold", lambda tui: not tui.main.query_one(Gauges).display),
+        ("Save as a file", lambda tui: isinstance(tui.app.screen, TextInputDialog)),
+        ("Gauges: show or fold", lambda tui: not tui.main.query_one(GaugePanel).display),
         ("Ask again", lambda tui: tui.asked == ["one", "one"]),
     ],
 )
@@ -146,13 +146,13 @@ def test_a_thought_is_unfolded(tmp_path: Path) -> None:
         assert not tui.main.query_one(Collapsible).collapsed
         assert "deep thought" in tui.screen_text()
 
-    play(Tui(tmp_path, (Text("", 1, "deep thought"), "a", answer())), scene)
+    play(Tui(tmp_path, (TextDelta("", 1, "deep thought"), "a", answer())), scene)
 
 
 def test_models_and_settings_are_compared(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await click(tui, pilot, "Compare")
-        await tui.until(shows(tui, CompareSetup))
+        await tui.until(shows(tui, CompareDialog))
         await pilot.click("#yes")
         await tui.until(shows(tui, CompareScreen))
         await click(tui, pilot, "Back")
@@ -167,7 +167,7 @@ def test_a_model_is_taken_from_the_list(tmp_path: Path) -> None:
         await tui.until(lambda: "4.9 GB" in tui.screen_text())
         await click(tui, pilot, "other")
         await tui.until(lambda: tui.main.is_active)
-        assert tui.opened.session.asked == "other"
+        assert tui.opened.chat.requested_model == "other"
 
     play(Tui(tmp_path), scene)
 
@@ -195,7 +195,7 @@ def test_what_comes_when_a_dialog_is_closed_is_let_go(
         return []
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        monkeypatch.setattr(tui.desk, "search", late)
+        monkeypatch.setattr(tui.manager, "search", late)
         monkeypatch.setattr(PacedClient, "models", late)
         for key in ("ctrl+f", "ctrl+o"):
             await press(tui, pilot, key)
@@ -217,9 +217,9 @@ def test_leaving_is_confirmed(tmp_path: Path, answer_: str, stays: bool) -> None
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "q")
         await pilot.press("enter")
-        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens)
+        await tui.until(lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens)
         await pilot.press("ctrl+q")
-        await tui.until(shows(tui, Confirm))
+        await tui.until(shows(tui, ConfirmDialog))
         await click(tui, pilot, answer_)
         await tui.until(lambda: tui.main.is_active if stays else not tui.app.is_running)
 

@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, TextArea
 from tui_chats import Tui, play, press
 
-from localgen.tui.chat.compare import CompareSetup
+from localgen.tui.chat.compare import CompareDialog
 from localgen.tui.chat.settings import SettingsPanel
 
 PASTED = "\x1b]0;owned\x07\x1b[2J\x9b31m red"
@@ -35,13 +35,13 @@ def test_in_the_system_prompt(tmp_path: Path) -> None:
         await pilot.pause()
         await paste(tui, pilot)
         await press(tui, pilot, "escape")
-        assert tui.opened.session.conversation.system == PASTED
+        assert tui.opened.chat.conversation.system == PASTED
         await press(tui, pilot, "ctrl+t")
         assert IN_AN_AREA in tui.screen_text()
         assert "\x1b" not in tui.screen_text()
         field.focus()
         await press(tui, pilot, "escape")  # to have looked at it changes nothing
-        assert tui.opened.session.conversation.system == PASTED
+        assert tui.opened.chat.conversation.system == PASTED
 
     play(Tui(tmp_path), scene)
 
@@ -49,7 +49,7 @@ def test_in_the_system_prompt(tmp_path: Path) -> None:
 def test_in_a_comparison(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("ctrl+b")
-        await tui.until(lambda: isinstance(tui.app.screen, CompareSetup))
+        await tui.until(lambda: isinstance(tui.app.screen, CompareDialog))
         await pilot.pause()
         await paste(tui, pilot)
 

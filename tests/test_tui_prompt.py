@@ -14,7 +14,7 @@ from tui_chats import Tui, play, press, told
 
 from localgen.backends.errors import InvalidRequest
 from localgen.tui.chat import app as chat_app
-from localgen.tui.chat.prompt import FOLDED_CHARS, Suggestions
+from localgen.tui.chat.prompt import FOLD_PASTE_CHARS, CommandSuggestions
 from localgen.tui.chat.turn_view import TurnView
 
 
@@ -80,17 +80,17 @@ def test_history_outlives_the_program(tmp_path: Path) -> None:
 
 def test_tab_completes_commands(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        suggestions = tui.main.query_one(Suggestions)
+        suggestions = tui.main.query_one(CommandSuggestions)
         assert not suggestions.display
         await pilot.press(*"/ren")
         await pilot.pause()
         assert suggestions.display
         await pilot.press("tab")
         assert tui.prompt.text == "/rename "
-        tui.prompt.put("/set parameter temp")
+        tui.prompt.set_text("/set parameter temp")
         await pilot.press("tab")
         assert tui.prompt.text == "/set parameter temperature "
-        tui.prompt.put("no command /x")
+        tui.prompt.set_text("no command /x")
         await pilot.pause()
         assert not suggestions.display
 
@@ -112,8 +112,8 @@ def test_a_large_paste_is_folded_and_sent_whole(tmp_path: Path, text: str) -> No
         assert tui.asked == [f"see {text}!"]
         assert "characters more" in tui.screen_text()
         await pilot.press("up")
-        assert len(tui.prompt.text) < FOLDED_CHARS
-        assert tui.prompt.whole == f"see {text}!"
+        assert len(tui.prompt.text) < FOLD_PASTE_CHARS
+        assert tui.prompt.full_text == f"see {text}!"
 
     play(Tui(tmp_path, ("ok", answer())), scene)
 
@@ -136,9 +136,9 @@ def test_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press(*"begun")
         monkeypatch.setenv("EDITOR", os.fspath(script))
-        from localgen.tui.chat.editor import edited
+        from localgen.tui.chat.editor import edit_in_editor
 
-        assert edited("begun") == "begun and more"
+        assert edit_in_editor("begun") == "begun and more"
         await pilot.press("ctrl+g")  # a test has no terminal to lend
         assert "cannot be lent" in told(tui)
         assert tui.prompt.text == "begun"
@@ -149,14 +149,14 @@ def test_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_editor_gives_the_prompt_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         monkeypatch.setattr(tui.app, "suspend", nullcontext)
-        monkeypatch.setattr(chat_app, "edited", lambda text: f"{text} and more")
+        monkeypatch.setattr(chat_app, "edit_in_editor", lambda text: f"{text} and more")
         await pilot.press(*"begun", "ctrl+g")
         assert tui.prompt.text == "begun and more"
 
         def none(text: str) -> str:
             raise InvalidRequest("cannot start nano")
 
-        monkeypatch.setattr(chat_app, "edited", none)
+        monkeypatch.setattr(chat_app, "edit_in_editor", none)
         await pilot.press("ctrl+g")
         assert "cannot start nano" in told(tui)
         assert tui.prompt.text == "begun and more"

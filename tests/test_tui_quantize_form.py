@@ -12,8 +12,8 @@ from textual.widgets import Button, Input
 from tui_quantize import BEGUN, LOOK, NEVER, UNFINISHED, Quantizing, play, reckoned, told
 
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
-from localgen.quant.request.form import Choice
-from localgen.tui.quantize.choices import Choices, NamePicker
+from localgen.quant.request.form import QuantizeForm
+from localgen.tui.quantize.choices import NamePicker, RadioChoices
 
 pytestmark = pytest.mark.usefixtures("two_originals")
 
@@ -25,22 +25,22 @@ def test_the_keys_of_the_form(tmp_path: Path) -> None:
         assert tui.app.focused is tui.screen.query_one("#control-method")
         await pilot.press("right")
         await reckoned(tui, pilot, 2)
-        assert tui.screen._form.choice.method == "gptq"
+        assert tui.screen._form_panel.form.method == "gptq"
         await pilot.press("left", "left", "left", "left")
-        assert tui.screen._form.choice.method == "rtn"
+        assert tui.screen._form_panel.form.method == "rtn"
         assert not tui.screen.query_one("#field-text .control").display
         await pilot.press("down", "right")
-        assert tui.screen._form.choice.bits == 3
+        assert tui.screen._form_panel.form.bits == 3
         await pilot.press("down", "space", "space", "space", "space")
-        assert tui.screen._form.choice.group_size == -1
+        assert tui.screen._form_panel.form.group_size == -1
         await pilot.press("down", "right")
-        assert not tui.screen._form.choice.is_measured
+        assert not tui.screen._form_panel.form.is_measured
         await pilot.press("down", *"mine", "enter")
         await reckoned(tui, pilot, 6)
         asked = tui.asked_looks[-1]
         assert asked.recipe is not None
         assert (asked.recipe.method, asked.recipe.bits, asked.recipe.group_size) == ("rtn", 3, None)
-        assert (asked.out, asked.held_out) == (Path("mine"), None)
+        assert (asked.output, asked.eval_set) == (Path("mine"), None)
 
     play(Quantizing(tmp_path), scene)
 
@@ -64,14 +64,14 @@ def test_the_model_from_a_list_and_typed(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
         await pilot.press("escape")
         await pilot.pause()
-        assert tui.screen._form.choice.model == "/m/qwen"
+        assert tui.screen._form_panel.form.model == "/m/qwen"
 
     play(Quantizing(tmp_path), scene)
 
 
 def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        tui.screen._form.take(method="GGUF")
+        tui.screen._form_panel.set_values(method="GGUF")
         await pilot.pause()
         assert not tui.screen.query_one("#field-bits .control").display
         await pilot.press("down", "down", "enter")
@@ -82,26 +82,26 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
         asked = tui.asked_looks[-1]
         assert (asked.gguf, asked.mode) == ("IQ2_M", "observe")
         assert asked.recipe is not None
-        refused = tui.screen.query_one("#control-weighed", Choices)
-        assert "IQ2_M is garbage without" in refused.tooltip_of_refused
-        assert tui.screen._form.choice.calibrated_for == "importance"
+        refused = tui.screen.query_one("#control-weighed", RadioChoices)
+        assert "IQ2_M is garbage without" in refused.disabled_reason_text
+        assert tui.screen._form_panel.form.effective_calibration == "importance"
         await pilot.press("down", "right")
-        assert tui.screen._form.choice.asked().mode == "fold"
+        assert tui.screen._form_panel.form.to_request().mode == "fold"
         await pilot.press("left", "left", "left")
-        assert tui.screen._form.choice.weighed == "importance"
+        assert tui.screen._form_panel.form.weighed == "importance"
 
     play(Quantizing(tmp_path), scene)
 
 
 def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        tui.screen._form.take(bits=3)
+        tui.screen._form_panel.set_values(bits=3)
         await tui.until(lambda: len(tui.works) == 2)
         assert "reckoning" in tui.screen_text()
         await pilot.press("ctrl+r")
         await pilot.pause()
         assert "still being reckoned" in told(tui)
-        tui.screen._form.take(bits=8)
+        tui.screen._form_panel.set_values(bits=8)
         await reckoned(tui, pilot, 3)
         assert tui.works[1].is_ended.is_set()
         assert "9.41 of 23.0 MB" in tui.screen_text()
@@ -119,7 +119,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, error: Exception) -> None:
         await pilot.press("ctrl+r")
         await pilot.pause()
         assert str(error) in told(tui)
-        tui.screen._form.take(bits=3)
+        tui.screen._form_panel.set_values(bits=3)
         await reckoned(tui, pilot, 2)
         assert not tui.screen.query_one("#run", Button).disabled
         assert told(tui) == ""
@@ -131,7 +131,7 @@ def test_a_recipe_that_no_format_holds(tmp_path: Path) -> None:
     """It is refused before any process begins."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        tui.screen._form.take(group_size=100)
+        tui.screen._form_panel.set_values(group_size=100)
         await tui.until(lambda: "multiple of 8" in tui.screen_text())
         assert len(tui.asked_looks) == 1
 
@@ -143,11 +143,11 @@ def test_what_lies_unfinished_is_offered(tmp_path: Path) -> None:
     out = tmp_path / "elsewhere" / "mine"
     (out.parent / "mine.partial").mkdir(parents=True)
     (out.parent / "mine.partial" / "plan.json").write_text("{}")
-    kept = Choice(model="./other", method="gptq", bits=3, out=str(out))
+    kept = QuantizeForm(model="./other", method="gptq", bits=3, out=str(out))
     (tmp_path / "quantize.json").write_text(json.dumps(asdict(kept)))
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        assert tui.screen._form.choice == kept
+        assert tui.screen._form_panel.form == kept
         assert "an unfinished run lies there, 2 of 6 layers" in tui.screen_text()
 
     play(Quantizing(tmp_path, (UNFINISHED,)), scene)
@@ -160,7 +160,7 @@ def test_what_was_begun_here_is_found_again(tmp_path: Path) -> None:
     first = Quantizing(tmp_path, runs=((*BEGUN, OutOfMemory("it was killed")),))
 
     async def fails(tui: Quantizing, pilot: Pilot[None]) -> None:
-        tui.screen._form.take(is_measured=False)
+        tui.screen._form_panel.set_values(is_measured=False)
         await reckoned(tui, pilot, 2)
         await tui.begin(pilot)
         await tui.ended(pilot)
@@ -168,7 +168,7 @@ def test_what_was_begun_here_is_found_again(tmp_path: Path) -> None:
     play(first, fails)
 
     async def again(tui: Quantizing, pilot: Pilot[None]) -> None:
-        assert tui.screen._form.choice == Choice(is_measured=False)
+        assert tui.screen._form_panel.form == QuantizeForm(is_measured=False)
 
     play(Quantizing(tmp_path), again)
 
@@ -178,6 +178,6 @@ def test_a_damaged_memory_is_no_harm(tmp_path: Path, text: str) -> None:
     (tmp_path / "quantize.json").write_text(text)
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        assert tui.screen._form.choice == Choice()
+        assert tui.screen._form_panel.form == QuantizeForm()
 
     play(Quantizing(tmp_path), scene)

@@ -56,7 +56,7 @@ def refused(tui: Quantizing, message: str) -> None:
         try:
             async with tui.running() as pilot:
                 await pilot.press("f10")
-                told = tui.main.query_one("#told", Static)
+                told = tui.main.query_one("#message", Static)
                 await tui.until(lambda: message in str(told.content))
                 assert tui.main.is_shown
         finally:

@@ -25,19 +25,19 @@ from tui_quantize import (
 )
 
 from localgen.backends.errors import OutOfMemory
-from localgen.quant.events import At, Made, Verdict
-from localgen.quant.report import Row
-from localgen.quant.request.form import Choice
-from localgen.tui.chat.main_screen import WorkLine
+from localgen.quant.events import EvalEvent, FinishedEvent, ProgressEvent
+from localgen.quant.report import EvalRow
+from localgen.quant.request.form import QuantizeForm
+from localgen.tui.chat.main_screen import QuantizeStatusLine
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.quantize.screen import QuantizeScreen
-from localgen.tui.widgets.dialog import Confirm
+from localgen.tui.widgets.dialog import ConfirmDialog
 
 pytestmark = pytest.mark.usefixtures("two_originals")
 
 
 def picker_told(tui: Quantizing) -> str:
-    return str(tui.app.screen.query_one("#told", Static).content)
+    return str(tui.app.screen.query_one("#message", Static).content)
 
 
 def test_by_mouse(tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ def test_by_mouse(tmp_path: Path) -> None:
         # ● rtn  ○ awq  ○ gptq
         await pilot.click("#control-method", offset=(15, 0))
         await pilot.pause()
-        assert tui.screen._form.choice.method == "gptq"
+        assert tui.screen._form_panel.form.method == "gptq"
         await reckoned(tui, pilot, 2)
         await pilot.click("#run")
-        await tui.until(lambda: tui.workshop.is_running)
+        await tui.until(lambda: tui.runner.is_running)
         await wait_for_layers(tui, 2)
         await tui.beat(pilot)
         await pilot.click("#stop")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
         await pilot.click("#yes")
         await tui.ended(pilot)
@@ -69,17 +69,17 @@ def test_a_run_to_its_verdict(tmp_path: Path) -> None:
         assert "layer 3 of 6" in shown
         assert "40s left" in shown
         assert "498 MB, about 534 MB at most" in shown
-        assert tui.screen._form.disabled
+        assert tui.screen._form_panel.disabled
         more.set()
         await tui.ended(pilot)
         shown = tui.screen_text()
         assert "3.201" in shown
         assert "+2.49 %" in shown
-        assert not tui.screen._form.disabled
+        assert not tui.screen._form_panel.disabled
         await pilot.press("ctrl+r")
         await pilot.pause()
         assert len(tui.asked_runs) == 1
-        tui.screen._form.take(bits=3)
+        tui.screen._form_panel.set_values(bits=3)
         await reckoned(tui, pilot, 2)
         assert "3.201" not in tui.screen_text()
 
@@ -92,14 +92,14 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
         await pilot.press("ctrl+c")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
         assert "can be gone on with" in tui.screen_text()
         await pilot.press("n")
         await pilot.pause()
-        assert tui.workshop.is_running
+        assert tui.runner.is_running
         await pilot.press("ctrl+c")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.press("y")
         await tui.ended(pilot)
         await reckoned(tui, pilot, 2)
@@ -119,18 +119,21 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
 
 def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        tui.screen._form.take(method="GGUF")
+        tui.screen._form_panel.set_values(method="GGUF")
         await reckoned(tui, pilot, 2)
         await tui.begin(pilot)
         await pilot.press("ctrl+c")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
         assert "begun anew the next time" in " ".join(tui.screen_text().replace("│", "").split())
         await pilot.press("y")
         await tui.ended(pilot)
         await tui.until(lambda: "Nothing of it is kept" in tui.screen_text())
 
-    play(Quantizing(tmp_path, runs=((NEEDS, At("rounding", 3, 9, "tensors"), NEVER),)), scene)
+    play(
+        Quantizing(tmp_path, runs=((NEEDS, ProgressEvent("rounding", 3, 9, "tensors"), NEVER),)),
+        scene,
+    )
 
 
 def test_it_goes_on_behind_the_chats(tmp_path: Path) -> None:
@@ -141,10 +144,10 @@ def test_it_goes_on_behind_the_chats(tmp_path: Path) -> None:
         await pilot.pause()
         await tui.beat(pilot)
         assert tui.main.is_shown
-        line = tui.main.query_one(WorkLine)
+        line = tui.main.query_one(QuantizeStatusLine)
         assert line.display
         assert str(line.content) == "quantizing tiny-awq-4bit: layer 3 of 6, 40s left · F10"
-        await pilot.click(WorkLine)
+        await pilot.click(QuantizeStatusLine)
         await tui.until(lambda: isinstance(tui.app.screen, QuantizeScreen))
         await tui.beat(pilot)
         assert "layer 3 of 6" in tui.screen_text()
@@ -184,7 +187,7 @@ def test_leaving_asks(tmp_path: Path, answer: str) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
         await pilot.press("ctrl+q")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
         assert "tiny-awq-4bit is being made (layer 3 of 6)" in tui.screen_text()
         await pilot.press(answer)
@@ -193,7 +196,7 @@ def test_leaving_asks(tmp_path: Path, answer: str) -> None:
             await tui.until(work.is_stopped.is_set)
         else:
             await pilot.pause()
-            assert tui.workshop.is_running
+            assert tui.runner.is_running
 
     play(Quantizing(tmp_path, runs=(RUNNING,)), scene)
 
@@ -201,13 +204,13 @@ def test_leaving_asks(tmp_path: Path, answer: str) -> None:
 @pytest.mark.parametrize("error", [OutOfMemory("it was killed"), RuntimeError("odd")])
 def test_a_run_that_fails_can_be_run_again(tmp_path: Path, error: Exception) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        tui.screen._form.take(bits=3, out="mine")
+        tui.screen._form_panel.set_values(bits=3, out="mine")
         await reckoned(tui, pilot, 2)
         await tui.begin(pilot)
         await tui.ended(pilot)
         await reckoned(tui, pilot, 3)
         assert str(error) in tui.screen_text()
-        assert tui.screen._form.choice == Choice(bits=3, out="mine")
+        assert tui.screen._form_panel.form == QuantizeForm(bits=3, out="mine")
         await tui.begin(pilot)
         await tui.ended(pilot)
         assert "Verdict" in tui.screen_text()
@@ -223,7 +226,7 @@ def test_a_result_that_could_not_be_measured(tmp_path: Path) -> None:
         assert "not measured: the memory is full" in shown
         assert "Chat with it" in shown
 
-    script = (NEEDS, Made("tiny-awq-4bit"), OutOfMemory("the memory is full"))
+    script = (NEEDS, FinishedEvent("tiny-awq-4bit"), OutOfMemory("the memory is full"))
     play(Quantizing(tmp_path, runs=(script,)), scene)
 
 
@@ -237,9 +240,9 @@ def test_names_are_inert(tmp_path: Path) -> None:
         assert "\x1b" not in shown
         assert "[red]x" in shown
 
-    rows = (Row("tiny", "t", 2, 16.0), Row("[red]x\x1b]2;y\x07", "r", 1, 4.0))
-    made = Made("[red]x\x1b]2;y\x07")
-    play(Quantizing(tmp_path, runs=((NEEDS, made, Verdict(rows)),)), scene)
+    rows = (EvalRow("tiny", "t", 2, 16.0), EvalRow("[red]x\x1b]2;y\x07", "r", 1, 4.0))
+    made = FinishedEvent("[red]x\x1b]2;y\x07")
+    play(Quantizing(tmp_path, runs=((NEEDS, made, EvalEvent(rows)),)), scene)
 
 
 def test_the_time_left_is_smoothed(tmp_path: Path) -> None:
@@ -248,15 +251,15 @@ def test_the_time_left_is_smoothed(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 4)
-        run = tui.workshop.run
+        run = tui.runner.current_run
         assert run is not None
-        assert run.left_s is not None
-        assert 4 * 10 < run.left_s < 4 * 30
+        assert run.remaining_s is not None
+        assert 4 * 10 < run.remaining_s < 4 * 30
         tui.clock.now_s += 10.0
-        before = run.left_s
+        before = run.remaining_s
         tui.clock.now_s += 1000.0
-        assert 0 < run.left_s <= before
+        assert 0 < run.remaining_s <= before
 
-    layers = [At("quantizing", done, 8, "layers") for done in range(5)]
+    layers = [ProgressEvent("quantizing", done, 8, "layers") for done in range(5)]
     steps = (layers[0], 10.0, layers[1], 10.0, layers[2], 10.0, layers[3], 30.0, layers[4], NEVER)
     play(Quantizing(tmp_path, runs=((NEEDS, *steps),)), scene)

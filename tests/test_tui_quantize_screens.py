@@ -12,7 +12,7 @@ from textual.widgets import Input, TextArea
 from tui_quantize import BEGUN, DONE, LOOK, UNFINISHED, Quantizing, wait_for_layers
 
 from localgen.backends.errors import DiskFull, InvalidRequest
-from localgen.quant.originals import Original
+from localgen.quant.originals import OriginalModel
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 Scene = Callable[[Quantizing, Pilot[None]], Awaitable[None]]
@@ -22,13 +22,13 @@ Scene = Callable[[Quantizing, Pilot[None]], Awaitable[None]]
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("localgen.tui.quantize.runner.require_packages", lambda: None)
-    monkeypatch.setattr("localgen.tui.quantize.screen.PAUSE_S", 0.0)
+    monkeypatch.setattr("localgen.tui.quantize.screen.DEBOUNCE_S", 0.0)
     here = [
-        Original("tiny", 22_976_512, "built-in"),
-        Original("meta-llama/Llama-3.2-1B-Instruct", 2_471_645_608, "cache"),
-        Original("./my-finetune", 3_087_467_144, "here"),
+        OriginalModel("tiny", 22_976_512, "built-in"),
+        OriginalModel("meta-llama/Llama-3.2-1B-Instruct", 2_471_645_608, "cache"),
+        OriginalModel("./my-finetune", 3_087_467_144, "here"),
     ]
-    monkeypatch.setattr("localgen.tui.quantize.screen.originals", lambda: here)
+    monkeypatch.setattr("localgen.tui.quantize.screen.scan_originals", lambda: here)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def check(
         made.append(tui)
 
         async def before(pilot: Pilot[None]) -> None:
-            await tui.until(lambda: tui.main.opened)
+            await tui.until(lambda: tui.main.current_session)
             await tui.open(pilot)
             await scene(tui, pilot)
             for field in [*tui.app.screen.query(Input), *tui.app.screen.query(TextArea)]:
@@ -70,7 +70,7 @@ async def at_layer_3(tui: Quantizing, pilot: Pilot[None]) -> None:
 async def to_its_end(tui: Quantizing, pilot: Pilot[None]) -> None:
     await tui.begin(pilot)
     await tui.ended(pilot)
-    await tui.until(lambda: tui.is_reckoned or not tui.screen._estimate.display)
+    await tui.until(lambda: tui.is_reckoned or not tui.screen._estimate_panel.display)
     await tui.beat(pilot)
 
 
@@ -107,7 +107,7 @@ def test_refused(check: Callable[..., None], size: tuple[int, int]) -> None:
 @SIZES
 def test_gguf(check: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
-        tui.screen._form.take(method="GGUF", gguf="IQ2_M")
+        tui.screen._form_panel.set_values(method="GGUF", gguf="IQ2_M")
         await pilot.pause()
         await tui.until(lambda: tui.is_reckoned)
         await pilot.press("down", "down")

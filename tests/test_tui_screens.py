@@ -15,12 +15,12 @@ from tui_chats import PacedClient, Tui
 
 from localgen.backends.errors import LoadFailed, ServerUnavailable
 from localgen.backends.model_info import ModelInfo
-from localgen.client import Text, pullable_models
-from localgen.client.pullable_models import Offer
-from localgen.tui.chat.compare import Column, CompareScreen
-from localgen.tui.chat.model_picker import Cancelled
-from localgen.tui.feed import Seen
-from localgen.tui.widgets.dialog import Confirm, Sheet
+from localgen.client import TextDelta, pullable_models
+from localgen.client.pullable_models import PullableModel
+from localgen.tui.chat.compare import CompareColumn, CompareScreen
+from localgen.tui.chat.model_picker import PullCancelled
+from localgen.tui.feed import SampleReceived
+from localgen.tui.widgets.dialog import ConfirmDialog, ScrollableTextDialog
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 ANSWER = """Sorting keeps *equal* elements in their order:
@@ -38,14 +38,14 @@ def by_length(words: list[str]) -> list[str]:
 | merge | yes |
 | heap | no |
 """
-THOUGHT = Text("", 1, "They ask about stability. Say which sorts are stable, with an example.")
+THOUGHT = TextDelta("", 1, "They ask about stability. Say which sorts are stable, with an example.")
 
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    offers = [Offer("llama-8b", "Llama 3.1 8B Instruct", 4_900_000_000)]
-    monkeypatch.setattr(pullable_models, "offers", lambda: offers)
+    offers = [PullableModel("llama-8b", "Llama 3.1 8B Instruct", 4_900_000_000)]
+    monkeypatch.setattr(pullable_models, "pullable_models", lambda: offers)
 
 
 async def talk(tui: Tui, pilot: Pilot[None]) -> None:
@@ -79,7 +79,9 @@ def test_writing_in_two_sessions(snap_tui: Callable[..., None], size: tuple[int,
                 await tui.open_new(pilot)
             await tui.type(pilot, text)
             await pilot.press("enter")
-            await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens == 2)
+            await tui.until(
+                lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens == 2
+            )
         await tui.app.tick()
         await pilot.pause()
 
@@ -152,7 +154,9 @@ def test_comparison(snap_tui: Callable[..., None], size: tuple[int, int]) -> Non
         await tui.until(lambda: isinstance(tui.app.screen, CompareScreen))
         await pilot.pause()
         await pilot.press(*"same?", "enter")
-        await tui.until(lambda: all(each.opened.last for each in tui.app.screen.query(Column)))
+        await tui.until(
+            lambda: all(each.active.last_stream for each in tui.app.screen.query(CompareColumn))
+        )
         await tui.settled(pilot)
 
     snap_tui(scene, size, (ANSWER, answer()), (ANSWER, answer()))
@@ -182,7 +186,7 @@ def test_a_long_text(snap_tui: Callable[..., None], size: tuple[int, int]) -> No
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "/show parameters")
         await pilot.press("enter")
-        await tui.until(lambda: isinstance(tui.app.screen, Sheet))
+        await tui.until(lambda: isinstance(tui.app.screen, ScrollableTextDialog))
 
     snap_tui(scene, size)
 
@@ -192,7 +196,7 @@ def test_confirm(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         await pilot.press("f8")
-        await tui.until(lambda: isinstance(tui.app.screen, Confirm))
+        await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
 
     snap_tui(scene, size, *SCRIPTS)
 
@@ -222,13 +226,13 @@ def test_fetching_a_model(
     ended = threading.Event()
 
     def pull(name: str, on_bytes: Callable[[int, int], None]) -> str:
-        with suppress(Cancelled):
+        with suppress(PullCancelled):
             while not ended.wait(0.01):
                 on_bytes(1_200_000_000, 4_900_000_000)
         return name
 
     monkeypatch.setattr(pullable_models, "can_pull", lambda name: True)
-    monkeypatch.setattr(pullable_models, "pull", pull)
+    monkeypatch.setattr(pullable_models, "pull_model", pull)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pick(tui, pilot, "llama-8b", "1.2 GB of 4.9 GB")
@@ -279,7 +283,7 @@ def test_gauges(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
         if size[0] < 100:
             await pilot.press("f6")
             await pilot.pause()
-        tui.app.post_message(Seen(top_script.reading()))
+        tui.app.post_message(SampleReceived(top_script.reading()))
         await pilot.pause()
 
     snap_tui(scene, size, ("Blue.", answer()))
@@ -288,7 +292,7 @@ def test_gauges(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
 def test_the_largest(snap_tui: Callable[..., None]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
-        tui.app.post_message(Seen(top_script.reading()))
+        tui.app.post_message(SampleReceived(top_script.reading()))
         await pilot.pause()
 
     snap_tui(scene, (250, 80), *SCRIPTS)

@@ -14,13 +14,13 @@ from tui_chats import Tui, play
 
 import localgen
 from localgen.backends.errors import ServerUnavailable
-from localgen.tui.feed import Lost, Seen
+from localgen.tui.feed import SampleReceived, ServerLost
 from localgen.tui.widgets.notice import Notice
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 ENDS = pytest.mark.parametrize("size", [(60, 20), (250, 80)], ids=str)
 GONE = "the server went away in mid-answer: see /home/me/.local/state/localgen/server.log"
-LOST = Lost("no server answers on /run/user/1000/localgen/server.sock", 2.0, 3)
+LOST = ServerLost("no server answers on /run/user/1000/localgen/server.sock", 2.0, 3)
 SCRIPT = ("Once upon a time there was", ServerUnavailable(GONE))
 
 
@@ -32,8 +32,10 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def seen(tui: Tui, pilot: Pilot[None], version: str) -> None:
     """A server of that version."""
-    last = top_script.snapshot(top_script.model(totals=top_script.totals(60.5)), version=version)
-    tui.app.post_message(Seen(top_script.reading(last=last)))
+    last = top_script.snapshot(
+        top_script.model(counters=top_script.counters(60.5)), version=version
+    )
+    tui.app.post_message(SampleReceived(top_script.reading(last=last)))
     await pilot.pause()
 
 
@@ -104,7 +106,7 @@ def test_what_is_told_does_not_cover_the_prompt(tmp_path: Path, size: tuple[int,
 
     async def run() -> None:
         async with tui.app.run_test(size=size, notifications=True) as pilot:
-            await tui.until(lambda: tui.main.opened)
+            await tui.until(lambda: tui.main.current_session)
             await pilot.pause()
             before = tui.screen_text().split("\n")
             tui.app.notify("starting the server")

@@ -11,29 +11,29 @@ from scripted_client import answer
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 from top_script import reading, snapshot
-from tui_chats import NoWatch, Tui, play, press
+from tui_chats import NoServerMonitor, Tui, play, press
 
-from localgen.client.snapshot import Snapshot
+from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.settings import SettingsPanel
-from localgen.tui.feed import Lost, Seen
-from localgen.tui.gauges.panel import Gauges
+from localgen.tui.feed import SampleReceived, ServerLost
+from localgen.tui.gauges.panel import GaugePanel
 from localgen.tui.widgets.notice import Notice
 
 
 def test_another_server_settles_its_context(tmp_path: Path) -> None:
     async def local(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "here")
-        tui.opened.set("ctx", "512")
+        tui.opened.apply_setting("ctx", "512")
 
     async def remote(tui: Tui, pilot: Pilot[None]) -> None:
-        (here,) = (listed.id for listed in tui.desk.listed if listed.turns)
-        await tui.app.acts.open(here)
-        assert tui.store.read(here).server == ""  # it was only looked at
+        (here,) = (listed.id for listed in tui.manager.summaries if listed.num_turns)
+        await tui.app.session_actions.open(here)
+        assert tui.store.read(here).server_url == ""  # it was only looked at
         await tui.ask(pilot, "there")
         assert tui.clients[-1].record.asked[-1].ctx is None
         assert tui.clients[-1].record.asked[-1].model == "other"
-        assert tui.store.read(here).server == "http://far/v1"
+        assert tui.store.read(here).server_url == "http://far/v1"
         await press(tui, pilot, "ctrl+t")
         panel = tui.main.query_one(SettingsPanel)
         assert not panel.query_one("#set-ctx").display
@@ -50,7 +50,7 @@ def test_a_model_of_another_server_may_be_called_tiny(tmp_path: Path) -> None:
         await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count)
         await pilot.press(*"tiny", "enter")
         await tui.until(lambda: tui.app.screen is tui.main)
-        assert tui.opened.session.asked == "tiny"
+        assert tui.opened.chat.requested_model == "tiny"
 
     async def unnamed(tui: Tui, pilot: Pilot[None]) -> None:
         assert "tiny" not in tui.screen_text()
@@ -64,16 +64,21 @@ def test_a_model_of_another_server_may_be_called_tiny(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "url", "status", "said"),
     [
-        (Lost("it was killed", 2.0, 1), "", "LOST", "it was killed. Trying again in 2 s"),
-        (Lost("the server has left", 2.0, 1, has_left=True), "", "WAITING", ""),
-        (Lost("no /metrics", 2.0, 1, is_silent=True), "http://far/v1", "NO FIGURES", "no /metrics"),
+        (ServerLost("it was killed", 2.0, 1), "", "LOST", "it was killed. Trying again in 2 s"),
+        (ServerLost("the server has left", 2.0, 1, has_shut_down=True), "", "WAITING", ""),
+        (
+            ServerLost("no /metrics", 2.0, 1, has_no_stats=True),
+            "http://far/v1",
+            "NO FIGURES",
+            "no /metrics",
+        ),
     ],
 )
 def test_how_it_stands_with_the_server(
-    tmp_path: Path, lost: Lost, url: str, status: str, said: str
+    tmp_path: Path, lost: ServerLost, url: str, status: str, said: str
 ) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        tui.app.post_message(Seen(reading()))
+        tui.app.post_message(SampleReceived(reading()))
         await tui.until(lambda: "● LIVE" in tui.screen_text())
         assert not tui.main.query_one(Notice).display
         tui.app.post_message(lost)
@@ -82,12 +87,12 @@ def test_how_it_stands_with_the_server(
         notice = tui.main.query_one(Notice)
         assert notice.display is bool(said)
         assert said in tui.screen_text()
-        assert tui.main.query_one(Gauges).styles.opacity < 1
-        tui.app.post_message(Seen(reading()))
+        assert tui.main.query_one(GaugePanel).styles.opacity < 1
+        tui.app.post_message(SampleReceived(reading()))
         await tui.until(lambda: "● LIVE" in tui.screen_text())
         await pilot.pause()
         assert not notice.display
-        assert tui.main.query_one(Gauges).styles.opacity == 1
+        assert tui.main.query_one(GaugePanel).styles.opacity == 1
 
     play(Tui(tmp_path, url=url), scene)
 
@@ -97,12 +102,12 @@ def test_a_server_elsewhere_that_was_never_seen(tmp_path: Path) -> None:
         await tui.until(lambda: "no server. Trying again in 5 s, F12: now" in tui.screen_text())
         seen = threading.Event()
 
-        def see(_: NoWatch) -> Iterator[Snapshot]:
+        def see(_: NoServerMonitor) -> Iterator[ServerSnapshot]:
             seen.set()
             yield snapshot()
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(NoWatch, "snapshots", see)
+            patched.setattr(NoServerMonitor, "snapshots", see)
             await pilot.press("f12")
             await tui.until(seen.is_set)
 

@@ -15,143 +15,143 @@ from localgen.backends.errors import (
 from localgen.backends.types import SamplingParams
 from localgen.chat import commands
 from localgen.chat.parameters import ModelOptions
-from localgen.tui.chat.active_session import CTX
-from localgen.tui.chat.compare import variants
+from localgen.tui.chat.active_session import CTX_SETTING
+from localgen.tui.chat.compare import parse_variants
 
 
 def test_another_model_has_no_use_for_the_context_of_the_last(make_tui: MakeTui) -> None:
-    opened = make_tui().desk.first()
-    opened.use_model("other", lambda _: None)
-    opened.set(CTX, "512")
-    opened.use_model("tiny", lambda _: None)
-    assert opened.session.options.ctx is None
+    opened = make_tui().manager.open_empty()
+    opened.load_model("other", lambda _: None)
+    opened.apply_setting(CTX_SETTING, "512")
+    opened.load_model("tiny", lambda _: None)
+    assert opened.chat.options.ctx is None
 
 
 def test_fork_goes_on_alone(make_tui: MakeTui) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     settle(tui, opened)
-    fork = tui.desk.fork(opened)
+    fork = tui.manager.fork(opened)
     assert fork.name == "q (2)"
-    assert tui.desk.fork(opened).name == "q (3)"
-    assert fork.session.conversation == opened.session.conversation
+    assert tui.manager.fork(opened).name == "q (3)"
+    assert fork.chat.conversation == opened.chat.conversation
     fork.ask("more")
     settle(tui, fork)
-    assert len(opened.session.conversation.turns) == 1
+    assert len(opened.chat.conversation.turns) == 1
 
 
 def test_delete_and_restore(make_tui: MakeTui) -> None:
     gate = threading.Event()
     tui = make_tui((gate, answer()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     with pytest.raises(InvalidRequest, match="stop it first"):
-        tui.desk.delete(opened.id)
+        tui.manager.delete(opened.id)
     gate.set()
     settle(tui, opened)
-    tui.desk.delete(opened.id)
-    assert tui.desk.listed == []
-    assert opened.id not in tui.desk.open
-    tui.desk.restore(opened.id)
-    assert tui.desk.get(opened.id).session.conversation.turns[0].prompt == "q"
+    tui.manager.delete(opened.id)
+    assert tui.manager.summaries == []
+    assert opened.id not in tui.manager.active_by_id
+    tui.manager.restore(opened.id)
+    assert tui.manager.get(opened.id).chat.conversation.turns[0].prompt == "q"
 
 
 def test_an_empty_session_is_used_again(make_tui: MakeTui) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
-    assert tui.desk.first() is opened
+    opened = tui.manager.open_empty()
+    assert tui.manager.open_empty() is opened
     opened.ask("q")
     settle(tui, opened)
-    assert tui.desk.first() is not opened
+    assert tui.manager.open_empty() is not opened
 
 
 def test_settings_of_a_session_come_back_with_it(make_tui: MakeTui) -> None:
     tui = make_tui(options=ModelOptions(params=SamplingParams(top_k=7), system="be brief"))
-    opened = tui.desk.first()
-    opened.set("temperature", "0")
-    opened.set("top_k", "")
-    opened.set("stop", r"\n")
-    opened.set(CTX, "512")
-    again = make_tui(options=ModelOptions(verbose=True)).desk.get(opened.id)
-    assert again.session.options == ModelOptions(
+    opened = tui.manager.open_empty()
+    opened.apply_setting("temperature", "0")
+    opened.apply_setting("top_k", "")
+    opened.apply_setting("stop", r"\n")
+    opened.apply_setting(CTX_SETTING, "512")
+    again = make_tui(options=ModelOptions(verbose=True)).manager.get(opened.id)
+    assert again.chat.options == ModelOptions(
         params=SamplingParams(temperature=0.0, stop=("\n",)),
         ctx=512,
         system="be brief",
         verbose=True,
     )
-    assert again.session.conversation.system == "be brief"
+    assert again.chat.conversation.system == "be brief"
 
 
 def test_a_model_of_its_own(make_tui: MakeTui) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
-    opened.use_model("other", lambda _: None)
+    opened = tui.manager.open_empty()
+    opened.load_model("other", lambda _: None)
     with pytest.raises(ModelNotFound):
-        opened.use_model("nonsense", lambda _: None)
-    assert opened.session.name == "other"
-    assert make_tui().desk.get(opened.id).session.asked == "other"
+        opened.load_model("nonsense", lambda _: None)
+    assert opened.chat.name == "other"
+    assert make_tui().manager.get(opened.id).chat.requested_model == "other"
 
 
 def test_commands_change_what_is_kept(make_tui: MakeTui) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     for prompt in "ab":
         opened.ask(prompt)
         settle(tui, opened)
-    assert opened.obey("/undo") == commands.Say("1 turn left")
+    assert opened.run_command("/undo") == commands.CommandOutput("1 turn left")
     assert [t.prompt for t in tui.store.read(opened.id).conversation.turns] == ["a"]
     with pytest.raises(InvalidRequest):
-        opened.obey("/undo 5")
+        opened.run_command("/undo 5")
     # commands that ask about the model load it
-    fresh = tui.desk.first()
-    said = fresh.obey("/show info")
-    assert isinstance(said, commands.Say)
+    fresh = tui.manager.open_empty()
+    said = fresh.run_command("/show info")
+    assert isinstance(said, commands.CommandOutput)
     assert "llama 6M F16" in said.text
 
 
 def test_search_finds_names_prompts_and_answers(make_tui: MakeTui) -> None:
     tui = make_tui(("Ein Öl und *Salz*", answer()), ("nothing", answer()))
-    one = tui.desk.first()
+    one = tui.manager.open_empty()
     one.ask("Was ist ÖLIG?")
     settle(tui, one)
-    two = tui.desk.first()
+    two = tui.manager.open_empty()
     two.ask("x")
     settle(tui, two)
-    tui.desk.rename(two.id, "über Öl")
-    found = tui.desk.search("öl")
-    assert {(hit.session, hit.place) for hit in found} == {
+    tui.manager.rename(two.id, "über Öl")
+    found = tui.manager.search("öl")
+    assert {(hit.session_id, hit.turn_index) for hit in found} == {
         (one.id, None), (two.id, None), (one.id, 0)
     }  # fmt: skip
-    assert [hit.excerpt for hit in tui.desk.search("salz")] == ["Ein Öl und *Salz*"]
-    assert tui.desk.search("  ") == []
-    assert tui.desk.search("absent") == []
+    assert [hit.excerpt for hit in tui.manager.search("salz")] == ["Ein Öl und *Salz*"]
+    assert tui.manager.search("  ") == []
+    assert tui.manager.search("absent") == []
 
 
 def test_renaming(make_tui: MakeTui) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
-    tui.desk.rename(opened.id, " a\n\x1b[31mname ")
+    opened = tui.manager.open_empty()
+    tui.manager.rename(opened.id, " a\n\x1b[31mname ")
     assert opened.name == "a ␛[31mname"
     with pytest.raises(InvalidRequest):
-        tui.desk.rename(opened.id, " \n")
+        tui.manager.rename(opened.id, " \n")
 
 
 def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     settle(tui, opened)
-    compared = variants("tiny\n\nother temperature=0 top-k=1", opened.session.options.params)
-    made = tui.desk.compare(opened, compared)
-    assert [each.session.asked for each in made] == [None, "other"]
-    assert made[1].session.options.params == SamplingParams(temperature=0.0, top_k=1)
+    compared = parse_variants("tiny\n\nother temperature=0 top-k=1", opened.chat.options.params)
+    made = tui.manager.compare(opened, compared)
+    assert [each.chat.requested_model for each in made] == [None, "other"]
+    assert made[1].chat.options.params == SamplingParams(temperature=0.0, top_k=1)
     assert [each.name for each in made] == ["q · tiny", "q · other temperature=0 top-k=1"]
     for each in made:
         each.ask("both")
     for each in made:
         assert settle(tui, each).answer == "re: both"
-        assert len(each.session.conversation.turns) == 2
+        assert len(each.chat.conversation.turns) == 2
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,4 @@ def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
 )
 def test_what_cannot_be_compared(text: str, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
-        variants(text, SamplingParams())
+        parse_variants(text, SamplingParams())

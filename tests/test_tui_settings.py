@@ -12,10 +12,10 @@ from textual.widgets import Input, TextArea
 from tui_chats import Tui, play, press
 
 from localgen.backends.types import SamplingParams
-from localgen.tui.chat.active_session import OpenSession
+from localgen.tui.chat.active_session import ActiveSession
 
 
-async def two_sessions(tui: Tui, pilot: Pilot[None]) -> tuple[OpenSession, OpenSession]:
+async def two_sessions(tui: Tui, pilot: Pilot[None]) -> tuple[ActiveSession, ActiveSession]:
     """The second is on the screen."""
     await tui.ask(pilot, "one")
     first = tui.opened
@@ -36,8 +36,8 @@ def test_a_setting_is_of_the_session_it_was_typed_in(tmp_path: Path, away: str) 
         await pilot.press(*"0.5", away)
         await tui.until(lambda: tui.opened is not second)
         await press(tui, pilot, "escape")
-        assert second.session.options.params == SamplingParams(temperature=0.5)
-        assert tui.opened.session.options.params == SamplingParams()
+        assert second.chat.options.params == SamplingParams(temperature=0.5)
+        assert tui.opened.chat.options.params == SamplingParams()
         assert tui.store.read(tui.opened.id).params == SamplingParams()
 
     play(Tui(tmp_path), scene)
@@ -52,8 +52,8 @@ def test_a_system_prompt_is_of_the_session_it_was_typed_in(tmp_path: Path) -> No
         await tui.until(lambda: tui.opened is not second)
         assert tui.main.query_one("#system", TextArea).text == ""
         await press(tui, pilot, "escape")
-        assert second.session.conversation.system == "be brief"
-        assert tui.opened.session.conversation.system is None
+        assert second.chat.conversation.system == "be brief"
+        assert tui.opened.chat.conversation.system is None
 
     play(Tui(tmp_path), scene)
 
@@ -90,13 +90,13 @@ def test_what_is_refused_stays_in_its_field(
         assert field(tui, setting).value == ""
         await press(tui, pilot, "ctrl+up")
         assert field(tui, setting).value == text
-        assert why in str(tui.main.query_one("#fault").render())
+        assert why in str(tui.main.query_one("#error").render())
         field(tui, setting).value = ""
         field(tui, setting).focus()
         await press(tui, pilot, "tab")
-        assert not tui.main.query_one("#fault").display
-        assert second.session.options.params == SamplingParams()
-        assert second.session.options.ctx is None
+        assert not tui.main.query_one("#error").display
+        assert second.chat.options.params == SamplingParams()
+        assert second.chat.options.ctx is None
 
     play(Tui(tmp_path), scene)
 
@@ -109,7 +109,7 @@ def test_a_system_prompt_may_be_set_while_an_answer_is_written(tmp_path: Path) -
         await pilot.press("enter", "ctrl+t")
         tui.main.query_one("#system", TextArea).focus()
         await pilot.press(*"be brief", "tab")
-        await tui.until(lambda: tui.opened.session.conversation.system == "be brief")
+        await tui.until(lambda: tui.opened.chat.conversation.system == "be brief")
         gate.set()
         await tui.settled(pilot)
         kept = tui.store.read(tui.opened.id).conversation

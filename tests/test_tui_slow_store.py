@@ -12,19 +12,19 @@ from textual.pilot import Pilot
 from tui_chats import Tui, play
 
 from localgen.chat.database import StoreFailed
-from localgen.chat.session_store import Sessions
-from localgen.tui.chat.active_session import OpenSession
-from localgen.tui.chat.session_manager import Desk
+from localgen.chat.session_store import SessionStore
+from localgen.tui.chat.active_session import ActiveSession
+from localgen.tui.chat.session_manager import SessionManager
 
 
 def test_keys_before_there_is_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, first = threading.Event(), Desk.first
+    gate, first = threading.Event(), SessionManager.open_empty
 
-    def later(desk: Desk) -> OpenSession:
+    def later(manager: SessionManager) -> ActiveSession:
         gate.wait()
-        return first(desk)
+        return first(manager)
 
-    monkeypatch.setattr(Desk, "first", later)
+    monkeypatch.setattr(SessionManager, "open_empty", later)
     tui = Tui(tmp_path)
 
     async def run() -> None:
@@ -34,7 +34,7 @@ def test_keys_before_there_is_a_session(tmp_path: Path, monkeypatch: pytest.Monk
                 await pilot.press("escape", *"typed", "enter")
                 assert tui.prompt.text == "typed"
                 gate.set()
-                await tui.until(lambda: tui.main.opened is not None)
+                await tui.until(lambda: tui.main.current_session is not None)
                 await tui.until(lambda: tui.asked == ["typed"])
                 await tui.settled(pilot)
                 assert tui.prompt.text == ""
@@ -48,41 +48,41 @@ def test_keys_before_there_is_a_session(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_store_that_fails_is_a_sentence_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults, first, reload = [1], Desk.first, Desk.reload
+    faults, first, reload = [1], SessionManager.open_empty, SessionManager.reload_summaries
 
-    def failing_first(desk: Desk) -> OpenSession:
+    def failing_first(manager: SessionManager) -> ActiveSession:
         if faults:
             raise StoreFailed(f"locked {faults.pop()}")
-        return first(desk)
+        return first(manager)
 
-    monkeypatch.setattr(Desk, "first", failing_first)
+    monkeypatch.setattr(SessionManager, "open_empty", failing_first)
 
-    def failing_reload(desk: Desk) -> None:
+    def failing_reload(manager: SessionManager) -> None:
         if faults:
             raise StoreFailed(f"locked {faults.pop()}")
-        reload(desk)
+        reload(manager)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         assert "locked 1" in tui.screen_text()  # running() has waited for a second try
-        monkeypatch.setattr(Desk, "reload", failing_reload)
+        monkeypatch.setattr(SessionManager, "reload_summaries", failing_reload)
         tui.prompt.insert("q")
         await pilot.press("enter")
-        await tui.until(lambda: tui.opened.answering)
+        await tui.until(lambda: tui.opened.answer_stream)
         faults.append(2)
         gate.set()
         await tui.until(lambda: not faults)
-        await tui.until(lambda: tui.opened.session.conversation.turns)
+        await tui.until(lambda: tui.opened.chat.conversation.turns)
         assert tui.app.is_running
 
     gate = threading.Event()
     play(Tui(tmp_path, ("a", gate, answer())), scene)
 
 
-@pytest.mark.parametrize("method", ["end", "change"])
+@pytest.mark.parametrize("method", ["finish_turn", "update"])
 def test_keys_do_not_wait_for_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    gate, entered, real = threading.Event(), threading.Event(), getattr(Sessions, method)
+    gate, entered, real = threading.Event(), threading.Event(), getattr(SessionStore, method)
 
     def slow(*arguments: object) -> object:
         entered.set()
@@ -90,8 +90,8 @@ def test_keys_do_not_wait_for_the_store(
         return real(*arguments)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        monkeypatch.setattr(Sessions, method, slow)
-        if method == "end":
+        monkeypatch.setattr(SessionStore, method, slow)
+        if method == "finish_turn":
             tui.prompt.insert("q")
             await pilot.press("enter")
         else:
@@ -111,7 +111,7 @@ def test_keys_do_not_wait_for_the_store(
 def test_a_search_that_nobody_waits_for_ends(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "needle")
-        assert len(tui.desk.search("needle")) == 2
-        assert [hit.place for hit in tui.desk.search("needle", lambda: True)] == [None]
+        assert len(tui.manager.search("needle")) == 2
+        assert [hit.turn_index for hit in tui.manager.search("needle", lambda: True)] == [None]
 
     play(Tui(tmp_path), scene)

@@ -12,18 +12,24 @@ from tui_chats import MakeTui, settle, wait
 
 from localgen.backends.errors import DiskFull
 from localgen.chat.conversation import Turn
-from localgen.chat.session_store import BROKEN_OFF, Kept, SessionBusy, SessionChanged, Sessions
+from localgen.chat.session_store import (
+    INTERRUPTED_SUMMARY,
+    SessionBusy,
+    SessionChanged,
+    SessionRecord,
+    SessionStore,
+)
 
 
 def test_an_answer_outlives_a_program_that_is_killed_while_it_asks_again(make_tui: MakeTui) -> None:
     tui, other = make_tui(("good", answer()), ("half", threading.Event())), make_tui()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
     settle(tui, opened)
-    opened.ask_again()
-    wait(lambda: opened.answering and opened.answering.tokens)
-    tui.desk.keep()
-    tui.writer._lock.close()  # killed
+    opened.regenerate()
+    wait(lambda: opened.answer_stream and opened.answer_stream.num_tokens)
+    tui.manager.sync_store()
+    tui.writer._lock_file.close()  # killed
     turns = other.store.read(opened.id).conversation.turns
     assert [turn.answer for turn in turns] == ["good", "half"]
 
@@ -31,104 +37,109 @@ def test_an_answer_outlives_a_program_that_is_killed_while_it_asks_again(make_tu
 def test_a_session_that_another_program_writes_in_is_left_alone(make_tui: MakeTui) -> None:
     gate = threading.Event()
     one, other = make_tui(("a", gate, answer())), make_tui()
-    mine = one.desk.first()
+    mine = one.manager.open_empty()
     mine.ask("q")
-    seen = other.desk.get(mine.id)
+    seen = other.manager.get(mine.id)
     for change in (
-        lambda: seen.set("temperature", "0.5"),
-        lambda: seen.obey("/clear"),
-        lambda: seen.use_model("other", lambda _: None),
+        lambda: seen.apply_setting("temperature", "0.5"),
+        lambda: seen.run_command("/clear"),
+        lambda: seen.load_model("other", lambda _: None),
     ):
         with pytest.raises(SessionBusy):
             change()
-    assert not seen.unkept
+    assert not seen.save_error
     gate.set()
     settle(one, mine)
-    other.desk.keep()
+    other.manager.sync_store()
     assert seen.id == mine.id
-    assert seen.session.conversation == mine.session.conversation
+    assert seen.chat.conversation == mine.chat.conversation
 
 
 def test_what_grows_is_written_as_it_grows(make_tui: MakeTui) -> None:
     gate = threading.Event()
     tui = make_tui(("half", gate, " whole", answer()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
-    wait(lambda: opened.answering and opened.answering.tokens)
-    tui.desk.keep()
+    wait(lambda: opened.answer_stream and opened.answer_stream.num_tokens)
+    tui.manager.sync_store()
     other = make_tui()
-    seen = other.desk.get(opened.id)
-    assert seen.kept.growing is not None
-    assert seen.kept.growing.answer == "half"
+    seen = other.manager.get(opened.id)
+    assert seen.record.unfinished_turn is not None
+    assert seen.record.unfinished_turn.answer == "half"
     with pytest.raises(SessionBusy):
         seen.ask("me too")
     gate.set()
     settle(tui, opened)
-    assert other.desk.keep()
-    assert seen.session.conversation == opened.session.conversation
+    assert other.manager.sync_store()
+    assert seen.chat.conversation == opened.chat.conversation
 
 
 def test_what_grows_is_written_while_the_program_waits_for_an_editor(make_tui: MakeTui) -> None:
     gate = threading.Event()
     one, other = make_tui(("half", gate, " whole", answer())), make_tui()
-    opened = one.desk.first()
+    opened = one.manager.open_empty()
     opened.ask("q")
-    wait(lambda: opened.answering and opened.answering.tokens)
-    with one.desk.keeping(0.01):
-        wait(lambda: (growing := other.store.read(opened.id).growing) and growing.answer == "half")
+    wait(lambda: opened.answer_stream and opened.answer_stream.num_tokens)
+    with one.manager.syncing_in_background(0.01):
+        wait(
+            lambda: (
+                (growing := other.store.read(opened.id).unfinished_turn)
+                and growing.answer == "half"
+            )
+        )
         gate.set()
         wait(lambda: other.store.read(opened.id).conversation.turns)
-    assert opened.session.conversation.turns[0].answer == "half whole"
+    assert opened.chat.conversation.turns[0].answer == "half whole"
 
 
 def test_a_program_that_was_killed_is_noticed(make_tui: MakeTui) -> None:
     one, other = make_tui(("half", threading.Event())), make_tui()
-    mine = one.desk.first()
+    mine = one.manager.open_empty()
     mine.ask("q")
-    wait(lambda: mine.answering and mine.answering.tokens)
-    one.desk.keep()
-    seen = other.desk.get(mine.id)
-    other.desk.keep()
-    assert [listed.is_growing for listed in other.desk.listed] == [True]
-    one.writer._lock.close()
-    other.desk.keep()
-    assert [listed.is_growing for listed in other.desk.listed] == [False]
-    assert [(turn.answer, turn.served) for turn in seen.session.conversation.turns] == [
-        ("half", BROKEN_OFF)
+    wait(lambda: mine.answer_stream and mine.answer_stream.num_tokens)
+    one.manager.sync_store()
+    seen = other.manager.get(mine.id)
+    other.manager.sync_store()
+    assert [listed.is_generating for listed in other.manager.summaries] == [True]
+    one.writer._lock_file.close()
+    other.manager.sync_store()
+    assert [listed.is_generating for listed in other.manager.summaries] == [False]
+    assert [(turn.answer, turn.summary) for turn in seen.chat.conversation.turns] == [
+        ("half", INTERRUPTED_SUMMARY)
     ]
 
 
 def test_two_programs_in_one_session(make_tui: MakeTui) -> None:
     one, other = make_tui(), make_tui()
-    mine = one.desk.first()
-    theirs = other.desk.get(mine.id)
+    mine = one.manager.open_empty()
+    theirs = other.manager.get(mine.id)
     theirs.ask("theirs")
     settle(other, theirs)
     with pytest.raises(SessionChanged):
         mine.ask("mine")
-    one.desk.keep()
+    one.manager.sync_store()
     mine.ask("mine")
     settle(one, mine)
-    other.desk.keep()
-    assert [turn.prompt for turn in theirs.session.conversation.turns] == ["theirs", "mine"]
+    other.manager.sync_store()
+    assert [turn.prompt for turn in theirs.chat.conversation.turns] == ["theirs", "mine"]
 
 
 def test_what_two_programs_change_at_once_is_kept_twice(make_tui: MakeTui) -> None:
     one, other = make_tui(), make_tui()
-    mine = one.desk.first()
-    theirs = other.desk.get(mine.id)
+    mine = one.manager.open_empty()
+    theirs = other.manager.get(mine.id)
     theirs.ask("theirs")
     settle(other, theirs)
-    mine.obey("/set system be brief")
-    assert mine.unkept == ""
+    mine.run_command("/set system be brief")
+    assert mine.save_error == ""
     assert mine.id != theirs.id
-    assert one.store.read(theirs.id).conversation == theirs.session.conversation
+    assert one.store.read(theirs.id).conversation == theirs.chat.conversation
     assert one.store.read(mine.id).conversation.system == "be brief"
-    assert one.desk.get(mine.id) is mine
-    seen = one.desk.get(theirs.id)
+    assert one.manager.get(mine.id) is mine
+    seen = one.manager.get(theirs.id)
     assert seen is not mine
-    assert seen.session.conversation == theirs.session.conversation
-    (said,) = mine.said
+    assert seen.chat.conversation == theirs.chat.conversation
+    (said,) = mine.messages
     assert "goes on as New session (2)" in said
 
 
@@ -136,54 +147,54 @@ def test_a_full_disk_stops_nothing_and_is_made_up_for(
     make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     full = DiskFull("the disk is full")
 
     def refuse(*_: object) -> None:
         raise full
 
     with monkeypatch.context() as patched:
-        for name in ("begin", "change", "end", "grow"):
-            patched.setattr(Sessions, name, refuse)
+        for name in ("begin_turn", "update", "finish_turn", "update_turn"):
+            patched.setattr(SessionStore, name, refuse)
         opened.ask("q")
         turn = settle(tui, opened)
         assert turn.answer == "re: q"
-        assert opened.unkept == "the disk is full"
-    tui.desk.keep()
-    assert opened.unkept == ""
+        assert opened.save_error == "the disk is full"
+    tui.manager.sync_store()
+    assert opened.save_error == ""
     assert tui.store.read(opened.id).conversation.turns == (turn,)
 
 
-@pytest.mark.parametrize("name", ["grow", "end"])
+@pytest.mark.parametrize("name", ["update_turn", "finish_turn"])
 def test_a_disk_that_fills_up_in_mid_answer(
     make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     gate = threading.Event()
     tui = make_tui(("a", gate, "b", answer()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
 
     def refuse(*_: object) -> None:
         raise DiskFull("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Sessions, name, refuse)
-        tui.desk.keep()
+        patched.setattr(SessionStore, name, refuse)
+        tui.manager.sync_store()
         gate.set()
         turn = settle(tui, opened)
-    tui.desk.keep()
+    tui.manager.sync_store()
     assert tui.store.read(opened.id).conversation.turns == (turn,)
-    assert tui.store.all()[0].is_growing is False
+    assert tui.store.list_sessions()[0].is_generating is False
 
 
 def test_a_name_given_by_another_program_stays(make_tui: MakeTui) -> None:
     gate = threading.Event()
     one, other = make_tui(("a", gate, answer())), make_tui()
-    mine = one.desk.first()
+    mine = one.manager.open_empty()
     mine.ask("q")
-    wait(lambda: mine.answering and mine.answering.tokens)
-    other.desk.rename(mine.id, "theirs")
-    one.desk.keep()
+    wait(lambda: mine.answer_stream and mine.answer_stream.num_tokens)
+    other.manager.rename(mine.id, "theirs")
+    one.manager.sync_store()
     gate.set()
     settle(one, mine)
     assert one.store.read(mine.id).name == "theirs"
@@ -192,25 +203,25 @@ def test_a_name_given_by_another_program_stays(make_tui: MakeTui) -> None:
 
 def test_a_draft_outlives_the_program(make_tui: MakeTui, tmp_path: Path) -> None:
     tui = make_tui()
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.draft = "half a thought"
-    tui.desk.keep()
+    tui.manager.sync_store()
     tui.store.close()
-    tui.writer._lock.close()  # killed
+    tui.writer._lock_file.close()  # killed
     again = make_tui()
-    assert again.desk.get(opened.id).draft == "half a thought"
+    assert again.manager.get(opened.id).draft == "half a thought"
     tui.store = again.store  # close() of the fixture closes one of them
 
 
 def test_leaving_stops_and_keeps(make_tui: MakeTui) -> None:
     tui = make_tui(("half", threading.Event()))
-    opened = tui.desk.first()
+    opened = tui.manager.open_empty()
     opened.ask("q")
-    wait(lambda: opened.answering and opened.answering.tokens)
-    tui.desk.close()
+    wait(lambda: opened.answer_stream and opened.answer_stream.num_tokens)
+    tui.manager.close()
     assert tui.store.read(opened.id).conversation.turns == (Turn("q", "half", True, "", "stopped"),)
     assert all(client.closed for client in tui.clients)
 
 
 def test_kept_is_a_value() -> None:
-    assert replace(Kept(1), name="x") == Kept(1, "x")
+    assert replace(SessionRecord(1), name="x") == SessionRecord(1, "x")

@@ -11,10 +11,10 @@ from tui_chats import Tui, play, told
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.chat.conversation import Conversation, Turn
-from localgen.chat.session_store import Kept
-from localgen.tui.chat.active_session import OpenSession
+from localgen.chat.session_store import SessionRecord
+from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.search import SearchScreen
-from localgen.tui.chat.session_manager import Hit
+from localgen.tui.chat.session_manager import SearchHit
 from localgen.tui.chat.transcript import Transcript
 
 
@@ -23,15 +23,15 @@ def test_what_is_typed_meanwhile_is_for_the_next_session(
 ) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "first")
-        before, first = tui.opened, tui.desk.first
+        before, first = tui.opened, tui.manager.open_empty
         await tui.type(pilot, "half")
         gate = threading.Event()
 
-        def slow() -> OpenSession:
+        def slow() -> ActiveSession:
             gate.wait(60)
             return first()
 
-        monkeypatch.setattr(tui.desk, "first", slow)
+        monkeypatch.setattr(tui.manager, "open_empty", slow)
         await pilot.press("ctrl+n")
         await pilot.pause()
         await pilot.press(*"second", "enter")
@@ -41,8 +41,8 @@ def test_what_is_typed_meanwhile_is_for_the_next_session(
         await tui.until(lambda: len(tui.asked) == 2)
         await tui.settled(pilot)
         assert tui.opened is not before
-        assert [turn.prompt for turn in tui.opened.session.conversation.turns] == ["second"]
-        assert [turn.prompt for turn in before.session.conversation.turns] == ["first"]
+        assert [turn.prompt for turn in tui.opened.chat.conversation.turns] == ["second"]
+        assert [turn.prompt for turn in before.chat.conversation.turns] == ["first"]
         await pilot.press("ctrl+down")
         await tui.until(lambda: tui.opened is before)
         await pilot.pause()
@@ -57,11 +57,11 @@ def test_what_is_typed_stays_where_no_session_comes(
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         gate = threading.Event()
 
-        def none() -> OpenSession:
+        def none() -> ActiveSession:
             gate.wait(60)
             raise ServerUnavailable("it is locked")
 
-        monkeypatch.setattr(tui.desk, "first", none)
+        monkeypatch.setattr(tui.manager, "open_empty", none)
         await tui.type(pilot, "half ")
         await pilot.press("ctrl+n")
         await pilot.pause()
@@ -82,21 +82,23 @@ def test_two_steps_at_once_go_two_sessions_on(
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for number in range(3):
-            tui.store.create(Kept(0, name=f"session {number}", conversation=Conversation(None, ())))
-        await tui.app.acts.do(tui.desk.reload)
-        ids = [listed.id for listed in tui.desk.listed]
+            tui.store.create(
+                SessionRecord(0, name=f"session {number}", conversation=Conversation(None, ()))
+            )
+        await tui.app.session_actions.run_in_thread(tui.manager.reload_summaries)
+        ids = [listed.id for listed in tui.manager.summaries]
         at = ids.index(tui.opened.id)
         passed, wanted = ids[(at + 1) % len(ids)], ids[(at + 2) % len(ids)]
-        gate, get = threading.Event(), tui.desk.get
+        gate, get = threading.Event(), tui.manager.get
         got = []
 
-        def slow(session: int) -> OpenSession:
+        def slow(session: int) -> ActiveSession:
             if session == passed:
                 gate.wait(60)
             got.append(session)
             return get(session)
 
-        monkeypatch.setattr(tui.desk, "get", slow)
+        monkeypatch.setattr(tui.manager, "get", slow)
         await pilot.press("ctrl+down", "ctrl+down")
         await tui.until(lambda: tui.opened.id == wanted)
         gate.set()
@@ -114,17 +116,19 @@ def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         said = tuple(Turn(f"prompt {number}", "words\n\n" * 3) for number in range(60))
-        made = tui.store.create(Kept(0, name="long", conversation=Conversation(None, said)))
-        await tui.app.acts.open(made.id)
+        made = tui.store.create(
+            SessionRecord(0, name="long", conversation=Conversation(None, said))
+        )
+        await tui.app.session_actions.open(made.id)
         await tui.type(pilot, "new")
         await pilot.press("enter")
-        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens)
+        await tui.until(lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens)
         await tui.app.tick()
         transcript = tui.main.query_one(Transcript)
         if way == "hit":
             await pilot.press("ctrl+f")
             await tui.until(lambda: isinstance(tui.app.screen, SearchScreen))
-            tui.app.screen.dismiss(Hit(made.id, "long", 3, ""))
+            tui.app.screen.dismiss(SearchHit(made.id, "long", 3, ""))
             await tui.until(lambda: "prompt 3" in tui.screen_text())
         else:
             await pilot.press("ctrl+home")
@@ -133,7 +137,9 @@ def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str)
         read = tui.screen_text().split("╭─ Speed")[0]
         y = transcript.scroll_y
         gates[0].set()
-        await tui.until(lambda: tui.opened.answering and tui.opened.answering.tokens >= 3)
+        await tui.until(
+            lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens >= 3
+        )
         for _ in range(3):
             await tui.app.tick()
             await pilot.pause()

@@ -10,7 +10,7 @@ import pytest
 from textual.events import Key, Paste
 from textual.message import Message
 
-from localgen.tui.terminal import InputParser, Terminal
+from localgen.tui.terminal import PasteSafeParser, TerminalDriver
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.app import TopApp
 
@@ -19,7 +19,7 @@ HOSTILE = "a\x1b[31mred\x1b[0m\x1b\x1b]0;x\x07 \x11\r\x1b[200~ \x1b[20 \x1b[201 
 
 
 def pieces(*data: str) -> list[Message]:
-    parser = InputParser()
+    parser = PasteSafeParser()
     return [message for each in data for message in parser.feed(each)]
 
 
@@ -70,7 +70,7 @@ def test_bytes_that_are_no_text_end_nothing(pipe: tuple[int, int]) -> None:
     heard: list[Message] = []
     is_over = threading.Event()
 
-    class Heard(Terminal):
+    class Heard(TerminalDriver):
         def __init__(self) -> None:
             self.fileno, self.exit_event = pipe[0], is_over
 
@@ -91,4 +91,4 @@ def test_bytes_that_are_no_text_end_nothing(pipe: tuple[int, int]) -> None:
 
 def test_programs_read_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual.constants.DRIVER", None)
-    assert TopApp(lambda: None, "", "", ThemeChoice(None)).driver_class is Terminal  # type: ignore
+    assert TopApp(lambda: None, "", "", ThemeChoice(None)).driver_class is TerminalDriver  # type: ignore

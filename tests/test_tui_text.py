@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets.markdown import MarkdownFence
 from tui_chats import PacedClient, Tui, play, press
 
-from localgen.client import ModelCard, Text, pullable_models
+from localgen.client import ModelCard, TextDelta, pullable_models
 from localgen.tui.chat.markdown import ModelMarkdown
 from localgen.tui.chat.turn_view import TurnView
 
@@ -66,7 +66,7 @@ def test_escapes_and_markup_are_shown(tmp_path: Path) -> None:
         await pilot.pause()
         assert "[b]thought[/b]␛" in tui.screen_text()
 
-    play(Tui(tmp_path, (Text("", 1, "[b]thought[/b]\x1b"), HOSTILE, answer())), scene, SIZE)
+    play(Tui(tmp_path, (TextDelta("", 1, "[b]thought[/b]\x1b"), HOSTILE, answer())), scene, SIZE)
 
 
 def test_hostile_names_and_errors(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_text_that_is_no_text_is_shown_and_kept(tmp_path: Path) -> None:
         # in the session's name, the prompt and the answer
         assert shown.count("caf\ufffd") >= 3
         assert shown.count("\ufffd \ufffd end") >= 2
-        assert tui.opened.unkept == ""
+        assert tui.opened.save_error == ""
         await pilot.press("f5")
         await pilot.pause()
         tui.screen_text().encode()
@@ -98,11 +98,11 @@ def test_text_that_is_no_text_is_shown_and_kept(tmp_path: Path) -> None:
         await tui.until(lambda: "\ufffdx" in tui.screen_text())
 
     async def again(tui: Tui, pilot: Pilot[None]) -> None:
-        await tui.until(lambda: len(tui.desk.listed) > 0)
+        await tui.until(lambda: len(tui.manager.summaries) > 0)
         await press(tui, pilot, "ctrl+down")
         assert "\ufffd \ufffd end" in tui.screen_text()
 
-    script = (Text("", 1, f"{BROKEN} thought"), BROKEN[:9], BROKEN[9:], answer())
+    script = (TextDelta("", 1, f"{BROKEN} thought"), BROKEN[:9], BROKEN[9:], answer())
     play(Tui(tmp_path, script), scene, SIZE)
     play(Tui(tmp_path), again, SIZE)
 
@@ -112,14 +112,14 @@ def test_names_of_a_hostile_server_are_inert(
 ) -> None:
     card = ModelCard("\x1b]0;m\x07[red]x", "\x1b[2J", 1, "\x1b[31mloaded", "\x9b1mhere")
     monkeypatch.setattr(PacedClient, "models", lambda self: [card])
-    monkeypatch.setattr(pullable_models, "offers", list)
+    monkeypatch.setattr(pullable_models, "pullable_models", list)
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+o")
         await tui.until(lambda: "]0;m" in tui.screen_text())
         assert not CONTROLS.search(tui.screen_text())
         await press(tui, pilot, "escape")
-        await tui.until(lambda: tui.app.acts.models)
+        await tui.until(lambda: tui.app.session_actions.model_names)
         await pilot.press(*"/model ")
         await tui.until(lambda: "]0;m" in tui.screen_text())
         assert not CONTROLS.search(tui.screen_text())
@@ -180,7 +180,7 @@ def test_a_stream_ends_as_the_whole_would(tmp_path: Path, seed: int) -> None:
             await tui.app.tick()
         await tui.settled(pilot)
         view = tui.main.query(TurnView).first()
-        streamed = blocks(view._answer)
+        streamed = blocks(view._answer_markdown)
         assert view.turn.answer == text
         whole = ModelMarkdown(text)
         await tui.main.query_one("#centre").mount(whole)

@@ -9,7 +9,7 @@ from textual.pilot import Pilot
 from tui_chats import Tui, play, press
 
 from localgen.chat.conversation import Conversation, Turn
-from localgen.chat.session_store import Kept
+from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.turn_view import TurnView
 
@@ -19,12 +19,12 @@ def test_f9_brings_back_turns(tmp_path: Path, line: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for text in "ab":
             await tui.ask(pilot, text)
-        before = tui.opened.session.conversation
+        before = tui.opened.chat.conversation
         await tui.ask(pilot, line)
         await tui.until(lambda: "F9 brings back" in tui.screen_text())
-        assert len(tui.opened.session.conversation.turns) < 2
+        assert len(tui.opened.chat.conversation.turns) < 2
         await press(tui, pilot, "f9")
-        assert tui.opened.session.conversation == before
+        assert tui.opened.chat.conversation == before
         assert tui.store.read(tui.opened.id).conversation == before
 
     play(Tui(tmp_path), scene)
@@ -39,7 +39,7 @@ def test_turns_that_come_back_take_nothing_away(tmp_path: Path) -> None:
         await tui.ask(pilot, "b")
         await press(tui, pilot, "f9")
         await tui.until(lambda: tui.opened.id != session)
-        assert [turn.prompt for turn in tui.opened.session.conversation.turns] == ["a"]
+        assert [turn.prompt for turn in tui.opened.chat.conversation.turns] == ["a"]
         assert [turn.prompt for turn in tui.store.read(session).conversation.turns] == ["b"]
 
     play(Tui(tmp_path), scene)
@@ -51,21 +51,21 @@ def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "one")
         mine, session = tui.opened, tui.opened.id
-        theirs = other.desk.get(session)
+        theirs = other.manager.get(session)
         theirs.ask("theirs")
-        assert theirs.last is not None
-        await tui.until(theirs.last.ended.is_set)
-        theirs.settle()
-        mine.set("temperature", "0.5")  # it was not seen yet
+        assert theirs.last_stream is not None
+        await tui.until(theirs.last_stream.ended.is_set)
+        theirs.finalize_answer()
+        mine.apply_setting("temperature", "0.5")  # it was not seen yet
         assert mine.id != session
-        await tui.until(lambda: mine.id in [listed.id for listed in tui.desk.listed])
+        await tui.until(lambda: mine.id in [listed.id for listed in tui.manager.summaries])
         await tui.settled(pilot)
         assert tui.opened is mine
-        assert tui.desk.open[mine.id] is mine
+        assert tui.manager.active_by_id[mine.id] is mine
         assert any("goes on as one (2)" in each.message for each in tui.app._notifications)
         await press(tui, pilot, "ctrl+l", "down", "enter")
         await tui.until(lambda: tui.opened.id == session)
-        assert [t.prompt for t in tui.opened.session.conversation.turns] == ["one", "theirs"]
+        assert [t.prompt for t in tui.opened.chat.conversation.turns] == ["one", "theirs"]
 
     try:
         play(Tui(tmp_path), scene)
@@ -76,10 +76,12 @@ def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
 def test_going_to_an_early_turn_draws_only_what_is_near(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         turns = tuple(Turn(f"prompt {number}", "a") for number in range(60))
-        made = tui.store.create(Kept(0, name="long", conversation=Conversation(None, turns)))
-        await tui.app.acts.open(made.id)
+        made = tui.store.create(
+            SessionRecord(0, name="long", conversation=Conversation(None, turns))
+        )
+        await tui.app.session_actions.open(made.id)
         transcript = tui.main.query_one(Transcript)
-        await transcript.go_to(3)
+        await transcript.scroll_to_turn(3)
         await pilot.pause()
         assert "prompt 3" in tui.screen_text()
         assert len(tui.main.query(TurnView)) < 20
@@ -88,7 +90,7 @@ def test_going_to_an_early_turn_draws_only_what_is_near(tmp_path: Path) -> None:
         assert len(tui.main.query(TurnView)) < 20
         await press(tui, pilot, "ctrl+end")
         assert "prompt 59" in tui.screen_text()
-        await transcript.go_to(3)
+        await transcript.scroll_to_turn(3)
         await tui.ask(pilot, "new")  # an answer is shown wherever one was
         assert "re: new" in tui.screen_text()
         assert "prompt 59" in tui.screen_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localgen import quant
-from localgen.tui.quantize.run import on_screen
+from localgen.tui.quantize.run import replace_cli_options
 
 # these read options or draw tables: the screen's child says nothing of theirs
 SILENT = {"advice", "compare", "form", "originals", "process", "report", "request", "run"}
@@ -47,7 +47,11 @@ def options_in(text: str) -> list[str]:
 def test_every_message_speaks_of_the_screen() -> None:
     said = {text for path in SPEAKING for text in messages(path) if _OPTION.search(text)}
     assert len(said) > 8
-    left = {text: options_in(on_screen(text)) for text in said if options_in(on_screen(text))}
+    left = {
+        text: options_in(replace_cli_options(text))
+        for text in said
+        if options_in(replace_cli_options(text))
+    }
     # a part of a longer text, which is in the list too
     whole = {text for text in left if not any(text != each and text in each for each in said)}
     assert not whole
@@ -71,4 +75,4 @@ def test_every_message_speaks_of_the_screen() -> None:
     ],
 )  # fmt: skip
 def test_options_are_called_by_their_fields(said: str, shown: str) -> None:
-    assert on_screen(said) == shown
+    assert replace_cli_options(said) == shown

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from localgen.backends.engine import wire
 from localgen.backends.types import Delta, Failed, Finished, Request, StepEvents, Timings
 
-KINDS: tuple[type, ...] = typing.get_args(wire.Message)
+KINDS: tuple[type, ...] = typing.get_args(wire.WireMessage)
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: st.integers(-(2**63), 2**64 - 1),
@@ -47,7 +47,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: values(hint) for name, hint in hints.items()})
 
 
-MESSAGES: st.SearchStrategy[wire.Message] = st.one_of([values(kind) for kind in KINDS])
+MESSAGES: st.SearchStrategy[wire.WireMessage] = st.one_of([values(kind) for kind in KINDS])
 
 
 def frame(body: bytes) -> bytes:
@@ -58,8 +58,8 @@ def frame(body: bytes) -> bytes:
 def test_every_message_comes_back_as_it_was(kind: type) -> None:
     @settings(max_examples=50)
     @given(values(kind))
-    def round_trip(message: wire.Message) -> None:
-        back = list(wire.Decoder().feed(wire.encode(message)))
+    def round_trip(message: wire.WireMessage) -> None:
+        back = list(wire.MessageDecoder().feed(wire.encode_message(message)))
         assert back == [message]
         assert type(back[0]) is kind
 
@@ -69,12 +69,12 @@ def test_every_message_comes_back_as_it_was(kind: type) -> None:
 @settings(max_examples=50)
 @given(st.lists(MESSAGES, max_size=4), st.data())
 def test_any_split_of_the_stream_gives_the_same_messages(
-    messages: list[wire.Message], data: st.DataObject
+    messages: list[wire.WireMessage], data: st.DataObject
 ) -> None:
-    stream = b"".join(map(wire.encode, messages))
+    stream = b"".join(map(wire.encode_message, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    decoder = wire.Decoder()
-    back: list[wire.Message] = []
+    decoder = wire.MessageDecoder()
+    back: list[wire.WireMessage] = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         back += decoder.feed(stream[begin:end])
     assert back == messages
@@ -82,8 +82,8 @@ def test_any_split_of_the_stream_gives_the_same_messages(
 
 def test_byte_by_byte_a_message_appears_with_its_last_byte() -> None:
     events = StepEvents((Delta("a", "🙂", 1),), (), (Failed("b", "queue_full", "later"),))
-    decoder = wire.Decoder()
-    steps = [list(decoder.feed(bytes([byte]))) for byte in wire.encode(events)]
+    decoder = wire.MessageDecoder()
+    steps = [list(decoder.feed(bytes([byte]))) for byte in wire.encode_message(events)]
     assert steps[-1] == [events]
     assert not any(steps[:-1])
 
@@ -93,7 +93,7 @@ def test_floats_that_are_not_finite_travel() -> None:
     finished = Finished(
         request_id="a", reason="stop", timings=timings, prompt_tokens=1, completion_tokens=1, ctx=8
     )
-    (back,) = wire.Decoder().feed(wire.encode(StepEvents(finished=(finished,))))
+    (back,) = wire.MessageDecoder().feed(wire.encode_message(StepEvents(finished=(finished,))))
     assert isinstance(back, StepEvents)
     assert back.finished[0].timings.ttft_ms == math.inf
     assert math.isnan(back.finished[0].timings.queue_ms)
@@ -102,12 +102,12 @@ def test_floats_that_are_not_finite_travel() -> None:
 def test_an_oversized_frame_is_refused_before_its_body_arrives() -> None:
     header = (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little")
     with pytest.raises(ValueError, match=str(wire.MAX_FRAME_BYTES)):
-        list(wire.Decoder().feed(header))
+        list(wire.MessageDecoder().feed(header))
 
 
 def test_the_largest_frame_is_awaited() -> None:
     header = wire.MAX_FRAME_BYTES.to_bytes(4, "little")
-    assert list(wire.Decoder().feed(header + b"rest to come")) == []
+    assert list(wire.MessageDecoder().feed(header + b"rest to come")) == []
 
 
 @pytest.mark.parametrize(
@@ -122,18 +122,18 @@ def test_the_largest_frame_is_awaited() -> None:
         msgspec.msgpack.encode([2, {"request_id": 5}]),  # Cancel with a number
         msgspec.msgpack.encode([2, {}]),
         msgspec.msgpack.encode([1, {"request": {"id": "a", "params": {"top_k": "many"}}}]),
-        wire.encode(wire.Cancel("a"))[4:] + b"\x00",  # more than one value
+        wire.encode_message(wire.Cancel("a"))[4:] + b"\x00",  # more than one value
     ],
 )
 def test_what_is_not_our_protocol_is_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        list(wire.Decoder().feed(frame(body)))
+        list(wire.MessageDecoder().feed(frame(body)))
 
 
 @settings(max_examples=300)
 @given(st.binary(max_size=80))
 def test_no_garbage_raises_anything_but_value_error(body: bytes) -> None:
-    decoder = wire.Decoder()
+    decoder = wire.MessageDecoder()
     try:
         messages = list(decoder.feed(frame(body)))
     except ValueError:
@@ -143,24 +143,26 @@ def test_no_garbage_raises_anything_but_value_error(body: bytes) -> None:
 
 def test_receive_ends_with_the_stream_and_crosses_buffers() -> None:
     big = wire.Submit(Request(id="big", prompt="é" * 600_000))  # several reads long
-    sent: list[wire.Message] = [wire.Cancel("a"), big, wire.Cancel("b")]
+    sent: list[wire.WireMessage] = [wire.Cancel("a"), big, wire.Cancel("b")]
     ours, theirs = socket.socketpair()
 
     def send() -> None:
         for message in sent:
-            theirs.sendall(wire.encode(message))
+            theirs.sendall(wire.encode_message(message))
         theirs.close()
 
     thread = threading.Thread(target=send)
     thread.start()
     with ours:
-        assert list(wire.receive(ours)) == sent
+        assert list(wire.receive_messages(ours)) == sent
     thread.join()
 
 
 def test_a_stream_cut_within_a_frame_gives_nothing_for_it() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        theirs.sendall(wire.encode(wire.Cancel("a")) + wire.encode(wire.Cancel("b"))[:-1])
+        theirs.sendall(
+            wire.encode_message(wire.Cancel("a")) + wire.encode_message(wire.Cancel("b"))[:-1]
+        )
     with ours:
-        assert list(wire.receive(ours)) == [wire.Cancel("a")]
+        assert list(wire.receive_messages(ours)) == [wire.Cancel("a")]

@@ -1,4 +1,4 @@
-"""A server that is made up, for what stands above it: snapshots, readings, a scripted watch."""
+"""A server that is made up, for what stands above it: snapshots, samples, a scripted monitor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from textual.pilot import Pilot
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.machine_stats import EndedRequest, GpuUse, MachineUse, ReadCost
-from localgen.backends.types import Phases, SequenceStats, SpeculationStats
-from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
-from localgen.tui.gauges.sample_builder import Record
-from localgen.tui.gauges.samples import Reading
+from localgen.backends.machine_stats import EndedRequest, GpuStats, MachineStats, ReadCost
+from localgen.backends.types import RequestPhases, SequenceStats, SpeculationStats
+from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
+from localgen.tui.gauges.sample_builder import SampleBuilder
+from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.table import RequestTable
 
 Script = Callable[[Pilot[None], TopApp], Coroutine[Any, Any, None]]
 
-GPU = GpuUse(
+GPU = GpuStats(
     index=0,
     name="NVIDIA H200",
     total_bytes=150_000_000_000,
@@ -34,10 +34,10 @@ GPU = GpuUse(
     clock_mhz=1980.0,
     memory_clock_mhz=3201.0,
 )
-MACHINE = MachineUse(
+MACHINE = MachineStats(
     cpu=0.87, cores=8, ram_bytes=64_000_000_000, ram_free_bytes=41_000_000_000, gpus=(GPU,)
 )
-PHASES = Phases(
+PHASES = RequestPhases(
     template_ms=1.2, queue_ms=30.0, cached_ms=0.4, prefill_ms=320.0, first_step_ms=40.0,
     decode_ms=2000.0,
 )  # fmt: skip
@@ -61,7 +61,7 @@ def request(
         "draft_tokens": 30 if is_begun else 0,
         "accepted_tokens": 20 if is_begun else 0,
         "ttft_ms": 391.6 if is_begun else None,
-        "phases": PHASES if is_begun else Phases(template_ms=1.2, queue_ms=400.0),
+        "phases": PHASES if is_begun else RequestPhases(template_ms=1.2, queue_ms=400.0),
     }
     return SequenceStats(**(known | fields))
 
@@ -116,11 +116,11 @@ def model(name: str = "llama-8b", **fields: Any) -> ModelSnapshot:
         "kv_used": 24_000,
         "kv_cached": 16_000,
         "kv_free": 25_536,
-        "kv_share": 0.366,
-        "ttft": Latency(last_ms=391.6, p50_ms=300.0, p99_ms=1230.0),
-        "itl": Latency(last_ms=22.1, p50_ms=21.0, p99_ms=40.0),
-        "totals": Totals(generated_tokens=0, prompt_tokens=0, steps=0, preemptions=0),
-        "read": ReadCost(
+        "kv_usage": 0.366,
+        "ttft": LatencyStats(last_ms=391.6, p50_ms=300.0, p99_ms=1230.0),
+        "itl": LatencyStats(last_ms=22.1, p50_ms=21.0, p99_ms=40.0),
+        "counters": ModelCounters(generated_tokens=0, prompt_tokens=0, steps=0, preemptions=0),
+        "read_cost": ReadCost(
             weights_bytes=4_500_000_000,
             kv_token_bytes=131_072.0,
             medium="GPU 0",
@@ -130,30 +130,30 @@ def model(name: str = "llama-8b", **fields: Any) -> ModelSnapshot:
         "speculation": SpeculationStats(
             drafters=("n-gram",), share=0.5, tokens_per_step=1.8, speedup=1.4
         ),
-        "sessions": LIVE,
+        "sequences": LIVE,
     }
     return ModelSnapshot(**(known | fields))
 
 
-def snapshot(*models: ModelSnapshot, **fields: Any) -> Snapshot:
+def snapshot(*models: ModelSnapshot, **fields: Any) -> ServerSnapshot:
     """A server with these models, or with one."""
     known: dict[str, Any] = {
-        "kind": "localgen",
+        "server_type": "localgen",
         "version": "0.1.0",
         "uptime_s": 185.0,
         "rss_bytes": 80_000_000,
         "machine": MACHINE,
         "models": models or (model(),),
-        "ended": ENDED,
+        "finished_requests": ENDED,
     }
-    return Snapshot(**(known | fields))
+    return ServerSnapshot(**(known | fields))
 
 
-def totals(second: float) -> Totals:
+def counters(second: float) -> ModelCounters:
     """Counters after so many seconds: speed goes up and down."""
     generated = 60.0 * second + 200.0 * (1 - math.cos(second / 5))
     steps = 20.0 * second
-    return Totals(
+    return ModelCounters(
         prompt_tokens=400.0 * second,
         generated_tokens=generated,
         steps=steps,
@@ -167,27 +167,27 @@ def totals(second: float) -> Totals:
     )
 
 
-def reading(seconds: float = 60.0, last: Snapshot | None = None) -> Reading:
+def reading(seconds: float = 60.0, last: ServerSnapshot | None = None) -> ServerSample:
     """What a minute of a busy server ends in; `last`: its last snapshot."""
-    record, found = Record(), Reading()
+    record, found = SampleBuilder(), ServerSample()
     for half in range(int(seconds * 2) + 1):
-        latency = Latency(last_ms=300 + 90 * math.sin(half / 7), p50_ms=300.0, p99_ms=1230.0)
-        each = model(totals=totals(half / 2), ttft=latency)
-        found = record.read(half / 2, snapshot(each))
-    return found if last is None else record.read(seconds + 0.5, last)
+        latency = LatencyStats(last_ms=300 + 90 * math.sin(half / 7), p50_ms=300.0, p99_ms=1230.0)
+        each = model(counters=counters(half / 2), ttft=latency)
+        found = record.add_snapshot(half / 2, snapshot(each))
+    return found if last is None else record.add_snapshot(seconds + 0.5, last)
 
 
-class ScriptedWatch:
+class ScriptedServerMonitor:
     """Each call of snapshots() plays one of the scripts: snapshots, then an error, the server's
     leaving (None), or silence."""
 
-    def __init__(self, *scripts: Sequence[Snapshot | LocalgenError | None]) -> None:
+    def __init__(self, *scripts: Sequence[ServerSnapshot | LocalgenError | None]) -> None:
         self.scripts = list(scripts)
         self.cancelled: list[str] = []
         self.closed = threading.Event()
         self.cancel_says: bool | LocalgenError = True
 
-    def snapshots(self) -> Iterator[Snapshot]:
+    def snapshots(self) -> Iterator[ServerSnapshot]:
         for each in self.scripts.pop(0) if self.scripts else ():
             if each is None:
                 return
@@ -206,9 +206,9 @@ class ScriptedWatch:
         self.closed.set()
 
 
-def top_app(watch: ScriptedWatch | None = None, **settings: Any) -> TopApp:
+def top_app(watch: ScriptedServerMonitor | None = None, **settings: Any) -> TopApp:
     """The program over a scripted server; silent where none is given."""
-    scripted = watch or ScriptedWatch()
+    scripted = watch or ScriptedServerMonitor()
     return TopApp(
         lambda: scripted,
         "this machine",
@@ -219,16 +219,16 @@ def top_app(watch: ScriptedWatch | None = None, **settings: Any) -> TopApp:
 
 def run(
     script: Script,
-    watch: ScriptedWatch | None = None,
+    watch: ScriptedServerMonitor | None = None,
     size: tuple[int, int] = (120, 40),
     **settings: float,
 ) -> None:
     """Play keys on a running program whose server is as scripted; by default it is busy."""
 
     async def play() -> None:
-        app = top_app(watch or ScriptedWatch([snapshot()]), **settings)
+        app = top_app(watch or ScriptedServerMonitor([snapshot()]), **settings)
         async with app.run_test(size=size) as pilot:
-            await until(pilot, lambda: app.reading.snapshot.kind == "localgen")
+            await until(pilot, lambda: app.sample.snapshot.server_type == "localgen")
             found = table(app)
             await until(pilot, lambda: not found.display or found.content_size.height > 0)
             await pilot.pause()

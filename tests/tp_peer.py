@@ -1,4 +1,4 @@
-"""Rank 1 of 2 for tests: a process that computes one model after another, as a follower does.
+"""Rank 1 of 2 for tests: a process that computes one model after another, as a worker does.
 
 Started once for a test module: each start of a process that imports torch takes seconds.
 """
@@ -18,25 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.model import process_group
 from localgen.backends.cuda.model.batch import StepInputs
-from localgen.backends.cuda.model.source import open_source
-from localgen.backends.cuda.parallel.rank_model import Share, SharedTokens
-from localgen.backends.cuda.steps.cuda_graphs import Latest
-from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.cuda.model.source import open_model_source
+from localgen.backends.cuda.parallel.rank_model import BroadcastTokens, RankModel
+from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
+from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.machine.python_process import python_environment
 
-SETTINGS = Settings(
+SETTINGS = CudaOptions(
     device="cpu", tp=2, cache_type_k="f32", cache_type_v="f32", parallel=8, max_batch_tokens=512
 )
 CPU = torch.device("cpu")
 
 
-def shard_of(folder: Path, rank: int) -> Share:
+def shard_of(folder: Path, rank: int) -> RankModel:
     """Half of a model, in float32."""
-    source = open_source(folder)
-    return Share(source, SETTINGS, torch.float32, Shard(source.spec, rank, 2))
+    source = open_model_source(folder)
+    return RankModel(source, SETTINGS, torch.float32, ModelShard(source.spec, rank, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +48,40 @@ class Peer:
     def steps(self, folder: Path, *, pages: int, max_len: int) -> PairedSteps:
         """A model in both processes."""
         self.orders.send(("load", folder, pages, max_len))
-        share = shard_of(folder, 0)
-        assert share.allocate(pages, max_len)
-        return PairedSteps(share, self.orders)
+        rank_model = shard_of(folder, 0)
+        assert rank_model.allocate_cache(pages, max_len)
+        return PairedSteps(rank_model, self.orders)
 
 
 @dataclass(frozen=True, slots=True)
 class PairedSteps:
-    """Steps of both, as TensorParallelSteps has them."""
+    """Steps of both, as TensorParallelExecutor has them."""
 
-    share: Share
+    rank_model: RankModel
     orders: Any
     device = CPU
 
-    def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
+    def run(self, inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
         """Where the tokens are only on this side, the other gets wrong ones to begin with."""
-        theirs = inputs if latest is None else replace(inputs, tokens=np.zeros_like(inputs.tokens))
-        self.orders.send(("run", theirs, latest is not None))
-        tokens = None if latest is None else SharedTokens(self.share.ranks, latest)
-        return self.share.steps.run(inputs, tokens)
+        theirs = (
+            inputs if token_source is None else replace(inputs, tokens=np.zeros_like(inputs.tokens))
+        )
+        self.orders.send(("run", theirs, token_source is not None))
+        tokens = (
+            None if token_source is None else BroadcastTokens(self.rank_model.group, token_source)
+        )
+        return self.rank_model.executor.run(inputs, tokens)
 
-    def states(self, inputs: StepInputs) -> Tensor:
+    def hidden_states(self, inputs: StepInputs) -> Tensor:
         self.orders.send(("states", inputs))
-        return self.share.states(inputs)
+        return self.rank_model.hidden_states(inputs)
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         self.orders.send(("copy", pairs))
-        self.share.steps.copy(pairs)
+        self.rank_model.executor.copy_pages(pairs)
 
     def close(self) -> None:
-        self.share.steps.close()
+        self.rank_model.executor.close()
 
 
 @contextmanager
@@ -90,37 +94,39 @@ def peer() -> Iterator[Peer]:
             pass_fds=[theirs.fileno()],
             env=python_environment(),
         )
-    store = process_group.meeting_point(2)
+    store = process_group.create_store(2)
     try:
         ours.send(store.port)
-        process_group.join(_whole(0), store, CPU)
+        process_group.init_process_group(_whole(0), store, CPU)
         yield Peer(ours)
     finally:
         ours.send(None)
-        process_group.leave()
+        process_group.destroy_process_group()
         ours.close()
         assert process.wait(20) == 0
 
 
-def _whole(rank: int) -> Shard:
+def _whole(rank: int) -> ModelShard:
     spec: Any = None  # joining asks for nothing but the numbers
-    return Shard(spec, rank, 2)
+    return ModelShard(spec, rank, 2)
 
 
 def _serve(orders: Connection[Any, Any]) -> None:
-    process_group.join(_whole(1), process_group.store_at(orders.recv(), 2), CPU)
+    process_group.init_process_group(_whole(1), process_group.connect_store(orders.recv(), 2), CPU)
     while (order := orders.recv()) is not None:
         match order:
             case "load", folder, pages, max_len:
-                share = shard_of(folder, 1)
-                assert share.allocate(pages, max_len)
+                rank_model = shard_of(folder, 1)
+                assert rank_model.allocate_cache(pages, max_len)
             case "run", inputs, shared:
-                share.steps.run(inputs, SharedTokens(share.ranks) if shared else None)
+                rank_model.executor.run(
+                    inputs, BroadcastTokens(rank_model.group) if shared else None
+                )
             case "states", inputs:
-                share.states(inputs)
+                rank_model.hidden_states(inputs)
             case "copy", pairs:
-                share.steps.copy(pairs)
-    process_group.leave()
+                rank_model.executor.copy_pages(pairs)
+    process_group.destroy_process_group()
 
 
 if __name__ == "__main__":

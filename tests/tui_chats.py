@@ -16,20 +16,20 @@ from textual.widgets import Static
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.chat.conversation import Turn
-from localgen.chat.database import Writer
+from localgen.chat.database import WriterLock
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import Progress
-from localgen.chat.session_store import Sessions
-from localgen.client import ModelCard, Text
-from localgen.client.snapshot import Snapshot
-from localgen.tui.chat.active_session import House, OpenSession
+from localgen.chat.session import OnProgress
+from localgen.chat.session_store import SessionStore
+from localgen.client import ModelCard, TextDelta
+from localgen.client.snapshot import ServerSnapshot
+from localgen.tui.chat.active_session import ActiveSession, AppContext
 from localgen.tui.chat.app import ChatApp
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.prompt import Prompt
-from localgen.tui.chat.session_manager import Desk
-from localgen.tui.feed import Watch
+from localgen.tui.chat.session_manager import SessionManager
+from localgen.tui.feed import ServerMonitor
 
-Say = str | Text | BaseException | threading.Event
+Say = str | TextDelta | BaseException | threading.Event
 
 Play = Callable[["Tui", Pilot[None]], Awaitable[None]]
 MakeTui = Callable[..., "Tui"]
@@ -52,7 +52,7 @@ class PacedClient(ScriptedClient):
         self,
         model: str | None,
         options: LoadOptions,
-        on_progress: Progress = print,
+        on_progress: OnProgress = print,
         keep_alive: str | None = None,
     ) -> ModelInfo:
         """Waits at half for the gate, if there is one."""
@@ -74,9 +74,9 @@ class PacedClient(ScriptedClient):
                 raise ServerUnavailable("the connection was cut")
             if isinstance(step, BaseException):
                 raise step
-            yield Text(step, tokens) if isinstance(step, str) else step
+            yield TextDelta(step, tokens) if isinstance(step, str) else step
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self.was_cut.set()
 
     def close(self) -> None:
@@ -89,10 +89,10 @@ class PacedClient(ScriptedClient):
         ]
 
 
-class NoWatch:
+class NoServerMonitor:
     """A server that is never there."""
 
-    def snapshots(self) -> Iterator[Snapshot]:
+    def snapshots(self) -> Iterator[ServerSnapshot]:
         raise ServerUnavailable("no server")
 
     def close(self) -> None:
@@ -108,35 +108,35 @@ class Tui:
         *scripts: Sequence[object],
         model: str | None = None,
         options: ModelOptions | None = None,
-        watch: Callable[[], Watch] = NoWatch,
+        watch: Callable[[], ServerMonitor] = NoServerMonitor,
         url: str = "",
     ) -> None:
         self.scripts: list[Sequence[object]] = list(scripts)
         self.clients: list[PacedClient] = []
         self.load_gate: threading.Event | None = None
         self._s = 1000.0
-        self.writer = Writer(folder / "writers")
-        self.store = Sessions(folder / "sessions.db", self.writer, now=self._now)
-        self.house = House(
+        self.writer = WriterLock(folder / "writers")
+        self.store = SessionStore(folder / "sessions.db", self.writer, clock=self._now)
+        self.context = AppContext(
             store=self.store,
             make_client=self._client,
             options=options or ModelOptions(),
             state_dir=folder,
-            url=url,
+            server_url=url,
             model=model,
             clock=lambda: 0.0,
         )
-        self.desk = Desk(self.house)
-        self.app = ChatApp(self.desk, watch, "this machine", first_retry_s=1000.0)
+        self.manager = SessionManager(self.context)
+        self.app = ChatApp(self.manager, watch, "this machine", first_retry_s=1000.0)
 
     @property
     def main(self) -> MainScreen:
-        return self.app.main
+        return self.app.main_screen
 
     @property
-    def opened(self) -> OpenSession:
-        assert self.main.opened is not None
-        return self.main.opened
+    def opened(self) -> ActiveSession:
+        assert self.main.current_session is not None
+        return self.main.current_session
 
     @property
     def prompt(self) -> Prompt:
@@ -153,14 +153,14 @@ class Tui:
         return [asked.messages[-1].content for each in self.clients for asked in each.record.asked]
 
     def close(self) -> None:
-        self.desk.close()
+        self.manager.close()
         self.store.close()
         self.writer.close()
 
     @asynccontextmanager
     async def running(self, size: tuple[int, int] = (120, 40)) -> AsyncIterator[Pilot[None]]:
         async with self.app.run_test(size=size) as pilot:
-            await self.until(lambda: self.main.opened is not None)
+            await self.until(lambda: self.main.current_session is not None)
             await pilot.pause()
             yield pilot
 
@@ -199,7 +199,7 @@ class Tui:
         """Until nothing is being done."""
         await pilot.pause()
         await self.until(lambda: not self.app.workers._workers or self._only_waits())
-        await self.until(lambda: not self.desk.answering)
+        await self.until(lambda: not self.manager.answering_sessions)
         await self.app.tick()
         await pilot.pause()
 
@@ -216,7 +216,7 @@ class Tui:
 
     def _client(self, say: Callable[[str], None]) -> PacedClient:
         client = PacedClient(say=say)
-        client.url, client.load_gate = self.house.url, self.load_gate
+        client.url, client.load_gate = self.context.server_url, self.load_gate
         client.scripts = self.scripts  # type: ignore[assignment]
         self.clients.append(client)
         return client
@@ -238,11 +238,11 @@ def play(tui: Tui, scene: Play, size: tuple[int, int] = (120, 40)) -> None:
 
 
 def told(tui: Tui) -> str:
-    return str(tui.main.query_one("#told", Static).content)
+    return str(tui.main.query_one("#message", Static).content)
 
 
 def turns(tui: Tui) -> list[Turn]:
-    return list(tui.opened.session.conversation.turns)
+    return list(tui.opened.chat.conversation.turns)
 
 
 async def press(tui: Tui, pilot: Pilot[None], *keys: str) -> None:
@@ -258,10 +258,10 @@ def wait(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def settle(tui: Tui, opened: OpenSession) -> Turn:
+def settle(tui: Tui, opened: ActiveSession) -> Turn:
     """The turn of the answer that grows in a session."""
-    assert opened.last is not None
-    assert opened.last.ended.wait(10)
-    tui.desk.settle()
-    assert opened.answering is None
-    return opened.session.conversation.turns[-1]
+    assert opened.last_stream is not None
+    assert opened.last_stream.ended.wait(10)
+    tui.manager.finalize_answers()
+    assert opened.answer_stream is None
+    return opened.chat.conversation.turns[-1]

@@ -10,33 +10,33 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 from textual.widgets import Static
-from tui_chats import NoWatch, Tui
+from tui_chats import NoServerMonitor, Tui
 
 from localgen.quant.events import (
-    Advice,
-    Advised,
-    At,
-    Event,
-    Made,
-    Needs,
-    Note,
-    Stopped,
-    Unfinished,
-    Verdict,
+    EstimateEvent,
+    EvalEvent,
+    FinishedEvent,
+    MethodEstimate,
+    NoteEvent,
+    ProgressEvent,
+    QuantizeEvent,
+    RecommendationEvent,
+    StoppedEvent,
+    UnfinishedEvent,
 )
-from localgen.quant.report import Row
-from localgen.quant.request.request import Asked
+from localgen.quant.report import EvalRow
+from localgen.quant.request.request import QuantizeRequest
 from localgen.tui.chat.app import ChatApp
-from localgen.tui.quantize.runner import Workshop
+from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.quantize.screen import QuantizeScreen
 
 Play = Callable[["Quantizing", Pilot[None]], Awaitable[None]]
 # an event is told, a number of seconds passes, a threading.Event is waited for
-Step = Event | float | BaseException | threading.Event
-NEEDS = Needs(
+Step = QuantizeEvent | float | BaseException | threading.Event
+NEEDS = EstimateEvent(
     model="tiny",
-    what="awq, 4 bits in groups of 128",
-    out="tiny-awq-4bit",
+    description="awq, 4 bits in groups of 128",
+    output="tiny-awq-4bit",
     source_bytes=22_976_512,
     output_bytes=9_412_000,
     states_bytes=67_108_864,
@@ -46,45 +46,49 @@ NEEDS = Needs(
     disk_free_bytes=24_100_000_000,
 )
 WAYS = (
-    Advice("--gguf Q8_0", 12_400_000, 91_000_000, "CPU", "hardly any loss; no calibration"),
-    Advice("--fp8", 12_100_000, 90_000_000, None, "hardly any loss; no calibration"),
-    Advice("--awq --gguf Q4_K_M", 9_600_000, 88_000_000, "CPU", "small loss; takes calibration"),
-    Advice("--awq", 9_400_000, 87_000_000, None, "small loss; read by most engines"),
+    MethodEstimate("--gguf Q8_0", 12_400_000, 91_000_000, "CPU", "hardly any loss; no calibration"),
+    MethodEstimate("--fp8", 12_100_000, 90_000_000, None, "hardly any loss; no calibration"),
+    MethodEstimate(
+        "--awq --gguf Q4_K_M", 9_600_000, 88_000_000, "CPU", "small loss; takes calibration"
+    ),
+    MethodEstimate("--awq", 9_400_000, 87_000_000, None, "small loss; read by most engines"),
 )
-LOOK: tuple[Step, ...] = (Advised(WAYS, "--gguf Q8_0"), NEEDS)
-UNFINISHED: tuple[Step, ...] = (*LOOK, Unfinished(2, 6))
+LOOK: tuple[Step, ...] = (RecommendationEvent(WAYS, "--gguf Q8_0"), NEEDS)
+UNFINISHED: tuple[Step, ...] = (*LOOK, UnfinishedEvent(2, 6))
 ROWS = (
-    Row("tiny", "/m/tiny", 22_976_512, 32.0, 3.1234, None, 812.3),
-    Row("tiny-awq-4bit", "tiny-awq-4bit", 9_412_345, 13.11, 3.2012, 0.0123, None),
+    EvalRow("tiny", "/m/tiny", 22_976_512, 32.0, 3.1234, None, 812.3),
+    EvalRow("tiny-awq-4bit", "tiny-awq-4bit", 9_412_345, 13.11, 3.2012, 0.0123, None),
 )
 BEGUN: tuple[Step, ...] = (
     NEEDS,
-    At("checking weights", 22_976_512, 22_976_512, "bytes"),
-    At("quantizing", 0, 6, "layers"),
+    ProgressEvent("checking weights", 22_976_512, 22_976_512, "bytes"),
+    ProgressEvent("quantizing", 0, 6, "layers"),
     10.0,
-    At("quantizing", 1, 6, "layers"),
+    ProgressEvent("quantizing", 1, 6, "layers"),
     10.0,
-    At("quantizing", 2, 6, "layers"),
+    ProgressEvent("quantizing", 2, 6, "layers"),
 )
 NEVER = threading.Event()
 RUNNING: tuple[Step, ...] = (*BEGUN, NEVER)
 DONE: tuple[Step, ...] = (
-    Made("tiny-awq-4bit", 6, 0, 62.0, 10.3, 512_000_000, 534_000_000),
-    Note("it runs on GPUs (no NVIDIA GPU was found here); --backend cuda --device cpu runs it"),
-    At("measuring tiny-awq-4bit", 6, 6, "steps"),
-    Verdict(ROWS),
+    FinishedEvent("tiny-awq-4bit", 6, 0, 62.0, 10.3, 512_000_000, 534_000_000),
+    NoteEvent(
+        "it runs on GPUs (no NVIDIA GPU was found here); --backend cuda --device cpu runs it"
+    ),
+    ProgressEvent("measuring tiny-awq-4bit", 6, 6, "steps"),
+    EvalEvent(ROWS),
 )
 
 
-class ScriptedWork:
-    """Plays a script; when it is stopped, the rest is left out, and `Stopped` told of layers."""
+class ScriptedWorker:
+    """Plays a script; when it is stopped, the rest is left out, and layers get a `StoppedEvent`."""
 
     def __init__(self, script: Sequence[Step], clock: Clock) -> None:
         self.is_stopped, self.is_ended = threading.Event(), threading.Event()
         self._script, self._clock = script, clock
-        self._at: At | None = None
+        self._at: ProgressEvent | None = None
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[QuantizeEvent]:
         for step in self._script:
             match step:
                 case threading.Event():
@@ -93,20 +97,20 @@ class ScriptedWork:
                             return
                         if self.is_stopped.is_set():
                             if self._at is not None and self._at.unit == "layers":
-                                yield Stopped(self._at.done, self._at.total)
+                                yield StoppedEvent(self._at.done, self._at.total)
                             return
                 case float():
                     self._clock.now_s += step
                 case BaseException():
                     raise step
                 case _:
-                    self._at = step if isinstance(step, At) else self._at
+                    self._at = step if isinstance(step, ProgressEvent) else self._at
                     yield step
 
     def stop(self) -> None:
         self.is_stopped.set()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.is_ended.set()
 
     def memory_bytes(self) -> int:
@@ -135,13 +139,17 @@ class Quantizing(Tui):
     ) -> None:
         super().__init__(folder)
         self.looks, self.runs = list(looks), list(runs)
-        self.asked_looks: list[Asked] = []
-        self.asked_runs: list[Asked] = []
-        self.works: list[ScriptedWork] = []
+        self.asked_looks: list[QuantizeRequest] = []
+        self.asked_runs: list[QuantizeRequest] = []
+        self.works: list[ScriptedWorker] = []
         self.clock = Clock()
-        self.workshop = Workshop(folder, self._start, self.clock, is_elsewhere=is_elsewhere)
+        self.runner = QuantizeRunner(folder, self._start, self.clock, is_remote=is_elsewhere)
         self.app = ChatApp(
-            self.desk, NoWatch, "this machine", first_retry_s=1000.0, workshop=self.workshop
+            self.manager,
+            NoServerMonitor,
+            "this machine",
+            first_retry_s=1000.0,
+            quantize_runner=self.runner,
         )
 
     @property
@@ -152,7 +160,7 @@ class Quantizing(Tui):
 
     @property
     def is_reckoned(self) -> bool:
-        return self.screen._estimate.reckoning.is_whole
+        return self.screen._estimate_panel.estimate.is_complete
 
     @asynccontextmanager
     async def shown(self, size: tuple[int, int] = (120, 40)) -> AsyncIterator[Pilot[None]]:
@@ -165,7 +173,7 @@ class Quantizing(Tui):
         await pilot.press("f10")
         await self.until(lambda: isinstance(self.app.screen, QuantizeScreen))
         await pilot.pause()
-        await self.until(lambda: self.is_reckoned or not self.screen._estimate.display)
+        await self.until(lambda: self.is_reckoned or not self.screen._estimate_panel.display)
         await pilot.pause()
 
     async def beat(self, pilot: Pilot[None]) -> None:
@@ -175,30 +183,30 @@ class Quantizing(Tui):
 
     async def begin(self, pilot: Pilot[None]) -> None:
         """Press the key that runs it, until it does."""
-        before = self.workshop.run
+        before = self.runner.current_run
         await pilot.press("ctrl+r")
-        await self.until(lambda: self.workshop.run is not before)
+        await self.until(lambda: self.runner.current_run is not before)
         await self.beat(pilot)
 
     async def ended(self, pilot: Pilot[None]) -> None:
-        run = self.workshop.run
+        run = self.runner.current_run
         assert run is not None
         await self.until(run.ended.is_set)
         await self.beat(pilot)
 
     def close(self) -> None:
         for work in self.works:
-            work.end()
+            work.kill()
         super().close()
 
-    def _start(self, asked: Asked, looks: bool) -> ScriptedWork:
+    def _start(self, asked: QuantizeRequest, looks: bool) -> ScriptedWorker:
         if looks:
             self.asked_looks.append(asked)
             script = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         else:
             self.asked_runs.append(asked)
             script = self.runs.pop(0)
-        self.works.append(ScriptedWork(script, self.clock))
+        self.works.append(ScriptedWorker(script, self.clock))
         return self.works[-1]
 
 
@@ -206,8 +214,8 @@ async def wait_for_layers(tui: Quantizing, done: int) -> None:
     """Until a run has come so far."""
 
     def is_there() -> bool:
-        run = tui.workshop.run
-        return run is not None and run.at is not None and run.at.done >= done
+        run = tui.runner.current_run
+        return run is not None and run.progress is not None and run.progress.done >= done
 
     await tui.until(is_there)
     await asyncio.sleep(0)
@@ -225,7 +233,7 @@ def play(tui: Quantizing, scene: Play, size: tuple[int, int] = (120, 40)) -> Non
 
 
 def told(tui: Quantizing) -> str:
-    return str(tui.screen.query_one("#told", Static).content)
+    return str(tui.screen.query_one("#message", Static).content)
 
 
 async def reckoned(tui: Quantizing, pilot: Pilot[None], looks: int) -> None:

@@ -19,27 +19,27 @@ from textual.screen import ModalScreen, Screen
 from textual.theme import BUILTIN_THEMES
 from textual.widgets import Input, Static
 
-from localgen.backends.terminal_text import inert
-from localgen.tui.terminal import Terminal
-from localgen.tui.themes import NAMES, THEMES, ThemeChoice
-from localgen.tui.widgets.dialog import Sheet
+from localgen.backends.terminal_text import escape_control_chars
+from localgen.tui.terminal import TerminalDriver
+from localgen.tui.themes import THEME_NAMES, THEMES, ThemeChoice
+from localgen.tui.widgets.dialog import ScrollableTextDialog
 
-LEAST_COLUMNS, LEAST_ROWS = 60, 20
+MIN_COLUMNS, MIN_ROWS = 60, 20
 _KEY_COLUMNS = 19
 
 
-def _collect_again() -> None:
+def _enable_gc() -> None:
     """Look for garbage from now on, but not among all that was imported."""
     gc.freeze()
     gc.enable()
 
 
-class TooSmall(ModalScreen[None]):
+class TerminalTooSmall(ModalScreen[None]):
     """Stands before everything while the terminal is smaller than the screens can be."""
 
     DEFAULT_CSS = """
-    TooSmall { align: center middle; background: $background; }
-    TooSmall Static { width: auto; text-align: center; color: $warning; }
+    TerminalTooSmall { align: center middle; background: $background; }
+    TerminalTooSmall Static { width: auto; text-align: center; color: $warning; }
     """
 
     def compose(self) -> ComposeResult:
@@ -47,22 +47,22 @@ class TooSmall(ModalScreen[None]):
 
     def on_screen_resume(self) -> None:
         """What stood before it is gone: is it still true?"""
-        if not is_too_small(self.app.size):
+        if not is_terminal_too_small(self.app.size):
             self.dismiss()
 
     def on_resize(self, event: events.Resize) -> None:
         self.query_one(Static).update(self._text(event.size.width, event.size.height))
 
     def _text(self, columns: int, rows: int) -> str:
-        return f"{columns}×{rows} is too small\n{LEAST_COLUMNS}×{LEAST_ROWS} is enough"
+        return f"{columns}×{rows} is too small\n{MIN_COLUMNS}×{MIN_ROWS} is enough"
 
 
-def is_too_small(size: Size) -> bool:
+def is_terminal_too_small(size: Size) -> bool:
     """Whether there is no room for the screens."""
-    return size.width < LEAST_COLUMNS or size.height < LEAST_ROWS
+    return size.width < MIN_COLUMNS or size.height < MIN_ROWS
 
 
-class KeyHelp(Sheet):
+class KeyHelp(ScrollableTextDialog):
     """Every key that does something where it was asked for, with what it does."""
 
     DEFAULT_CSS = """
@@ -78,7 +78,7 @@ class KeyHelp(Sheet):
         super().__init__("Keys", Content("\n").join(lines))
 
 
-def _is_common(active: ActiveBinding) -> bool:
+def _is_textual_default(active: ActiveBinding) -> bool:
     """Whether it is one of the dozens of keys that do what they do in other programs too."""
     common = {
         (binding.action, binding.description)
@@ -90,8 +90,9 @@ def _is_common(active: ActiveBinding) -> bool:
     return (active.binding.action, active.binding.description) in common
 
 
-class Shell(App[None]):
-    """Base of both programs. choice: which theme to begin with, and where to keep the next one.
+class BaseApp(App[None]):
+    """Base of both programs. theme_choice: which theme to begin with, and where to keep the next
+    one.
 
     HELP_NOTES: shown below the keys. A key is told of in the help and in the palette when its
     binding has a description.
@@ -111,9 +112,9 @@ class Shell(App[None]):
     Footer.-compact FooterKey.-command-palette { margin-right: 0; padding-right: 1; }
     """
 
-    def __init__(self, choice: ThemeChoice | None = None) -> None:
-        self._choice = choice or ThemeChoice(None)
-        first = self._choice.read()  # App takes NO_COLOR out of the environment
+    def __init__(self, theme_choice: ThemeChoice | None = None) -> None:
+        self._theme_choice = theme_choice or ThemeChoice(None)
+        first = self._theme_choice.load()  # App takes NO_COLOR out of the environment
         super().__init__()
         for theme in THEMES:
             self.register_theme(theme)
@@ -124,18 +125,18 @@ class Shell(App[None]):
     async def on_event(self, event: events.Event) -> None:
         """A line has no use for control characters, and would draw them as they are."""
         if isinstance(event, events.Paste) and isinstance(self.focused, Input):
-            event.text = inert(event.text)
+            event.text = escape_control_chars(event.text)
         await super().on_event(event)
 
     def copy_to_clipboard(self, text: str) -> None:
         """As it is shown: what a model writes shall not be obeyed where it is pasted either."""
-        super().copy_to_clipboard(inert(text))
+        super().copy_to_clipboard(escape_control_chars(text))
 
     def on_mount(self) -> None:
         """From now on what is chosen is kept."""
-        self.theme_changed_signal.subscribe(self, lambda theme: self._choice.keep(theme.name))
+        self.theme_changed_signal.subscribe(self, lambda theme: self._theme_choice.save(theme.name))
         if not gc.isenabled():  # as the commands leave it, for a screen that is there sooner
-            self.call_after_refresh(_collect_again)
+            self.call_after_refresh(_enable_gc)
 
     @staticmethod
     def theme_file(state_dir: Path) -> Path:
@@ -145,13 +146,13 @@ class Shell(App[None]):
     def get_driver_class(self) -> type[Driver]:
         """Our own where Textual would take the one that it is made of."""
         found = super().get_driver_class()
-        return Terminal if found is LinuxDriver else found
+        return TerminalDriver if found is LinuxDriver else found
 
     def on_resize(self, event: events.Resize) -> None:
-        """Hide everything behind TooSmall while there is no room for it."""
-        small, shown = is_too_small(event.size), isinstance(self.screen, TooSmall)
+        """Hide everything behind TerminalTooSmall while there is no room for it."""
+        small, shown = is_terminal_too_small(event.size), isinstance(self.screen, TerminalTooSmall)
         if small and not shown:
-            self.push_screen(TooSmall())
+            self.push_screen(TerminalTooSmall())
         elif shown and not small:
             self.pop_screen()
 
@@ -159,54 +160,59 @@ class Shell(App[None]):
         """Show the keys of the screen and of what has the focus; or close them."""
         if isinstance(self.screen, KeyHelp):
             self.screen.dismiss()
-        elif not isinstance(self.screen, TooSmall | CommandPalette):
+        elif not isinstance(self.screen, TerminalTooSmall | CommandPalette):
             notes = "" if self.screen.is_modal else self.HELP_NOTES
-            self.push_screen(KeyHelp(self._known_keys(self.screen), notes))
+            self.push_screen(KeyHelp(self._key_help_rows(self.screen), notes))
 
     def action_next_theme(self) -> None:
         """Take the next of the themes."""
-        self.theme = NAMES[(NAMES.index(self.theme) + 1) % len(NAMES)]
+        self.theme = THEME_NAMES[(THEME_NAMES.index(self.theme) + 1) % len(THEME_NAMES)]
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """What the palette offers: every binding that has a description, and each theme."""
         offered = set()
-        for active in self._told_of(screen):
+        for active in self._described_bindings(screen):
             says = active.binding.description
             if says not in offered and active.binding.action != "command_palette":
                 offered.add(says)
-                yield SystemCommand(says, f"Key: {self._key_of(active)}", self._run_of(active))
-        for name in NAMES:
-            yield SystemCommand(f"Theme: {name}", "Colours of the screen", self._theme_of(name))
+                yield SystemCommand(
+                    says, f"Key: {self._key_label(active)}", self._binding_callback(active)
+                )
+        for name in THEME_NAMES:
+            yield SystemCommand(f"Theme: {name}", "Colours of the screen", self._theme_setter(name))
 
-    def _known_keys(self, screen: Screen[object]) -> list[tuple[str, str]]:
+    def _key_help_rows(self, screen: Screen[object]) -> list[tuple[str, str]]:
         """Keys and what they do, several for the same in one line; those of the footer first."""
         keys: dict[str, list[str]] = {}
-        for active in sorted(self._told_of(screen), key=lambda active: not active.binding.show):
+        for active in sorted(
+            self._described_bindings(screen), key=lambda active: not active.binding.show
+        ):
             is_palette = active.binding.action == "command_palette"
             says = "Everything by its name" if is_palette else active.binding.description
             shown = keys.setdefault(says, [])
-            if self._key_of(active) not in shown:
-                shown.append(self._key_of(active))
+            if self._key_label(active) not in shown:
+                shown.append(self._key_label(active))
         return [(" ".join(shown), says) for says, shown in keys.items()]
 
-    def _told_of(self, screen: Screen[object]) -> list[ActiveBinding]:
+    def _described_bindings(self, screen: Screen[object]) -> list[ActiveBinding]:
         """Bindings with a description, without what every text field, list or screen has."""
         return [
             active
             for active in screen.active_bindings.values()
-            if active.binding.description and (active.node is self or not _is_common(active))
+            if active.binding.description
+            and (active.node is self or not _is_textual_default(active))
         ]
 
-    def _key_of(self, active: ActiveBinding) -> str:
+    def _key_label(self, active: ActiveBinding) -> str:
         return self.get_key_display(active.binding)
 
-    def _run_of(self, active: ActiveBinding) -> Callable[[], Awaitable[None]]:
+    def _binding_callback(self, active: ActiveBinding) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
             await self.run_action(active.binding.action, active.node)
 
         return run
 
-    def _theme_of(self, name: str) -> Callable[[], None]:
+    def _theme_setter(self, name: str) -> Callable[[], None]:
         def take() -> None:
             self.theme = name
 

@@ -14,11 +14,11 @@ from textual.message import Message
 
 _ESC = "\x1b"
 # a code point that no text has: Unicode keeps it for the inside of programs
-_STAND_IN = "\ufdd0"
+_ESC_PLACEHOLDER = "\ufdd0"
 _READ_BYTES, _POLL_S = 4096, 0.1
 
 
-class InputParser(XTermParser):
+class PasteSafeParser(XTermParser):
     """Keys, mouse and pastes, whatever is pasted.
 
     Textual's own takes escape sequences inside a paste for keys: what somebody has copied from a
@@ -27,57 +27,57 @@ class InputParser(XTermParser):
 
     def __init__(self) -> None:
         self._is_pasting = False
-        self._before = ""  # the last characters outside of a paste
-        self._held = ""  # of a paste, what may be the beginning of its end
+        self._recent_chars = ""  # the last characters outside of a paste
+        self._held_back = ""  # of a paste, what may be the beginning of its end
         super().__init__()
 
     def feed(self, data: str) -> Iterable[Message]:
         """The messages in the next piece of what is read; no text: it was the last."""
-        guarded = self._guarded(data)
+        guarded = self._escape_pastes(data)
         if data and not guarded:
             return
         for message in super().feed(guarded):
             if isinstance(message, Paste):
-                message = Paste(message.text.replace(_STAND_IN, _ESC))
+                message = Paste(message.text.replace(_ESC_PLACEHOLDER, _ESC))
             yield message
 
-    def _guarded(self, data: str) -> str:
+    def _escape_pastes(self, data: str) -> str:
         """The same with each ESC inside of pastes replaced."""
         parts = []
         while data:
-            take = self._inside if self._is_pasting else self._outside
+            take = self._read_inside_paste if self._is_pasting else self._read_outside_paste
             part, data = take(data)
             parts.append(part)
         return "".join(parts)
 
-    def _outside(self, data: str) -> tuple[str, str]:
-        seen = self._before + data
+    def _read_outside_paste(self, data: str) -> tuple[str, str]:
+        seen = self._recent_chars + data
         found = seen.find(BRACKETED_PASTE_START)
         if found < 0:
-            self._before = seen[-(len(BRACKETED_PASTE_START) - 1) :]
+            self._recent_chars = seen[-(len(BRACKETED_PASTE_START) - 1) :]
             return data, ""
-        self._is_pasting, self._before = True, ""
+        self._is_pasting, self._recent_chars = True, ""
         begin = found + len(BRACKETED_PASTE_START) - (len(seen) - len(data))
         return data[:begin], data[begin:]
 
-    def _inside(self, data: str) -> tuple[str, str]:
-        data, self._held = self._held + data, ""
+    def _read_inside_paste(self, data: str) -> tuple[str, str]:
+        data, self._held_back = self._held_back + data, ""
         text, end, rest = data.partition(BRACKETED_PASTE_END)
         if end:
             self._is_pasting = False
         else:
             at = text.rfind(_ESC)
             if at >= 0 and BRACKETED_PASTE_END.startswith(text[at:]):
-                text, self._held = text[:at], text[at:]
-        return text.replace(_ESC, _STAND_IN) + end, rest
+                text, self._held_back = text[:at], text[at:]
+        return text.replace(_ESC, _ESC_PLACEHOLDER) + end, rest
 
 
-class Terminal(LinuxDriver):
+class TerminalDriver(LinuxDriver):
     """Textual's driver with this parser; bytes that are no UTF-8 end nothing."""
 
     def run_input_thread(self) -> None:
         """Wait for input and hand it on, until the driver ends or the terminal is gone."""
-        parser = InputParser()
+        parser = PasteSafeParser()
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         with selectors.SelectSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
@@ -86,11 +86,11 @@ class Terminal(LinuxDriver):
                     read = os.read(self.fileno, _READ_BYTES)
                     if not read:
                         return
-                    self._hand_on(parser, decode(read))
+                    self._process_input(parser, decode(read))
                 for message in parser.tick():
                     self.process_message(message)
 
-    def _hand_on(self, parser: InputParser, text: str) -> None:
+    def _process_input(self, parser: PasteSafeParser, text: str) -> None:
         if text:  # a piece may end within a character; nothing would be the end of all
             for message in parser.feed(text):
                 self.process_message(message)

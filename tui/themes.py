@@ -74,7 +74,7 @@ THEMES = (
         variables={"border": "#606060", "border-blurred": "#404040", "muted": "#989898"},
     ),
 )
-NAMES = tuple(theme.name for theme in THEMES)
+THEME_NAMES = tuple(theme.name for theme in THEMES)
 
 
 class ThemeChoice:
@@ -84,7 +84,7 @@ class ThemeChoice:
         self._path = path
         self._no_color = bool(environ.get("NO_COLOR"))
 
-    def read(self) -> str:
+    def load(self) -> str:
         """The theme to begin with; dark where nothing readable is kept."""
         if self._no_color:
             return MONOCHROME
@@ -94,9 +94,9 @@ class ThemeChoice:
             name = json.loads(self._path.read_text(encoding="utf-8"))["theme"]
         except (OSError, ValueError, KeyError, TypeError):
             return DARK
-        return name if name in NAMES else DARK
+        return name if name in THEME_NAMES else DARK
 
-    def keep(self, name: str) -> None:
+    def save(self, name: str) -> None:
         """Remember it, where that is possible: a full disk is no reason to stop."""
         if self._path is None or self._no_color:
             return

@@ -4,58 +4,58 @@ from __future__ import annotations
 
 import torch
 
-from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
-from localgen.backends.cuda.model.dummy import MadeUpTokenizer
+from localgen.backends.cuda.model.dummy import DummyTokenizer
 from localgen.backends.cuda.model.source import ModelSource
-from localgen.backends.cuda.runner import CudaRunner, Steps, limits
+from localgen.backends.cuda.runner import CudaRunner, StepExecutor, cuda_limits
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.backends.memory.kv_sizing import Size
+from localgen.backends.memory.kv_sizing import KVSize
 
-AnyTokenizer = HfTokenizer | MadeUpTokenizer
+AnyTokenizer = HfTokenizer | DummyTokenizer
 
 
-def tokenizer_of(source: ModelSource, options: Settings) -> AnyTokenizer:
+def load_tokenizer(source: ModelSource, options: CudaOptions) -> AnyTokenizer:
     """LoadFailed: there is none, and the weights are not random."""
     try:
-        return source.tokenizer()
+        return source.load_tokenizer()
     except LoadFailed:
         if options.dummy:  # a config.json is enough then
-            return MadeUpTokenizer(source.spec.vocab)
+            return DummyTokenizer(source.spec.vocab_size)
         raise
 
 
-def assemble(
+def build_cuda_runner(
     source: ModelSource,
-    options: Settings,
+    options: CudaOptions,
     tokenizer: AnyTokenizer,
-    steps: Steps,
-    size: Size,
+    executor: StepExecutor,
+    size: KVSize,
     *,
-    ahead: bool,
+    run_ahead: bool,
 ) -> CudaRunner:
-    """ahead: whether steps are launched before they are asked for."""
+    """run_ahead: whether steps are launched before they are asked for."""
     return CudaRunner(
-        steps,
-        PagedCache(pages_for(size.kv_tokens), share=options.prefix_cache),
-        limits(
+        executor,
+        PagedCache(pages_for(size.kv_tokens), prefix_cache=options.prefix_cache),
+        cuda_limits(
             max_seqs=options.parallel,
             max_batch_tokens=options.max_batch_tokens,
             max_len=size.ctx,
             kv_tokens=size.kv_tokens,
-            share=options.prefix_cache,
+            prefix_cache=options.prefix_cache,
         ),
         lambda token: tokenizer.piece(token).decode("utf-8", "replace"),
-        ahead=ahead,
-        pooler=Pooler.of_folder(source.path),
+        run_ahead=run_ahead,
+        pooler=Pooler.from_folder(source.path),
     )
 
 
-def description_of(spec: ModelSpec, dtype: torch.dtype) -> str:
+def describe_model(spec: ModelSpec, dtype: torch.dtype) -> str:
     """Architecture, size and how the weights are kept."""
     kind = spec.architecture.removesuffix("ForCausalLM")
     quant = spec.quant

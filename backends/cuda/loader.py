@@ -9,79 +9,85 @@ from pathlib import Path
 
 import torch
 
-from localgen.backends.cuda.build_runner import assemble, description_of, tokenizer_of
+from localgen.backends.cuda.build_runner import build_cuda_runner, describe_model, load_tokenizer
 from localgen.backends.cuda.device import sizing
-from localgen.backends.cuda.device.options import Settings, device_of, settle
-from localgen.backends.cuda.draft_model import Draft
+from localgen.backends.cuda.device.options import CudaOptions, resolve_cuda_options, resolve_device
+from localgen.backends.cuda.draft_model import CudaDraftModel
 from localgen.backends.cuda.kv.page_pool import pages_for
-from localgen.backends.cuda.model.source import ModelSource, open_source
+from localgen.backends.cuda.model.source import ModelSource, open_model_source
 from localgen.backends.cuda.parallel import tensor_parallel
-from localgen.backends.cuda.parallel.rank_model import Share
-from localgen.backends.cuda.precompile import Compiling
-from localgen.backends.cuda.runner import Steps
-from localgen.backends.engine.drafters import check
-from localgen.backends.engine.loaded_model import LoadedDraft, LoadedModel
-from localgen.backends.engine.optional_draft import Attempt
+from localgen.backends.cuda.parallel.rank_model import RankModel
+from localgen.backends.cuda.precompile import KernelPrecompiler
+from localgen.backends.cuda.runner import StepExecutor
+from localgen.backends.engine.drafters import validate_draft_options
+from localgen.backends.engine.loaded_model import LoadedDraftModel, LoadedModel
+from localgen.backends.engine.optional_draft import OptionalDraftLoader
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.architecture.sharding import Shard
-from localgen.backends.memory.kv_sizing import Size
-from localgen.backends.model_info import Load, MemoryUse, ModelInfo
+from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.memory.kv_sizing import KVSize
+from localgen.backends.model_info import MemoryUsage, ModelInfo, ModelLoadRequest
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 
 
-def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
+def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], None]) -> LoadedModel:
     """A Loader for engine.process. LocalgenError names the file or option at fault."""
     started_s = time.monotonic()
-    check(request)
-    device = device_of(request.options)
-    source = open_source(Path(request.path))
-    spec, dtype = source.spec, source.dtype(device)
-    options = settle(request.options, dtype, device)
+    validate_draft_options(request)
+    device = resolve_device(request.options)
+    source = open_model_source(Path(request.path))
+    spec, dtype = source.spec, source.compute_dtype(device)
+    options = resolve_cuda_options(request.options, dtype, device)
     compiling = None
     if device.type == "cuda":
-        compiling = Compiling(Shard(spec, 0, options.tp), options, dtype, device)
-    tokenizer = tokenizer_of(source, options)
-    template, template_source = _template(source, tokenizer, options)
-    attempt = Attempt(request.draft)
-    companion = attempt.to(lambda: Draft(attempt.asked, options, device, source, tokenizer))
-    steps, size, weight_bytes = _compute(source, options, dtype, request, companion, on_progress)
+        compiling = KernelPrecompiler(ModelShard(spec, 0, options.tp), options, dtype, device)
+    tokenizer = load_tokenizer(source, options)
+    template, template_source = _load_template(source, tokenizer, options)
+    attempt = OptionalDraftLoader(request.draft)
+    companion = attempt.run(
+        lambda: CudaDraftModel(attempt.requested, options, device, source, tokenizer)
+    )
+    executor, size, weight_bytes = _load_executor(
+        source, options, dtype, request, companion, on_progress
+    )
     # on a CPU nothing waits to be filled
-    runner = assemble(source, options, tokenizer, steps, size, ahead=options.device != "cpu")
-    draft = None if companion is None else attempt.to(partial(companion.start, size))
-    defaults, notes = source.sampling()
-    kv_bytes = size.kv_tokens * _kv_bytes(spec, options)
+    runner = build_cuda_runner(
+        source, options, tokenizer, executor, size, run_ahead=options.device != "cpu"
+    )
+    draft = None if companion is None else attempt.run(partial(companion.start_runner, size))
+    defaults, notes = source.sampling_defaults()
+    kv_bytes = size.kv_tokens * _kv_bytes_per_token(spec, options)
     info = ModelInfo(
         name=request.name,
         path=request.path,
         architecture=spec.architecture,
-        description=description_of(spec, dtype),
+        description=describe_model(spec, dtype),
         params=spec.num_params,
         size_bytes=weight_bytes,
-        vocab=spec.vocab,
+        vocab=spec.vocab_size,
         ctx_train=spec.max_len,
         ctx=size.ctx,
         kv_tokens=size.kv_tokens,
         max_seqs=options.parallel,
         kv_bytes=kv_bytes,
-        layers=spec.layers,
+        layers=spec.num_layers,
         backend="cuda",
         processor="100% CPU" if device.type == "cpu" else "100% GPU",
-        work_bytes=sizing.work_bytes(spec, options, dtype),
-        memory=_memory(weight_bytes, kv_bytes, options, device, draft),
+        work_bytes=sizing.step_work_bytes(spec, options, dtype),
+        memory=_memory_use(weight_bytes, kv_bytes, options, device, draft),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
-        embedding_width=spec.hidden,
+        embedding_width=spec.hidden_size,
         chat_template=template_source,
         sampling=defaults,
-        options=attempt.in_force(options.with_sizes(size.ctx, size.kv_tokens), draft),
+        options=attempt.resolved_options(options.to_load_options(size.ctx, size.kv_tokens), draft),
         notes=(
             *size.notes,
-            *tensor_parallel.notes(options),
+            *tensor_parallel.tensor_parallel_notes(options),
             *source.notes,
             *notes,
-            *_oddities(options, template),
+            *_load_warnings(options, template),
             *(compiling.wait() if compiling else ()),
             *attempt.notes(draft, ctx=size.ctx, size_bytes=weight_bytes),
         ),
@@ -92,7 +98,7 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     )
 
 
-def _oddities(options: Settings, template: ChatTemplate | None) -> tuple[str, ...]:
+def _load_warnings(options: CudaOptions, template: ChatTemplate | None) -> tuple[str, ...]:
     """What a user may not expect of a model loaded so."""
     found = {
         "the weights are random (--dummy): the text means nothing": options.dummy,
@@ -102,65 +108,67 @@ def _oddities(options: Settings, template: ChatTemplate | None) -> tuple[str, ..
     return tuple(note for note, so in found.items() if so)
 
 
-def _memory(
+def _memory_use(
     weight_bytes: int,
     kv_bytes: int,
-    options: Settings,
+    options: CudaOptions,
     device: torch.device,
-    draft: LoadedDraft | None,
-) -> MemoryUse:
+    draft: LoadedDraftModel | None,
+) -> MemoryUsage:
     """What is allocated; what steps need comes and goes, a draft model's among it, and only one
     GPU's allocator is ours to ask."""
     if device.type == "cpu" or options.tp > 1:
-        return MemoryUse(weights=weight_bytes, kv=kv_bytes)
-    beside = MemoryUse() if draft is None else draft.info.memory
+        return MemoryUsage(weights=weight_bytes, kv=kv_bytes)
+    beside = MemoryUsage() if draft is None else draft.info.memory
     others = (beside.weights or 0) + (beside.kv or 0)
     work = torch.cuda.memory_reserved(device) - weight_bytes - kv_bytes - others
-    return MemoryUse(weights=weight_bytes, kv=kv_bytes, work=max(0, work))
+    return MemoryUsage(weights=weight_bytes, kv=kv_bytes, work=max(0, work))
 
 
-def _compute(
+def _load_executor(
     source: ModelSource,
-    options: Settings,
+    options: CudaOptions,
     dtype: torch.dtype,
-    request: Load,
-    draft: Draft | None,
+    request: ModelLoadRequest,
+    draft: CudaDraftModel | None,
     on_progress: Callable[[float], None],
-) -> tuple[Steps, Size, int]:
+) -> tuple[StepExecutor, KVSize, int]:
     """What computes the model, the sizes that were possible, and the bytes of its weights.
 
     draft: gets a pool as large, and both are sized before either takes anything.
     """
     if options.tp > 1:
-        return tensor_parallel.load(source, options, dtype, request.memory_bytes, on_progress)
-    share = Share(source, options, dtype, Shard(source.spec))
+        return tensor_parallel.load_tensor_parallel(
+            source, options, dtype, request.memory_bytes, on_progress
+        )
+    rank_model = RankModel(source, options, dtype, ModelShard(source.spec))
     on_progress(1.0)
     limit = request.memory_bytes
     if limit is not None:
-        limit -= share.weight_bytes + (draft.weight_bytes if draft else 0)
+        limit -= rank_model.weight_bytes + (draft.weight_bytes if draft else 0)
 
-    def allocate(size: Size) -> bool:
-        own = share.allocate(pages_for(size.kv_tokens), size.ctx)
-        return own and (draft is None or draft.allocate(size))
+    def allocate(size: KVSize) -> bool:
+        own = rank_model.allocate_cache(pages_for(size.kv_tokens), size.ctx)
+        return own and (draft is None or draft.allocate_cache(size))
 
-    size = sizing.fit(
+    size = sizing.fit_kv_cache(
         source.spec,
         options,
-        free=share.free_bytes(limit) - (draft.work_bytes if draft else 0),
-        draft_token_bytes=draft.token_bytes if draft else 0,
+        free_bytes=rank_model.free_bytes(limit) - (draft.work_bytes if draft else 0),
+        draft_token_bytes=draft.kv_bytes_per_token if draft else 0,
         allocate=allocate,
     )
-    return share.steps, size, share.weight_bytes
+    return rank_model.executor, size, rank_model.weight_bytes
 
 
-def _kv_bytes(spec: ModelSpec, options: Settings) -> int:
+def _kv_bytes_per_token(spec: ModelSpec, options: CudaOptions) -> int:
     """Of a token in the cache, on all ranks."""
-    local = Shard(spec, 0, options.tp).local
+    local = ModelShard(spec, 0, options.tp).local_spec
     return options.tp * sizing.kv_bytes_per_token(local, options.cache_dtype)
 
 
-def _template(
-    source: ModelSource, tokenizer: Tokenizer, options: Settings
+def _load_template(
+    source: ModelSource, tokenizer: Tokenizer, options: CudaOptions
 ) -> tuple[ChatTemplate | None, str | None]:
     text = options.chat_template or source.chat_template
     if text is None:

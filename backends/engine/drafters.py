@@ -7,15 +7,16 @@ from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.model_info import NGRAM, NONE, Load
+from localgen.backends.model_info import DRAFT_NGRAM, DRAFT_NONE, ModelLoadRequest
 
 
-def check(request: Load) -> None:
+def validate_draft_options(request: ModelLoadRequest) -> None:
     """InvalidRequest: no drafter is called that, or it may draft less than nothing."""
     options, most = request.options, request.options.draft_max
-    if request.draft is None and options.draft not in (None, NGRAM, NONE):
+    if request.draft is None and options.draft not in (None, DRAFT_NGRAM, DRAFT_NONE):
         raise InvalidRequest(
-            f"draft is {options.draft!r}, it must be {NGRAM} or {NONE}, or a model", param="draft"
+            f"draft is {options.draft!r}, it must be {DRAFT_NGRAM} or {DRAFT_NONE}, or a model",
+            param="draft",
         )
     if most is not None and most < 1:
         raise InvalidRequest(
@@ -24,10 +25,14 @@ def check(request: Load) -> None:
         )
 
 
-def drafters(model: LoadedModel) -> list[Drafter]:
+def create_drafters(model: LoadedModel) -> list[Drafter]:
     """Those that a model was loaded with: the text, and beside it a draft model."""
-    found: list[Drafter] = [] if model.info.options.draft in (None, NONE) else [NgramDrafter()]
+    found: list[Drafter] = (
+        [] if model.info.options.draft in (None, DRAFT_NONE) else [NgramDrafter()]
+    )
     if model.draft is not None:
         draft = model.draft
-        found.append(ModelDrafter(draft.runner, draft.info.name, vocab=draft.vocab))
+        found.append(
+            ModelDrafter(draft.runner, draft.info.name, shared_vocab_size=draft.shared_vocab_size)
+        )
     return found

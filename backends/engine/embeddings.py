@@ -15,10 +15,10 @@ from localgen.backends.errors import InvalidRequest, LocalgenError, OutOfMemory,
 from localgen.backends.runner.interface import (
     Chunk,
     Embedder,
+    EmbeddingArray,
     EmbedSlice,
     ModelRunner,
     NoRoom,
-    Vectors,
 )
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import BASE_SAMPLING, Embedded, Failed, Timings
@@ -26,194 +26,194 @@ from localgen.backends.types import BASE_SAMPLING, Embedded, Failed, Timings
 # inputs that are computed side by side
 MAX_INPUTS = 16
 # a slice takes at most this share of the inter-token target, so that answers keep it
-_SHARE = 0.5
+_ITL_FRACTION = 0.5
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Texts:
+class EmbeddingTask:
     """A request for vectors as tokens, and what is done of it. Times as in backends/types.py.
 
-    taken: how many of its inputs are computed or being computed.
+    num_scheduled: how many of its inputs are computed or being computed.
     """
 
     id: str
     inputs: list[list[int]]
     arrived_s: float = 0.0
     tokenize_ms: float = 0.0
-    taken: int = 0
-    vectors: list[Vectors] = field(default_factory=list)
+    num_scheduled: int = 0
+    vectors: list[EmbeddingArray] = field(default_factory=list)
     started_s: float | None = None
     is_ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _EmbeddingBatch:
     """Inputs that are computed together: the request of each, in order."""
 
-    owners: list[Texts]
+    tasks: list[EmbeddingTask]
     slices: Generator[EmbedSlice, None, None]
 
 
-class Embeddings:
+class EmbeddingScheduler:
     """Requests for vectors of one model, one input of each in turn. For the engine's thread.
 
-    ended: what has come to its end since somebody took it from here.
+    results: what has come to its end since somebody took it from here.
     """
 
     def __init__(self, runner: ModelRunner, *, itl_target_ms: float, max_queue: int) -> None:
         self._runner = runner
         self._max_queue = max_queue
-        self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms * _SHARE)
-        self._requests: dict[str, Texts] = {}
-        self._waiting: deque[Texts] = deque()  # those with inputs that nobody computes yet
-        self._batch: _Batch | None = None
-        self._most_tokens, self._most_inputs = 1, MAX_INPUTS
-        self.ended: list[Embedded | Failed] = []
+        self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms * _ITL_FRACTION)
+        self._tasks: dict[str, EmbeddingTask] = {}
+        self._waiting: deque[EmbeddingTask] = deque()  # those with inputs that nobody computes yet
+        self._batch: _EmbeddingBatch | None = None
+        self._max_slice_tokens, self._max_batch_inputs = 1, MAX_INPUTS
+        self.results: list[Embedded | Failed] = []
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._requests)
+        return bool(self._tasks)
 
-    def submit(self, texts: Texts) -> None:
+    def submit(self, task: EmbeddingTask) -> None:
         """Let a request wait for its turn. InvalidRequest: no vectors here; QueueFull."""
         if not isinstance(self._runner, Embedder):
             raise InvalidRequest("this model's backend makes no embeddings", param="model")
-        if len(self._requests) >= self._max_queue:
+        if len(self._tasks) >= self._max_queue:
             raise QueueFull(
-                f"{len(self._requests)} requests for embeddings are waiting, the limit is "
+                f"{len(self._tasks)} requests for embeddings are waiting, the limit is "
                 f"{self._max_queue}: try again later"
             )
-        self._requests[texts.id] = texts
-        self._waiting.append(texts)
+        self._tasks[task.id] = task
+        self._waiting.append(task)
 
     def cancel(self, request_id: str) -> None:
         """End a request now. Unknown ids are ignored."""
-        texts = self._requests.get(request_id)
+        texts = self._tasks.get(request_id)
         if texts is None:
             return
         self._fail(texts, "cancelled", "the request was cancelled")
-        if self._batch is not None and all(owner.is_ended for owner in self._batch.owners):
-            self._drop_batch()
+        if self._batch is not None and all(owner.is_ended for owner in self._batch.tasks):
+            self._close_batch()
 
     def fail_all(self, code: str, message: str) -> None:
         """End every request with this error."""
-        for texts in list(self._requests.values()):
+        for texts in list(self._tasks.values()):
             self._fail(texts, code, message)
         self._batch = None
 
-    def turn(self, *, beside: int, most: int) -> int:
+    def step(self, *, num_decoding: int, max_tokens: int) -> int:
         """Compute a slice; how many tokens that was.
 
-        beside: how many answers wait for their next token meanwhile. most: tokens that a prompt
-        would get beside them. StepFailed.
+        num_decoding: how many answers wait for their next token meanwhile. max_tokens: tokens that
+        a prompt would get beside them. StepFailed.
         """
         if not self.has_work:
             return 0
-        self._most_tokens = min(most, self._budget.tokens(beside))
+        self._max_slice_tokens = min(max_tokens, self._budget.prompt_tokens(num_decoding))
         started_s = time.monotonic()
-        batch = self._batch = self._batch or self._gather(started_s)
+        batch = self._batch = self._batch or self._next_batch(started_s)
         try:
             done = next(batch.slices)
         except NoRoom:
-            self._put_back(batch, alone=not beside)
+            self._requeue(batch, fail_if_single=not num_decoding)
             return 0
         except LocalgenError as error:
-            self._drop_batch()
-            for owner in batch.owners:
+            self._close_batch()
+            for owner in batch.tasks:
                 self._fail(owner, error.code, error.message)
             return 0
-        self._budget.observe((time.monotonic() - started_s) * 1e3, done.tokens, 0)
+        self._budget.observe((time.monotonic() - started_s) * 1e3, done.num_tokens, 0)
         if done.vectors is not None:
-            self._drop_batch()
-            self._deliver(batch.owners, done.vectors)
-        return done.tokens
+            self._close_batch()
+            self._store_vectors(batch.tasks, done.vectors)
+        return done.num_tokens
 
     # -- batches ----------------------------------------------------------------------------
 
-    def _gather(self, now_s: float) -> _Batch:
+    def _next_batch(self, now_s: float) -> _EmbeddingBatch:
         """As many inputs as fit a slice, or one: of each request one, again and again."""
-        owners: list[Texts] = []
+        owners: list[EmbeddingTask] = []
         inputs: list[list[int]] = []
-        left = self._most_tokens
-        while self._waiting and len(inputs) < self._most_inputs:
+        left = self._max_slice_tokens
+        while self._waiting and len(inputs) < self._max_batch_inputs:
             texts = self._waiting[0]
-            tokens = texts.inputs[texts.taken]
+            tokens = texts.inputs[texts.num_scheduled]
             if inputs and len(tokens) > left:
                 break
             left -= len(tokens)
             inputs.append(tokens)
             owners.append(texts)
             texts.started_s = texts.started_s or now_s
-            texts.taken += 1
+            texts.num_scheduled += 1
             self._waiting.rotate(-1)
-            if texts.taken == len(texts.inputs):
+            if texts.num_scheduled == len(texts.inputs):
                 self._waiting.pop()
-        self._most_inputs = MAX_INPUTS
+        self._max_batch_inputs = MAX_INPUTS
         assert isinstance(self._runner, Embedder)
-        return _Batch(owners, self._runner.embed(inputs, lambda: self._most_tokens))
+        return _EmbeddingBatch(owners, self._runner.embed(inputs, lambda: self._max_slice_tokens))
 
-    def _put_back(self, batch: _Batch, *, alone: bool) -> None:
+    def _requeue(self, batch: _EmbeddingBatch, *, fail_if_single: bool) -> None:
         """There is no room now: try fewer, then wait for that of an answer; without one that is
         in vain."""
-        self._drop_batch()
-        if alone and len(batch.owners) == 1:
+        self._close_batch()
+        if fail_if_single and len(batch.tasks) == 1:
             error = OutOfMemory("the KV cache has no room for the text")
-            self._fail(batch.owners[0], error.code, error.message)
+            self._fail(batch.tasks[0], error.code, error.message)
             return
-        self._most_inputs = 1
-        for texts in reversed(batch.owners):
+        self._max_batch_inputs = 1
+        for texts in reversed(batch.tasks):
             if texts.is_ended:
                 continue
-            texts.taken -= 1
+            texts.num_scheduled -= 1
             if texts in self._waiting:
                 self._waiting.remove(texts)
             self._waiting.appendleft(texts)
 
-    def _drop_batch(self) -> None:
+    def _close_batch(self) -> None:
         if self._batch is not None:
             self._batch.slices.close()
             self._batch = None
 
     # -- ends -------------------------------------------------------------------------------
 
-    def _deliver(self, owners: list[Texts], vectors: Vectors) -> None:
-        for texts, vector in zip(owners, normalized(vectors), strict=True):
+    def _store_vectors(self, tasks: list[EmbeddingTask], vectors: EmbeddingArray) -> None:
+        for texts, vector in zip(tasks, l2_normalize(vectors), strict=True):
             if texts.is_ended:
                 continue
             texts.vectors.append(vector)
             if not np.isfinite(vector).all():
                 self._fail(texts, "internal_error", "the model's vectors are not numbers")
             elif len(texts.vectors) == len(texts.inputs):
-                self._end(texts, embedded(texts, time.monotonic()))
+                self._end(texts, embedded_event(texts, time.monotonic()))
 
-    def _fail(self, texts: Texts, code: str, message: str) -> None:
-        if not texts.is_ended:
-            self._end(texts, Failed(texts.id, code, message))
+    def _fail(self, task: EmbeddingTask, code: str, message: str) -> None:
+        if not task.is_ended:
+            self._end(task, Failed(task.id, code, message))
 
-    def _end(self, texts: Texts, end: Embedded | Failed) -> None:
-        texts.is_ended = True
-        del self._requests[texts.id]
-        if texts in self._waiting:
-            self._waiting.remove(texts)
-        self.ended.append(end)
+    def _end(self, task: EmbeddingTask, result: Embedded | Failed) -> None:
+        task.is_ended = True
+        del self._tasks[task.id]
+        if task in self._waiting:
+            self._waiting.remove(task)
+        self.results.append(result)
 
 
-def embedded(texts: Texts, now_s: float) -> Embedded:
+def embedded_event(task: EmbeddingTask, now_s: float) -> Embedded:
     """The good end of a request."""
-    vectors = np.stack(texts.vectors)
-    started_s = now_s if texts.started_s is None else texts.started_s
-    counts = tuple(map(len, texts.inputs))
+    vectors = np.stack(task.vectors)
+    started_s = now_s if task.started_s is None else task.started_s
+    counts = tuple(map(len, task.inputs))
     seconds = now_s - started_s
     timings = Timings(
         prompt_n=sum(counts),
         prompt_ms=seconds * 1e3,
         prompt_per_second=sum(counts) / seconds if seconds > 0 else 0.0,
-        queue_ms=max(0.0, (started_s - texts.arrived_s) * 1e3 - texts.tokenize_ms),
-        template_ms=texts.tokenize_ms,
+        queue_ms=max(0.0, (started_s - task.arrived_s) * 1e3 - task.tokenize_ms),
+        template_ms=task.tokenize_ms,
     )
     return Embedded(
-        request_id=texts.id,
+        request_id=task.id,
         vectors=vectors.astype("<f4").tobytes(),
         width=vectors.shape[1],
         prompt_tokens=counts,
@@ -221,7 +221,7 @@ def embedded(texts: Texts, now_s: float) -> Embedded:
     )
 
 
-def normalized(vectors: NDArray[np.floating]) -> Vectors:
+def l2_normalize(vectors: NDArray[np.floating]) -> EmbeddingArray:
     """The vectors with length 1, as float32 [n, width]; one of zeros stays as it is."""
     exact = vectors.astype(np.float64)
     lengths = np.linalg.norm(exact, axis=-1, keepdims=True)
@@ -231,7 +231,7 @@ def normalized(vectors: NDArray[np.floating]) -> Vectors:
 # -- for runners ------------------------------------------------------------------------------
 
 
-def as_sequences(inputs: list[list[int]]) -> list[Sequence]:
+def unscheduled_sequences(inputs: list[list[int]]) -> list[Sequence]:
     """Inputs as sequences that nobody schedules."""
     return [
         Sequence(
@@ -240,18 +240,18 @@ def as_sequences(inputs: list[list[int]]) -> list[Sequence]:
             num_prompt=len(tokens),
             params=BASE_SAMPLING,
             ctx=len(tokens),
-            limit=len(tokens),
+            max_len=len(tokens),
         )
         for number, tokens in enumerate(inputs)
     ]
 
 
-def in_slices(seqs: list[Sequence], most: Callable[[], int]) -> Iterator[list[Chunk]]:
+def split_into_slices(seqs: list[Sequence], max_tokens: Callable[[], int]) -> Iterator[list[Chunk]]:
     """The sequences in order, cut into slices of at most so many tokens; every position is an
     output."""
     number = start = 0
     while number < len(seqs):
-        left, chunks = max(1, most()), []
+        left, chunks = max(1, max_tokens()), []
         while left and number < len(seqs):
             seq = seqs[number]
             tokens = seq.tokens[start : start + left]
@@ -261,7 +261,7 @@ def in_slices(seqs: list[Sequence], most: Callable[[], int]) -> Iterator[list[Ch
                     start=start,
                     tokens=tokens,
                     num_drafts=len(tokens) - 1,
-                    samples=True,
+                    is_sampled=True,
                 )
             )
             left, start = left - len(tokens), start + len(tokens)
@@ -270,7 +270,7 @@ def in_slices(seqs: list[Sequence], most: Callable[[], int]) -> Iterator[list[Ch
         yield chunks
 
 
-def is_last(chunks: list[Chunk], seqs: list[Sequence]) -> bool:
+def is_last_slice(chunks: list[Chunk], seqs: list[Sequence]) -> bool:
     """Whether nothing follows this slice."""
     end = chunks[-1]
     return end.seq is seqs[-1] and end.start + len(end) == len(end.seq.tokens)

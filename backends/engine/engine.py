@@ -10,24 +10,24 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from localgen.backends.engine.embeddings import Embeddings, Texts
-from localgen.backends.engine.input_processor import Intake
-from localgen.backends.engine.output_processor import Answer
-from localgen.backends.engine.scheduler import Output, Scheduler
+from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
+from localgen.backends.engine.input_processor import InputProcessor
+from localgen.backends.engine.output_processor import OutputProcessor
+from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.engine.speculation.speculation import MOST_DRAFTS, Speculation
-from localgen.backends.engine.stats import Stats, finished
+from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS, Speculation
+from localgen.backends.engine.stats import StatsRecorder, finished_event
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
+    AsyncRunner,
     Chunk,
-    LooksAhead,
     ModelRunner,
     NoRoom,
     StepFailed,
     StepResult,
 )
-from localgen.backends.runner.sequence import Sequence, State
+from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -40,8 +40,8 @@ from localgen.backends.types import (
 
 STATS_INTERVAL_S = 0.25
 # while nothing happens, what is said of the last minute ages
-IDLE_STATS_S = 15.0
-_NO_WAY_BACK = (
+IDLE_STATS_INTERVAL_S = 15.0
+_CANNOT_REWIND = (
     "impossible: what is computed cannot be taken back (the model's kind, or --no-prefix-cache)"
 )
 
@@ -56,7 +56,7 @@ class _Stop:
     pass
 
 
-_Mail = Sequence | Texts | _Cancel | Failed | Finished | _Stop
+_InboxItem = Sequence | EmbeddingTask | _Cancel | Failed | Finished | _Stop
 
 
 class Engine:
@@ -68,42 +68,46 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        intake: Intake,
+        input_processor: InputProcessor,
         *,
         itl_target_ms: float,
         max_queue: int,
         publish: Callable[[StepEvents], None],
         drafters: Seq[Drafter] = (),
-        max_drafts: int = MOST_DRAFTS,
+        max_drafts: int = MAX_DRAFT_TOKENS,
     ) -> None:
         self._runner = runner
-        self._intake = intake
+        self._input_processor = input_processor
         self._publish = publish
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
         self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
-        ahead = runner if isinstance(runner, LooksAhead) and runner.limits.looks_ahead else None
+        ahead = runner if isinstance(runner, AsyncRunner) and runner.limits.runs_ahead else None
         self._speculation = Speculation(
             drafters if runner.limits.can_rewind else (),
-            most=max_drafts,
-            why_none="switched off" if runner.limits.can_rewind else _NO_WAY_BACK,
-            settle=ahead.settle if ahead else None,
+            max_drafts=max_drafts,
+            disabled_reason="switched off" if runner.limits.can_rewind else _CANNOT_REWIND,
+            synchronize=ahead.synchronize if ahead else None,
         )
-        self._embeddings = Embeddings(runner, itl_target_ms=itl_target_ms, max_queue=max_queue)
-        self._stats = Stats()
+        self._embedding_scheduler = EmbeddingScheduler(
+            runner, itl_target_ms=itl_target_ms, max_queue=max_queue
+        )
+        self._stats = StatsRecorder()
         self._stats_at_s = 0.0
-        self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
-        self._cramped = False  # the step that comes is to be without drafts
-        self._answers: dict[str, Answer] = {}
-        self._unpublished: list[Output] = []
-        self._stopped: list[Sequence] = []  # reached a stop string while a step was in flight
+        self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
+        self._skip_drafts_once = False  # the step that comes is to be without drafts
+        self._output_processors: dict[str, OutputProcessor] = {}
+        self._unpublished: list[SequenceOutput] = []
+        self._stopped_in_flight: list[
+            Sequence
+        ] = []  # reached a stop string while a step was in flight
         self._deltas: list[Delta] = []
         self._finished: list[Finished] = []
         self._failed: list[Failed] = []
         # threads of their own, so that a long prompt delays neither the loop nor a cancel, and
         # thousands of texts no prompt
-        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="intake")
-        self._text_preparer = ThreadPoolExecutor(1, thread_name_prefix="texts")
-        self._preparing: set[str] = set()
+        self._request_executor = ThreadPoolExecutor(1, thread_name_prefix="input-processor")
+        self._embedding_executor = ThreadPoolExecutor(1, thread_name_prefix="embedding-input")
+        self._preparing_ids: set[str] = set()
         self._preparing_lock = threading.Lock()
 
     # -- from any thread --------------------------------------------------------------------
@@ -111,20 +115,20 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Take a request; it ends in exactly one Finished or Failed."""
         with self._preparing_lock:
-            self._preparing.add(request.id)
-        self._preparer.submit(self._prepare, request)
+            self._preparing_ids.add(request.id)
+        self._request_executor.submit(self._prepare, request)
 
-    def embed(self, request: EmbedRequest) -> None:
+    def submit_embedding(self, request: EmbedRequest) -> None:
         """Take a request for vectors; it ends in exactly one Embedded or Failed."""
         with self._preparing_lock:
-            self._preparing.add(request.id)
-        self._text_preparer.submit(self._prepare, request)
+            self._preparing_ids.add(request.id)
+        self._embedding_executor.submit(self._prepare, request)
 
     def cancel(self, request_id: str) -> None:
         """End a request within one step. Unknown ids are ignored."""
         with self._preparing_lock:
-            if request_id in self._preparing:
-                self._preparing.discard(request_id)
+            if request_id in self._preparing_ids:
+                self._preparing_ids.discard(request_id)
             else:
                 self._inbox.put(_Cancel(request_id))
 
@@ -133,22 +137,22 @@ class Engine:
         self._inbox.put(_Stop())
 
     def _prepare(self, request: Request | EmbedRequest) -> None:
-        mail: _Mail
+        mail: _InboxItem
         try:
             if isinstance(request, Request):
-                mail = self._intake.prepare(request)
+                mail = self._input_processor.prepare(request)
             else:
-                mail = self._intake.texts(request)
+                mail = self._input_processor.prepare_embedding(request)
         except LocalgenError as error:
             mail = Failed(request.id, error.code, error.message, error.param)
         except Exception as error:  # a request must end, whatever our bug
             mail = Failed(request.id, "internal_error", f"{type(error).__name__}: {error}")
         with self._preparing_lock:
-            if request.id not in self._preparing and isinstance(mail, Sequence):
-                mail = finished(mail, "cancelled", stop=None, completion_tokens=0)
-            if request.id not in self._preparing and isinstance(mail, Texts):
+            if request.id not in self._preparing_ids and isinstance(mail, Sequence):
+                mail = finished_event(mail, "cancelled", stop=None, completion_tokens=0)
+            if request.id not in self._preparing_ids and isinstance(mail, EmbeddingTask):
                 mail = Failed(request.id, "cancelled", "the request was cancelled")
-            self._preparing.discard(request.id)
+            self._preparing_ids.discard(request.id)
             self._inbox.put(mail)
 
     # -- the loop ---------------------------------------------------------------------------
@@ -163,21 +167,21 @@ class Engine:
             self._fail_all(str(error))
             raise
         finally:
-            self._preparer.shutdown(wait=False, cancel_futures=True)
-            self._text_preparer.shutdown(wait=False, cancel_futures=True)
+            self._request_executor.shutdown(wait=False, cancel_futures=True)
+            self._embedding_executor.shutdown(wait=False, cancel_futures=True)
             self._speculation.close()
 
     def step(self, *, wait: bool) -> bool:
         """One turn of the loop; wait: sleep while there is nothing to do. False: told to stop."""
-        self._end_stopped()
-        if not self._receive(wait=wait):
+        self._end_stopped_sequences()
+        if not self._drain_inbox(wait=wait):
             return False
-        self._draft()
+        self._propose_drafts()
         chunks = self._scheduler.plan()
         if not chunks:
-            if not self._embed(decoding=0):
-                self._refuse_unplaceable()
-            self._flush(idle=not self._embeddings.has_work)
+            if not self._step_embeddings(num_decoding=0):
+                self._fail_unschedulable()
+            self._flush(idle=not self._embedding_scheduler.has_work)
             return True
         started_s = time.monotonic()
         ticket = self._runner.launch(chunks)
@@ -185,109 +189,111 @@ class Engine:
         try:
             result = self._runner.collect(ticket)
         except NoRoom:
-            self._make_room(chunks)
+            self._recover_from_no_room(chunks)
             return True
         self._apply(chunks, result, started_s)
-        self._embed(decoding=len(self._scheduler.decoding))
+        self._step_embeddings(num_decoding=len(self._scheduler.decoding))
         return True
 
-    def _draft(self) -> None:
+    def _propose_drafts(self) -> None:
         """Let sequences have drafts, where that pays."""
-        if self._cramped:
-            self._cramped = False
+        if self._skip_drafts_once:
+            self._skip_drafts_once = False
             return
         outputs = min(self._runner.limits.max_outputs, self._runner.limits.max_batch_tokens)
         decoding = self._scheduler.decoding
         drafts = self._speculation.propose(
             decoding,
             outputs=outputs,
-            beside_prompts=len(decoding) < len(self._scheduler.running),
+            with_prompts=len(decoding) < len(self._scheduler.running),
         )
         for seq, proposal in drafts.items():
-            self._scheduler.draft(seq, proposal)
+            self._scheduler.set_drafts(seq, proposal)
 
-    def _embed(self, *, decoding: int) -> bool:
+    def _step_embeddings(self, *, num_decoding: int) -> bool:
         """Compute a slice of the texts that wait for vectors; whether any waited."""
-        if not self._embeddings.has_work:
+        if not self._embedding_scheduler.has_work:
             return False
-        most = self._budget.tokens(decoding)
-        self._scheduler.counters.prompt_tokens += self._embeddings.turn(beside=decoding, most=most)
+        most = self._budget.prompt_tokens(num_decoding)
+        self._scheduler.counters.prompt_tokens += self._embedding_scheduler.step(
+            num_decoding=num_decoding, max_tokens=most
+        )
         return True
 
     def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
         now_s = time.monotonic()
         step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
         outputs = self._scheduler.apply(chunks, result, step_ms)
-        self._stats.step(now_s, step_ms, chunks, outputs)
+        self._stats.record_step(now_s, step_ms, chunks, outputs)
         self._speculation.observe(chunks, step_ms)
         self._unpublished += outputs
 
-    def _receive(self, *, wait: bool) -> bool:
+    def _drain_inbox(self, *, wait: bool) -> bool:
         """Read the inbox; False: told to stop."""
-        busy = self._scheduler.has_work or self._embeddings.has_work
+        busy = self._scheduler.has_work or self._embedding_scheduler.has_work
         idle = not (busy or self._unpublished)
         try:
             while True:
-                mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_S)
+                mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_INTERVAL_S)
                 if isinstance(mail, _Stop):
                     return False
-                self._open(mail)
+                self._handle(mail)
                 idle = False
         except queue.Empty:
             return True
 
-    def _open(self, mail: Sequence | Texts | _Cancel | Failed | Finished) -> None:
-        match mail:
+    def _handle(self, item: Sequence | EmbeddingTask | _Cancel | Failed | Finished) -> None:
+        match item:
             case Sequence():
-                self._accept(mail)
-            case Texts():
-                self._accept_texts(mail)
+                self._enqueue(item)
+            case EmbeddingTask():
+                self._enqueue_embedding(item)
             case _Cancel(request_id):
                 seq = self._scheduler.get(request_id)
                 if seq:
                     self._cancel(seq)
-                self._embeddings.cancel(request_id)
+                self._embedding_scheduler.cancel(request_id)
             case Failed():
-                self._failed.append(mail)
-                self._stats.ended(mail.request_id, "error")
+                self._failed.append(item)
+                self._stats.record_end(item.request_id, "error")
             case Finished():
-                self._finished.append(mail)
-                self._stats.ended(mail.request_id, mail.reason)
+                self._finished.append(item)
+                self._stats.record_end(item.request_id, item.reason)
 
-    def _accept(self, seq: Sequence) -> None:
+    def _enqueue(self, seq: Sequence) -> None:
         try:
             self._scheduler.submit(seq)
         except LocalgenError as error:
             self._fail(seq, error.code, error.message)
         else:
-            self._answers[seq.id] = Answer(seq, self._intake.tokenizer)
+            self._output_processors[seq.id] = OutputProcessor(seq, self._input_processor.tokenizer)
 
-    def _accept_texts(self, texts: Texts) -> None:
+    def _enqueue_embedding(self, task: EmbeddingTask) -> None:
         try:
-            self._embeddings.submit(texts)
+            self._embedding_scheduler.submit(task)
         except LocalgenError as error:
-            self._failed.append(Failed(texts.id, error.code, error.message, error.param))
-            self._stats.ended(texts.id, "error")
+            self._failed.append(Failed(task.id, error.code, error.message, error.param))
+            self._stats.record_end(task.id, "error")
 
     def _cancel(self, seq: Sequence) -> None:
         self._scheduler.end(seq)
-        answer = self._answers.pop(seq.id)
-        rest = answer.rest()
+        answer = self._output_processors.pop(seq.id)
+        rest = answer.flush()
         if rest:
             self._deltas.append(rest)
         self._finish(seq, "cancelled", None, answer.num_tokens)
 
-    def _end_stopped(self) -> None:
-        for seq in self._stopped:
-            if seq.state is not State.ENDED:
+    def _end_stopped_sequences(self) -> None:
+        for seq in self._stopped_in_flight:
+            if seq.state is not SequenceState.ENDED:
                 self._scheduler.end(seq)
-        self._stopped.clear()
+        self._stopped_in_flight.clear()
 
     # -- what cannot be computed ------------------------------------------------------------
 
-    def _refuse_unplaceable(self) -> None:
+    def _fail_unschedulable(self) -> None:
         """Nobody runs and still the next request does not fit: it never will."""
-        seq = self._scheduler.next_in_turn
+        seq = self._scheduler.next_waiting
         if self._scheduler.running or seq is None:
             return
         self._scheduler.end(seq)
@@ -298,62 +304,64 @@ class Engine:
             f"{self._runner.limits.kv_tokens:,} tokens",
         )
 
-    def _make_room(self, chunks: Seq[Chunk]) -> None:
+    def _recover_from_no_room(self, chunks: Seq[Chunk]) -> None:
         """The backend found no room for a planned step: leave out the drafts, or else preempt one
         and keep all others."""
-        self._cramped = any(chunk.num_drafts for chunk in chunks)
+        self._skip_drafts_once = any(chunk.num_drafts for chunk in chunks)
         for chunk in chunks:
-            chunk.seq.drafts, chunk.seq.drawn_from = [], ()
-        if self._cramped or self._scheduler.give_way():
+            chunk.seq.drafts, chunk.seq.draft_probs = [], ()
+        if self._skip_drafts_once or self._scheduler.preempt_one():
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)
-            if seq.id in self._answers:
+            if seq.id in self._output_processors:
                 self._fail(seq, "out_of_memory", "the KV cache has no room for the next token")
 
-    def _fail_all(self, why: str) -> None:
+    def _fail_all(self, message: str) -> None:
         for seq in [*self._scheduler.running, *self._scheduler.queue]:
-            if seq.id in self._answers:
-                self._fail(seq, "engine_died", why)
-        self._embeddings.fail_all("engine_died", why)
+            if seq.id in self._output_processors:
+                self._fail(seq, "engine_died", message)
+        self._embedding_scheduler.fail_all("engine_died", message)
         self._flush(idle=True)
 
     def _fail(self, seq: Sequence, code: str, message: str) -> None:
-        self._answers.pop(seq.id, None)
+        self._output_processors.pop(seq.id, None)
         self._failed.append(Failed(seq.id, code, message))
-        self._stats.ended(seq.id, "error")
+        self._stats.record_end(seq.id, "error")
 
     # -- what is said -----------------------------------------------------------------------
 
-    def _finish(self, seq: Sequence, reason: str, stop: str | None, tokens: int) -> None:
-        drafting = self._speculation.of(seq)
+    def _finish(self, seq: Sequence, reason: str, stop: str | None, num_tokens: int) -> None:
+        drafting = self._speculation.request_stats(seq)
         self._finished.append(
-            finished(seq, reason, stop=stop, completion_tokens=tokens, drafting=drafting)
+            finished_event(
+                seq, reason, stop=stop, completion_tokens=num_tokens, draft_stats=drafting
+            )
         )
-        self._stats.ended(seq.id, reason)
+        self._stats.record_end(seq.id, reason)
 
-    def _say(self, output: Output) -> None:
-        answer = self._answers.get(output.seq.id)
+    def _process_output(self, output: SequenceOutput) -> None:
+        answer = self._output_processors.get(output.seq.id)
         if answer is None:  # cancelled since, or past its stop string
             return
-        delta = answer.take(output)
+        delta = answer.process(output)
         if delta:
             self._deltas.append(delta)
-        reason = "stop" if answer.stopped is not None else output.reason
-        if reason == "stop" and answer.has_called:
+        reason = "stop" if answer.matched_stop is not None else output.reason
+        if reason == "stop" and answer.has_tool_calls:
             reason = "tool_calls"
         if reason:
-            del self._answers[output.seq.id]
-            self._finish(output.seq, reason, answer.stopped, answer.num_tokens)
+            del self._output_processors[output.seq.id]
+            self._finish(output.seq, reason, answer.matched_stop, answer.num_tokens)
             if not output.reason:
-                self._stopped.append(output.seq)
+                self._stopped_in_flight.append(output.seq)
 
     def _flush(self, *, idle: bool) -> None:
         """Publish what is known since the last step, with statistics now and then."""
         for output in self._unpublished:
-            self._say(output)
+            self._process_output(output)
         self._unpublished.clear()
-        embedded = self._take_embedded()
+        embedded = self._drain_embedded()
         now_s = time.monotonic()
         snapshot = None
         if idle or now_s - self._stats_at_s >= STATS_INTERVAL_S:
@@ -361,7 +369,7 @@ class Engine:
                 now_s,
                 self._scheduler,
                 self._runner.usage(),
-                self._budget.tokens(1),
+                self._budget.prompt_tokens(1),
                 self._speculation.stats,
             )
             self._stats_at_s = now_s
@@ -377,17 +385,17 @@ class Engine:
             )
             self._deltas, self._finished, self._failed = [], [], []
 
-    def _take_embedded(self) -> tuple[Embedded, ...]:
+    def _drain_embedded(self) -> tuple[Embedded, ...]:
         """The vectors that are done; what went wrong with others joins the failures."""
-        ended, self._embeddings.ended = self._embeddings.ended, []
+        ended, self._embedding_scheduler.results = self._embedding_scheduler.results, []
         for end in ended:
             if isinstance(end, Failed):
                 self._failed.append(end)
-                self._stats.ended(end.request_id, _reason(end))
+                self._stats.record_end(end.request_id, _outcome(end))
             else:
-                self._stats.ended(end.request_id, "embedded")
+                self._stats.record_end(end.request_id, "embedded")
         return tuple(end for end in ended if isinstance(end, Embedded))
 
 
-def _reason(end: Failed) -> str:
-    return end.code if end.code == "cancelled" else "error"
+def _outcome(failed: Failed) -> str:
+    return failed.code if failed.code == "cancelled" else "error"

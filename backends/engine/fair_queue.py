@@ -22,8 +22,8 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[str, Sequence] = {}
-        self._served: dict[str, float] = {}
-        self._present: dict[str, int] = {}
+        self._tokens_served: dict[str, float] = {}
+        self._num_live: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -37,9 +37,9 @@ class FairQueue:
 
     def enter(self, seq: Sequence) -> None:
         """A new request arrives; its client is present until `leave`."""
-        if not self._present.get(seq.client):
-            self._served[seq.client] = min(self._served.values(), default=0.0)
-        self._present[seq.client] = self._present.get(seq.client, 0) + 1
+        if not self._num_live.get(seq.client):
+            self._tokens_served[seq.client] = min(self._tokens_served.values(), default=0.0)
+        self._num_live[seq.client] = self._num_live.get(seq.client, 0) + 1
         self.push(seq)
 
     def push(self, seq: Sequence) -> None:
@@ -52,13 +52,13 @@ class FairQueue:
 
     def leave(self, seq: Sequence) -> None:
         """The request has ended."""
-        self._present[seq.client] -= 1
-        if not self._present[seq.client]:
-            del self._present[seq.client], self._served[seq.client]
+        self._num_live[seq.client] -= 1
+        if not self._num_live[seq.client]:
+            del self._num_live[seq.client], self._tokens_served[seq.client]
 
     def charge(self, seq: Sequence, prompt_tokens: int, generated_tokens: int) -> None:
         """Count service given to the client of a request that is present."""
-        self._served[seq.client] += prompt_tokens + GENERATED_TOKEN_COST * generated_tokens
+        self._tokens_served[seq.client] += prompt_tokens + GENERATED_TOKEN_COST * generated_tokens
 
     def in_turn(self, now_s: float) -> list[Sequence]:
         """All waiting sequences, the one whose turn it is first."""
@@ -66,13 +66,13 @@ class FairQueue:
 
     def _key(self, seq: Sequence, now_s: float) -> tuple[float, bool, float, float]:
         return (
-            -level(seq, now_s),
+            -effective_priority(seq, now_s),
             seq.num_preemptions == 0,
-            self._served[seq.client],
+            self._tokens_served[seq.client],
             seq.arrived_s,
         )
 
 
-def level(seq: Sequence, now_s: float) -> int:
+def effective_priority(seq: Sequence, now_s: float) -> int:
     """Priority, raised by the time since arrival."""
     return seq.priority + int((now_s - seq.arrived_s) / AGING_S)

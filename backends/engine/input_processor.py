@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
-from localgen.backends.engine.embeddings import Texts
+from localgen.backends.engine.embeddings import EmbeddingTask
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.text.grammar import Grammars
-from localgen.backends.text.prompt_renderer import Dialect, Opening
+from localgen.backends.text.grammar import GrammarCompiler
+from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import BASE_SAMPLING, EmbedRequest, Request, SamplingParams
@@ -24,107 +24,114 @@ MAX_CHARS_PER_TOKEN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intake:
+class InputProcessor:
     """Turns requests for one loaded model into sequences. Safe to call from any thread.
 
-    grammars: without them no request can ask for one. ctx_train: the model's own context, which may
-    be larger than what it was loaded with.
+    grammar_compiler: without them no request can ask for one. ctx_train: the model's own context,
+    which may be larger than what it was loaded with.
     """
 
     limits: Limits
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: SamplingParams
-    grammars: Grammars | None = None
+    grammar_compiler: GrammarCompiler | None = None
     ctx_train: int = 0
-    _dialect: Dialect | None = field(init=False)
+    _prompt_renderer: PromptRenderer | None = field(init=False)
 
     def __post_init__(self) -> None:
-        dialect = Dialect(self.template, self.tokenizer) if self.template else None
-        object.__setattr__(self, "_dialect", dialect)
+        dialect = PromptRenderer(self.template, self.tokenizer) if self.template else None
+        object.__setattr__(self, "_prompt_renderer", dialect)
 
     def prepare(self, request: Request) -> Sequence:
         """A new sequence. InvalidRequest, ContextExceeded."""
         started_s = time.monotonic()
-        if not self.limits.generates:
+        if not self.limits.can_generate:
             raise InvalidRequest(
                 "this model only makes embeddings and cannot write an answer: "
                 "ask another model, or POST /v1/embeddings",
                 param="model",
             )
-        params = self._params(request.params)
-        sampling_params.check(params)
-        ctx = self._ctx(request.ctx)
-        opening = self._opening(request)
-        tokens = self._tokens(request, opening, ctx)
+        params = self._resolve_params(request.params)
+        sampling_params.validate_sampling_params(params)
+        ctx = self._resolve_ctx(request.ctx)
+        opening = self._render(request)
+        tokens = self._tokenize(request, opening, ctx)
         has_seed = request.params.seed is not None or self.defaults.seed is not None
-        self._fits(len(tokens), ctx)
-        self._can_be_long(len(tokens), params.min_tokens, ctx)
+        self._require_prompt_fits(len(tokens), ctx)
+        self._require_min_tokens_fit(len(tokens), params.min_tokens, ctx)
         wanted = ctx if params.max_tokens is None else len(tokens) + params.max_tokens
-        ends = frozenset() if params.ignore_eos else self.tokenizer.end_ids
+        ends = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         return Sequence(
             id=request.id,
             tokens=tokens,
             num_prompt=len(tokens),
             params=params,
-            matcher=self.grammars.matcher(params, opening.frame) if self.grammars else None,
-            reader=opening.reader,
+            matcher=self.grammar_compiler.compile(params, opening.response_grammar)
+            if self.grammar_compiler
+            else None,
+            response_parser=opening.response_parser,
             notes=opening.notes,
             ctx=ctx,
-            limit=min(ctx, wanted),
+            max_len=min(ctx, wanted),
             stop_ids=ends | frozenset(params.stop_token_ids),
             client=request.client,
             priority=request.priority,
-            stochastic=self.limits.stochastic and not has_seed and params.temperature != 0,
+            can_sample_drafts=self.limits.can_sample_drafts
+            and not has_seed
+            and params.temperature != 0,
             arrived_s=request.arrived_s or started_s,
             template_ms=(time.monotonic() - started_s) * 1e3,
         )
 
-    def texts(self, request: EmbedRequest) -> Texts:
+    def prepare_embedding(self, request: EmbedRequest) -> EmbeddingTask:
         """The tokens of its inputs. InvalidRequest, ContextExceeded."""
         started_s = time.monotonic()
         if not request.inputs:
             raise InvalidRequest("input is empty: give a text", param="input")
         one = len(request.inputs) == 1
         inputs = [
-            self._text(given, "input" if one else f"input[{at}]")
+            self._tokenize_input(given, "input" if one else f"input[{at}]")
             for at, given in enumerate(request.inputs)
         ]
-        return Texts(
+        return EmbeddingTask(
             id=request.id,
             inputs=inputs,
             arrived_s=request.arrived_s or started_s,
             tokenize_ms=(time.monotonic() - started_s) * 1e3,
         )
 
-    def _text(self, given: str | tuple[int, ...], place: str) -> list[int]:
-        """The tokens of one input, which is called `place`."""
+    def _tokenize_input(self, text_or_tokens: str | tuple[int, ...], param: str) -> list[int]:
+        """The tokens of one input, which is called `param`."""
         most = self.limits.max_len
-        if len(given) > most * (MAX_CHARS_PER_TOKEN if isinstance(given, str) else 1):
-            what = "characters" if isinstance(given, str) else "tokens"
+        if len(text_or_tokens) > most * (
+            MAX_CHARS_PER_TOKEN if isinstance(text_or_tokens, str) else 1
+        ):
+            what = "characters" if isinstance(text_or_tokens, str) else "tokens"
             raise ContextExceeded(
-                f"{place} is {len(given):,} {what}, the context is {most:,} tokens: shorten it",
-                param=place,
+                f"{param} is {len(text_or_tokens):,} {what}, "
+                f"the context is {most:,} tokens: shorten it",
+                param=param,
             )
-        if isinstance(given, str):
-            tokens = self.tokenizer.encode_text(given) if given else []
+        if isinstance(text_or_tokens, str):
+            tokens = self.tokenizer.encode_for_embedding(text_or_tokens) if text_or_tokens else []
         else:
-            tokens = list(given)
-        tokens = self._checked(tokens, place)
+            tokens = list(text_or_tokens)
+        tokens = self._validate_tokens(tokens, param)
         if len(tokens) > most:
             raise ContextExceeded(
-                f"{place} is {len(tokens):,} tokens, the context is {most:,}: shorten it",
-                param=place,
+                f"{param} is {len(tokens):,} tokens, the context is {most:,}: shorten it",
+                param=param,
             )
         return tokens
 
-    def _params(self, asked: SamplingParams) -> SamplingParams:
+    def _resolve_params(self, requested: SamplingParams) -> SamplingParams:
         """The settings in force, none of them None."""
-        sampling_params.check_asked(asked)
+        sampling_params.reject_mirostat_conflicts(requested)
         for name in self.limits.unsupported:
-            if getattr(asked, name) not in (None, getattr(BASE_SAMPLING, name)):
+            if getattr(requested, name) not in (None, getattr(BASE_SAMPLING, name)):
                 raise InvalidRequest(f"this backend does not support {name}", param=name)
-        params = asked.with_defaults(self.defaults).with_defaults(BASE_SAMPLING)
+        params = requested.with_defaults(self.defaults).with_defaults(BASE_SAMPLING)
         if params.max_tokens is not None and params.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         if params.min_tokens < 0:
@@ -141,84 +148,84 @@ class Intake:
             raise InvalidRequest(f"logprobs must be 0 to {MAX_LOGPROBS}", param="logprobs")
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(params, name):
-                self._check_token(token, name)
+                self._validate_token_id(token, name)
         if params.seed is None:
             params = replace(params, seed=random.getrandbits(31))
         return params
 
-    def _ctx(self, asked: int | None) -> int:
+    def _resolve_ctx(self, requested: int | None) -> int:
         most = self.limits.max_len
-        if asked is None:
+        if requested is None:
             return most
-        if asked < 1:
+        if requested < 1:
             raise InvalidRequest("ctx must be at least 1", param="ctx")
-        if asked > most:
+        if requested > most:
             raise InvalidRequest(
-                f"ctx {asked:,} is more than the {most:,} tokens this model is loaded with: "
+                f"ctx {requested:,} is more than the {most:,} tokens this model is loaded with: "
                 f"ask for at most {most:,}, or stop the model and load it with a larger --ctx",
                 param="ctx",
             )
-        return asked
+        return requested
 
-    def _opening(self, request: Request) -> Opening:
+    def _render(self, request: Request) -> RenderedPrompt:
         """The text of the prompt, and how its answer is read."""
         given = [request.messages is not None, request.prompt is not None]
         if sum(given) + (request.prompt_tokens is not None) != 1:
             raise InvalidRequest("give exactly one of messages, prompt and prompt_tokens")
         if request.messages is None:
-            return Opening(request.prompt or "")
-        return self._put(request)
+            return RenderedPrompt(request.prompt or "")
+        return self._render_chat(request)
 
-    def _tokens(self, request: Request, opening: Opening, ctx: int) -> list[int]:
+    def _tokenize(self, request: Request, rendered: RenderedPrompt, ctx: int) -> list[int]:
         if request.prompt_tokens is not None:
-            return self._checked(list(request.prompt_tokens))
-        text = opening.prompt
+            return self._validate_tokens(list(request.prompt_tokens))
+        text = rendered.text
         if len(text) > ctx * MAX_CHARS_PER_TOKEN:
             raise ContextExceeded(
                 f"the prompt is {len(text):,} characters, far more than {ctx:,} tokens of context: "
                 "shorten it",
                 param="prompt",
             )
-        return self._checked(self.tokenizer.encode(text))
+        return self._validate_tokens(self.tokenizer.encode(text))
 
-    def _check_token(self, token: int, param: str) -> None:
+    def _validate_token_id(self, token: int, param: str) -> None:
         if not 0 <= token < self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {token} is outside the vocabulary of {self.tokenizer.vocab_size}",
                 param=param,
             )
 
-    def _checked(self, tokens: list[int], place: str = "prompt") -> list[int]:
-        named = "the prompt" if place == "prompt" else place
+    def _validate_tokens(self, tokens: list[int], param: str = "prompt") -> list[int]:
+        named = "the prompt" if param == "prompt" else param
         if not tokens:
-            raise InvalidRequest(f"{named} is empty", param=place)
+            raise InvalidRequest(f"{named} is empty", param=param)
         if min(tokens) < 0 or max(tokens) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"a token of {named} is outside the vocabulary of {self.tokenizer.vocab_size}",
-                param=place,
+                param=param,
             )
         return tokens
 
-    def _put(self, request: Request) -> Opening:
+    def _render_chat(self, request: Request) -> RenderedPrompt:
         if not request.messages:
             raise InvalidRequest("messages is empty", param="messages")
-        if self._dialect is None:
+        if self._prompt_renderer is None:
             raise InvalidRequest(
                 "this model has no chat template: load it with --chat-template FILE, "
                 "or use plain completion",
                 param="messages",
             )
-        return self._dialect.open(request)
+        return self._prompt_renderer.render(request)
 
-    def _fits(self, prompt_tokens: int, ctx: int) -> None:
+    def _require_prompt_fits(self, prompt_tokens: int, ctx: int) -> None:
         if prompt_tokens >= ctx:
             raise ContextExceeded(
                 f"the prompt is {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
-                f"the answer too: shorten the prompt{self._remedy(ctx)}",
+                f"the answer too: shorten the prompt{self._fit_hint(ctx)}",
                 param="messages",
             )
 
-    def _remedy(self, ctx: int) -> str:
+    def _fit_hint(self, ctx: int) -> str:
         """How else a prompt would fit. ctx: that of the request."""
         most = self.limits.max_len
         if ctx < most:
@@ -227,7 +234,7 @@ class Intake:
             return f", or load the model with a larger --ctx (up to {self.ctx_train:,})"
         return ""
 
-    def _can_be_long(self, prompt_tokens: int, min_tokens: int, ctx: int) -> None:
+    def _require_min_tokens_fit(self, prompt_tokens: int, min_tokens: int, ctx: int) -> None:
         if prompt_tokens + min_tokens > ctx:
             raise ContextExceeded(
                 f"the prompt is {prompt_tokens:,} tokens and min_tokens {min_tokens:,}, "

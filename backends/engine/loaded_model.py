@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localgen.backends.model_info import DraftInfo, Load, ModelInfo
+from localgen.backends.model_info import DraftInfo, ModelInfo, ModelLoadRequest
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A draft model beside the model. vocab: ids from here on mean nothing to one of both."""
+class LoadedDraftModel:
+    """A draft model beside the model. shared_vocab_size: ids from here on mean nothing to one of
+    both."""
 
     info: DraftInfo
     runner: ModelRunner
-    vocab: int
+    shared_vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class LoadedModel:
     runner: ModelRunner
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    draft: LoadedDraft | None = None
+    draft: LoadedDraftModel | None = None
 
 
 # reads a model, reporting the share done (0 to 1). Raises LocalgenError
-Loader = Callable[[Load, Callable[[float], None]], LoadedModel]
+ModelLoader = Callable[[ModelLoadRequest, Callable[[float], None]], LoadedModel]

@@ -6,49 +6,51 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from localgen.backends.engine.loaded_model import LoadedDraft
+from localgen.backends.engine.loaded_model import LoadedDraftModel
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.model_info import NGRAM, DraftModel, LoadOptions
+from localgen.backends.model_info import DRAFT_NGRAM, DraftModelRequest, LoadOptions
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
-def require_prefix_cache(asked: DraftModel, prefix_cache: bool) -> None:
+def require_prefix_cache(requested: DraftModelRequest, prefix_cache: bool) -> None:
     """InvalidRequest: the runners cut their caches back only where they share them."""
     if not prefix_cache:
         raise InvalidRequest(
-            f"{asked.name} cannot draft with --no-prefix-cache, which leaves no way back from "
+            f"{requested.name} cannot draft with --no-prefix-cache, which leaves no way back from "
             "a wrong token: leave out one of both",
             param="prefix_cache",
         )
 
 
-class Attempt:
+class OptionalDraftLoader:
     """Steps towards a draft model. One that is optional may fail, of which a note is left."""
 
-    def __init__(self, asked: DraftModel | None) -> None:
-        self._asked = asked
+    def __init__(self, requested: DraftModelRequest | None) -> None:
+        self._requested = requested
         self._notes: list[str] = []
 
     @property
-    def asked(self) -> DraftModel:
+    def requested(self) -> DraftModelRequest:
         """Within a step."""
-        assert self._asked is not None
-        return self._asked
+        assert self._requested is not None
+        return self._requested
 
-    def to(self, step: Callable[[], _Made]) -> _Made | None:
+    def run(self, step: Callable[[], _Result]) -> _Result | None:
         """What a step makes; None: nothing is wanted, or it failed. LocalgenError: and must not."""
-        if self._asked is None or self._notes:
+        if self._requested is None or self._notes:
             return None
         try:
             return step()
         except LocalgenError as error:
-            if not self._asked.optional:
+            if not self._requested.optional:
                 raise
             self._notes.append(f"drafts come from the text alone: {error.message}")
             return None
 
-    def notes(self, draft: LoadedDraft | None, *, ctx: int, size_bytes: int) -> tuple[str, ...]:
+    def notes(
+        self, draft: LoadedDraftModel | None, *, ctx: int, size_bytes: int
+    ) -> tuple[str, ...]:
         """What a user should know. ctx, size_bytes: of the model that it drafts for."""
         if draft is None:
             return tuple(self._notes)
@@ -61,7 +63,7 @@ class Attempt:
         }
         return tuple(note for note, so in found.items() if so)
 
-    def in_force(self, options: LoadOptions, draft: LoadedDraft | None) -> LoadOptions:
+    def resolved_options(self, options: LoadOptions, draft: LoadedDraftModel | None) -> LoadOptions:
         """The options after all."""
-        lost = self._asked is not None and draft is None
-        return replace(options, draft=NGRAM) if lost else options
+        lost = self._requested is not None and draft is None
+        return replace(options, draft=DRAFT_NGRAM) if lost else options

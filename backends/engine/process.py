@@ -9,44 +9,44 @@ import threading
 from collections.abc import Iterator
 
 from localgen.backends.engine import wire
-from localgen.backends.engine.drafters import drafters
+from localgen.backends.engine.drafters import create_drafters
 from localgen.backends.engine.engine import Engine
-from localgen.backends.engine.input_processor import Intake
-from localgen.backends.engine.loaded_model import LoadedModel, Loader
-from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
+from localgen.backends.engine.input_processor import InputProcessor
+from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
+from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS
 from localgen.backends.errors import LocalgenError
-from localgen.backends.model_info import Load
+from localgen.backends.model_info import ModelLoadRequest
 from localgen.backends.runner.interface import StepFailed
-from localgen.backends.text.grammar import Grammars
+from localgen.backends.text.grammar import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
 
-def main(fd: int, load: Loader) -> int:
+def main(fd: int, load: ModelLoader) -> int:
     """Serve the socket `fd` until its other end closes; the exit status.
 
     load: reads a model, reporting the share done (0 to 1). Raises LocalgenError.
     """
     logging.basicConfig(format="%(asctime)s engine %(process)d %(levelname)s %(message)s")
     sock = socket.socket(fileno=fd)
-    return _Process(sock, load).run()
+    return _EngineServer(sock, load).run()
 
 
-class _Process:
-    def __init__(self, sock: socket.socket, load: Loader) -> None:
+class _EngineServer:
+    def __init__(self, sock: socket.socket, load: ModelLoader) -> None:
         self._sock = sock
         self._load = load
-        self._messages = wire.receive(sock)
+        self._messages = wire.receive_messages(sock)
         self._engine: Engine | None = None
 
     def run(self) -> int:
         first = next(self._messages, None)
-        if not isinstance(first, Load):
+        if not isinstance(first, ModelLoadRequest):
             return 1
         # from here on a thread reads: the server's end of the socket is our reason to exist
-        threading.Thread(target=self._read, args=(self._messages,), daemon=True).start()
+        threading.Thread(target=self._read_requests, args=(self._messages,), daemon=True).start()
         try:
-            model = self._load(first, lambda share: self._send(wire.Loading(share)))
+            model = self._load(first, lambda share: self._send(wire.LoadProgress(share)))
         except LocalgenError as error:
             self._send(wire.LoadError(error.code, error.message))
             return 1
@@ -58,21 +58,21 @@ class _Process:
         assert options.max_queue is not None
         self._engine = Engine(
             model.runner,
-            Intake(
+            InputProcessor(
                 limits=model.runner.limits,
                 tokenizer=model.tokenizer,
                 template=model.template,
                 defaults=model.info.sampling,
-                grammars=Grammars(model.tokenizer),
+                grammar_compiler=GrammarCompiler(model.tokenizer),
                 ctx_train=model.info.ctx_train,
             ),
             itl_target_ms=options.itl_target_ms,
             max_queue=options.max_queue,
             publish=self._send,
-            drafters=drafters(model),
-            max_drafts=options.draft_max or MOST_DRAFTS,
+            drafters=create_drafters(model),
+            max_drafts=options.draft_max or MAX_DRAFT_TOKENS,
         )
-        self._send(wire.Loaded(model.info))
+        self._send(wire.LoadComplete(model.info))
         try:
             self._engine.run()
         except StepFailed as error:
@@ -80,21 +80,21 @@ class _Process:
             return 1
         return 0
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: wire.WireMessage) -> None:
         try:
-            self._sock.sendall(wire.encode(message))
+            self._sock.sendall(wire.encode_message(message))
         except OSError:
             os._exit(0)  # nobody listens any more
 
-    def _read(self, messages: Iterator[wire.Message]) -> None:
+    def _read_requests(self, messages: Iterator[wire.WireMessage]) -> None:
         try:
             for message in messages:
                 assert self._engine is not None
                 match message:
                     case wire.Submit(request):
                         self._engine.submit(request)
-                    case wire.Embed(texts):
-                        self._engine.embed(texts)
+                    case wire.SubmitEmbedding(texts):
+                        self._engine.submit_embedding(texts)
                     case wire.Cancel(request_id):
                         self._engine.cancel(request_id)
                     case _:

@@ -10,24 +10,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localgen.backends.engine.fair_queue import FairQueue, level
-from localgen.backends.engine.speculation.drafter import Proposal
+from localgen.backends.engine.fair_queue import FairQueue, effective_priority
+from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull
 from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, StepResult
-from localgen.backends.runner.sequence import Sequence, State, common_prefix
+from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.types import PositionLogprobs
 
 # waiting for another request's prefix pays from about this many tokens on
 MIN_SHARED_TOKENS = 32
 # how far down the queue admission looks in one step
-MAX_LOOKED_AT = 64
+MAX_ADMISSION_SCAN = 64
 # room kept for each running sequence when another is admitted, so that it is not evicted at once
-SPARE_TOKENS_PER_SEQ = 32
+FREE_TOKENS_PER_SEQ = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class SequenceOutput:
     """What a step gave one sequence. reason: why it ended, if it did (stop or length)."""
 
     seq: Sequence
@@ -37,7 +37,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     """Totals since the engine started."""
 
     preemptions: int = 0
@@ -64,9 +64,11 @@ class Scheduler:
         self._max_queue = max_queue
         self._clock = clock
         self._running: dict[str, Sequence] = {}
-        self._cramped = False  # a planned step found no room: admit nobody until somebody ends
+        self._admission_paused = (
+            False  # a planned step found no room: admit nobody until somebody ends
+        )
         self.queue = FairQueue()
-        self.counters = Counters()
+        self.counters = SchedulerCounters()
 
     @property
     def running(self) -> list[Sequence]:
@@ -79,7 +81,7 @@ class Scheduler:
         return bool(self._running or len(self.queue))
 
     @property
-    def next_in_turn(self) -> Sequence | None:
+    def next_waiting(self) -> Sequence | None:
         """Whose turn it is among those that wait."""
         return next(iter(self.queue.in_turn(self._clock())), None)
 
@@ -100,14 +102,14 @@ class Scheduler:
 
     def end(self, seq: Sequence) -> None:
         """End a live sequence now; what it computed stays as a prefix for others."""
-        if seq.state is State.RUNNING:
+        if seq.state is SequenceState.RUNNING:
             del self._running[seq.id]
             self._runner.release(seq, keep=True)
-            self._cramped = False
+            self._admission_paused = False
         else:
             self.queue.remove(seq)
         self.queue.leave(seq)
-        seq.state = State.ENDED
+        seq.state = SequenceState.ENDED
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -116,9 +118,9 @@ class Scheduler:
         """Running sequences that owe nothing but their last token."""
         return [seq for seq in self.running if seq.is_decoding]
 
-    def draft(self, seq: Sequence, proposal: Proposal) -> None:
+    def set_drafts(self, seq: Sequence, proposal: DraftProposal) -> None:
         """How a decoding sequence may go on, to be verified in the next step."""
-        seq.drafts, seq.drawn_from = proposal.tokens, proposal.drawn_from
+        seq.drafts, seq.draft_probs = proposal.tokens, proposal.draft_probs
 
     def plan(self) -> list[Chunk]:
         """The chunks of the next step; empty when nobody waits or runs."""
@@ -127,7 +129,7 @@ class Scheduler:
         decoding = self.decoding
         left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
         for behind, seq in zip(reversed(range(len(decoding))), decoding, strict=True):
-            if seq.state is State.RUNNING:
+            if seq.state is SequenceState.RUNNING:
                 # drafts may take what is left once everybody behind has a token
                 chunk = self._decode_chunk(seq, left - behind)
                 if chunk:
@@ -135,14 +137,15 @@ class Scheduler:
                     left -= len(chunk)
         planned = sum(map(len, chunks))
         budget = min(
-            self._budget.tokens(len(chunks)),
+            self._budget.prompt_tokens(len(chunks)),
             self._limits.max_batch_tokens - planned,
         )
         return chunks + self._prompt_chunks(budget, self._limits.max_outputs - planned)
 
-    def _decode_chunk(self, seq: Sequence, most: int) -> Chunk | None:
-        """The owed token and its drafts, `most` at most; None if it had to be preempted itself."""
-        drafts = seq.drafts[: max(0, min(most, seq.limit - len(seq.tokens)) - 1)]
+    def _decode_chunk(self, seq: Sequence, max_tokens: int) -> Chunk | None:
+        """The owed token and its drafts, `max_tokens` at most; None if it had to be preempted
+        itself."""
+        drafts = seq.drafts[: max(0, min(max_tokens, seq.max_len - len(seq.tokens)) - 1)]
         while not self._runner.grow(seq, 1 + len(drafts)):
             if drafts:
                 drafts = []
@@ -156,8 +159,8 @@ class Scheduler:
             start=seq.num_computed,
             tokens=[seq.tokens[-1], *drafts],
             num_drafts=len(drafts),
-            samples=True,
-            drawn_from=seq.drawn_from[: len(drafts)],
+            is_sampled=True,
+            draft_probs=seq.draft_probs[: len(drafts)],
         )
 
     def _prompt_chunks(self, budget: int, outputs_left: int) -> list[Chunk]:
@@ -169,19 +172,19 @@ class Scheduler:
         prefilling = [seq for seq in self.running if not seq.is_decoding]
         if not prefilling:
             return []
-        oldest, others = prefilling[0], sorted(prefilling[1:], key=lambda s: s.num_owed)
+        oldest, others = prefilling[0], sorted(prefilling[1:], key=lambda s: s.num_uncomputed)
         shares: dict[str, int] = {}
         left = budget
-        fits = not others or oldest.num_owed <= budget
-        reserved = min(oldest.num_owed, budget if fits else (budget + 1) // 2)
+        fits = not others or oldest.num_uncomputed <= budget
+        reserved = min(oldest.num_uncomputed, budget if fits else (budget + 1) // 2)
         left -= reserved
         for seq in others:
-            shares[seq.id] = min(seq.num_owed, left)
+            shares[seq.id] = min(seq.num_uncomputed, left)
             left -= shares[seq.id]
-        shares[oldest.id] = min(oldest.num_owed, reserved + left)
+        shares[oldest.id] = min(oldest.num_uncomputed, reserved + left)
         chunks = []
         for seq in (oldest, *others):
-            samples = shares[seq.id] == seq.num_owed
+            samples = shares[seq.id] == seq.num_uncomputed
             if shares[seq.id] and (outputs_left or not samples):
                 chunks.append(self._prompt_chunk(seq, shares[seq.id], samples))
                 outputs_left -= samples
@@ -190,7 +193,7 @@ class Scheduler:
     def _prompt_chunk(self, seq: Sequence, length: int, samples: bool) -> Chunk:
         end = seq.num_computed + length
         tokens = seq.tokens[seq.num_computed : end]
-        return Chunk(seq=seq, start=seq.num_computed, tokens=tokens, samples=samples)
+        return Chunk(seq=seq, start=seq.num_computed, tokens=tokens, is_sampled=samples)
 
     def _admit(self) -> None:
         """Take waiting sequences in turn while there is room.
@@ -198,23 +201,29 @@ class Scheduler:
         Order is kept: what does not fit blocks those behind it, or a large request would
         starve. Only a request that waits for a prefix being computed lets others pass.
         """
-        if not len(self.queue) or (self._cramped and self._running):
+        if not len(self.queue) or (self._admission_paused and self._running):
             return
-        for seq in self.queue.in_turn(self._clock())[:MAX_LOOKED_AT]:
-            if self._prefix_in_flight(seq):
+        for seq in self.queue.in_turn(self._clock())[:MAX_ADMISSION_SCAN]:
+            if self._is_prefix_in_flight(seq):
                 continue
-            if not self._make_way(seq):
+            if not self._admit_with_preemption(seq):
                 return
 
-    def _make_way(self, seq: Sequence) -> bool:
+    def _admit_with_preemption(self, seq: Sequence) -> bool:
         """Admit `seq`, preempting sequences of lower priority if need be.
 
         Age counts here too, or what has at last had its turn would lose it at once.
         """
         now_s = self._clock()
         while not self._try_admit(seq):
-            victim = min(self.running, key=lambda s: (level(s, now_s), -s.arrived_s), default=None)
-            if victim is None or level(victim, now_s) >= level(seq, now_s):
+            victim = min(
+                self.running,
+                key=lambda s: (effective_priority(s, now_s), -s.arrived_s),
+                default=None,
+            )
+            if victim is None or effective_priority(victim, now_s) >= effective_priority(
+                seq, now_s
+            ):
                 return False
             self._preempt(victim)
         return True
@@ -222,7 +231,7 @@ class Scheduler:
     def _try_admit(self, seq: Sequence) -> bool:
         if len(self._running) >= self._limits.max_seqs:
             return False
-        spare = min(SPARE_TOKENS_PER_SEQ * len(self._running), self._limits.kv_tokens // 8)
+        spare = min(FREE_TOKENS_PER_SEQ * len(self._running), self._limits.kv_tokens // 8)
         started_s = self._clock()
         try:
             cached = self._runner.admit(seq, spare=spare)
@@ -230,7 +239,7 @@ class Scheduler:
             return False
         self.queue.remove(seq)
         self._running[seq.id] = seq
-        seq.state, seq.num_computed = State.RUNNING, cached
+        seq.state, seq.num_computed = SequenceState.RUNNING, cached
         if seq.admitted_s is None:
             seq.admitted_s, seq.num_cached = started_s, cached
             seq.cached_ms = (self._clock() - started_s) * 1e3
@@ -238,29 +247,31 @@ class Scheduler:
             self.counters.prefix_hits += cached
         return True
 
-    def _prefix_in_flight(self, seq: Sequence) -> bool:
+    def _is_prefix_in_flight(self, seq: Sequence) -> bool:
         """Whether a running request is just computing a prefix that `seq` can share."""
         if not self._limits.can_rewind:
             return False
         usable = seq.tokens[:-1]
         return any(
-            common_prefix(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
+            common_prefix_len(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
             for other in self._running.values()
-            if other.num_owed > MIN_SHARED_TOKENS
+            if other.num_uncomputed > MIN_SHARED_TOKENS
         )
 
     def _preempt(self, seq: Sequence) -> None:
         """Send a running sequence back to the queue; it will recompute what is lost by then."""
         del self._running[seq.id]
         self._runner.release(seq, keep=True)
-        seq.state, seq.num_computed, seq.drafts, seq.drawn_from = State.QUEUED, 0, [], ()
+        seq.state, seq.num_computed, seq.drafts, seq.draft_probs = SequenceState.QUEUED, 0, [], ()
         seq.num_preemptions += 1
         self.counters.preemptions += 1
         self.queue.push(seq)
 
     # -- results ----------------------------------------------------------------------------
 
-    def apply(self, chunks: list[Chunk], result: StepResult, step_ms: float) -> list[Output]:
+    def apply(
+        self, chunks: list[Chunk], result: StepResult, step_ms: float
+    ) -> list[SequenceOutput]:
         """Enter the results of a step; sequences that came to their end are released."""
         now_s = self._clock()
         outputs = []
@@ -274,11 +285,11 @@ class Scheduler:
             if sampled.tokens:
                 if seq.first_token_s is None:
                     seq.first_step_ms = step_ms
-                outputs.append(self._take(seq, sampled.tokens, sampled.logprobs, now_s))
+                outputs.append(self._append_tokens(seq, sampled.tokens, sampled.logprobs, now_s))
             if chunk.num_drafts:
                 seq.num_drafted += chunk.num_drafts
                 seq.num_accepted += len(outputs[-1].tokens) - 1
-                seq.has_drawn |= bool(chunk.drawn_from)
+                seq.used_sampled_drafts |= bool(chunk.draft_probs)
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
@@ -287,39 +298,39 @@ class Scheduler:
         self.counters.prompt_tokens += prompt_tokens
         return outputs
 
-    def give_way(self) -> bool:
+    def preempt_one(self) -> bool:
         """The pool turned out too small for a planned step: preempt one; False if none is left."""
         if len(self._running) < 2:
             return False
         self._preempt(self.running[-1])
-        self._cramped = True
+        self._admission_paused = True
         return True
 
     def _advance(self, chunk: Chunk, num_sampled: int) -> None:
         """Count what is now in the cache; drafts behind the first mismatch are not."""
         seq = chunk.seq
-        rejected = chunk.num_drafts + 1 - num_sampled if chunk.samples else 0
+        rejected = chunk.num_drafts + 1 - num_sampled if chunk.is_sampled else 0
         seq.num_computed = chunk.start + len(chunk) - rejected
         if rejected:
             self._runner.rewind(seq, seq.num_computed)
-        seq.drafts, seq.drawn_from = [], ()
+        seq.drafts, seq.draft_probs = [], ()
 
-    def _take(
+    def _append_tokens(
         self,
         seq: Sequence,
         tokens: tuple[int, ...],
         logprobs: tuple[PositionLogprobs, ...],
         now_s: float,
-    ) -> Output:
+    ) -> SequenceOutput:
         """Append new tokens up to the first that ends the answer."""
         reason = None
         taken = 0
         for token in tokens:
             seq.tokens.append(token)
             taken += 1
-            if token in seq.stop_ids or (taken == len(tokens) and _completes(seq)):
+            if token in seq.stop_ids or (taken == len(tokens) and _is_grammar_complete(seq)):
                 reason = "stop"
-            elif len(seq.tokens) >= seq.limit:
+            elif len(seq.tokens) >= seq.max_len:
                 reason = "length"
             if reason:
                 break
@@ -328,9 +339,9 @@ class Scheduler:
         seq.last_token_s = now_s
         seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
         self.counters.generated_tokens += taken
-        return Output(seq, tokens[:taken], logprobs[:taken], reason)
+        return SequenceOutput(seq, tokens[:taken], logprobs[:taken], reason)
 
 
-def _completes(seq: Sequence) -> bool:
+def _is_grammar_complete(seq: Sequence) -> bool:
     """Whether nothing can follow in the grammar that the answer is held to."""
     return seq.matcher is not None and seq.matcher.is_done

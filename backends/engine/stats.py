@@ -6,14 +6,14 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 
-from localgen.backends.engine.scheduler import Output, Scheduler
-from localgen.backends.engine.speculation.record import NO_DRAFTS, Drafting
+from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
+from localgen.backends.engine.speculation.record import NO_DRAFT_STATS, RequestDraftStats
 from localgen.backends.runner.interface import Chunk, PoolUsage
-from localgen.backends.runner.sequence import Sequence, State
+from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
     EngineStats,
     Finished,
-    Phases,
+    RequestPhases,
     SequenceStats,
     SpeculationStats,
     Timings,
@@ -22,13 +22,13 @@ from localgen.backends.types import (
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
 # sorting more than a few takes time that a step could have
-FEW_SAMPLES = 256
-LOOK_S = 1.0
+MAX_ALWAYS_SORTED = 256
+SORT_INTERVAL_S = 1.0
 # steps are counted by their tokens: up to each of these, and above all
 STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-class Window:
+class RecentSamples:
     """Timed samples of the last minute."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Window:
 
     def values(self, now_s: float) -> list[float]:
         """Samples that are still recent, sorted; many of them are looked at once a second."""
-        if len(self._samples) > FEW_SAMPLES and now_s < self._sorted_at_s + LOOK_S:
+        if len(self._samples) > MAX_ALWAYS_SORTED and now_s < self._sorted_at_s + SORT_INTERVAL_S:
             return self._sorted
         while self._samples and self._samples[0][0] < now_s - WINDOW_S:
             self._samples.popleft()
@@ -52,7 +52,7 @@ class Window:
         return self._sorted
 
 
-class Rate:
+class TokenRate:
     """Tokens over the busy time in which they were computed, recent first."""
 
     HALF_LIFE_S = 2.0
@@ -73,14 +73,14 @@ class Rate:
         return self._tokens / self._busy_s if self._busy_s else 0.0
 
 
-def percentile(ordered: list[float], share: float) -> float:
+def percentile(sorted_values: list[float], fraction: float) -> float:
     """Nearest-rank percentile of sorted values; 0 of none."""
-    if not ordered:
+    if not sorted_values:
         return 0.0
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return sorted_values[max(0, math.ceil(fraction * len(sorted_values)) - 1)]
 
 
-class Stats:
+class StatsRecorder:
     """What happened, step by step; cheap to feed, a snapshot when somebody looks."""
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ class Stats:
         self._step_sequences: Counter[int] = Counter()
         self._step_buckets = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
         self._requests: Counter[str] = Counter()
-        self._prefill, self._decode = Rate(), Rate()
-        self._ttft_ms, self._itl_ms = Window(), Window()
+        self._prefill, self._decode = TokenRate(), TokenRate()
+        self._ttft_ms, self._itl_ms = RecentSamples(), RecentSamples()
         self._last_token_s: dict[str, float] = {}
 
-    def step(
-        self, now_s: float, step_ms: float, chunks: list[Chunk], outputs: list[Output]
+    def record_step(
+        self, now_s: float, step_ms: float, chunks: list[Chunk], outputs: list[SequenceOutput]
     ) -> None:
         """Enter a finished step. A step that does both counts its whole time for both rates."""
         self._steps += 1
@@ -108,16 +108,16 @@ class Stats:
         self._step_sequences[len(chunks)] += 1
         prompts = [chunk for chunk in chunks if chunk.start < chunk.seq.num_prompt]
         prompt_tokens = sum(map(len, prompts))
-        first_tokens = sum(chunk.samples for chunk in prompts)
+        first_tokens = sum(chunk.is_sampled for chunk in prompts)
         decoded = sum(len(output.tokens) for output in outputs) - first_tokens
         if prompt_tokens:
             self._prefill.add(prompt_tokens, step_ms / 1e3)
         if decoded:
             self._decode.add(decoded, step_ms / 1e3)
         for output in outputs:
-            self._token(output.seq, now_s)
+            self._record_token(output.seq, now_s)
 
-    def _token(self, seq: Sequence, now_s: float) -> None:
+    def _record_token(self, seq: Sequence, now_s: float) -> None:
         last_s = self._last_token_s.get(seq.id)
         if last_s is None:
             self._ttft_ms.add(now_s, (now_s - seq.arrived_s) * 1e3)
@@ -125,7 +125,7 @@ class Stats:
             self._itl_ms.add(now_s, (now_s - last_s) * 1e3)
         self._last_token_s[seq.id] = now_s
 
-    def ended(self, request_id: str, reason: str) -> None:
+    def record_end(self, request_id: str, reason: str) -> None:
         """A request has come to its end."""
         self._requests[reason] += 1
         self._last_token_s.pop(request_id, None)
@@ -171,16 +171,16 @@ class Stats:
             num_preemptions_total=counters.preemptions,
             requests_total=dict(self._requests),
             speculation=speculation,
-            sequences=tuple(_sequence(seq, now_s) for seq in [*running, *scheduler.queue]),
+            sequences=tuple(_sequence_stats(seq, now_s) for seq in [*running, *scheduler.queue]),
         )
 
 
-def _sequence(seq: Sequence, now_s: float) -> SequenceStats:
+def _sequence_stats(seq: Sequence, now_s: float) -> SequenceStats:
     state = "decode" if seq.is_decoding else "prefill"
     return SequenceStats(
         request_id=seq.id,
         client=seq.client,
-        state="queued" if seq.state is State.QUEUED else state,
+        state="queued" if seq.state is SequenceState.QUEUED else state,
         prompt_tokens=seq.num_prompt,
         cached_tokens=seq.num_cached,
         computed_tokens=seq.num_computed,
@@ -189,13 +189,13 @@ def _sequence(seq: Sequence, now_s: float) -> SequenceStats:
         age_s=now_s - seq.arrived_s,
         draft_tokens=seq.num_drafted,
         accepted_tokens=seq.num_accepted,
-        ttft_ms=_ms(seq.arrived_s, seq.first_token_s),
-        phases=phases(seq, now_s),
+        ttft_ms=_elapsed_ms(seq.arrived_s, seq.first_token_s),
+        phases=request_phases(seq, now_s),
     )
 
 
-def _ms(since_s: float, until_s: float | None) -> float | None:
-    return None if until_s is None else (until_s - since_s) * 1e3
+def _elapsed_ms(start_s: float, end_s: float | None) -> float | None:
+    return None if end_s is None else (end_s - start_s) * 1e3
 
 
 def _queue_ms(seq: Sequence, admitted_s: float) -> float:
@@ -203,12 +203,12 @@ def _queue_ms(seq: Sequence, admitted_s: float) -> float:
     return max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms)
 
 
-def phases(seq: Sequence, now_s: float) -> Phases:
+def request_phases(seq: Sequence, now_s: float) -> RequestPhases:
     """Where the time of a live sequence has gone so far."""
     admitted_s = now_s if seq.admitted_s is None else seq.admitted_s
     first_s = now_s if seq.first_token_s is None else seq.first_token_s
     prompt_ms = (first_s - admitted_s) * 1e3
-    return Phases(
+    return RequestPhases(
         template_ms=seq.template_ms,
         queue_ms=_queue_ms(seq, admitted_s),
         cached_ms=seq.cached_ms,
@@ -218,7 +218,7 @@ def phases(seq: Sequence, now_s: float) -> Phases:
     )
 
 
-def timings(seq: Sequence, drafting: Drafting = NO_DRAFTS) -> Timings:
+def request_timings(seq: Sequence, draft_stats: RequestDraftStats = NO_DRAFT_STATS) -> Timings:
     """Where the time of an ended sequence went."""
     admitted_s = seq.admitted_s if seq.admitted_s is not None else seq.arrived_s
     first_s = seq.first_token_s if seq.first_token_s is not None else admitted_s
@@ -241,20 +241,20 @@ def timings(seq: Sequence, drafting: Drafting = NO_DRAFTS) -> Timings:
         first_step_ms=seq.first_step_ms,
         draft_n=seq.num_drafted,
         draft_n_accepted=seq.num_accepted,
-        draft_steps=drafting.steps,
-        draft_speedup=drafting.speedup,
-        draft_reason=drafting.reason,
-        draft_by=drafting.by,
+        draft_steps=draft_stats.steps,
+        draft_speedup=draft_stats.speedup,
+        draft_reason=draft_stats.reason,
+        draft_by=draft_stats.drafters,
     )
 
 
-def finished(
+def finished_event(
     seq: Sequence,
     reason: str,
     *,
     stop: str | None,
     completion_tokens: int,
-    drafting: Drafting = NO_DRAFTS,
+    draft_stats: RequestDraftStats = NO_DRAFT_STATS,
 ) -> Finished:
     """The good end of a sequence, with what its user should know."""
     notes = [*seq.notes]
@@ -265,12 +265,12 @@ def finished(
     return Finished(
         request_id=seq.id,
         reason=reason,
-        timings=timings(seq, drafting),
+        timings=request_timings(seq, draft_stats),
         prompt_tokens=seq.num_prompt,
         completion_tokens=completion_tokens,
         ctx=seq.ctx,
         # by the seed alone one would not get this text again
-        seed=None if seq.has_drawn else seq.params.seed,
+        seed=None if seq.used_sampled_drafts else seq.params.seed,
         stop=stop,
         notes=tuple(notes),
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-MIN_TOKENS = 16
+MIN_PROMPT_TOKENS = 16
 # a step may take this many times what its decoding alone takes, or prompts would starve
 # wherever decoding alone already passes the target
-MIN_STRETCH = 3.0
-_WEIGHT = 0.3
+MIN_ALLOWED_SLOWDOWN = 3.0
+_EWMA_WEIGHT = 0.3
 
 
 class TokenBudget:
@@ -18,39 +18,39 @@ class TokenBudget:
     def __init__(self, max_tokens: int, itl_target_ms: float) -> None:
         self._max = max_tokens
         self._target_ms = itl_target_ms
-        self._base_ms: dict[int, _Average] = {}
-        self._prompts = _Rate()
+        self._decode_ms_by_size: dict[int, _MovingAverage] = {}
+        self._prompt_cost = _PromptTokenCost()
 
-    def tokens(self, decoding: int) -> int:
+    def prompt_tokens(self, num_decoding: int) -> int:
         """Prompt tokens for a step with that many decoding sequences beside them."""
-        if not decoding:
+        if not num_decoding:
             return self._max
-        most = self._max - decoding
-        base_ms, token_ms = self._base(decoding) or 0.0, self._prompts.token_ms
+        most = self._max - num_decoding
+        base_ms, token_ms = self._decode_ms(num_decoding) or 0.0, self._prompt_cost.token_ms
         if not token_ms:
             return max(1, most)
-        target_ms = max(self._target_ms, MIN_STRETCH * base_ms)
-        return max(1, min(most, max(MIN_TOKENS, int((target_ms - base_ms) / token_ms))))
+        target_ms = max(self._target_ms, MIN_ALLOWED_SLOWDOWN * base_ms)
+        return max(1, min(most, max(MIN_PROMPT_TOKENS, int((target_ms - base_ms) / token_ms))))
 
-    def observe(self, step_ms: float, prompt_tokens: int, decoding: int) -> None:
+    def observe(self, step_ms: float, prompt_tokens: int, num_decoding: int) -> None:
         """Learn from a finished step."""
         if not prompt_tokens:
-            self._base_ms.setdefault(decoding, _Average()).add(step_ms)
+            self._decode_ms_by_size.setdefault(num_decoding, _MovingAverage()).add(step_ms)
             return
-        base_ms = self._base(decoding) if decoding else 0.0
+        base_ms = self._decode_ms(num_decoding) if num_decoding else 0.0
         if base_ms is not None:
             # what is small beside the base says little about a token
-            self._prompts.add(max(step_ms - base_ms, step_ms / 10), prompt_tokens)
+            self._prompt_cost.add(max(step_ms - base_ms, step_ms / 10), prompt_tokens)
 
-    def _base(self, decoding: int) -> float | None:
+    def _decode_ms(self, num_decoding: int) -> float | None:
         """What a step took with the nearest number of decoding sequences that was seen."""
-        if not self._base_ms:
+        if not self._decode_ms_by_size:
             return None
-        nearest = min(self._base_ms, key=lambda seen: abs(seen - decoding))
-        return self._base_ms[nearest].value
+        nearest = min(self._decode_ms_by_size, key=lambda seen: abs(seen - num_decoding))
+        return self._decode_ms_by_size[nearest].value
 
 
-class _Rate:
+class _PromptTokenCost:
     """Milliseconds a token, where a step counts by its tokens: a short one is mostly overhead."""
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class _Rate:
         return self._ms / self._tokens if self._tokens else None
 
     def add(self, ms: float, tokens: int) -> None:
-        self._ms = (1 - _WEIGHT) * self._ms + ms
-        self._tokens = (1 - _WEIGHT) * self._tokens + tokens
+        self._ms = (1 - _EWMA_WEIGHT) * self._ms + ms
+        self._tokens = (1 - _EWMA_WEIGHT) * self._tokens + tokens
 
 
-class _Average:
+class _MovingAverage:
     """A running mean that forgets."""
 
     def __init__(self) -> None:
@@ -73,4 +73,4 @@ class _Average:
 
     def add(self, sample: float) -> None:
         old = sample if self.value is None else self.value
-        self.value = old + _WEIGHT * (sample - old)
+        self.value = old + _EWMA_WEIGHT * (sample - old)

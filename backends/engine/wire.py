@@ -1,8 +1,9 @@
 """Messages between the server and an engine process, over a socket pair.
 
-A frame is a 4-byte little-endian length, then msgpack of [tag, body]. The server sends Load
-once, then Submit, Embed and Cancel; the engine answers Loading…, then Loaded or LoadError, then one
-StepEvents a step. End of stream on either side ends the engine.
+A frame is a 4-byte little-endian length, then msgpack of [tag, body]. The server sends
+ModelLoadRequest once, then Submit, SubmitEmbedding and Cancel; the engine answers LoadProgress…,
+then LoadComplete or LoadError, then one StepEvents a step. End of stream on either side ends the
+engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from localgen.backends.model_info import Load, ModelInfo
+from localgen.backends.model_info import ModelInfo, ModelLoadRequest
 from localgen.backends.types import EmbedRequest, Request, StepEvents
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -36,14 +37,14 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadProgress:
     """Share of the weights read so far, 0 to 1."""
 
     progress: float
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadComplete:
     """The model is ready."""
 
     info: ModelInfo
@@ -58,36 +59,54 @@ class LoadError:
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class SubmitEmbedding:
     """A request for vectors; it ends in exactly one Embedded or Failed, also when cancelled."""
 
     request: EmbedRequest
 
 
-Message = Load | Submit | Cancel | Loading | Loaded | LoadError | StepEvents | Embed
+WireMessage = (
+    ModelLoadRequest
+    | Submit
+    | Cancel
+    | LoadProgress
+    | LoadComplete
+    | LoadError
+    | StepEvents
+    | SubmitEmbedding
+)
 
-_KINDS: tuple[type, ...] = (Load, Submit, Cancel, Loading, Loaded, LoadError, StepEvents, Embed)
-_TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
-_BODY_DECODERS: list[msgspec.msgpack.Decoder[Message]] = [
-    msgspec.msgpack.Decoder(kind) for kind in _KINDS
+_MESSAGE_TYPES: tuple[type, ...] = (
+    ModelLoadRequest,
+    Submit,
+    Cancel,
+    LoadProgress,
+    LoadComplete,
+    LoadError,
+    StepEvents,
+    SubmitEmbedding,
+)
+_TAGS = {kind: tag for tag, kind in enumerate(_MESSAGE_TYPES)}
+_BODY_DECODERS: list[msgspec.msgpack.Decoder[WireMessage]] = [
+    msgspec.msgpack.Decoder(kind) for kind in _MESSAGE_TYPES
 ]
-_FRAME_DECODER = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_TAG_DECODER = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: WireMessage) -> bytes:
     """The frame of a message."""
     body = _ENCODER.encode((_TAGS[type(message)], message))
     return len(body).to_bytes(_HEADER_BYTES, "little") + body
 
 
-class Decoder:
+class MessageDecoder:
     """Splits a byte stream into messages; keeps what is not yet whole."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, received: bytes) -> Iterator[Message]:
+    def feed(self, received: bytes) -> Iterator[WireMessage]:
         """Messages completed by these bytes. ValueError: not our protocol, or a frame too large."""
         self._buffer += received
         while len(self._buffer) >= _HEADER_BYTES:
@@ -99,14 +118,14 @@ class Decoder:
                 return
             frame = bytes(self._buffer[_HEADER_BYTES:end])
             del self._buffer[:end]
-            tag, body = _FRAME_DECODER.decode(frame)
-            if not 0 <= tag < len(_KINDS):
+            tag, body = _TAG_DECODER.decode(frame)
+            if not 0 <= tag < len(_MESSAGE_TYPES):
                 raise ValueError(f"unknown message kind {tag}")
             yield _BODY_DECODERS[tag].decode(body)
 
 
-def receive(sock: socket.socket) -> Iterator[Message]:
+def receive_messages(sock: socket.socket) -> Iterator[WireMessage]:
     """Messages from a blocking socket until the other side closes it."""
-    decoder = Decoder()
+    decoder = MessageDecoder()
     while received := sock.recv(_READ_BYTES):
         yield from decoder.feed(received)

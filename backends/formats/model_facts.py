@@ -8,15 +8,15 @@ from typing import Any
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape
-from localgen.backends.formats.gguf.header import read_header
-from localgen.backends.formats.gguf.shape import gguf_shape
-from localgen.backends.formats.hf.config_shape import config_shape
+from localgen.backends.formats.gguf.header import read_gguf_header
+from localgen.backends.formats.gguf.shape import shape_from_gguf
+from localgen.backends.formats.hf.config_shape import shape_from_hf_config
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.formats.weight_sizes import weights_of
+from localgen.backends.formats.weight_sizes import read_weight_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ModelFacts:
     """A model as far as it is known. source: files, hub or catalog.
 
     read_bytes: of weights, for one token. missing: facts that nobody told; without a shape the
@@ -35,21 +35,25 @@ class Facts:
     path: str | None = None
 
 
-def shape_of(file: ModelFile) -> ModelShape | None:
+def read_model_shape(file: ModelFile) -> ModelShape | None:
     """A model's shape from the first kilobytes of its files; None: they do not tell it."""
     try:
         if file.is_gguf:
-            return gguf_shape(read_header(file.path))
-        return config_shape(_config(file))
+            return shape_from_gguf(read_gguf_header(file.path))
+        return shape_from_hf_config(_read_config(file))
     except LoadFailed:
         return None
 
 
-def facts_of_file(file: ModelFile, quant: str) -> Facts:
+def local_model_facts(file: ModelFile, quant: str) -> ModelFacts:
     """Of a model that is here. LoadFailed: its files are damaged."""
-    shape = gguf_shape(read_header(file.path)) if file.is_gguf else config_shape(_config(file))
-    weights = weights_of(file, shape)
-    return Facts(
+    shape = (
+        shape_from_gguf(read_gguf_header(file.path))
+        if file.is_gguf
+        else shape_from_hf_config(_read_config(file))
+    )
+    weights = read_weight_sizes(file, shape)
+    return ModelFacts(
         name=file.name,
         quant=quant,
         is_gguf=file.is_gguf,
@@ -63,7 +67,7 @@ def facts_of_file(file: ModelFile, quant: str) -> Facts:
     )
 
 
-def _config(file: ModelFile) -> dict[str, Any]:
+def _read_config(file: ModelFile) -> dict[str, Any]:
     path = file.path / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -81,7 +81,7 @@ def model_folder(folder: Path) -> ModelFile:
     )
 
 
-def models_in(paths: Iterable[Path]) -> list[Path]:
+def gguf_models_in(paths: Iterable[Path]) -> list[Path]:
     """One path for each model among these files, shards counted once; projectors of images and
     matrices that guided a quantization are no models."""
     first = {

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.model_shape import ModelShape
-from localgen.backends.formats.architecture.model_spec import Quant
-from localgen.backends.formats.hf.quantization_config import read_quant
+from localgen.backends.formats.architecture.model_spec import QuantizationConfig
+from localgen.backends.formats.hf.quantization_config import read_quantization_config
 from localgen.backends.formats.model_files import ModelFile
 
 # of these a token reads one row
@@ -21,13 +21,13 @@ _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight", "embed_tokens
 _HEADS = ("output.weight", "lm_head.weight")
 _EXPERTS = re.compile(r"_exps\.|\.experts\.")
 # what a widened linear has beside its weights
-_BESIDE = ("qzeros", "scales", "g_idx", "weight_scale")
+_QUANT_TENSORS = ("qzeros", "scales", "g_idx", "weight_scale")
 _WORD_BITS = 32
-_HEADER_MOST_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightSizes:
     """size_bytes: of a GGUF file as it is, of a folder as our own engine keeps them in 16 bits, for
     nothing else runs it: what no kernel of it computes with is widened. read_bytes: what computing
     one token reads, with the active experts only. params: how many there are; None: not known, for
@@ -42,22 +42,22 @@ class Weights:
 class _Tensor:
     name: str
     size_bytes: int
-    elements: int
+    num_elements: int
 
 
-def weights_of(file: ModelFile, shape: ModelShape | None) -> Weights:
+def read_weight_sizes(file: ModelFile, shape: ModelShape | None) -> WeightSizes:
     """By the headers of the files. LoadFailed: one is damaged."""
-    tensors = _of_gguf(file.shards) if file.is_gguf else _of_folder(file)
-    return Weights(
+    tensors = _from_gguf(file.shards) if file.is_gguf else _from_folder(file)
+    return WeightSizes(
         size_bytes=sum(tensor.size_bytes for tensor in tensors),
         read_bytes=round(_read_bytes(tensors, shape)),
-        params=sum(tensor.elements for tensor in tensors) if file.is_gguf else None,
+        params=sum(tensor.num_elements for tensor in tensors) if file.is_gguf else None,
     )
 
 
 def _read_bytes(tensors: list[_Tensor], shape: ModelShape | None) -> float:
     has_head = any(tensor.name.endswith(_HEADS) for tensor in tensors)
-    active = shape.experts_used / shape.experts if shape and shape.experts else 1.0
+    active = shape.num_active_experts / shape.num_experts if shape and shape.num_experts else 1.0
     total = 0.0
     for tensor in tensors:
         # without a head of its own, the embedding is read as one
@@ -67,49 +67,51 @@ def _read_bytes(tensors: list[_Tensor], shape: ModelShape | None) -> float:
     return total
 
 
-def _of_gguf(shards: Iterable[Path]) -> list[_Tensor]:
+def _from_gguf(shards: Iterable[Path]) -> list[_Tensor]:
     # brings the gguf package
-    from localgen.backends.formats.gguf.reader import Reader
+    from localgen.backends.formats.gguf.reader import GgufReader
 
     return [
         _Tensor(tensor.name, int(tensor.n_bytes), int(tensor.n_elements))
         for path in shards
-        for tensor in Reader(path).tensors
+        for tensor in GgufReader(path).tensors
     ]
 
 
-def _of_folder(file: ModelFile) -> list[_Tensor]:
-    tensors = [tensor for path in file.shards for tensor in _header(path)]
-    quant = _quant(file.path)
-    return tensors if quant is None else [_kept(tensor, quant) for tensor in tensors]
+def _from_folder(file: ModelFile) -> list[_Tensor]:
+    tensors = [tensor for path in file.shards for tensor in _read_header(path)]
+    quant = _read_folder_quant(file.path)
+    return tensors if quant is None else [_loaded_tensor(tensor, quant) for tensor in tensors]
 
 
-def _quant(folder: Path) -> Quant | None:
+def _read_folder_quant(folder: Path) -> QuantizationConfig | None:
     try:
-        return read_quant(Fields.of_file(folder / "config.json"))
+        return read_quantization_config(ConfigFields.from_file(folder / "config.json"))
     except LoadFailed:
         return None  # the engine that loads it says what is wrong
 
 
-def _kept(tensor: _Tensor, quant: Quant) -> _Tensor:
+def _loaded_tensor(tensor: _Tensor, quant: QuantizationConfig) -> _Tensor:
     """A tensor as it is in memory."""
-    if not (quant.widened or _EXPERTS.search(tensor.name)):
+    if not (quant.dequantized_on_load or _EXPERTS.search(tensor.name)):
         return tensor
     part = tensor.name.rpartition(".")[2]
-    if part in _BESIDE:
+    if part in _QUANT_TENSORS:
         return replace(tensor, size_bytes=0)
-    digits = tensor.elements * _WORD_BITS // quant.bits if part == "qweight" else tensor.elements
+    digits = (
+        tensor.num_elements * _WORD_BITS // quant.bits if part == "qweight" else tensor.num_elements
+    )
     return replace(tensor, size_bytes=2 * digits)
 
 
-def _header(path: Path) -> list[_Tensor]:
+def _read_header(path: Path) -> list[_Tensor]:
     """The tensors that a safetensors file lists in its header."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            found = json.loads(file.read(min(size, _HEADER_MOST_BYTES)))
+            found = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
         return [
-            _Tensor(name, entry["data_offsets"][1] - entry["data_offsets"][0], _count(entry))
+            _Tensor(name, entry["data_offsets"][1] - entry["data_offsets"][0], _num_elements(entry))
             for name, entry in found.items()
             if name != "__metadata__"
         ]
@@ -117,5 +119,5 @@ def _header(path: Path) -> list[_Tensor]:
         raise LoadFailed(f"{path} is no safetensors file, or damaged: {error}") from None
 
 
-def _count(entry: dict[str, list[int]]) -> int:
+def _num_elements(entry: dict[str, list[int]]) -> int:
     return math.prod(entry["shape"])

@@ -12,7 +12,7 @@ import numpy as np
 from localgen.backends.runner.interface import Chunk
 
 
-class Batch:
+class LlamaBatch:
     """Tokens of one step. Rows of sampled positions come in the order of the chunks."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -36,14 +36,14 @@ class Batch:
             logits=_pointer(self._output, ctypes.c_int8),
         )
 
-    def fill(self, chunks: Sequence[Chunk], lanes: Sequence[int]) -> list[int]:
+    def fill(self, chunks: Sequence[Chunk], seq_ids: Sequence[int]) -> list[int]:
         """Write a step; returns the batch index of the first sampled position of each chunk.
 
-        lanes: llama.cpp's sequence id for each chunk. A chunk that samples nothing gets -1.
+        seq_ids: llama.cpp's sequence id for each chunk. A chunk that samples nothing gets -1.
         """
         end = 0
         rows = []
-        for chunk, lane in zip(chunks, lanes, strict=True):
+        for chunk, lane in zip(chunks, seq_ids, strict=True):
             begin, end = end, end + len(chunk)
             self._token[begin:end] = chunk.tokens
             self._pos[begin:end] = self._positions[: len(chunk)]
@@ -51,9 +51,9 @@ class Batch:
             self._seq[begin:end] = lane
             self._output[begin:end] = 0
             first = end - 1 - chunk.num_drafts
-            if chunk.samples:
+            if chunk.is_sampled:
                 self._output[first:end] = 1
-            rows.append(first if chunk.samples else -1)
+            rows.append(first if chunk.is_sampled else -1)
         self.native.n_tokens = end
         return rows
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from llama_cpp._ggml import libggml
 
-from localgen.backends.llamacpp.library import library
+from localgen.backends.llamacpp.library import llama_library
 
 _KINDS = {0: "cpu", 1: "gpu", 2: "gpu", 3: "accelerator"}
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class GgmlDevice:
     """kind: cpu, gpu or accelerator. free_bytes and total_bytes: its memory, as it says."""
 
     name: str
@@ -23,10 +23,10 @@ class Device:
     total_bytes: int
 
 
-def devices() -> list[Device]:
+def list_devices() -> list[GgmlDevice]:
     """All of them, in ggml's order."""
-    library()
-    ggml = _declared(libggml)
+    llama_library()
+    ggml = _with_signatures(libggml)
     return [
         _device(ggml, ggml.ggml_backend_dev_get(i)) for i in range(ggml.ggml_backend_dev_count())
     ]
@@ -34,20 +34,20 @@ def devices() -> list[Device]:
 
 def gpu_free_bytes() -> int | None:
     """Free memory of all GPUs together; None if there is none."""
-    gpus = [device for device in devices() if device.kind == "gpu"]
+    gpus = [device for device in list_devices() if device.kind == "gpu"]
     return sum(device.free_bytes for device in gpus) if gpus else None
 
 
-def _device(ggml: ctypes.CDLL, handle: int) -> Device:
+def _device(ggml: ctypes.CDLL, handle: int) -> GgmlDevice:
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     ggml.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
     name = ggml.ggml_backend_dev_name(handle).decode("utf-8", "replace")
     description = ggml.ggml_backend_dev_description(handle).decode("utf-8", "replace")
     kind = _KINDS.get(ggml.ggml_backend_dev_type(handle), "other")
-    return Device(name, description, kind, free.value, total.value)
+    return GgmlDevice(name, description, kind, free.value, total.value)
 
 
-def _declared(ggml: ctypes.CDLL) -> ctypes.CDLL:
+def _with_signatures(ggml: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the signatures that the binding leaves out."""
     size = ctypes.POINTER(ctypes.c_size_t)
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t

@@ -6,45 +6,56 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from localgen.backends.engine.loaded_model import LoadedDraft
+from localgen.backends.engine.loaded_model import LoadedDraftModel
 from localgen.backends.engine.optional_draft import require_prefix_cache
-from localgen.backends.engine.speculation.vocabulary import require_same
+from localgen.backends.engine.speculation.vocabulary import require_same_vocabulary
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp import sizing
-from localgen.backends.llamacpp.build_runner import assemble, max_donors, probe
-from localgen.backends.llamacpp.native import Context, Model, NoCache
-from localgen.backends.llamacpp.options import Settings
-from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.memory.kv_sizing import Size
-from localgen.backends.model_info import DraftInfo, DraftModel
+from localgen.backends.llamacpp.build_runner import (
+    build_llama_runner,
+    max_cached_prefixes,
+    probe_rewind,
+)
+from localgen.backends.llamacpp.native import LlamaContext, LlamaModel, NoKVCache
+from localgen.backends.llamacpp.options import LlamaOptions
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
+from localgen.backends.memory.kv_sizing import KVSize
+from localgen.backends.model_info import DraftInfo, DraftModelRequest
 
 
-class Draft:
+class LlamaDraftModel:
     """Its weights at first; a runner once the sizes are settled.
 
     LocalgenError: the file cannot be loaded, or cannot draft for this target.
     """
 
     def __init__(
-        self, asked: DraftModel, options: Settings, target: Model, target_vocab: Vocab
+        self,
+        request: DraftModelRequest,
+        options: LlamaOptions,
+        target: LlamaModel,
+        target_tokenizer: LlamaCppTokenizer,
     ) -> None:
-        self._name = asked.name
-        self._opened: Context | None = None
-        require_prefix_cache(asked, options.prefix_cache)
-        _require_way_back(target, f"{asked.name} cannot draft for {target.path.name}, which")
-        self._model = Model(Path(asked.path), options, lambda share: None)
+        self._name = request.name
+        self._open_context: LlamaContext | None = None
+        require_prefix_cache(request, options.prefix_cache)
+        _require_rewindable(target, f"{request.name} cannot draft for {target.path.name}, which")
+        self._model = LlamaModel(Path(request.path), options, lambda share: None)
         try:
-            _require_way_back(self._model, f"{asked.name} cannot draft, it")
-            self._vocab = Vocab(self._model)
-            require_same(
-                target_vocab, self._vocab, target_name=target.path.stem, draft_name=asked.name
+            _require_rewindable(self._model, f"{request.name} cannot draft, it")
+            self._tokenizer = LlamaCppTokenizer(self._model)
+            require_same_vocabulary(
+                target_tokenizer,
+                self._tokenizer,
+                target_name=target.path.stem,
+                draft_name=request.name,
             )
-            self._shape = sizing.shape_of(self._model)
+            self._shape = sizing.llama_model_shape(self._model)
         except BaseException:
             self._model.close()
             raise
         self._options = options
-        self._usable = min(target_vocab.vocab_size, self._vocab.vocab_size)
+        self._shared_vocab_size = min(target_tokenizer.vocab_size, self._tokenizer.vocab_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -53,53 +64,55 @@ class Draft:
     @property
     def fixed_bytes(self) -> int:
         """Of buffers that do not grow with the pool."""
-        return sizing.fixed_bytes(self._shape, self._options, self._lanes)
+        return sizing.fixed_buffer_bytes(self._shape, self._options, self._num_slots)
 
     @property
-    def token_bytes(self) -> float:
+    def pool_bytes_per_token(self) -> float:
         """Of each token of the pool."""
-        return sizing.pool_token_bytes(self._shape, self._options)
+        return sizing.pool_bytes_per_token(self._shape, self._options)
 
     @property
-    def _lanes(self) -> int:
-        return self._options.parallel + max_donors(self._model, self._options)
+    def _num_slots(self) -> int:
+        return self._options.parallel + max_cached_prefixes(self._model, self._options)
 
-    def start(self, options: Settings, size: Size, thread: ThreadPoolExecutor) -> LoadedDraft:
-        """Its context, as large as the target's, which are of these options. thread: that computes
-        for the target."""
+    def start_runner(
+        self, options: LlamaOptions, size: KVSize, executor: ThreadPoolExecutor
+    ) -> LoadedDraftModel:
+        """Its context, as large as the target's, which are of these options. executor: that
+        computes for the target."""
         # the cache of a sliding window has no parts
-        unified = options.kv_unified or self._model.has_window
+        unified = options.kv_unified or self._model.has_sliding_window
         self._options = replace(options, kv_unified=unified)
         try:
-            return self._start(size, self._context(size, thread))
+            return self._start_runner(size, self._create_context(size, executor))
         except BaseException:
             self.close()
             raise
 
-    def _context(self, size: Size, thread: ThreadPoolExecutor) -> Context:
-        lanes = self._lanes
+    def _create_context(self, size: KVSize, executor: ThreadPoolExecutor) -> LlamaContext:
+        lanes = self._num_slots
         try:
-            self._opened = Context(
+            self._open_context = LlamaContext(
                 self._model,
                 self._options,
                 kv_tokens=size.kv_tokens,
                 n_seq_max=lanes,
-                thread=thread,
+                executor=executor,
             )
-        except NoCache:
+        except NoKVCache:
             raise InvalidRequest(
                 f"{self._name} cannot draft: it makes embeddings and no text", param="draft"
             ) from None
-        return self._opened
+        return self._open_context
 
-    def _start(self, size: Size, context: Context) -> LoadedDraft:
+    def _start_runner(self, size: KVSize, context: LlamaContext) -> LoadedDraftModel:
         model, options, shape = self._model, self._options, self._shape
-        if not probe(model, self._vocab, context):
+        if not probe_rewind(model, self._tokenizer, context):
             raise InvalidRequest(
                 f"{self._name} cannot draft: its cache cannot be rewound", param="draft"
             )
         ctx = min(size.ctx, model.ctx_train)
-        work = self.fixed_bytes + context.kv_tokens * sizing.work_token_bytes(shape, options)
+        work = self.fixed_bytes + context.kv_tokens * sizing.compute_bytes_per_token(shape, options)
         info = DraftInfo(
             name=self._name,
             path=str(model.path),
@@ -108,19 +121,21 @@ class Draft:
             ctx=ctx,
             kv_bytes=int(context.kv_tokens * sizing.kv_bytes_per_token(shape, options)),
             work_bytes=work,
-            memory=model.buffers.use(),
+            memory=model.buffers.usage(),
         )
-        runner = assemble(model, context, self._vocab, options, ctx=ctx, share=True)
-        return LoadedDraft(info, runner, self._usable)
+        runner = build_llama_runner(
+            model, context, self._tokenizer, options, ctx=ctx, share_prefixes=True
+        )
+        return LoadedDraftModel(info, runner, self._shared_vocab_size)
 
     def close(self) -> None:
         """Give everything back, where there is to be no runner."""
-        if self._opened is not None:
-            self._opened.close()
+        if self._open_context is not None:
+            self._open_context.close()
         self._model.close()
 
 
-def _require_way_back(model: Model, subject: str) -> None:
+def _require_rewindable(model: LlamaModel, subject: str) -> None:
     """InvalidRequest: what it has computed cannot be taken back."""
     if model.is_recurrent:
         raise InvalidRequest(

@@ -12,88 +12,101 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from localgen.backends.engine.embeddings import MAX_INPUTS, as_sequences, in_slices, is_last
+from localgen.backends.engine.embeddings import (
+    MAX_INPUTS,
+    is_last_slice,
+    split_into_slices,
+    unscheduled_sequences,
+)
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import sizing
-from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.library import FLASH_ATTN, library
-from localgen.backends.llamacpp.native import Model
-from localgen.backends.llamacpp.options import Settings
-from localgen.backends.runner.interface import Chunk, EmbedSlice, StepFailed, Vectors
+from localgen.backends.llamacpp.batch import LlamaBatch
+from localgen.backends.llamacpp.library import FLASH_ATTN, llama_library
+from localgen.backends.llamacpp.native import LlamaModel
+from localgen.backends.llamacpp.options import LlamaOptions
+from localgen.backends.runner.interface import Chunk, EmbeddingArray, EmbedSlice, StepFailed
 from localgen.backends.runner.sequence import Sequence
 
 # llama.cpp computes the logits of every token whose state it gives: this bounds their memory
 SLICE_TOKENS = 256
-LEAST_TOKENS = 512
+MIN_CONTEXT_TOKENS = 512
 # a context for longer texts is given up after them
-KEPT_TOKENS = 8192
+MAX_KEPT_CONTEXT_TOKENS = 8192
 # what is never given to it
 RESERVED_BYTES = 512 * 1024 * 1024
 
 
-class TextVectors:
+class LlamaEmbedder:
     """Embeds texts with the weights of a model, computing in its thread.
 
     A causal model is cut into slices, and their states are pooled here. Where tokens look at
     those behind them, the texts of a batch are computed at once.
     """
 
-    def __init__(self, model: Model, options: Settings, thread: ThreadPoolExecutor) -> None:
-        self._model, self._options, self._thread = model, options, thread
-        self._at_once = not model.is_causal
+    def __init__(
+        self, model: LlamaModel, options: LlamaOptions, executor: ThreadPoolExecutor
+    ) -> None:
+        self._model, self._options, self._executor = model, options, executor
+        self._is_bidirectional = not model.is_causal
         self._handle: Any = None
-        self._batch = Batch(1)
-        self._tokens = 0  # that fit the context
+        self._batch = LlamaBatch(1)
+        self._context_tokens = 0  # that fit the context
 
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         """As Embedder.embed. InvalidRequest: the model ranks texts; OutOfMemory."""
-        if self._model.pooling == C.LLAMA_POOLING_TYPE_RANK:
+        if self._model.pooling_type == C.LLAMA_POOLING_TYPE_RANK:
             raise InvalidRequest(
                 f"{self._model.path.name} ranks texts and makes no embeddings: take another model",
                 param="model",
             )
         total = sum(map(len, inputs))
-        self._provide(total)
-        if self._at_once:
-            yield from self._whole(inputs, total)
+        self._ensure_context(total)
+        if self._is_bidirectional:
+            yield from self._embed_bidirectional(inputs, total)
         else:
-            yield from self._sliced(as_sequences(inputs), most)
+            yield from self._embed_causal(unscheduled_sequences(inputs), max_tokens)
 
-    def _whole(self, inputs: list[list[int]], total: int) -> Generator[EmbedSlice, None, None]:
+    def _embed_bidirectional(
+        self, inputs: list[list[int]], num_tokens: int
+    ) -> Generator[EmbedSlice, None, None]:
         try:
-            (chunks,) = in_slices(as_sequences(inputs), lambda: total)
+            (chunks,) = split_into_slices(unscheduled_sequences(inputs), lambda: num_tokens)
             self._compute(chunks)
-            yield EmbedSlice(total, np.stack([self._pooled(lane) for lane in range(len(inputs))]))
+            yield EmbedSlice(
+                num_tokens, np.stack([self._pooled_embedding(lane) for lane in range(len(inputs))])
+            )
         finally:
             self._clear()
 
-    def _sliced(
-        self, seqs: list[Sequence], most: Callable[[], int]
+    def _embed_causal(
+        self, seqs: list[Sequence], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         lanes = {seq: lane for lane, seq in enumerate(seqs)}
         sums = np.zeros((len(seqs), self._model.embedding_width), np.float64)
         total = sum(len(seq.tokens) for seq in seqs)
-        # of equal size: flash attention on a CPU is slow at a short rest (see reuse.py)
+        # of equal size: flash attention on a CPU is slow at a short rest (see slots.py)
         even = -(-total // -(-total // SLICE_TOKENS))
         try:
-            for chunks in in_slices(seqs, lambda: min(most(), even)):
+            for chunks in split_into_slices(seqs, lambda: min(max_tokens(), even)):
                 self._compute(chunks, [lanes[chunk.seq] for chunk in chunks])
-                states, row = self._states(sum(map(len, chunks))), 0
+                states, row = self._hidden_states(sum(map(len, chunks))), 0
                 for chunk in chunks:
-                    sums[lanes[chunk.seq]] += self._part(chunk, states[row : row + len(chunk)])
+                    sums[lanes[chunk.seq]] += self._pool_slice(
+                        chunk, states[row : row + len(chunk)]
+                    )
                     row += len(chunk)
-                vectors = sums.astype(np.float32) if is_last(chunks, seqs) else None
+                vectors = sums.astype(np.float32) if is_last_slice(chunks, seqs) else None
                 yield EmbedSlice(len(states), vectors)
         finally:
             self._clear()
 
-    def _part(self, chunk: Chunk, states: Vectors) -> NDArray[np.float64]:
+    def _pool_slice(self, chunk: Chunk, states: EmbeddingArray) -> NDArray[np.float64]:
         """What a slice adds to the vector of its text. states: [tokens, width]."""
         exact: NDArray[np.float64] = states.astype(np.float64)
         length = len(chunk.seq.tokens)
-        match self._model.pooling:
+        match self._model.pooling_type:
             case C.LLAMA_POOLING_TYPE_CLS:
                 exact = exact[:1] if chunk.start == 0 else exact[:0]
             case C.LLAMA_POOLING_TYPE_LAST:
@@ -105,79 +118,81 @@ class TextVectors:
 
     # -- the context ------------------------------------------------------------------------
 
-    def _provide(self, tokens: int) -> None:
+    def _ensure_context(self, num_tokens: int) -> None:
         """See to a context for so many tokens at once. OutOfMemory."""
-        if tokens <= self._tokens:
+        if num_tokens <= self._context_tokens:
             return
         self.close()
-        size = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        shape = sizing.shape_of(self._model)
+        size = max(MIN_CONTEXT_TOKENS, 1 << (num_tokens - 1).bit_length())
+        shape = sizing.llama_model_shape(self._model)
         need = int(size * sizing.kv_bytes_per_token(shape, self._options))
         free = psutil.virtual_memory().available - RESERVED_BYTES
         if need > free:
-            raise self._too_large(tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} are free")
-        log = library()
+            raise self._too_large(
+                num_tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+            )
+        log = llama_library()
         log.clear()
         self._handle = C.llama_init_from_model(self._model.handle, self._params(size))
         if not self._handle:
-            raise self._too_large(tokens, log.reason())
+            raise self._too_large(num_tokens, log.reason())
         # read back: what reaches beyond it is an abort
-        self._batch = Batch(int(C.llama_n_batch(self._handle)))
-        self._tokens = int(C.llama_n_ctx(self._handle))
+        self._batch = LlamaBatch(int(C.llama_n_batch(self._handle)))
+        self._context_tokens = int(C.llama_n_ctx(self._handle))
 
-    def _too_large(self, tokens: int, why: str) -> OutOfMemory:
-        return OutOfMemory(f"embedding {tokens:,} tokens at once: {why}; send shorter texts")
+    def _too_large(self, tokens: int, reason: str) -> OutOfMemory:
+        return OutOfMemory(f"embedding {tokens:,} tokens at once: {reason}; send shorter texts")
 
     def _params(self, size: int) -> Any:
         options = self._options
         params = C.llama_context_default_params()
         params.n_ctx = size
-        params.n_batch = params.n_ubatch = size if self._at_once else SLICE_TOKENS
+        params.n_batch = params.n_ubatch = size if self._is_bidirectional else SLICE_TOKENS
         params.n_seq_max = MAX_INPUTS
         params.n_threads, params.n_threads_batch = options.threads, options.threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.kv_unified = params.swa_full = params.no_perf = True
         params.embeddings = True
-        pooled = self._model.pooling if self._at_once else C.LLAMA_POOLING_TYPE_NONE
+        pooled = self._model.pooling_type if self._is_bidirectional else C.LLAMA_POOLING_TYPE_NONE
         params.pooling_type = pooled
         return params
 
-    def _compute(self, chunks: list[Chunk], lanes: list[int] | None = None) -> None:
+    def _compute(self, chunks: list[Chunk], seq_ids: list[int] | None = None) -> None:
         """StepFailed: it could not."""
         tokens = sum(map(len, chunks))
         # llama.cpp aborts the process on these
         assert 0 < tokens <= C.llama_n_ubatch(self._handle), tokens
         assert len(chunks) <= MAX_INPUTS, len(chunks)
-        self._batch.fill(chunks, range(len(chunks)) if lanes is None else lanes)
-        library().clear()
-        status = self._thread.submit(C.llama_decode, self._handle, self._batch.native).result()
+        self._batch.fill(chunks, range(len(chunks)) if seq_ids is None else seq_ids)
+        llama_library().clear()
+        status = self._executor.submit(C.llama_decode, self._handle, self._batch.native).result()
         if status:
-            raise StepFailed(f"llama_decode failed ({status}): {library().reason()}")
+            raise StepFailed(f"llama_decode failed ({status}): {llama_library().reason()}")
 
-    def _states(self, tokens: int) -> Vectors:
+    def _hidden_states(self, tokens: int) -> EmbeddingArray:
         """Of all tokens of the slice, [tokens, width], in C's memory."""
         pointer = C.llama_get_embeddings(self._handle)
         return _array(pointer, (tokens, self._model.embedding_width))
 
-    def _pooled(self, lane: int) -> Vectors:
-        pointer = C.llama_get_embeddings_seq(self._handle, lane)
+    def _pooled_embedding(self, seq_id: int) -> EmbeddingArray:
+        pointer = C.llama_get_embeddings_seq(self._handle, seq_id)
         return _array(pointer, (self._model.embedding_width,)).copy()
 
     def _clear(self) -> None:
         memory = C.llama_get_memory(self._handle) if self._handle else None
         if memory:
             C.llama_memory_clear(memory, False)
-        if self._tokens > KEPT_TOKENS:
+        if self._context_tokens > MAX_KEPT_CONTEXT_TOKENS:
             self.close()
 
     def close(self) -> None:
         """Free the context, if there is one."""
         if self._handle:
             C.llama_free(self._handle)
-            self._handle, self._tokens = None, 0
+            self._handle, self._context_tokens = None, 0
 
 
-def _array(pointer: Any, shape: tuple[int, ...]) -> Vectors:
+def _array(pointer: Any, shape: tuple[int, ...]) -> EmbeddingArray:
     if not pointer:
         raise StepFailed("llama.cpp computed no embeddings")
     return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), shape)

@@ -12,11 +12,11 @@ import numpy as np
 
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LoadFailed, LocalgenError
-from localgen.backends.llamacpp.embeddings import TextVectors
-from localgen.backends.llamacpp.native import Model
-from localgen.backends.llamacpp.options import Settings
-from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.model_info import Load, ModelInfo
+from localgen.backends.llamacpp.embeddings import LlamaEmbedder
+from localgen.backends.llamacpp.native import LlamaModel
+from localgen.backends.llamacpp.options import LlamaOptions
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
+from localgen.backends.model_info import ModelInfo, ModelLoadRequest
 from localgen.backends.runner.interface import (
     Chunk,
     EmbedSlice,
@@ -33,10 +33,10 @@ from localgen.backends.types import SamplingParams
 class EncoderRunner:
     """A ModelRunner and Embedder whose model has no KV cache: there is never room for an answer."""
 
-    def __init__(self, model: Model, options: Settings, max_len: int) -> None:
+    def __init__(self, model: LlamaModel, options: LlamaOptions, max_len: int) -> None:
         self._model = model
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self._vectors = TextVectors(model, options, self._thread)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._embedder = LlamaEmbedder(model, options, self._executor)
         self.limits = Limits(
             max_seqs=1,
             max_batch_tokens=max(max_len, options.max_batch_tokens),
@@ -44,14 +44,14 @@ class EncoderRunner:
             max_len=max_len,
             kv_tokens=0,
             can_rewind=False,
-            generates=False,
+            can_generate=False,
         )
 
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         """As Embedder.embed."""
-        return self._vectors.embed(inputs, most)
+        return self._embedder.embed(inputs, max_tokens)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """As ModelRunner.admit."""
@@ -81,20 +81,25 @@ class EncoderRunner:
 
     def close(self) -> None:
         """As ModelRunner.close."""
-        self._vectors.close()
-        self._thread.shutdown()
+        self._embedder.close()
+        self._executor.shutdown()
         self._model.close()
 
 
 def load_encoder(
-    request: Load, model: Model, vocab: Vocab, options: Settings, *, started_s: float
+    request: ModelLoadRequest,
+    model: LlamaModel,
+    tokenizer: LlamaCppTokenizer,
+    options: LlamaOptions,
+    *,
+    started_s: float,
 ) -> LoadedModel:
     """An encoder, ready to embed. LoadFailed: it cannot, with the reason."""
-    if model.pooling == C.LLAMA_POOLING_TYPE_RANK:
+    if model.pooling_type == C.LLAMA_POOLING_TYPE_RANK:
         raise LoadFailed(f"cannot load {model.path}: it ranks texts and makes no embeddings")
     ctx = min(options.ctx or model.ctx_train, model.ctx_train)
     runner = EncoderRunner(model, options, ctx)
-    _probe(runner, model)
+    _test_run(runner, model)
     info = ModelInfo(
         name=request.name,
         path=request.path,
@@ -102,28 +107,28 @@ def load_encoder(
         description=model.description,
         params=model.num_params,
         size_bytes=model.size_bytes,
-        vocab=vocab.vocab_size,
+        vocab=tokenizer.vocab_size,
         ctx_train=model.ctx_train,
         ctx=ctx,
         kv_tokens=0,
         max_seqs=1,
         kv_bytes=0,
-        layers=model.layers,
+        layers=model.num_layers,
         backend="llamacpp",
         processor="100% GPU" if options.gpu_layers else "100% CPU",
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=False,
         chat_template=None,
         sampling=SamplingParams(),
-        options=options.with_sizes(ctx, 0),
+        options=options.to_load_options(ctx, 0),
         notes=("an embedding model: it makes vectors for /v1/embeddings and cannot chat",),
         generates=False,
         embedding_width=model.embedding_width,
     )
-    return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=None)
+    return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=None)
 
 
-def _probe(runner: EncoderRunner, model: Model) -> None:
+def _test_run(runner: EncoderRunner, model: LlamaModel) -> None:
     """Embed a few tokens: it reads the weights in, and shows now what is wrong with them."""
     try:
         (found,) = runner.embed([[0] * min(4, runner.limits.max_len)], lambda: 4)

@@ -11,7 +11,7 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C
 
-from localgen.backends.model_info import MemoryUse
+from localgen.backends.model_info import MemoryUsage
 
 _LINE = re.compile(r"(model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB")
 _MIB = 1 << 20
@@ -30,78 +30,78 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQUENCES = 256
 _LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
 # how llama.cpp speaks of a file that was cut short or is another kind of file
-_DAMAGED = ("gguf_init_from", "corrupted or incomplete")
+_DAMAGED_FILE_SIGNS = ("gguf_init_from", "corrupted or incomplete")
 
 
-class Buffers:
+class BufferSizes:
     """Bytes by kind, to a hundredth of a MiB, on all devices together."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
-    def take(self, line: str) -> None:
+    def parse_line(self, line: str) -> None:
         """A line of the log, of whatever it tells."""
         match = _LINE.search(line)
         if match:
             self._bytes[match[1]] += round(float(match[2]) * _MIB)
 
-    def use(self) -> MemoryUse:
+    def usage(self) -> MemoryUsage:
         """What has been allocated for a model and its context."""
-        return MemoryUse(
+        return MemoryUsage(
             weights=self._bytes["model"],
             kv=self._bytes["KV"] + self._bytes["RS"],
             work=self._bytes["compute"] + self._bytes["output"],
         )
 
 
-class NativeLog:
+class LlamaLog:
     """What llama.cpp prints: its first error and first warning, to explain a failure, and the
     sizes of the buffers that it allocates."""
 
     def __init__(self) -> None:
-        self.buffers = Buffers()
-        self._first: dict[int, str] = {}
+        self.buffers = BufferSizes()
+        self._first_lines: dict[int, str] = {}
         self._level = 0
-        self._callback = C.llama_log_callback(self._take)  # kept: C holds a bare pointer
+        self._callback = C.llama_log_callback(self._on_log)  # kept: C holds a bare pointer
         C.llama_log_set(self._callback, ctypes.c_void_p(0))
 
-    def _take(self, level: int, text: bytes, _user: Any) -> None:
+    def _on_log(self, level: int, text: bytes, _user: Any) -> None:
         self._level = self._level if level == _LOG_CONT else level
         line = text.decode("utf-8", "replace").strip()
         if line and self._level in (_LOG_WARN, _LOG_ERROR):
-            self._first.setdefault(self._level, line)
+            self._first_lines.setdefault(self._level, line)
         else:
-            self.buffers.take(line)
+            self.buffers.parse_line(line)
 
     def reason(self) -> str:
         """The first error since `clear`, which is usually the cause of the others, in one line."""
-        line = self._first.get(_LOG_ERROR) or self._first.get(_LOG_WARN)
+        line = self._first_lines.get(_LOG_ERROR) or self._first_lines.get(_LOG_WARN)
         # it may quote the file, and must not steer a terminal
         shown = "".join(c if c.isprintable() else "\ufffd" for c in line or "")
-        if any(sign in shown for sign in _DAMAGED):
+        if any(sign in shown for sign in _DAMAGED_FILE_SIGNS):
             return f"{shown}: it is no whole GGUF file, fetch it again"
         return shown or "llama.cpp gave no reason"
 
-    def warned_of(self, word: str) -> bool:
+    def has_warning_about(self, word: str) -> bool:
         """Whether the first warning since `clear` was about that."""
-        return word in self._first.get(_LOG_WARN, "")
+        return word in self._first_lines.get(_LOG_WARN, "")
 
     def clear(self) -> None:
         """Forget what was said before."""
-        self._first.clear()
+        self._first_lines.clear()
 
 
 @functools.cache
-def library() -> NativeLog:
+def llama_library() -> LlamaLog:
     """Start llama.cpp, once in a process."""
     # an abort would call a debugger for a backtrace, and keep everybody waiting for seconds
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-    log = NativeLog()
+    log = LlamaLog()
     C.llama_backend_init()
     return log
 
 
 def supports_gpu() -> bool:
     """Whether llama.cpp was built with a GPU backend and finds a device for it."""
-    library()
+    llama_library()
     return bool(C.llama_supports_gpu_offload())

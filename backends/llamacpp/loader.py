@@ -10,23 +10,27 @@ from functools import partial
 from pathlib import Path
 
 from localgen.backends import sampling_params
-from localgen.backends.engine.drafters import check
+from localgen.backends.engine.drafters import validate_draft_options
 from localgen.backends.engine.loaded_model import LoadedModel
-from localgen.backends.engine.optional_draft import Attempt
+from localgen.backends.engine.optional_draft import OptionalDraftLoader
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing
-from localgen.backends.llamacpp.build_runner import assemble, max_donors, probe
+from localgen.backends.llamacpp.build_runner import (
+    build_llama_runner,
+    max_cached_prefixes,
+    probe_rewind,
+)
 from localgen.backends.llamacpp.devices import gpu_free_bytes
-from localgen.backends.llamacpp.draft_model import Draft
+from localgen.backends.llamacpp.draft_model import LlamaDraftModel
 from localgen.backends.llamacpp.encoder import load_encoder
-from localgen.backends.llamacpp.library import library
-from localgen.backends.llamacpp.native import Context, Model, NoCache
-from localgen.backends.llamacpp.options import Settings, settle
-from localgen.backends.llamacpp.vocab import Vocab
-from localgen.backends.memory.kv_sizing import Size
-from localgen.backends.memory.system import SPARED_BYTES, available_bytes
-from localgen.backends.model_info import NGRAM, Load, LoadOptions, ModelInfo
+from localgen.backends.llamacpp.library import llama_library
+from localgen.backends.llamacpp.native import LlamaContext, LlamaModel, NoKVCache
+from localgen.backends.llamacpp.options import LlamaOptions, resolve_llama_options
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
+from localgen.backends.memory.kv_sizing import KVSize
+from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
+from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
@@ -45,33 +49,35 @@ _SAMPLING_KEYS = {
 }
 
 
-def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
-    """A Loader for engine.process. LocalgenError names the file or option at fault."""
+def load_llamacpp_model(
+    request: ModelLoadRequest, on_progress: Callable[[float], None]
+) -> LoadedModel:
+    """A ModelLoader for engine.process. LocalgenError names the file or option at fault."""
     started_s = time.monotonic()
     path = Path(request.path)
-    check(request)
-    options = settle(request.options)
-    model = Model(_existing(path), options, on_progress)
-    _check_parts(model, options)
-    unlocked = options.mlock and library().warned_of("mlock")
-    vocab = Vocab(model)
-    template, source = _template(model, vocab, options)
-    shape = sizing.shape_of(model)
-    attempt = Attempt(request.draft)
-    companion = attempt.to(lambda: Draft(attempt.asked, options, model, vocab))
-    options, size = _sized(model, shape, request, options, companion)
+    validate_draft_options(request)
+    options = resolve_llama_options(request.options)
+    model = LlamaModel(_require_file(path), options, on_progress)
+    _validate_split_cache(model, options)
+    unlocked = options.mlock and llama_library().has_warning_about("mlock")
+    vocab = LlamaCppTokenizer(model)
+    template, source = _load_template(model, vocab, options)
+    shape = sizing.llama_model_shape(model)
+    attempt = OptionalDraftLoader(request.draft)
+    companion = attempt.run(lambda: LlamaDraftModel(attempt.requested, options, model, vocab))
+    options, size = _resolve_size(model, shape, request, options, companion)
     try:
-        context = _context(model, options, size)
-    except NoCache:
+        context = _create_context(model, options, size)
+    except NoKVCache:
         options = _without_draft(request, options, companion)
         return load_encoder(request, model, vocab, options, started_s=started_s)
-    can_rewind = probe(model, vocab, context)
+    can_rewind = probe_rewind(model, vocab, context)
     draft = None
     if companion is not None:
-        draft = attempt.to(partial(companion.start, options, size, context.thread))
+        draft = attempt.run(partial(companion.start_runner, options, size, context.executor))
     share = can_rewind and options.prefix_cache
-    runner = assemble(model, context, vocab, options, ctx=size.ctx, share=share)
-    sampling_defaults, sampling_notes = _sampling(model)
+    runner = build_llama_runner(model, context, vocab, options, ctx=size.ctx, share_prefixes=share)
+    sampling_defaults, sampling_notes = _default_sampling(model)
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -85,22 +91,24 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
         kv_tokens=context.kv_tokens,
         max_seqs=options.parallel,
         kv_bytes=int(context.kv_tokens * sizing.kv_bytes_per_token(shape, options)),
-        layers=model.layers,
+        layers=model.num_layers,
         backend="llamacpp",
         processor=_processor(model, options),
-        work_bytes=sizing.fixed_bytes(shape, options, context.n_seq_max)
-        + context.kv_tokens * sizing.work_token_bytes(shape, options),
-        memory=model.buffers.use(),
+        work_bytes=sizing.fixed_buffer_bytes(shape, options, context.n_seq_max)
+        + context.kv_tokens * sizing.compute_bytes_per_token(shape, options),
+        memory=model.buffers.usage(),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=can_rewind,
         chat_template=source,
         sampling=sampling_defaults,
-        options=attempt.in_force(options.with_sizes(size.ctx, context.kv_tokens), draft),
+        options=attempt.resolved_options(
+            options.to_load_options(size.ctx, context.kv_tokens), draft
+        ),
         embedding_width=model.embedding_width,
         notes=(
             *size.notes,
             *sampling_notes,
-            *_oddities(options, request.options, size.ctx, unlocked, can_rewind, source),
+            *_load_warnings(options, request.options, size.ctx, unlocked, can_rewind, source),
             *attempt.notes(draft, ctx=size.ctx, size_bytes=model.size_bytes),
         ),
         draft=draft.info if draft else None,
@@ -108,10 +116,10 @@ def load(request: Load, on_progress: Callable[[float], None]) -> LoadedModel:
     return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template, draft=draft)
 
 
-def _context(model: Model, options: Settings, size: Size) -> Context:
-    """With ids for all sequences and kept prefixes, and room for the drafts of one. NoCache."""
-    lanes = options.parallel + max_donors(model, options)
-    return Context(
+def _create_context(model: LlamaModel, options: LlamaOptions, size: KVSize) -> LlamaContext:
+    """With ids for all sequences and kept prefixes, and room for the drafts of one. NoKVCache."""
+    lanes = options.parallel + max_cached_prefixes(model, options)
+    return LlamaContext(
         model,
         options,
         kv_tokens=size.kv_tokens,
@@ -120,7 +128,9 @@ def _context(model: Model, options: Settings, size: Size) -> Context:
     )
 
 
-def _without_draft(request: Load, options: Settings, companion: Draft | None) -> Settings:
+def _without_draft(
+    request: ModelLoadRequest, options: LlamaOptions, draft: LlamaDraftModel | None
+) -> LlamaOptions:
     """The options of a model that writes no text. InvalidRequest: a model is to draft for it."""
     if request.draft is not None and not request.draft.optional:
         raise InvalidRequest(
@@ -128,23 +138,23 @@ def _without_draft(request: Load, options: Settings, companion: Draft | None) ->
             "leave --draft out",
             param="draft",
         )
-    if companion is not None:
-        companion.close()
-    return replace(options, draft=NGRAM if request.draft else options.draft)
+    if draft is not None:
+        draft.close()
+    return replace(options, draft=DRAFT_NGRAM if request.draft else options.draft)
 
 
-def _oddities(
-    options: Settings,
-    asked: LoadOptions,
+def _load_warnings(
+    options: LlamaOptions,
+    requested: LoadOptions,
     ctx: int,
-    unlocked: bool,
+    mlock_failed: bool,
     can_rewind: bool,
     template: str | None,
 ) -> list[str]:
     """What is not as a user may expect it."""
-    in_parts = not options.kv_unified and asked.kv_unified is None
+    in_parts = not options.kv_unified and requested.kv_unified is None
     oddities = {
-        "the weights could not be locked in memory (ulimit -l): they may be swapped": unlocked,
+        "the weights could not be locked in memory (ulimit -l): they may be swapped": mlock_failed,
         "weights are not repacked for this CPU: prompts are read more slowly": not options.repack,
         "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
         "no chat template came with the model: chat needs --chat-template FILE": template is None,
@@ -154,16 +164,16 @@ def _oddities(
     return [note for note, so in oddities.items() if so]
 
 
-def _existing(path: Path) -> Path:
+def _require_file(path: Path) -> Path:
     if not path.is_file():
         what = "it is a folder, not a .gguf file" if path.is_dir() else "no such file"
         raise LoadFailed(f"cannot load {path}: {what}")
     return path
 
 
-def _check_parts(model: Model, options: Settings) -> None:
+def _validate_split_cache(model: LlamaModel, options: LlamaOptions) -> None:
     """InvalidRequest if the model's cache cannot be copied from one part to another."""
-    if not options.kv_unified and (model.is_recurrent or model.has_window):
+    if not options.kv_unified and (model.is_recurrent or model.has_sliding_window):
         why = "keeps a state" if model.is_recurrent else "has layers with a sliding window"
         raise InvalidRequest(
             f"--no-kv-unified is not for {model.path.name}, which {why}: leave it out",
@@ -171,91 +181,103 @@ def _check_parts(model: Model, options: Settings) -> None:
         )
 
 
-def _sized(
-    model: Model, shape: ModelShape, request: Load, options: Settings, draft: Draft | None
-) -> tuple[Settings, Size]:
+def _resolve_size(
+    model: LlamaModel,
+    shape: ModelShape,
+    request: ModelLoadRequest,
+    options: LlamaOptions,
+    draft: LlamaDraftModel | None,
+) -> tuple[LlamaOptions, KVSize]:
     """The layout of the cache, and how large it gets with a draft model's beside it.
 
     There is a part for each sequence where -np and --ctx together say what they need, as
     llama-server has it, and it can be had: attention then looks at nobody else's tokens.
     """
-    free = _free_bytes(model, shape, options, request, draft)
-    beside = draft.token_bytes if draft else 0.0
+    free = _kv_budget_bytes(model, shape, options, request, draft)
+    beside = draft.pool_bytes_per_token if draft else 0.0
     asked = request.options
     sized = None not in (asked.parallel, asked.ctx) and asked.kv_tokens is None
-    rigid = model.is_recurrent or model.has_window
+    rigid = model.is_recurrent or model.has_sliding_window
     if sized and not rigid and asked.kv_unified is None:
         in_parts = replace(options, kv_unified=False)
         with suppress(OutOfMemory):
-            return in_parts, sizing.choose(
+            return in_parts, sizing.choose_llama_kv_size(
                 model, shape, in_parts, free_bytes=free, draft_token_bytes=beside
             )
-    size = sizing.choose(model, shape, options, free_bytes=free, draft_token_bytes=beside)
+    size = sizing.choose_llama_kv_size(
+        model, shape, options, free_bytes=free, draft_token_bytes=beside
+    )
     return options, size
 
 
-def _free_bytes(
-    model: Model, shape: ModelShape, options: Settings, request: Load, draft: Draft | None
+def _kv_budget_bytes(
+    model: LlamaModel,
+    shape: ModelShape,
+    options: LlamaOptions,
+    request: ModelLoadRequest,
+    draft: LlamaDraftModel | None,
 ) -> int:
     """Memory for a KV pool, which lies where the layers are.
 
     On a GPU the weights are in by now; on the CPU mmap reads them in later.
     """
-    fixed = sizing.fixed_bytes(shape, options, options.parallel + max_donors(model, options))
+    fixed = sizing.fixed_buffer_bytes(
+        shape, options, options.parallel + max_cached_prefixes(model, options)
+    )
     weights = model.size_bytes
     if draft is not None:
         fixed, weights = fixed + draft.fixed_bytes, weights + draft.weight_bytes
     gpu_free = gpu_free_bytes() if options.gpu_layers else None
-    share = 0.0 if gpu_free is None else _gpu_share(model, options)
-    most = available_bytes() - SPARED_BYTES - fixed
+    share = 0.0 if gpu_free is None else _gpu_layer_fraction(model, options)
+    most = available_memory_bytes() - RESERVED_BYTES - fixed
     if request.memory_bytes is not None:
         most = min(most, request.memory_bytes - fixed)
     room = [(most - weights * (1 - share)) / (1 - share)] if share < 1 else []
     if gpu_free is not None:
-        room.append((gpu_free - SPARED_BYTES - fixed) / share)
+        room.append((gpu_free - RESERVED_BYTES - fixed) / share)
     return max(0, int(min(room)))
 
 
-def _template(
-    model: Model, vocab: Vocab, options: Settings
+def _load_template(
+    model: LlamaModel, tokenizer: LlamaCppTokenizer, options: LlamaOptions
 ) -> tuple[ChatTemplate | None, str | None]:
     source = options.chat_template or model.template
     if source is None:
         return None, None
     try:
-        return ChatTemplate(source, bos=vocab.bos, eos=vocab.eos), source
+        return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos), source
     except InvalidRequest as error:
         if options.chat_template:
             raise
         raise LoadFailed(f"cannot load {model.path}: {error}") from error
 
 
-def _sampling(model: Model) -> tuple[SamplingParams, tuple[str, ...]]:
+def _default_sampling(model: LlamaModel) -> tuple[SamplingParams, tuple[str, ...]]:
     """The model's own sampling defaults, from its metadata, and notes on them."""
     found = {}
     try:
         for field, key in _SAMPLING_KEYS.items():
-            value = model.number(key)
+            value = model.metadata_number(key)
             if value is not None:
                 found[field] = type(getattr(BASE_SAMPLING, field))(value)
         defaults = SamplingParams(**found)
-        sampling_params.check(defaults.with_defaults(BASE_SAMPLING))
+        sampling_params.validate_sampling_params(defaults.with_defaults(BASE_SAMPLING))
     except (LocalgenError, ValueError, OverflowError) as error:
         # or every request that names no settings of its own would fail
         return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)
     return defaults, ()
 
 
-def _gpu_share(model: Model, options: Settings) -> float:
+def _gpu_layer_fraction(model: LlamaModel, options: LlamaOptions) -> float:
     """Share of the layers that run on a GPU."""
-    all_layers = model.layers + 1  # llama.cpp counts the output layer too
+    all_layers = model.num_layers + 1  # llama.cpp counts the output layer too
     on_gpu = all_layers if options.gpu_layers < 0 else min(options.gpu_layers, all_layers)
     return on_gpu / all_layers
 
 
-def _processor(model: Model, options: Settings) -> str:
+def _processor(model: LlamaModel, options: LlamaOptions) -> str:
     """As `ps` shows it: which share of the layers runs where."""
-    share = round(100 * _gpu_share(model, options))
+    share = round(100 * _gpu_layer_fraction(model, options))
     if share in (0, 100):
         return "100% GPU" if share else "100% CPU"
     return f"{100 - share}%/{share}% CPU/GPU"

@@ -20,10 +20,10 @@ from localgen.backends.llamacpp.library import (
     CACHE_TYPES,
     FLASH_ATTN,
     MAX_SEQUENCES,
-    Buffers,
-    library,
+    BufferSizes,
+    llama_library,
 )
-from localgen.backends.llamacpp.options import Settings
+from localgen.backends.llamacpp.options import LlamaOptions
 
 _LOAD_MODES = {
     (False, False): C.LLAMA_LOAD_MODE_NONE,
@@ -37,23 +37,25 @@ _POOLINGS = (
     C.LLAMA_POOLING_TYPE_LAST,
     C.LLAMA_POOLING_TYPE_RANK,
 )
-_NOT_GENERATING = "it is not a text-generating decoder model"
+_NOT_A_DECODER = "it is not a text-generating decoder model"
 
 
-class NoCache(LoadFailed):
+class NoKVCache(LoadFailed):
     """The model is an encoder, which llama.cpp runs without a KV cache: it writes no text."""
 
 
-class Model:
+class LlamaModel:
     """Weights and vocabulary of a GGUF file. buffers: what was allocated for it, contexts included.
 
     on_progress: share read so far, 0 to 1. LoadFailed, naming the file and llama.cpp's reason.
     """
 
-    def __init__(self, path: Path, options: Settings, on_progress: Callable[[float], None]) -> None:
-        log = library()
+    def __init__(
+        self, path: Path, options: LlamaOptions, on_progress: Callable[[float], None]
+    ) -> None:
+        log = llama_library()
         log.clear()
-        self.buffers = log.buffers = Buffers()
+        self.buffers = log.buffers = BufferSizes()
         self.path = path
         params = C.llama_model_default_params()
         params.n_gpu_layers = options.gpu_layers
@@ -66,12 +68,12 @@ class Model:
         self.vocab = C.llama_model_get_vocab(self.handle)
         if not C.llama_model_has_decoder(self.handle) or C.llama_model_has_encoder(self.handle):
             self.close()
-            raise LoadFailed(f"cannot load {path}: {_NOT_GENERATING}")
+            raise LoadFailed(f"cannot load {path}: {_NOT_A_DECODER}")
         if C.llama_vocab_type(self.vocab) == C.LLAMA_VOCAB_TYPE_NONE:
             self.close()
             raise LoadFailed(f"cannot load {path}: it has no vocabulary")
 
-    def metadata(self, key: str) -> str | None:
+    def metadata_value(self, key: str) -> str | None:
         """A scalar or string of the GGUF metadata."""
         size = C.llama_model_meta_val_str(self.handle, key.encode(), None, 0)
         if size < 0:
@@ -80,17 +82,17 @@ class Model:
         C.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
-    def number(self, key: str) -> float | None:
+    def metadata_number(self, key: str) -> float | None:
         """A number of the GGUF metadata; None where it is absent or not one."""
         try:
-            return float(self.metadata(key) or "")
+            return float(self.metadata_value(key) or "")
         except ValueError:
             return None
 
     @property
     def architecture(self) -> str:
         """As GGUF names it: llama, qwen3, gemma3, …"""
-        return self.metadata("general.architecture") or "unknown"
+        return self.metadata_value("general.architecture") or "unknown"
 
     @property
     def description(self) -> str:
@@ -112,7 +114,7 @@ class Model:
         return int(C.llama_model_n_params(self.handle))
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """Number of layers."""
         return int(C.llama_model_n_layer(self.handle))
 
@@ -122,7 +124,7 @@ class Model:
         return int(C.llama_model_n_ctx_train(self.handle))
 
     @property
-    def width(self) -> int:
+    def hidden_size(self) -> int:
         """Elements of the hidden state."""
         return int(C.llama_model_n_embd(self.handle))
 
@@ -132,15 +134,15 @@ class Model:
         return int(C.llama_model_n_embd_out(self.handle))
 
     @property
-    def pooling(self) -> int:
+    def pooling_type(self) -> int:
         """How states become one vector (LLAMA_POOLING_TYPE_*): as the file says, or their mean."""
-        asked = int(self.number(f"{self.architecture}.pooling_type") or 0)
+        asked = int(self.metadata_number(f"{self.architecture}.pooling_type") or 0)
         return asked if asked in _POOLINGS else C.LLAMA_POOLING_TYPE_MEAN
 
     @property
     def is_causal(self) -> bool:
         """Whether tokens look at those before them only, unless the architecture knows better."""
-        return self.metadata(f"{self.architecture}.attention.causal") != "false"
+        return self.metadata_value(f"{self.architecture}.attention.causal") != "false"
 
     @property
     def template(self) -> str | None:
@@ -155,7 +157,7 @@ class Model:
         return bool(recurrent or C.llama_model_is_hybrid(self.handle))
 
     @property
-    def has_window(self) -> bool:
+    def has_sliding_window(self) -> bool:
         """Whether some layers look at the latest tokens only."""
         return bool(C.llama_model_n_swa(self.handle))
 
@@ -179,32 +181,33 @@ def _progress_callback(on_progress: Callable[[float], None]) -> Any:
     return C.llama_progress_callback(take)
 
 
-def _bytes(state: NDArray[np.uint8]) -> Any:
+def _uint8_pointer(state: NDArray[np.uint8]) -> Any:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-class Context:
+class LlamaContext:
     """A KV cache over a model, for all sequences together or in equal parts (kv_unified).
 
     n_seq_max: sequence ids in use. n_outputs: most tokens of a step that are sampled; usually as
-    many. LoadFailed with llama.cpp's reason; NoCache.
+    many. LoadFailed with llama.cpp's reason; NoKVCache.
 
-    thread: where all computing of the process is done; None: one of its own. Not where the context
-    was made: OpenMP gives each thread that computes a pool of its own, and once there are more
-    threads than cores its barriers sleep instead of spinning, which costs a fifth of the speed.
+    executor: where all computing of the process is done; None: one of its own. Not where the
+    context was made: OpenMP gives each thread that computes a pool of its own, and once there are
+    more threads than cores its barriers sleep instead of spinning, which costs a fifth of the
+    speed.
     """
 
     def __init__(
         self,
-        model: Model,
-        options: Settings,
+        model: LlamaModel,
+        options: LlamaOptions,
         *,
         kv_tokens: int,
         n_seq_max: int,
         n_outputs: int | None = None,
-        thread: ThreadPoolExecutor | None = None,
+        executor: ThreadPoolExecutor | None = None,
     ) -> None:
-        log = library()
+        log = llama_library()
         log.clear()
         log.buffers = model.buffers
         if not 0 < n_seq_max <= MAX_SEQUENCES:
@@ -226,17 +229,17 @@ class Context:
         if not self.handle:
             raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
         self.memory = C.llama_get_memory(self.handle)
-        self._owns_thread = thread is None
-        self.thread = thread or ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._owns_executor = executor is None
+        self.executor = executor or ThreadPoolExecutor(1, thread_name_prefix="decode")
         if not self.memory:
             self.close()
-            raise NoCache(f"cannot load {model.path}: {_NOT_GENERATING}")
+            raise NoKVCache(f"cannot load {model.path}: {_NOT_A_DECODER}")
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.kv_tokens = int(C.llama_n_ctx(self.handle))
 
     def decode(self, batch: Any) -> Future[int]:
         """Compute a llama_batch; llama_decode's status. Nothing else may be called meanwhile."""
-        return self.thread.submit(C.llama_decode, self.handle, batch)
+        return self.executor.submit(C.llama_decode, self.handle, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Tag the first `length` cells of one sequence as those of another too."""
@@ -249,17 +252,17 @@ class Context:
         self._check(sequence)
         size = C.llama_state_seq_get_size(self.handle, sequence)
         state = np.empty(size, np.uint8)
-        written = C.llama_state_seq_get_data(self.handle, _bytes(state), size, sequence)
+        written = C.llama_state_seq_get_data(self.handle, _uint8_pointer(state), size, sequence)
         assert written == size, (written, size)
         return state
 
     def restore(self, sequence: int, state: NDArray[np.uint8]) -> None:
         """Put a saved sequence in the place of another."""
         self._check(sequence)
-        read = C.llama_state_seq_set_data(self.handle, _bytes(state), len(state), sequence)
-        assert read == len(state), library().reason()
+        read = C.llama_state_seq_set_data(self.handle, _uint8_pointer(state), len(state), sequence)
+        assert read == len(state), llama_library().reason()
 
-    def cut(self, sequence: int, length: int) -> bool:
+    def truncate(self, sequence: int, length: int) -> bool:
         """Forget all but the first `length` tokens; False if the model cannot."""
         self._check(sequence)
         return bool(C.llama_memory_seq_rm(self.memory, sequence, length, -1))
@@ -274,8 +277,8 @@ class Context:
 
     def close(self) -> None:
         """Free the pool."""
-        if self._owns_thread:
-            self.thread.shutdown()
+        if self._owns_executor:
+            self.executor.shutdown()
         if self.handle:
             C.llama_free(self.handle)
             self.handle = None

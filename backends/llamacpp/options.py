@@ -8,49 +8,49 @@ from dataclasses import asdict, dataclass
 import llama_cpp.llama_cpp as C
 import psutil
 
-from localgen.backends.engine.speculation.speculation import MOST_DRAFTS
+from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.library import CACHE_TYPES, FLASH_ATTN, MAX_SEQUENCES, supports_gpu
-from localgen.backends.memory.load_defaults import LLAMACPP, PARTS
-from localgen.backends.model_info import NGRAM, LoadOptions
+from localgen.backends.memory.load_defaults import DEFAULT_SPLIT_PARTS, LLAMACPP_DEFAULTS
+from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LlamaOptions:
     """LoadOptions with nothing left open but the sizes, which need the model."""
 
     backend: str = "llamacpp"
     device: str | None = None
-    parallel: int = LLAMACPP.parallel
+    parallel: int = LLAMACPP_DEFAULTS.parallel
     gpu_layers: int = 0
     threads: int = 1
     threads_batch: int = 1
     flash_attn: str = "auto"
-    cache_type_k: str = LLAMACPP.cache_type
-    cache_type_v: str = LLAMACPP.cache_type
+    cache_type_k: str = LLAMACPP_DEFAULTS.cache_type
+    cache_type_v: str = LLAMACPP_DEFAULTS.cache_type
     mmap: bool = True
     mlock: bool = False
     repack: bool = True
     prefix_cache: bool = True
     kv_unified: bool = True
-    max_batch_tokens: int = LLAMACPP.max_batch_tokens
+    max_batch_tokens: int = LLAMACPP_DEFAULTS.max_batch_tokens
     itl_target_ms: float = 2000.0
     max_queue: int = 512
     ctx: int | None = None
     kv_tokens: int | None = None
     chat_template: str | None = None
-    draft: str = NGRAM
-    draft_max: int = MOST_DRAFTS
+    draft: str = DRAFT_NGRAM
+    draft_max: int = MAX_DRAFT_TOKENS
 
-    def with_sizes(self, ctx: int, kv_tokens: int) -> LoadOptions:
+    def to_load_options(self, ctx: int, kv_tokens: int) -> LoadOptions:
         """The options in force, as a client sees them."""
         return LoadOptions(**(asdict(self) | {"ctx": ctx, "kv_tokens": kv_tokens}))
 
 
-def settle(asked: LoadOptions) -> Settings:
+def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
     """What was asked, and a choice for the rest. InvalidRequest."""
     gpu = supports_gpu()
-    given = {name: value for name, value in asdict(asked).items() if value is not None}
+    given = {name: value for name, value in asdict(requested).items() if value is not None}
     given |= {"backend": "llamacpp"}
     if given.pop("dummy", False):
         raise InvalidRequest(
@@ -60,27 +60,29 @@ def settle(asked: LoadOptions) -> Settings:
         raise InvalidRequest(
             "--tp is an option of the cuda backend: leave it out, or --backend cuda", param="tp"
         )
-    threads = asked.threads or physical_cores()
+    threads = requested.threads or num_physical_cores()
     chosen = {
-        "gpu_layers": -1 if gpu and asked.device != "cpu" else 0,
+        "gpu_layers": -1 if gpu and requested.device != "cpu" else 0,
         "threads": threads,
         "threads_batch": threads,
         "mmap": bool(C.llama_supports_mmap()),
-        "parallel": PARTS if asked.kv_unified is False else LLAMACPP.parallel,
+        "parallel": DEFAULT_SPLIT_PARTS
+        if requested.kv_unified is False
+        else LLAMACPP_DEFAULTS.parallel,
     }
-    settings = Settings(**(chosen | given))
-    _check(settings, gpu)
+    settings = LlamaOptions(**(chosen | given))
+    _validate(settings, gpu)
     return settings
 
 
-def physical_cores() -> int:
+def num_physical_cores() -> int:
     """Cores that this process may use; hyper-threads of one core do not help a decode."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
     return max(1, min(physical, allowed))
 
 
-def _check(options: Settings, gpu: bool) -> None:
+def _validate(options: LlamaOptions, has_gpu: bool) -> None:
     """InvalidRequest for options out of range, or that this build of llama.cpp cannot honour."""
     for name, least in (
         ("parallel", 1),
@@ -125,7 +127,7 @@ def _check(options: Settings, gpu: bool) -> None:
             f"gpu_layers is {options.gpu_layers} on the CPU: leave --device or -ngl out",
             param="gpu_layers",
         )
-    if options.gpu_layers and not gpu:
+    if options.gpu_layers and not has_gpu:
         raise InvalidRequest(
             f"gpu_layers is {options.gpu_layers}, but this build of llama.cpp has no GPU support: "
             "leave it out, or install llama-cpp-python built for your GPU (see the README)",

@@ -12,20 +12,20 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 
 from localgen.backends.llamacpp import sampler
-from localgen.backends.llamacpp.batch import Batch
-from localgen.backends.llamacpp.embeddings import TextVectors
-from localgen.backends.llamacpp.library import library
-from localgen.backends.llamacpp.native import Context, Model
-from localgen.backends.llamacpp.sampler import Logits, Sampler
-from localgen.backends.llamacpp.slots import Lanes
-from localgen.backends.llamacpp.vocab import Vocab
+from localgen.backends.llamacpp.batch import LlamaBatch
+from localgen.backends.llamacpp.embeddings import LlamaEmbedder
+from localgen.backends.llamacpp.library import llama_library
+from localgen.backends.llamacpp.native import LlamaContext, LlamaModel
+from localgen.backends.llamacpp.sampler import Logits, SamplerChain
+from localgen.backends.llamacpp.slots import SlotCache
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.runner.interface import (
     Chunk,
     EmbedSlice,
     Limits,
     NoRoom,
     PoolUsage,
-    Sampled,
+    SampledTokens,
     StepFailed,
     StepResult,
 )
@@ -34,14 +34,14 @@ from localgen.backends.types import PositionLogprobs
 
 _DECODE_NO_ROOM = 1
 # below this many candidates in all, handing rows to threads costs more than it saves
-_THREADED_CANDIDATES = 100_000
+_MIN_THREADED_CANDIDATES = 100_000
 
 
-class Ticket:
+class LlamaStepTicket:
     """A step in flight.
 
-    order: the chunks as they lie in the batch. first_row: where the sampled rows of each begin
-    in it, or -1.
+    batch_order: the chunks as they lie in the batch. first_rows: where the sampled rows of each
+    begin in it, or -1.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Ticket:
         decoded: Future[int],
     ) -> None:
         self.chunks = chunks
-        self.order = order
-        self.first_row = first_row
-        self.decoded = decoded
+        self.batch_order = order
+        self.first_rows = first_row
+        self.decode_future = decoded
 
 
 class LlamaRunner:
@@ -62,19 +62,19 @@ class LlamaRunner:
 
     def __init__(
         self,
-        model: Model,
-        context: Context,
-        vocab: Vocab,
+        model: LlamaModel,
+        context: LlamaContext,
+        tokenizer: LlamaCppTokenizer,
         *,
-        lanes: Lanes,
+        kv_cache: SlotCache,
         max_seqs: int,
         max_len: int,
         can_rewind: bool,
         threads: int,
-        vectors: TextVectors,
+        embedder: LlamaEmbedder,
     ) -> None:
-        self._vectors = vectors
-        self._model, self._context, self._vocab = model, context, vocab
+        self._embedder = embedder
+        self._model, self._context, self._tokenizer = model, context, tokenizer
         self.limits = Limits(
             max_seqs=max_seqs,
             max_batch_tokens=context.n_batch,
@@ -83,91 +83,97 @@ class LlamaRunner:
             kv_tokens=context.kv_tokens,
             can_rewind=can_rewind,
         )
-        self.lanes = lanes
-        self._batch = Batch(context.n_batch)
-        self._samplers: weakref.WeakKeyDictionary[Sequence, Sampler] = weakref.WeakKeyDictionary()
+        self.kv_cache = kv_cache
+        self._batch = LlamaBatch(context.n_batch)
+        self._samplers: weakref.WeakKeyDictionary[Sequence, SamplerChain] = (
+            weakref.WeakKeyDictionary()
+        )
         self._threads = threads
-        self._rows = ThreadPoolExecutor(threads, thread_name_prefix="sample")
+        self._sampling_pool = ThreadPoolExecutor(threads, thread_name_prefix="sample")
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """As ModelRunner.admit."""
-        cached = self.lanes.admit(seq, spare=spare)
+        cached = self.kv_cache.admit(seq, spare=spare)
         if seq not in self._samplers:
-            self._samplers[seq] = Sampler(
-                seq, self._model.vocab, self._vocab.vocab_size, self.limits.max_len
+            self._samplers[seq] = SamplerChain(
+                seq, self._model.vocab, self._tokenizer.vocab_size, self.limits.max_len
             )
         return cached
 
     def grow(self, seq: Sequence, n: int) -> bool:
         """As ModelRunner.grow."""
-        return self.lanes.grow(seq, n)
+        return self.kv_cache.grow(seq, n)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         """As ModelRunner.rewind."""
-        self.lanes.rewind(seq, length)
+        self.kv_cache.rewind(seq, length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         """As ModelRunner.release."""
-        self.lanes.release(seq, keep=keep)
+        self.kv_cache.release(seq, keep=keep)
 
     def usage(self) -> PoolUsage:
         """As ModelRunner.usage."""
-        return self.lanes.usage()
+        return self.kv_cache.usage()
 
-    def launch(self, chunks: Seq[Chunk]) -> Ticket:
+    def launch(self, chunks: Seq[Chunk]) -> LlamaStepTicket:
         """As ModelRunner.launch."""
         tokens = sum(map(len, chunks))
-        outputs = sum(1 + chunk.num_drafts for chunk in chunks if chunk.samples)
+        outputs = sum(1 + chunk.num_drafts for chunk in chunks if chunk.is_sampled)
         # llama.cpp aborts the process on these
         assert 0 < tokens <= self.limits.max_batch_tokens, tokens
         assert outputs <= self.limits.max_outputs, outputs
-        self.lanes.arrange()
+        self.kv_cache.make_contiguous()
         # a cache in parts computes consecutive sequence ids together
-        order = sorted(chunks, key=lambda chunk: self.lanes.index(chunk.seq))
-        rows = self._batch.fill(order, [self.lanes.index(chunk.seq) for chunk in order])
-        library().clear()
+        order = sorted(chunks, key=lambda chunk: self.kv_cache.seq_id_of(chunk.seq))
+        rows = self._batch.fill(order, [self.kv_cache.seq_id_of(chunk.seq) for chunk in order])
+        llama_library().clear()
         # in a thread of its own: the loop publishes the last step meanwhile
-        return Ticket(chunks, order, rows, self._context.decode(self._batch.native))
+        return LlamaStepTicket(chunks, order, rows, self._context.decode(self._batch.native))
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, ticket: LlamaStepTicket) -> StepResult:
         """As ModelRunner.collect."""
-        status = ticket.decoded.result()
+        status = ticket.decode_future.result()
         if status == _DECODE_NO_ROOM:
             raise NoRoom
         if status:
-            raise StepFailed(f"llama_decode failed ({status}): {library().reason()}")
-        outputs = sum(1 + chunk.num_drafts for chunk in ticket.order if chunk.samples)
+            raise StepFailed(f"llama_decode failed ({status}): {llama_library().reason()}")
+        outputs = sum(1 + chunk.num_drafts for chunk in ticket.batch_order if chunk.is_sampled)
         logits = self._logits(outputs)
         work, row = [], 0
-        for chunk, index in zip(ticket.order, ticket.first_row, strict=True):
+        for chunk, index in zip(ticket.batch_order, ticket.first_rows, strict=True):
             work.append((chunk, index, logits[row : row + 1 + chunk.num_drafts]))
-            row += 1 + chunk.num_drafts if chunk.samples else 0
-        if outputs > 1 and outputs * self._vocab.vocab_size >= _THREADED_CANDIDATES:
+            row += 1 + chunk.num_drafts if chunk.is_sampled else 0
+        if outputs > 1 and outputs * self._tokenizer.vocab_size >= _MIN_THREADED_CANDIDATES:
             size = -(-len(work) // self._threads)  # a share each: handing over costs time too
             shares = [work[at : at + size] for at in range(0, len(work), size)]
             sampled = [
-                found for share in self._rows.map(self._sample_all, shares) for found in share
+                found
+                for share in self._sampling_pool.map(self._sample_all, shares)
+                for found in share
             ]
         else:
             sampled = self._sample_all(work)
-        by_seq = {chunk.seq: found for chunk, found in zip(ticket.order, sampled, strict=True)}
+        by_seq = {
+            chunk.seq: found for chunk, found in zip(ticket.batch_order, sampled, strict=True)
+        }
         return [by_seq[chunk.seq] for chunk in ticket.chunks]
 
     def _logits(self, outputs: int) -> Logits:
         """Rows of the sampled positions, in batch order: float32 [outputs, vocab], C's memory."""
-        shape = (outputs, self._vocab.vocab_size)
+        shape = (outputs, self._tokenizer.vocab_size)
         if not outputs:
             return np.empty(shape, np.float32)
         pointer = C.llama_get_logits(self._context.handle)
         return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), shape)
 
-    def _sample_all(self, work: Seq[tuple[Chunk, int, Logits]]) -> list[Sampled]:
+    def _sample_all(self, work: Seq[tuple[Chunk, int, Logits]]) -> list[SampledTokens]:
         return [self._sample(*item) for item in work]
 
-    def _sample(self, chunk: Chunk, index: int, logits: Logits) -> Sampled:
+    def _sample(self, chunk: Chunk, index: int, logits: Logits) -> SampledTokens:
         """Sample after the last token and, while the drafts are what is sampled, after those."""
-        if not chunk.samples:
-            return Sampled()
+        if not chunk.is_sampled:
+            return SampledTokens()
         chooser = self._samplers[chunk.seq]
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
         tokens: list[int] = []
@@ -175,12 +181,12 @@ class LlamaRunner:
         matcher = chunk.seq.matcher
         for offset in range(1 + chunk.num_drafts):
             row = own = logits[offset]
-            barred = chunk.seq.barred(offset)
+            barred = chunk.seq.banned_tokens(offset)
             if matcher is not None or barred:
                 # what is said of probabilities is the model's own
                 own = row.copy() if chooser.num_logprobs is not None else row
             if matcher is not None:
-                row[~matcher.allowed(barred)] = -np.inf
+                row[~matcher.allowed_mask(barred)] = -np.inf
             elif barred:
                 row[list(barred)] = -np.inf
             token = chooser.sample(self._context.handle, index + offset, row)
@@ -188,25 +194,27 @@ class LlamaRunner:
             if matcher is not None:
                 matcher.accept(token)
             if chooser.num_logprobs is not None:
-                positions.append(sampler.logprobs(own, token, chooser.num_logprobs, self._text))
+                positions.append(
+                    sampler.position_logprobs(own, token, chooser.num_logprobs, self._text)
+                )
             complete = matcher is not None and matcher.is_done
             if complete or offset == chunk.num_drafts or drafts[offset] != token:
                 break
-        return Sampled(tuple(tokens), tuple(positions))
+        return SampledTokens(tuple(tokens), tuple(positions))
 
     def _text(self, token: int) -> str:
-        return self._vocab.piece(token).decode("utf-8", "replace")
+        return self._tokenizer.piece(token).decode("utf-8", "replace")
 
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         """As Embedder.embed."""
-        return self._vectors.embed(inputs, most)
+        return self._embedder.embed(inputs, max_tokens)
 
     def close(self) -> None:
         """As ModelRunner.close."""
-        self._vectors.close()
-        self._rows.shutdown()
+        self._embedder.close()
+        self._sampling_pool.shutdown()
         for chooser in self._samplers.values():
             chooser.close()
         self._context.close()

@@ -12,21 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.sampling_params import is_adaptive
+from localgen.backends.sampling_params import uses_adaptive_p
 from localgen.backends.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 Logits = NDArray[np.float32]
 _MIN_KEEP = 1
 _MIROSTAT_CANDIDATES = 100  # m of the paper (Basu et al. 2021)
 # llama.cpp takes 0xFFFFFFFF for "a random seed"; the remainder never is that
-_SEEDS = 0xFFFFFFFF
+_NUM_SEEDS = 0xFFFFFFFF
 # sets the stream of the XTC coin apart from that of the draw
-_COIN_SEED = 0x9E3779B9
+_XTC_SEED_OFFSET = 0x9E3779B9
 # below this no other token than the best has a chance, and dividing by it would overflow
-_LEAST_TEMPERATURE = 1e-6
+_MIN_TEMPERATURE = 1e-6
 # relative probability of tokens that are out already, banned or masked: they hold no mass, but
 # the logarithm of their zero would spoil the entropy that typical-p computes
-_GONE = 1e-30
+_EXCLUDED_PROB = 1e-30
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -35,7 +35,7 @@ def _has_penalties(params: SamplingParams) -> bool:
     )
 
 
-class Sampler:
+class SamplerChain:
     """Chooses the tokens of one request; owns a C chain and its random stream.
 
     The history counts for penalties: the prompt of `seq` is entered at the start. Lives as
@@ -47,7 +47,7 @@ class Sampler:
         self._is_greedy = params.temperature == 0 and not (
             params.logit_bias or _has_penalties(params) or params.dry_multiplier
         )
-        self._chain = None if self._is_greedy else _chain(params, vocab, vocab_size, ctx)
+        self._chain = None if self._is_greedy else _build_chain(params, vocab, vocab_size, ctx)
         self.num_logprobs = params.logprobs
         if self._chain and (_has_penalties(params) or params.dry_multiplier):
             for token in seq.tokens[: seq.num_prompt]:
@@ -69,22 +69,22 @@ class Sampler:
         self.close()
 
 
-def _chain(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> Any:
+def _build_chain(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> Any:
     """llama.cpp's default order; top-k early, because the others sort what it leaves."""
     chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
-    for part in _parts(params, vocab, vocab_size, ctx):
+    for part in _chain_samplers(params, vocab, vocab_size, ctx):
         C.llama_sampler_chain_add(chain, part)
     return chain
 
 
-def _parts(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
-    p: Any = params  # no field is None any more: see Intake
-    parts = _history_parts(p, vocab, vocab_size, ctx)
-    seed = (p.seed or 0) % _SEEDS
+def _chain_samplers(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
+    p: Any = params  # no field is None any more: see InputProcessor
+    parts = _history_samplers(p, vocab, vocab_size, ctx)
+    seed = (p.seed or 0) % _NUM_SEEDS
     if p.temperature == 0:
         return [*parts, C.llama_sampler_init_greedy()]
     temperature = C.llama_sampler_init_temp_ext(
-        max(p.temperature, _LEAST_TEMPERATURE), p.dynatemp_range, p.dynatemp_exponent
+        max(p.temperature, _MIN_TEMPERATURE), p.dynatemp_range, p.dynatemp_exponent
     )
     if p.mirostat == 1:
         chosen = C.llama_sampler_init_mirostat(
@@ -97,7 +97,7 @@ def _parts(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> lis
     steps: list[tuple[bool, Callable[..., Any], tuple[Any, ...]]] = [
         (p.top_n_sigma >= 0, C.llama_sampler_init_top_n_sigma, (p.top_n_sigma,)),
         (p.top_k > 0, C.llama_sampler_init_top_k, (min(p.top_k, vocab_size),)),
-        (p.typical_p < 1, C.llama_sampler_init_min_p, (_GONE, _MIN_KEEP)),
+        (p.typical_p < 1, C.llama_sampler_init_min_p, (_EXCLUDED_PROB, _MIN_KEEP)),
         (p.typical_p < 1, C.llama_sampler_init_typical, (p.typical_p, _MIN_KEEP)),
         (p.top_p < 1, C.llama_sampler_init_top_p, (p.top_p, _MIN_KEEP)),
         (p.min_p > 0, C.llama_sampler_init_min_p, (p.min_p, _MIN_KEEP)),
@@ -105,18 +105,18 @@ def _parts(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> lis
             p.xtc_probability > 0,
             C.llama_sampler_init_xtc,
             # its coin has a stream of its own, or it would repeat the draw of the token
-            (p.xtc_probability, p.xtc_threshold, _MIN_KEEP, (seed + _COIN_SEED) % _SEEDS),
+            (p.xtc_probability, p.xtc_threshold, _MIN_KEEP, (seed + _XTC_SEED_OFFSET) % _NUM_SEEDS),
         ),
     ]
     parts += [make(*arguments) for wanted, make, arguments in steps if wanted]
-    if is_adaptive(p):
+    if uses_adaptive_p(p):
         last = C.llama_sampler_init_adaptive_p(p.adaptive_target, p.adaptive_decay, seed)
     else:
         last = C.llama_sampler_init_dist(seed)
     return [*parts, temperature, last]
 
 
-def _history_parts(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
+def _history_samplers(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
     """Logit bias and the samplers that look back: repetition penalties and DRY."""
     parts = []
     if p.logit_bias:
@@ -125,14 +125,14 @@ def _history_parts(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
         )
         parts.append(C.llama_sampler_init_logit_bias(vocab_size, len(biases), biases))
     if _has_penalties(p):
-        last_n = _window(p.repeat_last_n, ctx)
+        last_n = _penalty_window(p.repeat_last_n, ctx)
         parts.append(
             C.llama_sampler_init_penalties(
                 vocab_size, last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
             )
         )
     if p.dry_multiplier:
-        last_n = _window(p.dry_penalty_last_n, ctx)
+        last_n = _penalty_window(p.dry_penalty_last_n, ctx)
         breakers = [text.encode() for text in p.dry_sequence_breakers or ()]
         parts.append(
             C.llama_sampler_init_dry(
@@ -148,13 +148,13 @@ def _history_parts(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
     return parts
 
 
-def _window(last_n: int, ctx: int) -> int:
+def _penalty_window(last_n: int, ctx: int) -> int:
     """Tokens to look back; llama.cpp reserves memory for as many as it is told."""
     return ctx if last_n == -1 else min(last_n, ctx)
 
 
-def logprobs(
-    logits: Logits, chosen: int, count: int, text: Callable[[int], str]
+def position_logprobs(
+    logits: Logits, token: int, count: int, text: Callable[[int], str]
 ) -> PositionLogprobs:
     """Log probabilities under the model itself, before any sampler.
 
@@ -170,4 +170,4 @@ def logprobs(
     def entry(token: int) -> TokenLogprob:
         return TokenLogprob(token, text(token), float(values[token]))
 
-    return PositionLogprobs(entry(chosen), tuple(entry(int(token)) for token in best))
+    return PositionLogprobs(entry(token), tuple(entry(int(token)) for token in best))

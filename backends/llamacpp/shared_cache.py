@@ -13,57 +13,69 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.llamacpp.native import Context
-from localgen.backends.llamacpp.slots import Lane, Reuse, longest_prefix
+from localgen.backends.llamacpp.native import LlamaContext
+from localgen.backends.llamacpp.slots import CacheSlot, PrefixReusePolicy, longest_prefix
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
 
 # A step looks at every cell in use, its own or not: 3,900 foreign cells were measured to make a
 # token 8 % dearer (1.2 B parameters on two cores). So the newest prefixes stay whatever their
 # length, the others as long as they are short together.
-ALWAYS_KEPT = 4
-MAX_KEPT_TOKENS = 2048
+MIN_CACHED_PREFIXES = 4
+MAX_CACHED_TOKENS = 2048
 
-Cells = NDArray[np.int32]
-_NONE: Cells = np.empty(0, np.int32)
+CellIds = NDArray[np.int32]
+_NO_CELLS: CellIds = np.empty(0, np.int32)
 # a donor is shortened by at least this much when room is needed, so that one call buys many steps
-TRIM_TOKENS = 64
+MIN_TRIM_TOKENS = 64
 
 
-class CellLane(Lane):
+class SharedSlot(CacheSlot):
     """A lane with the ids of the cells it may use, computed or reserved."""
 
-    cells: Cells = _NONE
+    cells: CellIds = _NO_CELLS
 
 
-class SharedCells:
-    """Lanes over a unified context: `max_seqs` running at most, `max_donors` kept beside them."""
+class SharedCache:
+    """Lanes over a unified context: `max_seqs` running at most, `max_cached_prefixes` kept beside
+    them."""
 
     def __init__(
-        self, context: Context, *, max_seqs: int, max_donors: int, share: bool, reuse: Reuse
+        self,
+        context: LlamaContext,
+        *,
+        max_seqs: int,
+        max_cached_prefixes: int,
+        share_prefixes: bool,
+        reuse: PrefixReusePolicy,
     ) -> None:
         self._context = context
-        self._share = share
+        self._share_prefixes = share_prefixes
         self._reuse = reuse
-        self._max_donors = max_donors
-        self._free_lanes = [CellLane(index) for index in reversed(range(max_seqs + max_donors))]
-        self._running: dict[Sequence, CellLane] = {}
-        self._donors: list[CellLane] = []
+        self._max_cached_prefixes = max_cached_prefixes
+        self._free_slots = [
+            SharedSlot(index) for index in reversed(range(max_seqs + max_cached_prefixes))
+        ]
+        self._running: dict[Sequence, SharedSlot] = {}
+        self._cached_prefixes: list[SharedSlot] = []
         self._refs = np.zeros(context.kv_tokens, np.int32)
         self._free_cells = np.arange(context.kv_tokens, dtype=np.int32)
         self._num_free = context.kv_tokens
         self._clock = itertools.count(1)
 
-    def index(self, seq: Sequence) -> int:
-        """As Lanes.index."""
-        return self._running[seq].index
+    def seq_id_of(self, seq: Sequence) -> int:
+        """As SlotCache.seq_id_of."""
+        return self._running[seq].seq_id
 
     def usage(self) -> PoolUsage:
         """As ModelRunner.usage; a cell of a running sequence and a donor counts as used."""
-        total, used = len(self._refs), self._held(lane.cells for lane in self._running.values())
+        total, used = (
+            len(self._refs),
+            self._count_cells(lane.cells for lane in self._running.values()),
+        )
         return PoolUsage(used=used, cached=total - self._num_free - used, free=self._num_free)
 
-    def _held(self, parts: Iterable[Cells]) -> int:
+    def _count_cells(self, parts: Iterable[CellIds]) -> int:
         """How many different cells these are."""
         held = np.zeros(len(self._refs), np.bool_)
         for cells in parts:
@@ -74,31 +86,34 @@ class SharedCells:
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """As ModelRunner.admit."""
-        candidates = (*self._running.values(), *self._donors) if self._share else ()
+        candidates = (
+            (*self._running.values(), *self._cached_prefixes) if self._share_prefixes else ()
+        )
         donor, known = longest_prefix(seq, candidates)
-        length = self._reuse.length(known, len(seq.tokens))
+        length = self._reuse.reuse_tokens(known, len(seq.tokens))
         needed = len(seq.tokens) - length
-        if not self._reclaimable(needed + spare, protect=donor, length=length):
+        if not self._can_reclaim(needed + spare, protect=donor, length=length):
             raise NoRoom
-        if donor in self._donors and not self._reclaimable(needed + spare, protect=donor):
-            self._shorten(donor, length)  # what follows the shared part is in the way
+        if donor in self._cached_prefixes and not self._can_reclaim(needed + spare, protect=donor):
+            self._trim(donor, length)  # what follows the shared part is in the way
         self._reclaim(needed + spare, protect=donor)
-        lane = self._take_lane(donor, known, length)
-        lane.owner, lane.kept = seq, []
+        lane = self._claim_slot(donor, known, length)
+        lane.owner, lane.cached_tokens = seq, []
         self._running[seq] = lane
-        self._extend(lane, needed)
+        self._allocate(lane, needed)
         return length
 
-    def _take_lane(self, donor: CellLane | None, known: int, length: int) -> CellLane:
-        """A lane that holds `length` tokens of a prompt of which the donor has `known`."""
-        if donor and not donor.owner and len(donor.kept) <= known:
-            self._donors.remove(donor)  # all of it is wanted: it can simply go on
-            self._cut(donor, length)
-            return donor
-        lane = self._free_lanes.pop()  # fewer than max_seqs run, at most max_donors are kept
-        if donor:
-            self._context.copy_prefix(donor.index, lane.index, length)
-            lane.cells = donor.cells[:length].copy()
+    def _claim_slot(self, source: SharedSlot | None, prefix_tokens: int, length: int) -> SharedSlot:
+        """A lane that holds `length` tokens of a prompt of which the donor has `prefix_tokens`."""
+        if source and not source.owner and len(source.cached_tokens) <= prefix_tokens:
+            self._cached_prefixes.remove(source)  # all of it is wanted: it can simply go on
+            self._truncate(source, length)
+            return source
+        # fewer than max_seqs run, at most max_cached_prefixes are kept
+        lane = self._free_slots.pop()
+        if source:
+            self._context.copy_prefix(source.seq_id, lane.seq_id, length)
+            lane.cells = source.cells[:length].copy()
             self._refs[lane.cells] += 1
         return lane
 
@@ -110,59 +125,61 @@ class SharedCells:
             return True
         if not self._reclaim(needed, protect=None):
             return False
-        self._extend(lane, needed)
+        self._allocate(lane, needed)
         return True
 
     def rewind(self, seq: Sequence, length: int) -> None:
         """As ModelRunner.rewind."""
-        self._cut(self._running[seq], length)
+        self._truncate(self._running[seq], length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         """As ModelRunner.release."""
         lane = self._running.pop(seq)
-        lane.kept, lane.owner = lane.tokens if keep and self._share else [], None
-        self._cut(lane, len(lane.kept))
-        if not lane.kept:
-            self._free_lanes.append(lane)
+        lane.cached_tokens, lane.owner = lane.tokens if keep and self._share_prefixes else [], None
+        self._truncate(lane, len(lane.cached_tokens))
+        if not lane.cached_tokens:
+            self._free_slots.append(lane)
             return
-        self._drop_prefixes_of(lane)
-        lane.used_at = next(self._clock)
-        self._donors.append(lane)
-        while self._keeps_too_much():
-            self._drop(self._oldest(None))
+        self._evict_prefixes_of(lane)
+        lane.last_used = next(self._clock)
+        self._cached_prefixes.append(lane)
+        while self._exceeds_cache_limits():
+            self._evict(self._least_recently_used(None))
 
-    def arrange(self) -> None:
-        """As Lanes.arrange; here any order will do."""
+    def make_contiguous(self) -> None:
+        """As SlotCache.make_contiguous; here any order will do."""
 
-    def _keeps_too_much(self) -> bool:
-        if len(self._donors) > self._max_donors:
+    def _exceeds_cache_limits(self) -> bool:
+        if len(self._cached_prefixes) > self._max_cached_prefixes:
             return True
-        tokens = sum(len(donor.kept) for donor in self._donors)
-        return tokens > MAX_KEPT_TOKENS and len(self._donors) > ALWAYS_KEPT
+        tokens = sum(len(donor.cached_tokens) for donor in self._cached_prefixes)
+        return tokens > MAX_CACHED_TOKENS and len(self._cached_prefixes) > MIN_CACHED_PREFIXES
 
-    def _drop_prefixes_of(self, lane: CellLane) -> None:
+    def _evict_prefixes_of(self, slot: SharedSlot) -> None:
         """Donors that are the beginning of this one serve nobody any more."""
-        for donor in list(self._donors):
-            if donor.kept == lane.kept[: len(donor.kept)]:
-                self._drop(donor)
+        for donor in list(self._cached_prefixes):
+            if donor.cached_tokens == slot.cached_tokens[: len(donor.cached_tokens)]:
+                self._evict(donor)
 
     # -- donors -----------------------------------------------------------------------------
 
-    def _oldest(self, protect: CellLane | None) -> CellLane:
-        return min((d for d in self._donors if d is not protect), key=lambda d: d.used_at)
+    def _least_recently_used(self, protect: SharedSlot | None) -> SharedSlot:
+        return min(
+            (d for d in self._cached_prefixes if d is not protect), key=lambda d: d.last_used
+        )
 
-    def _shorten(self, donor: CellLane, length: int) -> None:
-        donor.kept = donor.kept[:length]
-        self._cut(donor, length)
+    def _trim(self, slot: SharedSlot, length: int) -> None:
+        slot.cached_tokens = slot.cached_tokens[:length]
+        self._truncate(slot, length)
 
-    def _drop(self, donor: CellLane) -> None:
-        self._donors.remove(donor)
-        donor.kept = []
-        self._cut(donor, 0)
-        self._free_lanes.append(donor)
+    def _evict(self, slot: SharedSlot) -> None:
+        self._cached_prefixes.remove(slot)
+        slot.cached_tokens = []
+        self._truncate(slot, 0)
+        self._free_slots.append(slot)
 
-    def _reclaimable(
-        self, needed: int, *, protect: CellLane | None, length: int | None = None
+    def _can_reclaim(
+        self, needed: int, *, protect: SharedSlot | None, length: int | None = None
     ) -> bool:
         """Whether dropping donors could free that many cells; drops none.
 
@@ -173,51 +190,51 @@ class SharedCells:
         held = [lane.cells for lane in self._running.values()]
         if protect:
             held.append(protect.cells[:length])
-        return len(self._refs) - self._held(held) >= needed
+        return len(self._refs) - self._count_cells(held) >= needed
 
-    def _reclaim(self, needed: int, *, protect: CellLane | None) -> bool:
+    def _reclaim(self, needed: int, *, protect: SharedSlot | None) -> bool:
         """Free that many cells at the expense of donors, least recently used first."""
-        while self._num_free < needed and any(d is not protect for d in self._donors):
-            donor = self._oldest(protect)
-            keep = len(donor.kept) - max(needed - self._num_free, TRIM_TOKENS)
+        while self._num_free < needed and any(d is not protect for d in self._cached_prefixes):
+            donor = self._least_recently_used(protect)
+            keep = len(donor.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
             if keep > 0:
-                self._shorten(donor, keep)
+                self._trim(donor, keep)
             else:
-                self._drop(donor)
+                self._evict(donor)
         return self._num_free >= needed
 
     # -- cells ------------------------------------------------------------------------------
 
-    def _extend(self, lane: CellLane, n: int) -> None:
+    def _allocate(self, slot: SharedSlot, n: int) -> None:
         assert n <= self._num_free, (n, self._num_free)
         taken = self._free_cells[self._num_free - n : self._num_free].copy()
         self._num_free -= n
         self._refs[taken] = 1
-        lane.cells = np.concatenate((lane.cells, taken))
+        slot.cells = np.concatenate((slot.cells, taken))
 
-    def _cut(self, lane: CellLane, length: int) -> None:
+    def _truncate(self, slot: SharedSlot, length: int) -> None:
         """Give back the cells beyond `length`, in llama.cpp and here."""
-        dropped = lane.cells[length:]
+        dropped = slot.cells[length:]
         if not len(dropped):
             return
-        cut = self._context.cut(lane.index, length)
+        cut = self._context.truncate(slot.seq_id, length)
         assert cut, "a partial cut was asked of a model that cannot rewind"
-        lane.cells = lane.cells[:length].copy()
+        slot.cells = slot.cells[:length].copy()
         self._refs[dropped] -= 1
         freed = dropped[self._refs[dropped] == 0]
         self._free_cells[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
 
     def check(self) -> None:
-        """As Lanes.check."""
+        """As SlotCache.check."""
         refs: NDArray[Any] = np.zeros_like(self._refs)
-        for lane in (*self._running.values(), *self._donors):
+        for lane in (*self._running.values(), *self._cached_prefixes):
             refs[lane.cells] += 1
             length = len(lane.tokens)
             assert length <= len(lane.cells)
-            assert self._context.last_position(lane.index) == length - 1
+            assert self._context.last_position(lane.seq_id) == length - 1
         assert (refs == self._refs).all()
         assert sorted(self._free_cells[: self._num_free]) == np.flatnonzero(refs == 0).tolist()
-        for lane in self._free_lanes:
+        for lane in self._free_slots:
             assert len(lane.cells) == 0
-            assert self._context.last_position(lane.index) == -1
+            assert self._context.last_position(lane.seq_id) == -1

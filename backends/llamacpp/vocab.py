@@ -8,18 +8,18 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.llamacpp.native import Model
+from localgen.backends.llamacpp.native import LlamaModel
 
 _PIECE_BYTES = 256
 
 
-class Vocab:
+class LlamaCppTokenizer:
     """Tokenizer of a loaded model; llama.cpp's tokenizer is safe to call from any thread."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LlamaModel) -> None:
         self._handle = model.vocab
         self.vocab_size = int(C.llama_vocab_n_tokens(self._handle))
-        self.end_ids = frozenset(
+        self.eos_token_ids = frozenset(
             token for token in range(self.vocab_size) if C.llama_vocab_is_eog(self._handle, token)
         )
         self._bos_id = int(C.llama_vocab_bos(self._handle))
@@ -40,8 +40,8 @@ class Vocab:
             tokens.insert(0, self._bos_id)
         return tokens
 
-    def encode_text(self, text: str) -> list[int]:
-        """As Tokenizer.encode_text. InvalidRequest for text that has no UTF-8 form."""
+    def encode_for_embedding(self, text: str) -> list[int]:
+        """As Tokenizer.encode_for_embedding. InvalidRequest for text that has no UTF-8 form."""
         return self._tokens(text, add_special=True, parse_special=False)
 
     def _tokens(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -67,8 +67,8 @@ class Vocab:
             piece = self._pieces[token] = self._piece(token, special=False)
         return piece
 
-    def spelling(self, token: int) -> bytes:
-        """As Vocabulary.spelling."""
+    def id_to_token(self, token: int) -> bytes:
+        """As TokenizerVocabulary.id_to_token."""
         return bytes(C.llama_vocab_get_text(self._handle, token))
 
     def _piece(self, token: int, *, special: bool) -> bytes:

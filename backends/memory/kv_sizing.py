@@ -7,46 +7,58 @@ from dataclasses import dataclass
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 
 # models with a short context get a pool for several sessions, up to this
-USUAL_TOKENS = 16_384
+DEFAULT_POOL_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolRules:
+class KVPoolRules:
     """How a runner makes pools.
 
-    step_tokens: pools are multiples of it. share: of the free memory, for a pool by default.
-    usual_tokens: a default pool is no larger, unless the context is; None: as much as the share.
-    parts: of how many equal ones it is made. place: whose memory it is, as errors say.
-    smaller: what takes less room, as errors say.
+    granularity_tokens: pools are multiples of it. memory_fraction: of the free memory, for a pool
+    by default. default_max_tokens: a default pool is no larger, unless the context is; None: as
+    much as the share. num_parts: of how many equal ones it is made. memory_location: whose memory
+    it is, as errors say. reduce_hint: what takes less room, as errors say.
     """
 
-    step_tokens: int
-    share: float
-    usual_tokens: int | None = USUAL_TOKENS
-    parts: int = 1
-    place: str = ""
-    smaller: str
+    granularity_tokens: int
+    memory_fraction: float
+    default_max_tokens: int | None = DEFAULT_POOL_TOKENS
+    num_parts: int = 1
+    memory_location: str = ""
+    reduce_hint: str
 
 
 # a GPU is there to be filled, main memory belongs to other programs, too
-LLAMACPP = PoolRules(step_tokens=256, share=0.5, smaller="a smaller --cache-type-k and -v")
-CUDA = PoolRules(step_tokens=16, share=0.9, usual_tokens=None, smaller="-ctk int8 -ctv int8")
-CUDA_ON_CPU = PoolRules(step_tokens=16, share=0.5, place=" on cpu", smaller=CUDA.smaller)
+LLAMACPP_POOL = KVPoolRules(
+    granularity_tokens=256, memory_fraction=0.5, reduce_hint="a smaller --cache-type-k and -v"
+)
+CUDA_POOL = KVPoolRules(
+    granularity_tokens=16,
+    memory_fraction=0.9,
+    default_max_tokens=None,
+    reduce_hint="-ctk int8 -ctv int8",
+)
+CUDA_ON_CPU_POOL = KVPoolRules(
+    granularity_tokens=16,
+    memory_fraction=0.5,
+    memory_location=" on cpu",
+    reduce_hint=CUDA_POOL.reduce_hint,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What was asked for; None: the largest. trained: the model's own context. name: of the model,
-    as errors say."""
+class KVSizeRequest:
+    """What was asked for; None: the largest. ctx_train: the model's own context. model_name: of the
+    model, as errors say."""
 
     ctx: int | None
     kv_tokens: int | None
-    trained: int
-    name: str = "the model"
+    ctx_train: int
+    model_name: str = "the model"
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class KVSize:
     """ctx: longest sequence. kv_tokens: the pool, a multiple of the rules' step."""
 
     ctx: int
@@ -54,28 +66,33 @@ class Size:
     notes: tuple[str, ...] = ()
 
 
-def choose(wanted: Wanted, rules: PoolRules, *, token_bytes: float, free_bytes: int) -> Size:
+def resolve_kv_size(
+    request: KVSizeRequest, rules: KVPoolRules, *, token_bytes: float, free_bytes: int
+) -> KVSize:
     """The context and pool asked for, or the largest that fit.
 
     token_bytes: of one token. free_bytes: left beside the weights and what computing takes.
     InvalidRequest, OutOfMemory: with both numbers.
     """
-    trained, parts, step = wanted.trained, rules.parts, rules.step_tokens
-    if wanted.ctx is not None and not 0 < wanted.ctx <= trained:
+    trained, parts, step = request.ctx_train, rules.num_parts, rules.granularity_tokens
+    if request.ctx is not None and not 0 < request.ctx <= trained:
         raise InvalidRequest(
-            f"--ctx {wanted.ctx:,}: {wanted.name} was trained for {trained:,} tokens, "
+            f"--ctx {request.ctx:,}: {request.model_name} was trained for {trained:,} tokens, "
             f"ask for 1 to {trained:,}",
             param="ctx",
         )
-    most = largest(token_bytes, max(0, free_bytes), trained * parts) // parts
-    fitting = largest(token_bytes, max(0, free_bytes) * rules.share, _ENDLESS) // parts
+    most = max_fitting_tokens(token_bytes, max(0, free_bytes), trained * parts) // parts
+    fitting = (
+        max_fitting_tokens(token_bytes, max(0, free_bytes) * rules.memory_fraction, _UNBOUNDED)
+        // parts
+    )
     fitting = fitting // step * step
-    asked = None if wanted.kv_tokens is None else wanted.kv_tokens // parts
-    ctx = wanted.ctx or max(step, min(trained, fitting if asked is None else asked))
+    asked = None if request.kv_tokens is None else request.kv_tokens // parts
+    ctx = request.ctx or max(step, min(trained, fitting if asked is None else asked))
     ctx = min(ctx, trained)
-    part = _part(ctx, fitting, rules) if asked is None else asked
+    part = _default_part_tokens(ctx, fitting, rules) if asked is None else asked
     if part < ctx:
-        held = f"{wanted.kv_tokens:,} tokens" + f" in {parts} parts" * (parts > 1)
+        held = f"{request.kv_tokens:,} tokens" + f" in {parts} parts" * (parts > 1)
         raise InvalidRequest(
             f"a pool of {held} is smaller than the context of {ctx:,}: "
             f"ask for at least --kv-tokens {parts * ctx:,}, or a smaller --ctx",
@@ -83,48 +100,50 @@ def choose(wanted: Wanted, rules: PoolRules, *, token_bytes: float, free_bytes: 
         )
     kv_tokens = parts * -(-part // step) * step
     if kv_tokens * token_bytes > max(0, free_bytes):
-        raise OutOfMemory(_too_large(kv_tokens, token_bytes, free_bytes, most, rules))
-    return Size(ctx, kv_tokens, _notes(wanted, ctx, free_bytes, rules))
+        raise OutOfMemory(_out_of_memory_message(kv_tokens, token_bytes, free_bytes, most, rules))
+    return KVSize(ctx, kv_tokens, _notes(request, ctx, free_bytes, rules))
 
 
-_ENDLESS = 1 << 62
+_UNBOUNDED = 1 << 62
 
 
-def largest(token_bytes: float, room_bytes: float, most: int) -> int:
-    """Tokens that fit a room; at most `most`, which it is where tokens take nothing."""
-    return min(most, int(room_bytes / token_bytes)) if token_bytes else most
+def max_fitting_tokens(token_bytes: float, free_bytes: float, limit: int) -> int:
+    """Tokens that fit a room; at most `limit`, which it is where tokens take nothing."""
+    return min(limit, int(free_bytes / token_bytes)) if token_bytes else limit
 
 
-def _part(ctx: int, fitting: int, rules: PoolRules) -> int:
+def _default_part_tokens(ctx: int, fitting_tokens: int, rules: KVPoolRules) -> int:
     """Tokens of each part by default."""
-    if rules.parts > 1:
+    if rules.num_parts > 1:
         return ctx
-    if rules.usual_tokens is None:
-        return max(ctx, fitting)
-    return max(ctx, min(fitting, rules.usual_tokens))
+    if rules.default_max_tokens is None:
+        return max(ctx, fitting_tokens)
+    return max(ctx, min(fitting_tokens, rules.default_max_tokens))
 
 
-def _too_large(
-    kv_tokens: int, token_bytes: float, free_bytes: int, most: int, rules: PoolRules
+def _out_of_memory_message(
+    kv_tokens: int, token_bytes: float, free_bytes: int, max_tokens: int, rules: KVPoolRules
 ) -> str:
-    fewer = f", or fewer than {rules.parts} --parallel" * (rules.parts > 1)
-    most = most // rules.step_tokens * rules.step_tokens
-    way_out = f"ask for at most --ctx {most:,}, or {rules.smaller}{fewer}"
-    if not most:
+    fewer = f", or fewer than {rules.num_parts} --parallel" * (rules.num_parts > 1)
+    max_tokens = max_tokens // rules.granularity_tokens * rules.granularity_tokens
+    way_out = f"ask for at most --ctx {max_tokens:,}, or {rules.reduce_hint}{fewer}"
+    if not max_tokens:
         way_out = "take a smaller quantization or model, or free memory"
     return (
         f"a KV pool of {kv_tokens:,} tokens needs {kv_tokens * token_bytes / 1e9:.1f} GB, "
-        f"{max(0, free_bytes) / 1e9:.1f} GB are free{rules.place} beside the weights: "
+        f"{max(0, free_bytes) / 1e9:.1f} GB are free{rules.memory_location} beside the weights: "
         f"{way_out}"
     )
 
 
-def _notes(wanted: Wanted, ctx: int, free_bytes: int, rules: PoolRules) -> tuple[str, ...]:
-    if wanted.ctx is not None or wanted.kv_tokens is not None or ctx >= wanted.trained:
+def _notes(
+    request: KVSizeRequest, ctx: int, free_bytes: int, rules: KVPoolRules
+) -> tuple[str, ...]:
+    if request.ctx is not None or request.kv_tokens is not None or ctx >= request.ctx_train:
         return ()
-    if rules.place:
-        return (f"context {ctx:,} of {wanted.trained:,}: what fits{rules.place}",)
+    if rules.memory_location:
+        return (f"context {ctx:,} of {request.ctx_train:,}: what fits{rules.memory_location}",)
     return (
-        f"context {ctx:,} of {wanted.trained:,}: its KV cache takes half of the "
+        f"context {ctx:,} of {request.ctx_train:,}: its KV cache takes half of the "
         f"{free_bytes / 1e9:.1f} GB that are free; --ctx sets another",
     )

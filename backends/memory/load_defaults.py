@@ -6,24 +6,31 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """parallel: sequences computed at once. donors: ids for kept prefixes beside them.
+class LoadDefaults:
+    """parallel: sequences computed at once. num_cached_prefixes: ids for kept prefixes beside them.
 
-    cache_type: of keys and values. element_bytes: of widened weights; None: they stay as they are.
+    cache_type: of keys and values. weight_element_bytes: of widened weights; None: they stay as
+    they are.
     """
 
     parallel: int
     max_batch_tokens: int
-    donors: int = 0
+    num_cached_prefixes: int = 0
     cache_type: str
-    element_bytes: int | None = None
+    weight_element_bytes: int | None = None
 
 
 # 512 is llama.cpp's own width of a prompt step: larger ones are not faster, and nothing can be
 # cancelled within a step
-LLAMACPP = Defaults(parallel=32, max_batch_tokens=512, donors=32, cache_type="f16")
-CUDA = Defaults(parallel=256, max_batch_tokens=8192, cache_type="bf16", element_bytes=2)
+LLAMACPP_DEFAULTS = LoadDefaults(
+    parallel=32, max_batch_tokens=512, num_cached_prefixes=32, cache_type="f16"
+)
+CUDA_DEFAULTS = LoadDefaults(
+    parallel=256, max_batch_tokens=8192, cache_type="bf16", weight_element_bytes=2
+)
 # a CPU is a hundredth of a GPU
-CUDA_ON_CPU = Defaults(parallel=32, max_batch_tokens=512, cache_type="f32", element_bytes=4)
+CUDA_ON_CPU_DEFAULTS = LoadDefaults(
+    parallel=32, max_batch_tokens=512, cache_type="f32", weight_element_bytes=4
+)
 # of llama.cpp's cache in parts, each with room for a whole context
-PARTS = 4
+DEFAULT_SPLIT_PARTS = 4

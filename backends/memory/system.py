@@ -9,56 +9,61 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_GROUP = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 # what is never given to a model: it is for the rest of the machine
-SPARED_BYTES = 256 << 20
-OWN_STATUS = Path("/proc/self/status")
+RESERVED_BYTES = 256 << 20
+PROC_STATUS = Path("/proc/self/status")
 
 
-def available_bytes() -> int:
+def available_memory_bytes() -> int:
     """Bytes that can be had now without swapping."""
     free = int(psutil.virtual_memory().available)
-    return min([free, *(max(0, limit - used) for limit, used in limits())])
+    return min([free, *(max(0, limit - used) for limit, used in cgroup_limits())])
 
 
-def total_bytes() -> int:
+def total_memory_bytes() -> int:
     """Bytes that this process and its like may ever have."""
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in limits())])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_limits())])
 
 
-def limits(groups: Path = CGROUPS, own: Path = OWN_GROUP) -> Iterator[tuple[int, int]]:
+def cgroup_limits(
+    cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP
+) -> Iterator[tuple[int, int]]:
     """Limit and use of each control group (version 2) around us that has a limit, in bytes.
 
     What files keep in the page cache does not count as used: it goes when memory is needed.
     """
-    lines = _text(own).splitlines()
+    lines = _read_text(own_cgroup).splitlines()
     name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
     if name is None:
         return
     # in a namespace of its own a container sees its group as the root
-    for group in (groups / name, *(groups / name).parents):
-        limit, current = _text(group / "memory.max"), _text(group / "memory.current")
+    for group in (cgroup_root / name, *(cgroup_root / name).parents):
+        limit, current = _read_text(group / "memory.max"), _read_text(group / "memory.current")
         if limit.isdecimal() and current.isdecimal():
-            yield int(limit), max(0, int(current) - _cached_bytes(_text(group / "memory.stat")))
-        if group == groups:
+            yield (
+                int(limit),
+                max(0, int(current) - _page_cache_bytes(_read_text(group / "memory.stat"))),
+            )
+        if group == cgroup_root:
             return
 
 
-def _cached_bytes(stat: str) -> int:
+def _page_cache_bytes(stat: str) -> int:
     pairs = (line.split() for line in stat.splitlines())
     kept = {name: int(value) for name, value in pairs}
     return kept.get("inactive_file", 0) + kept.get("active_file", 0)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def peak_bytes(status: Path = OWN_STATUS) -> int:
+def peak_memory_bytes(status: Path = PROC_STATUS) -> int:
     """Largest resident set so far, in bytes.
 
     Linux's getrusage starts with what the process was that became this one by exec, however large:

@@ -18,15 +18,14 @@ from localgen.backends.types import PositionLogprobs
 class Limits:
     """What a loaded model can do; discovered at load, never configured afterwards.
 
-    max_seqs: sequences running at once. max_batch_tokens: tokens in one step.
-    max_outputs: positions sampled in one step. max_len: tokens in one sequence.
-    kv_tokens: tokens in the pool, at least max_len. can_rewind: the cache can be cut back
-    and shared; without it there are no drafts and no prefix reuse. unsupported: fields of
-    SamplingParams that this runner cannot honour; asking for them is an error. generates: whether
-    the model can write an answer; a pure embedding model cannot. stochastic: whether it can show
-    what a token was drawn from, and verify drafts that were drawn. looks_ahead: whether plain steps
-    are launched before they are asked for, in vain where drafts come instead; such a runner is a
-    LooksAhead.
+    max_seqs: sequences running at once. max_batch_tokens: tokens in one step. max_outputs:
+    positions sampled in one step. max_len: tokens in one sequence. kv_tokens: tokens in the pool,
+    at least max_len. can_rewind: the cache can be cut back and shared; without it there are no
+    drafts and no prefix reuse. unsupported: fields of SamplingParams that this runner cannot
+    honour; asking for them is an error. can_generate: whether the model can write an answer; a pure
+    embedding model cannot. can_sample_drafts: whether it can show what a token was drawn from, and
+    verify drafts that were drawn. runs_ahead: whether plain steps are launched before they are
+    asked for, in vain where drafts come instead; such a runner is a AsyncRunner.
     """
 
     max_seqs: int
@@ -36,9 +35,9 @@ class Limits:
     kv_tokens: int
     can_rewind: bool
     unsupported: frozenset[str] = frozenset()
-    generates: bool = True
-    stochastic: bool = False
-    looks_ahead: bool = False
+    can_generate: bool = True
+    can_sample_drafts: bool = False
+    runs_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,34 +45,34 @@ class Chunk:
     """A run of tokens of one sequence to compute in one step.
 
     tokens: at positions start, start+1, …; the last num_drafts of them are proposals.
-    samples: whether the chunk reaches the end of the sequence, so that its last
-    1 + num_drafts positions are sampled. drawn_from: for each draft what it was drawn from, as
-    Sampled has it; empty: the drafts are points. shows: whether that is wanted of the token.
-    The last two are for runners that are stochastic.
+    is_sampled: whether the chunk reaches the end of the sequence, so that its last
+    1 + num_drafts positions are sampled. draft_probs: for each draft what it was drawn from, as
+    SampledTokens has it; empty: the drafts are points. return_probs: whether that is wanted of the
+    token. The last two are for runners that are stochastic.
     """
 
     seq: Sequence
     start: int
     tokens: list[int]
     num_drafts: int = 0
-    samples: bool
-    drawn_from: Seq[Any] = ()
-    shows: bool = False
+    is_sampled: bool
+    draft_probs: Seq[Any] = ()
+    return_probs: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """New tokens of one chunk: accepted drafts and the one after; empty while prefilling.
 
-    drawn_from: what the token was drawn from, if the chunk shows it; in the runner's own form.
+    probs: what the token was drawn from, if the chunk shows it; in the runner's own form.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
-    drawn_from: Any = None
+    probs: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,8 @@ class PoolUsage:
     free: int
 
 
-StepResult = list[Sampled]
-Vectors = NDArray[np.float32]
+StepResult = list[SampledTokens]
+EmbeddingArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,8 @@ class EmbedSlice:
     vectors: [inputs, width], of any length.
     """
 
-    tokens: int
-    vectors: Vectors | None = None
+    num_tokens: int
+    vectors: EmbeddingArray | None = None
 
 
 class NoRoom(Exception):
@@ -133,7 +132,7 @@ class ModelRunner(Protocol):
         ...
 
     def collect(self, ticket: Any) -> StepResult:
-        """Wait for a step; one Sampled for each chunk, in order. NoRoom, StepFailed."""
+        """Wait for a step; one SampledTokens for each chunk, in order. NoRoom, StepFailed."""
         ...
 
     def rewind(self, seq: Sequence, length: int) -> None:
@@ -154,10 +153,10 @@ class ModelRunner(Protocol):
 
 
 @runtime_checkable
-class LooksAhead(Protocol):
+class AsyncRunner(Protocol):
     """What a ModelRunner can do besides, where steps are launched before they are asked for."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has computed all that was launched. StepFailed."""
         ...
 
@@ -167,12 +166,12 @@ class Embedder(Protocol):
     """What a ModelRunner can do besides, where its model's states can be read."""
 
     def embed(
-        self, inputs: list[list[int]], most: Callable[[], int]
+        self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
         """Vectors of inputs of at most max_len tokens each, slice by slice.
 
-        Between slices steps may be computed, but none may be in flight when the next slice is
-        asked for. most: tokens of a slice, as far as a text can be cut. Closing the generator ends
+        Between slices steps may be computed, but none may be in flight when the next slice is asked
+        for. max_tokens: tokens of a slice, as far as a text can be cut. Closing the generator ends
         it early; what it holds of the pool is given back when it ends. The first slice may raise
         NoRoom. StepFailed, LocalgenError.
         """

@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.text.lark_grammar import HELD, WHITESPACE, Frame
+from localgen.backends.text.lark_grammar import CONTENT_RULE, WHITESPACE, ResponseGrammar
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.text.tool_format import schema_of
+from localgen.backends.text.tool_format import arguments_schema
 from localgen.backends.types import SamplingParams, Tool
 
 # fields of SamplingParams, of which one at most is given
-KINDS = ("json_schema", "regex", "grammar")
-MAX_CHARS = 1 << 20
-_NONE: frozenset[int] = frozenset()
+GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")
+MAX_GRAMMAR_CHARS = 1 << 20
+_NO_TOKENS: frozenset[int] = frozenset()
 
 
-class Matcher:
+class GrammarMatcher:
     """How far one answer has come in its grammar. For one thread at a time."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
@@ -34,10 +34,10 @@ class Matcher:
         """Whether nothing can follow."""
         return bool(self._matcher.is_stopped())
 
-    def allowed(self, barred: frozenset[int] = _NONE) -> NDArray[np.bool_]:
+    def allowed_mask(self, banned: frozenset[int] = _NO_TOKENS) -> NDArray[np.bool_]:
         """Which tokens may come next, [vocab]; all False where nothing can follow.
 
-        barred: tokens that may not, unless the grammar leaves no others.
+        banned: tokens that may not, unless the grammar leaves no others.
         """
         if self.is_done:
             return np.zeros(self._vocab_size, np.bool_)
@@ -46,51 +46,53 @@ class Matcher:
         allowed = np.zeros(self._vocab_size, np.bool_)
         count = min(len(bits), self._vocab_size)
         allowed[:count] = bits[:count]
-        if not barred:
+        if not banned:
             return allowed
         others = allowed.copy()
-        others[list(barred)] = False
+        others[list(banned)] = False
         return others if others.any() else allowed
 
     def accept(self, token: int) -> None:
         """The answer goes on with an allowed token."""
         self._matcher.consume_token(token)
 
-    def ahead(
-        self, drafts: list[int], barred: Callable[[int], frozenset[int]] = lambda ahead: _NONE
+    def draft_masks(
+        self, drafts: list[int], banned: Callable[[int], frozenset[int]] = lambda ahead: _NO_TOKENS
     ) -> list[NDArray[np.bool_]]:
         """What is allowed here, and after each of the drafts; a draft that is not allowed ends
         that, and after it anything goes, for it is not taken.
 
-        barred: as in `allowed`, after so many drafts.
+        banned: as in `allowed_mask`, after so many drafts.
         """
-        copy = Matcher(self._matcher.deep_copy(), self._vocab_size)
-        masks = [copy.allowed(barred(0))]
+        copy = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
+        masks = [copy.allowed_mask(banned(0))]
         for draft in drafts:
             if not masks[-1][draft]:
                 break
             copy.accept(draft)
-            masks.append(copy.allowed(barred(len(masks))))
+            masks.append(copy.allowed_mask(banned(len(masks))))
         anything = np.ones(self._vocab_size, np.bool_)
         return masks + [anything] * (1 + len(drafts) - len(masks))
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for one vocabulary. Safe to call from any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._library_tokenizer: Any = None
+        self._cached_tokenizer: Any = None
         self._lock = threading.Lock()
 
-    def matcher(self, params: SamplingParams, frame: Frame | None = None) -> Matcher | None:
+    def compile(
+        self, params: SamplingParams, response_grammar: ResponseGrammar | None = None
+    ) -> GrammarMatcher | None:
         """A matcher at the beginning of its grammar; None if none was asked for.
 
-        frame: thoughts and calls that an answer may have besides what is held to a grammar.
-        InvalidRequest: more than one, or one that is wrong, with the reason.
+        response_grammar: thoughts and calls that an answer may have besides what is held to a
+        grammar. InvalidRequest: more than one, or one that is wrong, with the reason.
         """
-        asked = [name for name in KINDS if getattr(params, name) is not None]
-        has_tools = frame is not None and frame.format is not None
+        asked = [name for name in GRAMMAR_FIELDS if getattr(params, name) is not None]
+        has_tools = response_grammar is not None and response_grammar.call_format is not None
         if has_tools:
             asked.append("tools")
         if not asked:
@@ -100,64 +102,70 @@ class Grammars:
         if params.ignore_eos:
             raise InvalidRequest(f"ignore_eos cannot be used with {asked[0]}", param="ignore_eos")
         kind = asked[0]
-        grammar = None if kind == "tools" else _grammar(kind, getattr(params, kind))
-        lark = frame.lark(held=grammar is not None) if frame is not None else None
+        grammar = None if kind == "tools" else _to_llguidance(kind, getattr(params, kind))
+        lark = (
+            response_grammar.to_lark(constrain_content=grammar is not None)
+            if response_grammar is not None
+            else None
+        )
         if lark is None:
             assert grammar is not None
-            return self._compiled(kind, grammar)
+            return self._compile(kind, grammar)
         if grammar is not None:
-            self._compiled(kind, grammar)  # what is wrong is named before it is framed
+            self._compile(kind, grammar)  # what is wrong is named before it is framed
         try:
-            return self._compiled("tools" if has_tools else kind, _framed(lark, grammar))
+            return self._compile("tools" if has_tools else kind, _combine_grammars(lark, grammar))
         except InvalidRequest:
-            for tool in frame.tools if frame else ():
-                self._check(tool)
+            for tool in response_grammar.tools if response_grammar else ():
+                self._validate_tool_schema(tool)
             raise
 
-    def _check(self, tool: Tool) -> None:
+    def _validate_tool_schema(self, tool: Tool) -> None:
         """InvalidRequest: the schema of its arguments is wrong."""
         try:
-            self._compiled("json_schema", _grammar("json_schema", json.dumps(schema_of(tool))))
+            self._compile(
+                "json_schema", _to_llguidance("json_schema", json.dumps(arguments_schema(tool)))
+            )
         except InvalidRequest as error:
             reason = error.message.removeprefix("json_schema: ")
             raise InvalidRequest(
                 f"the parameters of {tool.name}: {reason}", param="tools"
             ) from error
 
-    def _compiled(self, kind: str, grammar: str) -> Matcher:
+    def _compile(self, kind: str, grammar: str) -> GrammarMatcher:
         import llguidance
 
         try:
-            matcher = llguidance.LLMatcher(self._tokens(), grammar, log_level=0)
+            matcher = llguidance.LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0)
         except ValueError as error:
             raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
         if matcher.is_error():
             reason = _one_line(matcher.get_error())
             raise InvalidRequest(f"{kind}: {reason}", param=kind)
-        return Matcher(matcher, self._tokenizer.vocab_size)
+        return GrammarMatcher(matcher, self._tokenizer.vocab_size)
 
-    def _tokens(self) -> Any:
+    def _llguidance_tokenizer(self) -> Any:
         """The vocabulary as llguidance wants it; made once, which takes up to a second."""
         import llguidance
 
         with self._lock:
-            if self._library_tokenizer is None:
-                ends = sorted(self._tokenizer.end_ids)
-                self._library_tokenizer = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)),
+            if self._cached_tokenizer is None:
+                ends = sorted(self._tokenizer.eos_token_ids)
+                self._cached_tokenizer = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(_LlguidanceTokenizer(self._tokenizer)),
                     n_vocab=self._tokenizer.vocab_size,
                     eos_token=ends or None,
                 )
-            return self._library_tokenizer
+            return self._cached_tokenizer
 
 
-class _Vocabulary:
+class _LlguidanceTokenizer:
     """What llguidance asks of a tokenizer. Tokens without text are special: b"\\xff" marks them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = map(tokenizer.piece, range(tokenizer.vocab_size))
         self.tokens = [piece or b"\xff[%d]" % token for token, piece in enumerate(pieces)]
-        self.eos_token_id = min(tokenizer.end_ids, default=0)
+        self.eos_token_id = min(tokenizer.eos_token_ids, default=0)
         self.bos_token_id = None
         self.special_token_ids = [
             token for token, piece in enumerate(self.tokens) if piece.startswith(b"\xff[")
@@ -171,12 +179,12 @@ class _Vocabulary:
         return self._tokenizer.encode(text)[self._start :]
 
 
-def _grammar(kind: str, text: str) -> str:
+def _to_llguidance(kind: str, text: str) -> str:
     """A grammar in llguidance's own form. InvalidRequest names the kind."""
     import llguidance
 
-    if len(text) > MAX_CHARS:
-        raise InvalidRequest(f"{kind} has more than {MAX_CHARS:,} characters", param=kind)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{kind} has more than {MAX_GRAMMAR_CHARS:,} characters", param=kind)
     try:
         if kind == "json_schema":
             return llguidance.LLMatcher.grammar_from_json_schema(
@@ -187,14 +195,14 @@ def _grammar(kind: str, text: str) -> str:
         raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
 
 
-def _framed(lark: str, grammar: str | None) -> str:
-    """The grammar of a whole answer. grammar: of its content."""
+def _combine_grammars(lark: str, content_grammar: str | None) -> str:
+    """The grammar of a whole answer. content_grammar: of its content."""
     grammars = [{"lark_grammar": lark}]
-    if grammar is not None:
-        inner = {"lark_grammar": grammar}
-        if grammar.lstrip().startswith("{"):
-            inner = json.loads(grammar)["grammars"][0]
-        grammars.append(inner | {"name": HELD.removeprefix("@")})
+    if content_grammar is not None:
+        inner = {"lark_grammar": content_grammar}
+        if content_grammar.lstrip().startswith("{"):
+            inner = json.loads(content_grammar)["grammars"][0]
+        grammars.append(inner | {"name": CONTENT_RULE.removeprefix("@")})
     return json.dumps({"grammars": grammars})
 
 

@@ -7,51 +7,53 @@ import re
 from collections.abc import Sequence
 
 
-class Part(enum.Enum):
+class Placeholder(enum.Enum):
     """What is not literal text. SPACE: white space, or none. NAME: the function's."""
 
     SPACE = enum.auto()
     NAME = enum.auto()
 
 
-SPACE, NAME = Part.SPACE, Part.NAME
-Spec = tuple[str | Part, ...]
+SPACE, NAME = Placeholder.SPACE, Placeholder.NAME
+SyntaxSpec = tuple[str | Placeholder, ...]
 
 # what a function may be called; everything that is safe within any of the notations
-NAME_PATTERN = r"[A-Za-z0-9_.\-]{1,64}"
-_ATOMS = {SPACE: r"\s*", NAME: r"([A-Za-z0-9_.\-]*)"}
+TOOL_NAME_PATTERN = r"[A-Za-z0-9_.\-]{1,64}"
+_PLACEHOLDER_REGEX = {SPACE: r"\s*", NAME: r"([A-Za-z0-9_.\-]*)"}
 
 
-class Pattern:
+class PartialPattern:
     """A spec as text comes in: whether it is there, and whether it may still come.
 
-    ahead: a character that has to follow, and is no part of it.
+    lookahead: a character that has to follow, and is no part of it.
     """
 
-    def __init__(self, spec: Spec, ahead: str = "") -> None:
+    def __init__(self, spec: SyntaxSpec, lookahead: str = "") -> None:
         atoms = list(_atoms(spec))
-        atoms += [f"(?={re.escape(ahead)})"] if ahead else []
-        self._whole = re.compile("".join(atoms))
-        self._begun = re.compile(_each_optional(atoms) + r"\Z")
+        atoms += [f"(?={re.escape(lookahead)})"] if lookahead else []
+        self._full = re.compile("".join(atoms))
+        self._partial = re.compile(_any_prefix(atoms) + r"\Z")
 
-    def match(self, text: str, at: int = 0) -> re.Match[str] | None:
+    def match(self, text: str, start: int = 0) -> re.Match[str] | None:
         """The whole of it at that place; group 1 is the function's name where there is one."""
-        return self._whole.match(text, at)
+        return self._full.match(text, start)
 
-    def may_come(self, text: str, at: int = 0) -> bool:
+    def may_match(self, text: str, start: int = 0) -> bool:
         """Whether the text from there on, to its end, is a beginning of it."""
-        return self._begun.match(text, at) is not None
+        return self._partial.match(text, start) is not None
 
 
-def _atoms(spec: Spec) -> Sequence[str]:
+def _atoms(spec: SyntaxSpec) -> Sequence[str]:
     return [
         atom
         for part in spec
-        for atom in ([_ATOMS[part]] if isinstance(part, Part) else map(re.escape, part))
+        for atom in (
+            [_PLACEHOLDER_REGEX[part]] if isinstance(part, Placeholder) else map(re.escape, part)
+        )
     ]
 
 
-def _each_optional(atoms: Sequence[str]) -> str:
+def _any_prefix(atoms: Sequence[str]) -> str:
     """Matches every beginning of the sequence."""
     nested = ""
     for atom in reversed(atoms):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from localgen.backends.text.reasoning import ThoughtParser
-from localgen.backends.text.tool_parser import CallParser
+from localgen.backends.text.reasoning import ReasoningParser
+from localgen.backends.text.tool_parser import ToolCallParser
 from localgen.backends.types import ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ParsedDelta:
     """What is new of each."""
 
     content: str = ""
@@ -19,37 +19,40 @@ class Parts:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-class Reader:
-    """Reads one answer. pieces: the bytes of control tokens that count as text for it."""
+class ResponseParser:
+    """Reads one answer. control_pieces: the bytes of control tokens that count as text for it."""
 
     def __init__(
-        self, pieces: Mapping[int, bytes], thoughts: ThoughtParser | None, calls: CallParser | None
+        self,
+        control_pieces: Mapping[int, bytes],
+        reasoning: ReasoningParser | None,
+        tool_calls: ToolCallParser | None,
     ) -> None:
-        self.pieces = pieces
-        self._thoughts = thoughts
-        self._calls = calls
+        self.control_pieces = control_pieces
+        self._reasoning = reasoning
+        self._tool_calls = tool_calls
 
     @property
-    def has_called(self) -> bool:
+    def has_tool_calls(self) -> bool:
         """Whether the answer has made a call."""
-        return self._calls is not None and self._calls.num_calls > 0
+        return self._tool_calls is not None and self._tool_calls.num_calls > 0
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> ParsedDelta:
         """What is certain by now."""
-        reasoning, text = self._thoughts.feed(text) if self._thoughts else ("", text)
-        return self._parts(reasoning, text)
+        reasoning, text = self._reasoning.feed(text) if self._reasoning else ("", text)
+        return self._parse(reasoning, text)
 
-    def finish(self) -> Parts:
+    def finish(self) -> ParsedDelta:
         """What is left when the answer ends."""
-        reasoning, text = self._thoughts.finish() if self._thoughts else ("", "")
-        parts = self._parts(reasoning, text)
-        if self._calls is None:
+        reasoning, text = self._reasoning.finish() if self._reasoning else ("", "")
+        parts = self._parse(reasoning, text)
+        if self._tool_calls is None:
             return parts
-        text, calls = self._calls.finish()
-        return Parts(parts.content + text, reasoning, (*parts.tool_calls, *calls))
+        text, calls = self._tool_calls.finish()
+        return ParsedDelta(parts.content + text, reasoning, (*parts.tool_calls, *calls))
 
-    def _parts(self, reasoning: str, text: str) -> Parts:
-        if self._calls is None:
-            return Parts(text, reasoning)
-        content, calls = self._calls.feed(text)
-        return Parts(content, reasoning, tuple(calls))
+    def _parse(self, reasoning: str, text: str) -> ParsedDelta:
+        if self._tool_calls is None:
+            return ParsedDelta(text, reasoning)
+        content, calls = self._tool_calls.feed(text)
+        return ParsedDelta(content, reasoning, tuple(calls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class StopMatcher:
+class StopStringMatcher:
     """Passes text through until a stop string is complete.
 
     Text that may be the beginning of a stop string is held back until it is known not to be.
@@ -14,7 +14,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
+        self._buffer = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
@@ -23,27 +23,27 @@ class StopMatcher:
             return text
         if self.matched is not None:
             return ""
-        self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._buffer += text
+        found = [(at, stop) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if found:
             # the one complete first, as if the text had come character by character
             at, self.matched = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            shown, self._held = self._held[:at], ""
+            shown, self._buffer = self._buffer[:at], ""
             return shown
-        return self._release(self._held_back())
+        return self._release(self._partial_len())
 
     def flush(self) -> str:
         """What is still held back, when the answer ends without a stop string."""
         return self._release(0)
 
-    def _held_back(self) -> int:
+    def _partial_len(self) -> int:
         """Length of the longest end of the held text with which a stop string begins."""
-        for length in range(min(self._longest - 1, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+        for length in range(min(self._longest - 1, len(self._buffer)), 0, -1):
+            if any(stop.startswith(self._buffer[-length:]) for stop in self._stops):
                 return length
         return 0
 
     def _release(self, keep: int) -> str:
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._buffer) - keep
+        shown, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return shown

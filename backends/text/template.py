@@ -25,104 +25,108 @@ _SHORT_ID = 9
 MAX_RENDER_S = 5.0
 
 
-class _Arguments(dict[str, Any]):
+class _CallArguments(dict[str, Any]):
     """Arguments of a call: a mapping, and JSON where a template writes them as they are."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
 
 
-def conversation(messages: Sequence[Message], *, short_ids: bool) -> list[dict[str, Any]]:
-    """One dict a message. short_ids: ids of calls are brought to nine letters and digits."""
+def template_messages(messages: Sequence[Message], *, use_short_ids: bool) -> list[dict[str, Any]]:
+    """One dict a message. use_short_ids: ids of calls are brought to nine letters and digits."""
     names = {call.id: call.name for message in messages for call in message.tool_calls}
-    return [_turn(message, names, short_ids) for message in messages]
+    return [_template_message(message, names, use_short_ids) for message in messages]
 
 
 def with_text_arguments(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same with the arguments of calls as JSON text."""
     return [
-        turn | {"tool_calls": [_with_text(call) for call in turn["tool_calls"]]}
+        turn | {"tool_calls": [_with_json_arguments(call) for call in turn["tool_calls"]]}
         if "tool_calls" in turn
         else turn
         for turn in turns
     ]
 
 
-def _turn(message: Message, names: dict[str, str], short_ids: bool) -> dict[str, Any]:
+def _template_message(
+    message: Message, function_names: dict[str, str], use_short_ids: bool
+) -> dict[str, Any]:
     """Only with the fields that it has: templates ask whether they are there."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         turn["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        turn["tool_calls"] = [_call(call, short_ids) for call in message.tool_calls]
+        turn["tool_calls"] = [
+            _template_tool_call(call, use_short_ids) for call in message.tool_calls
+        ]
     if message.tool_call_id is not None:
-        turn["tool_call_id"] = _id(message.tool_call_id, short_ids)
-    name = message.name or names.get(message.tool_call_id or "")
+        turn["tool_call_id"] = _tool_call_id(message.tool_call_id, use_short_ids)
+    name = message.name or function_names.get(message.tool_call_id or "")
     if name:
         turn["name"] = name
     return turn
 
 
-def _call(call: ToolCall, short_ids: bool) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _Arguments(json.loads(call.arguments or "{}"))}
-    return {"id": _id(call.id, short_ids), "type": "function", "function": function}
+def _template_tool_call(call: ToolCall, use_short_ids: bool) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _CallArguments(json.loads(call.arguments or "{}"))}
+    return {"id": _tool_call_id(call.id, use_short_ids), "type": "function", "function": function}
 
 
-def _id(text: str, short_ids: bool) -> str:
+def _tool_call_id(text: str, use_short_ids: bool) -> str:
     """Mistral's templates refuse ids of another length, such as other servers give."""
-    if not short_ids or (len(text) == _SHORT_ID and text.isalnum() and text.isascii()):
+    if not use_short_ids or (len(text) == _SHORT_ID and text.isalnum() and text.isascii()):
         return text
     return hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
 
 
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return call | {"function": function | {"arguments": str(function["arguments"])}}
 
 
-class Overtime(Exception):
+class DeadlineExceeded(Exception):
     """The time is up."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Overtime if the block runs longer than that.
+    """DeadlineExceeded if the block runs longer than that.
 
     It is raised between two bytecodes: an endless loop in Python ends, a call into C does
     not end before it returns.
     """
-    watch = _Watch(threading.get_ident())
-    timer = threading.Timer(seconds, watch.strike)
+    watch = _DeadlineTimer(threading.get_ident())
+    timer = threading.Timer(seconds, watch.expire)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        watch.leave()
+        watch.cancel()
 
 
-class _Watch:
+class _DeadlineTimer:
     def __init__(self, thread_id: int) -> None:
         self._thread_id = ctypes.c_ulong(thread_id)
         self._lock = threading.Lock()
-        self._left = False
+        self._is_cancelled = False
 
-    def strike(self) -> None:
+    def expire(self) -> None:
         with self._lock:
-            if not self._left:
-                self._raise_in_thread(ctypes.py_object(Overtime))
+            if not self._is_cancelled:
+                self._raise_in_thread(ctypes.py_object(DeadlineExceeded))
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
-            self._left = True
+            self._is_cancelled = True
             self._raise_in_thread(None)  # one that has not arrived yet comes too late
 
-    def _raise_in_thread(self, kind: ctypes.py_object[type[Overtime]] | None) -> None:
+    def _raise_in_thread(self, kind: ctypes.py_object[type[DeadlineExceeded]] | None) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, kind)
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks answers for training; here it is its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
@@ -141,14 +145,14 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            self._read = meta.find_undeclared_variables(environment.parse(source))
+            self._used_variables = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the chat template does not compile: {error}: "
@@ -163,42 +167,43 @@ class ChatTemplate:
             "documents": None,
         }
 
-    def reads(self, variable: str) -> bool:
+    def uses_variable(self, variable: str) -> bool:
         """Whether the template looks at a variable of that name."""
-        return variable in self._read
+        return variable in self._used_variables
 
     def render(
         self,
         messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
-        in_system: Mapping[str, Any] | None = None,
+        system_fields: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt for an answer to these messages. InvalidRequest if the template objects.
 
-        variables: further ones for the template; in_system: further fields of the system message.
+        variables: further ones for the template; system_fields: further fields of the system
+        message.
         """
-        turns = conversation(messages, short_ids="length 9" in self.source)
-        if in_system:
-            turns[0] |= in_system
+        turns = template_messages(messages, use_short_ids="length 9" in self.source)
+        if system_fields:
+            turns[0] |= system_fields
         try:
-            return self._rendered(turns, variables or {})
+            return self._render(turns, variables or {})
         except InvalidRequest:
             if not any(message.tool_calls for message in messages):
                 raise
             # some templates want the arguments of calls as text
-            return self._rendered(with_text_arguments(turns), variables or {})
+            return self._render(with_text_arguments(turns), variables or {})
 
-    def _rendered(self, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
             with deadline(MAX_RENDER_S):
                 return self._template.render({**self._variables, **variables, "messages": turns})
-        except Overtime as error:
+        except DeadlineExceeded as error:
             raise InvalidRequest(
                 f"the chat template does not come to an end within {MAX_RENDER_S:g} s: "
                 "give another with --chat-template FILE",
                 param="messages",
             ) from error
-        except _Refused as error:
+        except _TemplateRefusal as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -209,12 +214,12 @@ class ChatTemplate:
             ) from error
 
 
-class _Refused(Exception):
+class _TemplateRefusal(Exception):
     """Raised by a template through raise_exception."""
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise _Refused(message)
+    raise _TemplateRefusal(message)
 
 
 def _strftime_now(pattern: str) -> str:

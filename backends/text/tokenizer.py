@@ -14,7 +14,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def end_ids(self) -> frozenset[int]:
+    def eos_token_ids(self) -> frozenset[int]:
         """Ids with which the model ends an answer (end of generation)."""
         ...
 
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_for_embedding(self, text: str) -> list[int]:
         """Token ids of a text that is no prompt but to be understood, with the special tokens
         that the model wants around one."""
         ...

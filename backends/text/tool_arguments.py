@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-from localgen.backends.text.pattern import SPACE, Pattern
+from localgen.backends.text.pattern import SPACE, PartialPattern
 
 _OPEN = "<parameter="
 _CLOSE = "</parameter>"
-_END = Pattern((SPACE, "</function>"))
-_NEXT = Pattern((SPACE, _OPEN))
+_FUNCTION_END = PartialPattern((SPACE, "</function>"))
+_PARAMETER_START = PartialPattern((SPACE, _OPEN))
 # what may stand beside the type of a string that is written without quotes
-_PLAIN = frozenset({"type", "enum", "description", "title", "default", "examples"})
+_UNQUOTED_KEYS = frozenset({"type", "enum", "description", "title", "default", "examples"})
 
 
-class Arguments(Protocol):
+class ArgumentsParser(Protocol):
     """Reads the arguments of one call. `is_done`: what was fed last went beyond their end."""
 
     is_done: bool
@@ -27,12 +27,12 @@ class Arguments(Protocol):
         """
         ...
 
-    def finish(self, rest: str) -> str:
-        """The last piece, where the answer ends within them; rest: what was left over."""
+    def finish(self, remaining: str) -> str:
+        """The last piece, where the answer ends within them; remaining: what was left over."""
         ...
 
 
-class JsonArguments:
+class JsonArgumentsParser:
     """A JSON object, passed on as it stands until its last brace."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class JsonArguments:
         self._escaped = False
 
     def feed(self, text: str) -> tuple[str, str]:
-        """As Arguments.feed."""
+        """As ArgumentsParser.feed."""
         for at, char in enumerate(text):
             if self._in_string:
-                self._within_string(char)
+                self._scan_string(char)
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
@@ -57,11 +57,11 @@ class JsonArguments:
                 self._in_string = True
         return text, ""
 
-    def finish(self, rest: str) -> str:
-        """As Arguments.finish."""
-        return rest
+    def finish(self, remaining: str) -> str:
+        """As ArgumentsParser.finish."""
+        return remaining
 
-    def _within_string(self, char: str) -> None:
+    def _scan_string(self, char: str) -> None:
         if self._escaped:
             self._escaped = False
         elif char == "\\":
@@ -70,81 +70,92 @@ class JsonArguments:
             self._in_string = False
 
 
-def is_plain(schema: Any) -> bool:
+def is_unquoted_string(schema: Any) -> bool:
     """Whether a value of this schema is written as it is; any other is written as JSON."""
     return (
         isinstance(schema, dict)
         and schema.get("type") == "string"
-        and schema.keys() <= _PLAIN
+        and schema.keys() <= _UNQUOTED_KEYS
         and all(isinstance(value, str) for value in schema.get("enum", ()))
     )
 
 
-class XmlArguments:
+class XmlArgumentsParser:
     """Tagged parameters in, one JSON object out. properties: the schema of each by its name."""
 
     def __init__(self, properties: dict[str, Any]) -> None:
         self.is_done = False
         self._properties = properties
-        self._count = 0
-        self._plain: bool | None = None  # of the value that is open; None: none is
-        self._shown = False  # whether a part of it has been passed on
+        self._num_parameters = 0
+        self._is_unquoted: bool | None = None  # of the value that is open; None: none is
+        self._has_output = False  # whether a part of it has been passed on
 
     def feed(self, text: str) -> tuple[str, str]:
-        """As Arguments.feed."""
+        """As ArgumentsParser.feed."""
         pieces = []
         while not self.is_done:
-            piece, rest = self._outside(text) if self._plain is None else self._value(text)
+            piece, rest = (
+                self._between_parameters(text)
+                if self._is_unquoted is None
+                else self._in_value(text)
+            )
             pieces.append(piece)
             if rest == text:
                 break
             text = rest
         return "".join(pieces), text
 
-    def finish(self, rest: str) -> str:
-        """As Arguments.finish: the beginning of a tag is worth nothing, that of a value is."""
-        return rest if self._plain is False else ""
+    def finish(self, remaining: str) -> str:
+        """As ArgumentsParser.finish: the beginning of a tag is worth nothing, that of a value
+        is."""
+        return remaining if self._is_unquoted is False else ""
 
-    def _outside(self, text: str) -> tuple[str, str]:
+    def _between_parameters(self, text: str) -> tuple[str, str]:
         """Before a parameter, or at the end of all."""
-        found = _NEXT.match(text)
+        found = _PARAMETER_START.match(text)
         if found:
             name, closed, rest = text[found.end() :].partition(">")
             if not closed or not rest:
                 return "", text  # the line break after it is not part of the value
-            self._plain = is_plain(self._properties.get(name, {"type": "string"}))
-            self._shown = False
-            comma = ", " if self._count else "{"
-            self._count += 1
+            self._is_unquoted = is_unquoted_string(self._properties.get(name, {"type": "string"}))
+            self._has_output = False
+            comma = ", " if self._num_parameters else "{"
+            self._num_parameters += 1
             return f"{comma}{json.dumps(name, ensure_ascii=False)}: ", rest.removeprefix("\n")
-        if _END.match(text) or not (_NEXT.may_come(text) or _END.may_come(text)):
+        if _FUNCTION_END.match(text) or not (
+            _PARAMETER_START.may_match(text) or _FUNCTION_END.may_match(text)
+        ):
             self.is_done = True
-            return "}" if self._count else "{}", text
+            return "}" if self._num_parameters else "{}", text
         return "", text
 
-    def _value(self, text: str) -> tuple[str, str]:
+    def _in_value(self, text: str) -> tuple[str, str]:
         value, closed, rest = text.partition(_CLOSE)
         if closed:
             value = value.removesuffix("\n")
-        elif self._plain:
-            value = text[: len(text) - _held_back(text)]
+        elif self._is_unquoted:
+            value = text[: len(text) - _partial_close_len(text)]
             rest = text[len(value) :]
         else:
             return "", text
-        piece = self._quoted(value, closed=bool(closed)) if self._plain else _json_of(value)
+        piece = (
+            self._json_string_piece(value, closed=bool(closed))
+            if self._is_unquoted
+            else _to_json(value)
+        )
         if closed:
-            self._plain = None
+            self._is_unquoted = None
         return piece, rest
 
-    def _quoted(self, value: str, *, closed: bool) -> str:
+    def _json_string_piece(self, value: str, *, closed: bool) -> str:
         """The next piece of a string, with the quote that opens or closes it."""
-        opening = "" if self._shown or not (value or closed) else '"'
-        self._shown = self._shown or bool(opening)
+        opening = "" if self._has_output or not (value or closed) else '"'
+        self._has_output = self._has_output or bool(opening)
         closing = '"' if closed else ""
         return opening + json.dumps(value, ensure_ascii=False)[1:-1] + closing
 
 
-def _held_back(text: str) -> int:
+def _partial_close_len(text: str) -> int:
     """Length of the longest end of the text that may begin a closing tag."""
     tag = "\n" + _CLOSE
     for length in range(min(len(tag), len(text)), 0, -1):
@@ -154,14 +165,14 @@ def _held_back(text: str) -> int:
     return 0
 
 
-def _json_of(text: str) -> str:
+def _to_json(text: str) -> str:
     """The value if it is JSON, or else a string of it."""
     try:
-        json.loads(text, parse_constant=_refused)
+        json.loads(text, parse_constant=_reject_constant)
     except ValueError:
         return json.dumps(text, ensure_ascii=False)
     return text.strip()
 
 
-def _refused(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(constant)  # NaN and the like, which Python reads and JSON does not have

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from localgen.backends.text.tool_format import Format, parameters_of
+from localgen.backends.text.tool_format import ToolCallFormat, parse_parameters
 from localgen.backends.types import Message, Tool
 
-_HOW = """\
+_TOOL_INSTRUCTIONS = """\
 You can call functions. These are the ones there are, one JSON object a line:
 <tools>
 {tools}
@@ -22,7 +22,7 @@ To call one, write a JSON object with its name and its arguments within tags, an
 What it gives then comes back to you within <tool_response></tool_response>."""
 
 
-def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def tool_definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Tools as OpenAI and the templates have them."""
     return [
         {
@@ -30,20 +30,20 @@ def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             "function": {
                 "name": tool.name,
                 "description": tool.description,
-                "parameters": parameters_of(tool),
+                "parameters": parse_parameters(tool),
             },
         }
         for tool in tools
     ]
 
 
-def description(tools: Sequence[Tool]) -> str:
+def tool_instructions(tools: Sequence[Tool]) -> str:
     """What a model is told that has learned no way of its own."""
-    lines = [json.dumps(one["function"], ensure_ascii=False) for one in definitions(tools)]
-    return _HOW.format(tools="\n".join(lines))
+    lines = [json.dumps(one["function"], ensure_ascii=False) for one in tool_definitions(tools)]
+    return _TOOL_INSTRUCTIONS.format(tools="\n".join(lines))
 
 
-def with_system(messages: Sequence[Message], text: str) -> list[Message]:
+def append_to_system_message(messages: Sequence[Message], text: str) -> list[Message]:
     """The text behind that of the system message, which is made if there is none."""
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{text}".strip())
@@ -51,7 +51,7 @@ def with_system(messages: Sequence[Message], text: str) -> list[Message]:
     return [Message("system", text), *messages]
 
 
-def without_system(messages: Sequence[Message]) -> list[Message]:
+def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
     """The same with the system message in front of the first user's, for templates without."""
     if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
         return list(messages)
@@ -59,7 +59,7 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
     return [replace(messages[1], content=content), *messages[2:]]
 
 
-def as_text(messages: Sequence[Message], format: Format) -> list[Message]:
+def inline_tool_messages(messages: Sequence[Message], format: ToolCallFormat) -> list[Message]:
     """Calls and their results as content, and no role but system, user and assistant.
 
     Results that follow one another, or are followed by a prompt, are one message: templates
@@ -67,28 +67,28 @@ def as_text(messages: Sequence[Message], format: Format) -> list[Message]:
     """
     plain: list[Message] = []
     for message in messages:
-        turn = _plain(message, format)
+        turn = _inline_message(message, format)
         if message.role == "tool" or (plain and turn.role == plain[-1].role == "user"):
-            turn = _joined(plain, turn)
+            turn = _merge_same_role(plain, turn)
         plain.append(turn)
     return plain
 
 
-def calls_as_text(message: Message, format: Format) -> Message:
+def inline_tool_calls(message: Message, format: ToolCallFormat) -> Message:
     """The calls of a message behind its content."""
     if not message.tool_calls:
         return message
-    calls = format.as_text(message.tool_calls)
+    calls = format.render_calls(message.tool_calls)
     return replace(message, content=f"{message.content}\n{calls}".strip(), tool_calls=())
 
 
-def _plain(message: Message, format: Format) -> Message:
+def _inline_message(message: Message, format: ToolCallFormat) -> Message:
     if message.role == "tool":
         return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
-    return calls_as_text(message, format)
+    return inline_tool_calls(message, format)
 
 
-def _joined(said: list[Message], turn: Message) -> Message:
-    if not said or said[-1].role != turn.role:
+def _merge_same_role(messages: list[Message], turn: Message) -> Message:
+    if not messages or messages[-1].role != turn.role:
         return turn
-    return replace(turn, content=f"{said.pop().content}\n{turn.content}")
+    return replace(turn, content=f"{messages.pop().content}\n{turn.content}")

@@ -74,7 +74,7 @@ class Bench:
 
     def prompt(self, shape: Shape, tokens: int) -> list[int]:
         """Random tokens, never the same twice, so that no cache helps."""
-        return self.random.choices(range(shape.spec.vocab), k=tokens)
+        return self.random.choices(range(shape.spec.vocab_size), k=tokens)
 
     def prompts(self, shape: Shape, lengths: Sequence[int]) -> list[list[int]]:
         return [self.prompt(shape, tokens) for tokens in lengths]

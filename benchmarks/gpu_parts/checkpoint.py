@@ -24,7 +24,7 @@ def write_checkpoint(folder: Path, spec: ModelSpec, device: Device) -> int:
     """Plain weights in bfloat16, in shards, and a tokenizer; how many bytes the weights are."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(spec, "bfloat16")), encoding="utf-8")
-    _write_tokenizer(folder, spec.vocab)
+    _write_tokenizer(folder, spec.vocab_size)
     generator = torch.Generator(device.torch).manual_seed(0)
     shard: dict[str, Tensor] = {}
     files: dict[str, str] = {}
@@ -66,10 +66,10 @@ def _write(folder: Path, shard: dict[str, Tensor], number: int) -> dict[str, str
 
 def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a Llama's tensors."""
-    hidden, inner = spec.hidden, spec.intermediate
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield "model.embed_tokens.weight", (spec.vocab, hidden)
-    for index in range(spec.layers):
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    for index in range(spec.num_layers):
         layer = f"model.layers.{index}"
         yield f"{layer}.input_layernorm.weight", (hidden,)
         yield f"{layer}.post_attention_layernorm.weight", (hidden,)
@@ -81,5 +81,5 @@ def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
         yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
-    if not spec.tied:
-        yield "lm_head.weight", (spec.vocab, hidden)
+    if not spec.tied_embeddings:
+        yield "lm_head.weight", (spec.vocab_size, hidden)

@@ -15,7 +15,7 @@ from benchmarks.gpu_parts.loaded import DTYPE, over, watched_runner
 from benchmarks.gpu_parts.probe import Probe, exact, livened
 from benchmarks.gpu_parts.report import Check, said
 from benchmarks.gpu_parts.shapes import CHECKED, Shape
-from localgen.backends.cuda.model.weights import Weights, random_weights
+from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # relative error of the logits of a few layers in bfloat16. Random digits of 4 bits have a mean that
@@ -36,7 +36,7 @@ class Subject:
 
     name: str
     spec: ModelSpec
-    weights: Weights
+    weights: DecoderWeights
     twin: Probe
     texts: list[list[int]] = field(default_factory=list)
 
@@ -47,9 +47,9 @@ class Subject:
         generator = torch.Generator(device.torch).manual_seed(seed)
         weights = livened(plain, generator)
         draw = random.Random(seed)
-        prefix = draw.choices(range(spec.vocab), k=_SHARED)
-        texts = [draw.choices(range(spec.vocab), k=length) for length in _PROMPTS]
-        texts += [prefix + draw.choices(range(spec.vocab), k=9) for _ in range(2)]
+        prefix = draw.choices(range(spec.vocab_size), k=_SHARED)
+        texts = [draw.choices(range(spec.vocab_size), k=length) for length in _PROMPTS]
+        texts += [prefix + draw.choices(range(spec.vocab_size), k=9) for _ in range(2)]
         twin = Probe(spec, exact(weights), max_len=512, dtype=torch.float64)
         return cls(shape.name, spec, weights, twin, texts)
 
@@ -129,7 +129,7 @@ def _answers(
     runner = watched_runner(
         subject.spec, subject.weights, device, kv_tokens=4096, graphs=graphs, ahead=ahead
     )
-    with over(runner, subject.spec.vocab) as session:
+    with over(runner, subject.spec.vocab_size) as session:
         answers = [*session.ask(subject.texts[:-1], _ANSWER), *session.ask(subject.texts[-1:], 8)]
         cached = answers[-1].finished.timings.cache_n
         assert cached == _SHARED, f"{cached} of {_SHARED} tokens came from the cache"

@@ -32,7 +32,7 @@ def drafts(bench: Bench, budget: Budget) -> None:
     # what comes after a draft is the target's to say
     target, draft = runner(plan.plain, ahead=True), runner(plan.small, ahead=False)
     prompt = bench.prompt(plan.plain, plan.alone.prompt)
-    vocab = plan.plain.spec.vocab
+    vocab = plan.plain.spec.vocab_size
     for alpha in ACCEPTANCES:
         drafter = ModelDrafter(Scripted(draft, SAID, alpha), "scripted")
         sessions = {

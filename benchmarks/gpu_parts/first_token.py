@@ -17,9 +17,9 @@ from pathlib import Path  # noqa: E402
 from benchmarks.answers import Answer  # noqa: E402
 from benchmarks.gpu_parts.device import Device  # noqa: E402
 from benchmarks.gpu_parts.loaded import over  # noqa: E402
-from localgen.backends.cuda.loader import load  # noqa: E402
+from localgen.backends.cuda.loader import load_cuda_model  # noqa: E402
 from localgen.backends.cuda.runner import CudaRunner  # noqa: E402
-from localgen.backends.model_info import Load, LoadOptions  # noqa: E402
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest  # noqa: E402
 
 _PROMPT, _ANSWER = 32, 40
 
@@ -42,7 +42,9 @@ def main() -> None:
         read_s.append(time.monotonic())
 
     asked = LoadOptions(backend="cuda", device=str(device.torch))
-    model = load(Load("model", str(options.folder), asked), weights_are_there)
+    model = load_cuda_model(
+        ModelLoadRequest("model", str(options.folder), asked), weights_are_there
+    )
     device.synchronize()
     loaded_s = time.monotonic()
     assert isinstance(model.runner, CudaRunner)

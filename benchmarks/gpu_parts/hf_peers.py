@@ -12,14 +12,14 @@ from torch import Tensor
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import config_of
 from localgen.backends.cuda.model.linear import DenseLinear, Linear
-from localgen.backends.cuda.model.weights import Weights
+from localgen.backends.cuda.model.weights import DecoderWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # of the memory that is free beside the weights: others are on the device, too
 _KV_SHARE = 0.2
 
 
-def hf_model(spec: ModelSpec, weights: Weights, device: Device) -> Any:
+def hf_model(spec: ModelSpec, weights: DecoderWeights, device: Device) -> Any:
     """A transformers model whose parameters are these very tensors, or parts of them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,19 +28,19 @@ def hf_model(spec: ModelSpec, weights: Weights, device: Device) -> Any:
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
     model = model.to(weights.embed.dtype)
-    model.load_state_dict(dict(named(spec, weights)), assign=True, strict=not spec.tied)
-    if spec.tied:
+    model.load_state_dict(dict(named(spec, weights)), assign=True, strict=not spec.tied_embeddings)
+    if spec.tied_embeddings:
         model.tie_weights()
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(device.torch)
     return model.eval().requires_grad_(False)
 
 
-def named(spec: ModelSpec, weights: Weights) -> list[tuple[str, Tensor]]:
+def named(spec: ModelSpec, weights: DecoderWeights) -> list[tuple[str, Tensor]]:
     """The tensors under their names in a checkpoint."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     found = [("model.embed_tokens.weight", weights.embed), ("model.norm.weight", weights.norm)]
-    if not spec.tied:
+    if not spec.tied_embeddings:
         found.append(("lm_head.weight", _dense(weights.head)))
     for index, layer in enumerate(weights.layers):
         assert layer.gate_up is not None
@@ -51,7 +51,7 @@ def named(spec: ModelSpec, weights: Weights) -> list[tuple[str, Tensor]]:
             "input_layernorm": layer.input_norm,
             "post_attention_layernorm": layer.mlp_norm,
             **{f"self_attn.{n}_proj": part for n, part in zip("qkv", qkv, strict=True)},
-            "self_attn.o_proj": _dense(layer.out),
+            "self_attn.o_proj": _dense(layer.attention_out),
             "mlp.gate_proj": gate,
             "mlp.up_proj": up,
             "mlp.down_proj": _dense(layer.down),
@@ -68,7 +68,9 @@ def _dense(linear: Linear) -> Tensor:
 class StaticGenerate:
     """generate() with a static cache, which compiles the model's forward pass on a GPU."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, device: Device, *, max_len: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, device: Device, *, max_len: int
+    ) -> None:
         from transformers import StaticCache
 
         self._model, self._device = hf_model(spec, weights, device), device
@@ -106,7 +108,7 @@ class StaticGenerate:
 class ContinuousBatching:
     """generate_batch(), which keeps its cache and its graphs from round to round."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, device: Device) -> None:
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, device: Device) -> None:
         self._model, self._device = hf_model(spec, weights, device), device
 
     @torch.inference_mode()

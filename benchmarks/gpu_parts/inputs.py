@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.attention_metadata import Ragged
-from localgen.backends.cuda.kernels.kv_cache import LARGEST, LayerKV, shrink
+from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, quantize_kv
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 
 
@@ -43,23 +43,26 @@ class Inputs:
         """A layer of a cache that is full. kind: what it is kept in."""
         shape = (pages, kv_heads, PAGE_TOKENS, size)
         keys, values = self.normal(*shape), self.normal(*shape)
-        if kind not in LARGEST:
+        if kind not in QUANTIZED_MAX:
             return LayerKV(keys.to(kind), values.to(kind))
-        (k, k_scales), (v, v_scales) = shrink(keys.float(), kind), shrink(values.float(), kind)
+        (k, k_scales), (v, v_scales) = (
+            quantize_kv(keys.float(), kind),
+            quantize_kv(values.float(), kind),
+        )
         return LayerKV(k, v, k_scales, v_scales)
 
-    def ragged(self, rows: list[int], lengths: list[int], pages: int) -> Ragged:
+    def ragged(self, rows: list[int], lengths: list[int], pages: int) -> AttentionMetadata:
         """Sequences of so many new rows each, that end at these lengths, on pages in any order."""
         width = max(map(pages_for, lengths))
         assert width * len(lengths) <= pages
         tables = self.permutation(pages)[: width * len(lengths)].view(len(lengths), width)
         starts = torch.tensor([0, *rows]).cumsum(0)
-        return Ragged(
-            tables=tables.to(torch.int32),
-            starts=starts.to(self.device, torch.int32),
-            lengths=torch.tensor(lengths, device=self.device, dtype=torch.int32),
-            max_rows=max(rows),
-            max_len=max(lengths),
+        return AttentionMetadata(
+            page_tables=tables.to(torch.int32),
+            query_starts=starts.to(self.device, torch.int32),
+            seq_lens=torch.tensor(lengths, device=self.device, dtype=torch.int32),
+            max_query_len=max(rows),
+            max_seq_len=max(lengths),
         )
 
 

@@ -15,8 +15,8 @@ from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, Case, Sizes, Tensors, be
 from benchmarks.gpu_parts.inputs import Inputs, doubled_cache, exact_cache
 from localgen.backends.cuda.kernels import activation, norm, rope
 from localgen.backends.cuda.kernels.attention import paged
-from localgen.backends.cuda.kernels.gemm.tile import Kind
-from localgen.backends.cuda.kernels.kv_cache import LARGEST, LayerKV, widen
+from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
+from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, dequantize_kv
 
 
 def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -51,13 +51,13 @@ def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 
 def gates(make: Inputs, sizes: Sizes) -> Iterator[Case]:
-    kinds: tuple[Kind, ...] = ("silu", "gelu_tanh")
+    kinds: tuple[ActivationKind, ...] = ("silu", "gelu_tanh")
     for rows, size in ((1, sizes.intermediate), (sizes.rows, 1000)):
         for kind in kinds:
             x = make.normal(rows, 2 * size, std=2.0)
-            sides = activation.gated, activation.gated_reference
+            sides = activation.gated_activation, activation.gated_activation_reference
             name = f"{rows} × {size}, {kind}"
-            yield beside("gated", name, sides, (x, kind), (x.double(), kind))
+            yield beside("gated_activation", name, sides, (x, kind), (x.double(), kind))
 
 
 def rotations(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -89,33 +89,33 @@ def _rotation(
     slots[rows // 2] = slots[0] if rows == 1 else -1
     weights = None
     if normed:
-        weights = rope.HeadNorms(make.normal(size), make.normal(size), 1e-5, False)
+        weights = rope.QKNorm(make.normal(size), make.normal(size), 1e-5, False)
     cache = make.cache(pages, kv_heads, size, kind)
 
     def stored(into: LayerKV, queries: Tensor) -> Tensors:
         # the cache as values: what was there before must still be there
-        keys = widen(into.keys, into.key_scales)
-        return queries, keys, widen(into.values, into.value_scales)
+        keys = dequantize_kv(into.keys, into.key_scales)
+        return queries, keys, dequantize_kv(into.values, into.value_scales)
 
     def found() -> Tensors:
         into = LayerKV(*(part.clone() for part in cache.tensors))
-        return stored(into, rope.rope_and_store(qkv, positions, table, weights, into, slots))
+        return stored(into, rope.rope_and_store_kv(qkv, positions, table, weights, into, slots))
 
     def wanted() -> Tensors:
         # rows keep their type, or what is stored would be rounded from something else; the twin
         # computes in float32 or better, and rounds once
         into = doubled_cache(cache)
-        norms = weights and rope.HeadNorms(
-            weights.q.double(), weights.k.double(), weights.eps, weights.offset
+        norms = weights and rope.QKNorm(
+            weights.q_weight.double(), weights.k_weight.double(), weights.eps, weights.offset
         )
         exact = tuple(part.double() for part in table)
-        queries = rope.rope_and_store_reference(
+        queries = rope.rope_and_store_kv_reference(
             qkv.double(), positions, (exact[0], exact[1]), norms, into, slots
         )
         return stored(into, queries)
 
     name = f"{rows} × {size}, {2 * half} rotated{', norms' if normed else ''}, {_short(kind)}"
-    return Case("rope_and_store", name, found, wanted, EIGHT_BITS.get(kind, BF16))
+    return Case("rope_and_store_kv", name, found, wanted, EIGHT_BITS.get(kind, BF16))
 
 
 def attentions(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -182,4 +182,4 @@ def _attention(
 
 
 def _short(kind: torch.dtype) -> str:
-    return f"{'cache ' if kind in LARGEST else ''}{str(kind).removeprefix('torch.')}"
+    return f"{'cache ' if kind in QUANTIZED_MAX else ''}{str(kind).removeprefix('torch.')}"

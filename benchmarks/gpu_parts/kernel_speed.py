@@ -15,7 +15,7 @@ from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded
 from benchmarks.gpu_parts.report import Report, said
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
-from localgen.backends.cuda.kernels.attention_metadata import Ragged
+from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.model.linear import DenseLinear, Linear
@@ -23,7 +23,7 @@ from localgen.backends.cuda.model.weights import LayerWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 PART, SDPA = "kernels", "torch SDPA"
-_NAMES = ("qkv", "out", "gate_up", "down")
+_NAMES = ("qkv", "attention_out", "gate_up", "down")
 # layers whose weights are read in turn: together they are many times a cache
 _LAYERS = 16
 # bytes of keys and values that are read in turn
@@ -90,9 +90,13 @@ def _linear(layer: LayerWeights, name: str) -> Linear:
 
 def _layer_bytes(model: Loaded) -> float:
     """Weights of one layer, about: norms are next to nothing."""
-    head = 0 if model.spec.tied else model.spec.vocab * model.spec.hidden * DTYPE.itemsize
+    head = (
+        0
+        if model.spec.tied_embeddings
+        else model.spec.vocab_size * model.spec.hidden_size * DTYPE.itemsize
+    )
     embed = model.weights.embed.nbytes
-    return (model.weights.num_bytes - head - embed) / model.spec.layers
+    return (model.weights.num_bytes - head - embed) / model.spec.num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +130,11 @@ def _attend(
     crowd: Crowd,
     maker: Callable[[Inputs, ModelSpec, Crowd], Callable[[], object]],
 ) -> None:
-    kv = 2 * crowd.sequences * crowd.tokens * spec.kv_heads * spec.head_dim * DTYPE.itemsize
+    kv = 2 * crowd.sequences * crowd.tokens * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
     copies = max(1, min(16, int(_ROTATED_BYTES // kv))) if tester.device.is_gpu else 1
     took_s = tester.device.median_s([maker(tester.make, spec, crowd) for _ in range(copies)])
     seen = crowd.rows * (crowd.tokens - crowd.rows) + crowd.rows * (crowd.rows + 1) / 2
-    sums = 4 * crowd.sequences * spec.heads * spec.head_dim * seen
+    sums = 4 * crowd.sequences * spec.num_heads * spec.head_dim * seen
     if crowd.rows == 1:
         figures = {"gb_s": kv / took_s / 1e9, **tester.ceilings.shares(kv / took_s)}
     else:
@@ -141,10 +145,10 @@ def _attend(
 
 def _paged(make: Inputs, spec: ModelSpec, crowd: Crowd) -> Callable[[], object]:
     pages = pages_for(crowd.tokens) * crowd.sequences
-    cache: LayerKV = make.cache(pages, spec.kv_heads, spec.head_dim, make.dtype)
+    cache: LayerKV = make.cache(pages, spec.num_kv_heads, spec.head_dim, make.dtype)
     count = crowd.sequences
-    ragged: Ragged = make.ragged([crowd.rows] * count, [crowd.tokens] * count, pages)
-    queries = make.normal(crowd.rows * count, spec.heads, spec.head_dim)
+    ragged: AttentionMetadata = make.ragged([crowd.rows] * count, [crowd.tokens] * count, pages)
+    queries = make.normal(crowd.rows * count, spec.num_heads, spec.head_dim)
     return lambda: paged_attention(
         queries, cache, ragged, scale=spec.attn_scale, window=None, softcap=None
     )
@@ -152,9 +156,9 @@ def _paged(make: Inputs, spec: ModelSpec, crowd: Crowd) -> Callable[[], object]:
 
 def _sdpa(make: Inputs, spec: ModelSpec, crowd: Crowd) -> Callable[[], object]:
     tokens = pages_for(crowd.tokens) * PAGE_TOKENS
-    shape = (crowd.sequences, spec.kv_heads, tokens, spec.head_dim)
+    shape = (crowd.sequences, spec.num_kv_heads, tokens, spec.head_dim)
     keys, values = (make.normal(*shape)[:, :, : crowd.tokens] for _ in range(2))
-    queries = make.normal(crowd.sequences, spec.heads, crowd.rows, spec.head_dim)
+    queries = make.normal(crowd.sequences, spec.num_heads, crowd.rows, spec.head_dim)
     causal = crowd.rows > 1
     bias = None
     if causal and crowd.rows < crowd.tokens:

@@ -13,14 +13,14 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.session import Session
 from localgen.backends.cuda.device import sizing
-from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
-from localgen.backends.cuda.model.weights import Weights, random_weights
-from localgen.backends.cuda.runner import CudaRunner, Ticket, limits
-from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
+from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
+from localgen.backends.cuda.runner import CudaRunner, CudaStepTicket, cuda_limits
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.runner.interface import StepResult
@@ -40,7 +40,7 @@ class Loaded:
     @property
     def step_bytes(self) -> int:
         """Weights that a step reads: all but an embedding of which it takes a few rows."""
-        embed = 0 if self.spec.tied else self.weights.embed.nbytes
+        embed = 0 if self.spec.tied_embeddings else self.weights.embed.nbytes
         return self.weights.num_bytes - embed
 
     def kv_bytes(self, tokens: float) -> float:
@@ -53,18 +53,18 @@ class WatchedRunner(CudaRunner):
 
     waited_s = 0.0
 
-    def collect(self, ticket: Ticket) -> StepResult:
-        if ticket.done is not None:
+    def collect(self, ticket: CudaStepTicket) -> StepResult:
+        if ticket.done_event is not None:
             begun_s = time.perf_counter()
             with contextlib.suppress(RuntimeError):  # CudaRunner says what it means
-                ticket.done.synchronize()
+                ticket.done_event.synchronize()
             self.waited_s += time.perf_counter() - begun_s
         return super().collect(ticket)
 
 
 def watched_runner(
     spec: ModelSpec,
-    weights: Weights,
+    weights: DecoderWeights,
     device: Device,
     *,
     kv_tokens: int,
@@ -73,33 +73,34 @@ def watched_runner(
     dtype: torch.dtype = DTYPE,
 ) -> WatchedRunner:
     """A runner as the loader makes it, over a pool of `kv_tokens`."""
-    settings, tokenizer = Settings(), NumberTokenizer(spec.vocab)
+    settings, tokenizer = CudaOptions(), NumberTokenizer(spec.vocab_size)
     pages = pages_for(kv_tokens)
     cache = KVCache.zeros(spec, pages, device=device.torch, dtype=dtype)
     max_len = min(spec.max_len, pages * PAGE_TOKENS)
     return WatchedRunner(
-        DeviceSteps(Decoder(spec, weights, max_len), cache, graphs=graphs),
-        PagedCache(pages, share=True),
-        limits(
+        DeviceExecutor(Decoder(spec, weights, max_len), cache, use_cuda_graphs=graphs),
+        PagedCache(pages, prefix_cache=True),
+        cuda_limits(
             max_seqs=settings.parallel,
             max_batch_tokens=settings.max_batch_tokens,
             max_len=max_len,
             kv_tokens=pages * PAGE_TOKENS,
-            share=True,
+            prefix_cache=True,
         ),
         lambda token: tokenizer.piece(token).decode(),
-        ahead=ahead,
+        run_ahead=ahead,
         pooler=Pooler(),
     )
 
 
 def over(runner: CudaRunner, vocab: int, drafters: Sequence[Drafter] = ()) -> Session:
     """An engine with the loader's defaults."""
-    return Session(runner, vocab, itl_target_ms=Settings().itl_target_ms, drafters=drafters)
+    return Session(runner, vocab, itl_target_ms=CudaOptions().itl_target_ms, drafters=drafters)
 
 
 def serving(loaded: Loaded, device: Device, *, kv_tokens: int) -> Session:
     """As a user would have it: with graphs, and looking ahead."""
     return over(
-        watched_runner(loaded.spec, loaded.weights, device, kv_tokens=kv_tokens), loaded.spec.vocab
+        watched_runner(loaded.spec, loaded.weights, device, kv_tokens=kv_tokens),
+        loaded.spec.vocab_size,
     )

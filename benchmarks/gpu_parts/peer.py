@@ -28,11 +28,11 @@ ROOM = 16
 
 def asked_prompt(plan: Plan) -> list[int]:
     """What every peer and localgen compute the logits of."""
-    return random.Random(0).choices(range(plan.plain.spec.vocab), k=plan.alone.prompt)
+    return random.Random(0).choices(range(plan.plain.spec.vocab_size), k=plan.alone.prompt)
 
 
 def _prompts(plan: Plan, count: int, tokens: int) -> list[list[int]]:
-    return [random.choices(range(plan.plain.spec.vocab), k=tokens) for _ in range(count)]
+    return [random.choices(range(plan.plain.spec.vocab_size), k=tokens) for _ in range(count)]
 
 
 def _static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.inputs import doubled
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
-from localgen.backends.cuda.model.batch import Ints, StepInputs, arrange
+from localgen.backends.cuda.model.batch import Int32Array, StepInputs, build_step_inputs
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
-from localgen.backends.cuda.model.weights import LayerWeights, Weights
-from localgen.backends.cuda.steps.cuda_graphs import DeviceSteps
+from localgen.backends.cuda.model.weights import DecoderWeights, LayerWeights
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Seq
@@ -30,7 +30,7 @@ class Probe:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Weights,
+        weights: DecoderWeights,
         *,
         max_len: int,
         sequences: int = 1,
@@ -48,7 +48,7 @@ class Probe:
         self._pages = np.random.default_rng(0).permutation(count).astype(np.int32)
         self._names = [_sequence(i, max_len) for i in range(sequences)]
         length = min(spec.max_len, self._each * PAGE_TOKENS)
-        self._steps = DeviceSteps(Decoder(spec, weights, length), cache, graphs=graphs)
+        self._steps = DeviceExecutor(Decoder(spec, weights, length), cache, use_cuda_graphs=graphs)
 
     def step(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
         """Logits after every token of each part (sequence, start, tokens): [tokens, vocab]."""
@@ -63,13 +63,13 @@ class Probe:
                 start=start,
                 tokens=list(tokens),
                 num_drafts=len(tokens) - 1,
-                samples=True,
+                is_sampled=True,
             )
             for number, start, tokens in parts
         ]
-        return arrange(chunks, self._table)
+        return build_step_inputs(chunks, self._table)
 
-    def _table(self, seq: Seq) -> Ints:
+    def _table(self, seq: Seq) -> Int32Array:
         first = int(seq.id) * self._each
         return self._pages[first : first + self._each]
 
@@ -85,16 +85,16 @@ class Probe:
 
 def _sequence(number: int, max_len: int) -> Seq:
     return Seq(
-        id=str(number), tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=max_len, limit=max_len
+        id=str(number), tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=max_len, max_len=max_len
     )
 
 
-def exact(weights: Weights) -> Weights:
+def exact(weights: DecoderWeights) -> DecoderWeights:
     """The same weights in float64 on the CPU, where only twins compute."""
     return _changed(weights, lambda tensor: doubled(tensor.cpu()))
 
 
-def livened(weights: Weights, generator: torch.Generator) -> Weights:
+def livened(weights: DecoderWeights, generator: torch.Generator) -> DecoderWeights:
     """With norms that are not all ones, where mistakes would not show."""
 
     def other(norm: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, Case, Sizes, beside
 from benchmarks.gpu_parts.inputs import Inputs, doubled
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
 from localgen.backends.cuda.kernels.moe import fused_experts
-from localgen.backends.cuda.kernels.moe.grouped_experts import Chosen
+from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 
 
 def products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -42,7 +42,7 @@ def int4_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         for rows, ins, outs in _products(sizes):
             given = (
                 make.normal(rows, ins),
-                int4.pack(make.integers(0, 16, outs, ins, dtype=torch.uint8)),
+                int4.pack_int4(make.integers(0, 16, outs, ins, dtype=torch.uint8)),
                 (make.normal(outs, ins // group).abs() * 0.01 + 0.001).to(torch.float16),
                 make.integers(0, 16, outs, ins // group, dtype=torch.uint8),
                 make.normal(outs),
@@ -60,13 +60,13 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
             make.normal(outs, dtype=torch.float32).abs() * 0.02 + 0.001,
             make.normal(outs),
         )
-        most = BF16 if rows <= fp8.MOST_ROWS else ROUNDED_ROWS
+        most = BF16 if rows <= fp8.MAX_WEIGHT_ONLY_ROWS else ROUNDED_ROWS
         name = f"{rows} × {ins} → {outs}"
         yield beside("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
 
 
 def mixtures(make: Inputs, sizes: Sizes) -> Iterator[Case]:
-    sides = fused_experts.mixture, fused_experts.mixture_reference
+    sides = fused_experts.fused_experts, fused_experts.fused_experts_reference
     hidden, inner = sizes.hidden // 2, 768
     for rows, count, top_k in ((1, 8, 2), (8, 16, 4), (sizes.rows, 16, 2)):
         weights = (
@@ -75,7 +75,7 @@ def mixtures(make: Inputs, sizes: Sizes) -> Iterator[Case]:
             make.normal(count, hidden, inner, std=0.02),
         )
         shares, ids = make.normal(rows, count, dtype=torch.float32).softmax(-1).topk(top_k)
-        given = (*weights, Chosen(ids, shares), "silu")
-        exact = (*map(doubled, weights), Chosen(ids, shares.double()), "silu")
+        given = (*weights, ExpertRouting(ids, shares), "silu")
+        exact = (*map(doubled, weights), ExpertRouting(ids, shares.double()), "silu")
         name = f"{rows} × {hidden}, {top_k} of {count} × {inner}"
-        yield beside("mixture", name, sides, given, exact)
+        yield beside("fused_experts", name, sides, given, exact)

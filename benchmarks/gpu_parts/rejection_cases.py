@@ -12,8 +12,8 @@ from benchmarks.gpu_parts.case import Case, Sizes, Tensors
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.sampling_cases import DIFFERENT, settings_of
 from localgen.backends.cuda.kernels.sampling import rejection, sample
-from localgen.backends.cuda.kernels.sampling.rejection import Drafts
-from localgen.backends.cuda.kernels.sampling.sample import Drawn
+from localgen.backends.cuda.kernels.sampling.rejection import SampledDrafts
+from localgen.backends.cuda.kernels.sampling.sample import SamplerOutput
 
 
 def rejections(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -27,41 +27,41 @@ def _probabilities(make: Inputs, rows: int, vocab: int) -> Case:
     drawn, asked, every = _drawn(make, rows, vocab)
 
     def found() -> Tensors:
-        return (rejection.probabilities(drawn, asked, every),)
+        return (rejection.sampling_probs(drawn, asked, every),)
 
     def wanted() -> Tensors:
         exact = replace(drawn, logits=drawn.logits.double())
-        return (rejection.probabilities_reference(exact, asked, every),)
+        return (rejection.sampling_probs_reference(exact, asked, every),)
 
-    return Case("probabilities", f"{rows} × {vocab}", found, wanted)
+    return Case("sampling_probs", f"{rows} × {vocab}", found, wanted)
 
 
 def _verify(make: Inputs, rows: int, vocab: int) -> Case:
     drawn, asked, every = _drawn(make, rows, vocab)
     # near the target's own distribution, so that many are kept and many are not
     nearby = drawn.logits + make.normal(rows, vocab, std=0.5, dtype=torch.float32)
-    q = rejection.probabilities_reference(replace(drawn, logits=nearby), asked, every)
+    q = rejection.sampling_probs_reference(replace(drawn, logits=nearby), asked, every)
     tokens = q.multinomial(1)[:, 0].to(torch.int32)
-    drafts = Drafts(every, tokens, q)
+    drafts = SampledDrafts(every, tokens, q)
 
     def found() -> Tensors:
         exact = replace(drawn, logits=drawn.logits.double())
-        wanted = rejection.verify_reference(exact, asked, drafts)
+        wanted = rejection.rejection_sample_reference(exact, asked, drafts)
         # the kernel writes into what it is given
         given = replace(drawn, tokens=drawn.tokens.clone())
-        return ((rejection.verify(given, asked, drafts) == wanted).double(),)
+        return ((rejection.rejection_sample(given, asked, drafts) == wanted).double(),)
 
     def wanted() -> Tensors:
         return (torch.ones(rows, dtype=torch.float64, device=drawn.logits.device),)
 
     # as for sampling: the share of rows that may differ
-    return Case("verify", f"{rows} × {vocab}", found, wanted, math.sqrt(DIFFERENT))
+    return Case("rejection_sample", f"{rows} × {vocab}", found, wanted, math.sqrt(DIFFERENT))
 
 
 def _drawn(
     make: Inputs, rows: int, vocab: int
-) -> tuple[Drawn, sample.SamplingTensors, torch.Tensor]:
+) -> tuple[SamplerOutput, sample.SamplingTensors, torch.Tensor]:
     logits = make.normal(rows, vocab, std=3.0, dtype=torch.float32)
     asked = settings_of(make, rows, vocab, "top-k")
     every = torch.arange(rows, device=make.device, dtype=torch.int32)
-    return sample.sample(logits, asked), asked, every
+    return sample.sample_tokens(logits, asked), asked, every

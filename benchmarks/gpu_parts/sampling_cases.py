@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_parts.case import Case, Sizes, Tensors
 from benchmarks.gpu_parts.inputs import Inputs
 from localgen.backends.cuda.kernels.sampling import sample
-from localgen.backends.cuda.kernels.sampling.gumbel import seed_mix
+from localgen.backends.cuda.kernels.sampling.gumbel import hash_seed
 from localgen.backends.cuda.kernels.sampling.sample import SamplingTensors
 
 # rows that may differ: two tokens can be as good as equal
@@ -32,15 +32,15 @@ def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
     settings = settings_of(make, rows, vocab, kind)
 
     def found() -> Tensors:
-        drawn = sample.sample(logits, settings).tokens
-        same = drawn == sample.sample_reference(logits.double(), settings).tokens
+        drawn = sample.sample_tokens(logits, settings).tokens
+        same = drawn == sample.sample_tokens_reference(logits.double(), settings).tokens
         return (same.double(),)
 
     def wanted() -> Tensors:
         return (torch.ones(rows, dtype=torch.float64, device=logits.device),)
 
     # of zeros and ones, the relative error is the root of the share that differs
-    return Case("sample", f"{rows} × {vocab}, {kind}", found, wanted, math.sqrt(DIFFERENT))
+    return Case("sample_tokens", f"{rows} × {vocab}, {kind}", found, wanted, math.sqrt(DIFFERENT))
 
 
 def settings_of(make: Inputs, rows: int, vocab: int, kind: str) -> SamplingTensors:
@@ -55,11 +55,11 @@ def settings_of(make: Inputs, rows: int, vocab: int, kind: str) -> SamplingTenso
         top_k=column(40 if has["top-k"] else 0).to(torch.int32),
         top_p=column(0.95 if has["top-p"] else 1.0),
         min_p=column(0.05 if has["min-p"] else 0.0),
-        seed_mix=torch.tensor([seed_mix(seed) for seed in seeds], device=make.device),
+        seed_hash=torch.tensor([hash_seed(seed) for seed in seeds], device=make.device),
         position=make.integers(1, 4096, rows),
-        repeat=column(1.2),
-        presence=column(0.3),
-        frequency=column(0.2),
+        repeat_penalty=column(1.2),
+        presence_penalty=column(0.3),
+        frequency_penalty=column(0.2),
         edit_rows=none,
         edit_tokens=none,
         edit_counts=none.float(),

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localgen.backends.formats.architecture.model_spec import ModelSpec, Moe, Quant
+from localgen.backends.formats.architecture.model_spec import (
+    ModelSpec,
+    MoeConfig,
+    QuantizationConfig,
+)
 from localgen.backends.formats.architecture.rope import Llama3Scaling, Rope
 
-INT4 = Quant(method="awq", bits=4, group_size=128, zero_point=True)
-FP8 = Quant(method="fp8", bits=8)
+INT4 = QuantizationConfig(method="awq", bits=4, group_size=128, zero_point=True)
+FP8 = QuantizationConfig(method="fp8", bits=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +36,18 @@ def llama(
     max_len: int = 131_072,
     stretch: float = 8.0,
     tied: bool = False,
-    quant: Quant | None = None,
+    quant: QuantizationConfig | None = None,
 ) -> ModelSpec:
     """A Llama 3. stretch: the factor of its rope scaling."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=vocab,
+        vocab_size=vocab,
         max_len=max_len,
         norm_eps=1e-5,
         norm_offset=False,
@@ -61,13 +65,13 @@ def llama(
             ),
         ),
         local_rope=None,
-        windows=(None,) * layers,
+        sliding_windows=(None,) * layers,
         attn_scale=head_dim**-0.5,
         attn_softcap=None,
         logit_softcap=None,
         embed_scale=1.0,
-        tied=tied,
-        fused=False,
+        tied_embeddings=tied,
+        fused_projections=False,
         moe=None,
         quant=quant,
     )
@@ -80,13 +84,13 @@ def config_of(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [spec.architecture],
         "model_type": "llama",
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.intermediate,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab,
+        "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_len,
         "rms_norm_eps": spec.norm_eps,
         "rope_parameters": {
@@ -97,7 +101,7 @@ def config_of(spec: ModelSpec, dtype: str) -> dict[str, Any]:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.trained_len,
         },
-        "tie_word_embeddings": spec.tied,
+        "tie_word_embeddings": spec.tied_embeddings,
         "dtype": dtype,
     }
 
@@ -163,13 +167,18 @@ CHECKED = (
             attn_scale=0.125,  # of normed heads, whose products are larger
             activation="gelu_tanh",
             local_rope=Rope(theta=10_000.0, dim=64),
-            windows=(48, None, 48),
+            sliding_windows=(48, None, 48),
             attn_softcap=50.0,
             logit_softcap=30.0,
             embed_scale=16.0,
-            tied=True,
+            tied_embeddings=True,
         ),
     ),
     Shape("qwen", replace(SMALL, qk_norm=True, qkv_bias=True, attn_scale=0.125)),
-    Shape("mixture", replace(SMALL, moe=Moe(experts=8, top_k=2, intermediate=128, normalize=True))),
+    Shape(
+        "mixture",
+        replace(
+            SMALL, moe=MoeConfig(num_experts=8, top_k=2, intermediate_size=128, normalize_topk=True)
+        ),
+    ),
 )

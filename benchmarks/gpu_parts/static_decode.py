@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_parts.device import Device
 from localgen.backends.cuda.model.linear import DenseLinear, Linear
-from localgen.backends.cuda.model.weights import LayerWeights, Weights
+from localgen.backends.cuda.model.weights import DecoderWeights, LayerWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 
@@ -24,13 +24,19 @@ class StaticDecode:
     """A Llama. compiler: torch.compile's backend."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, device: Device, *, max_len: int, compiler: str
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        device: Device,
+        *,
+        max_len: int,
+        compiler: str,
     ) -> None:
         self._spec, self._weights, self._device = spec, weights, device
-        shape = (2, 1, spec.kv_heads, max_len, spec.head_dim)
+        shape = (2, 1, spec.num_kv_heads, max_len, spec.head_dim)
         kinds: dict[str, Any] = {"device": device.torch, "dtype": weights.embed.dtype}
         self._caches = [torch.zeros(shape, **kinds) for _ in weights.layers]
-        self._rotation = [part.to(device.torch) for part in spec.rope.table(max_len)]
+        self._rotation = [part.to(device.torch) for part in spec.rope.cos_sin_table(max_len)]
         self._visible = torch.ones(max_len, max_len, dtype=torch.bool, device=device.torch).tril()
         self.token = torch.zeros(1, dtype=torch.int64, device=device.torch)
         self.position = torch.zeros(1, dtype=torch.int64, device=device.torch)
@@ -94,7 +100,7 @@ class StaticDecode:
 def _parts(layer: LayerWeights) -> tuple[Tensor, ...]:
     assert layer.gate_up is not None
     assert layer.down is not None
-    linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    linears = (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
     return layer.input_norm, layer.mlp_norm, *map(_dense, linears)
 
 

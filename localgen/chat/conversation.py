@@ -13,14 +13,14 @@ from localgen.backends.types import Message
 class Turn:
     """A prompt and its answer. stopped: it was cut short, by the user or by a fault.
 
-    reasoning: what the model thought before. served: how it was served, for people to read.
+    reasoning: what the model thought before. summary: how it was served, for people to read.
     """
 
     prompt: str
     answer: str
     stopped: bool = False
     reasoning: str = ""
-    served: str = ""
+    summary: str = ""
 
     @property
     def is_unanswered(self) -> bool:
@@ -48,7 +48,9 @@ class Conversation:
             said += [Message("user", turn.prompt), Message("assistant", turn.answer, thought)]
         return tuple(said)
 
-    def asking(self, prompt: str, *, with_reasoning: bool = False) -> tuple[Message, ...]:
+    def messages_with_prompt(
+        self, prompt: str, *, with_reasoning: bool = False
+    ) -> tuple[Message, ...]:
         """The messages of a request for an answer to this prompt."""
         return (*self.messages(with_reasoning=with_reasoning), Message("user", prompt))
 
@@ -69,8 +71,11 @@ class Conversation:
         return replace(self, turns=())
 
 
-def from_messages(messages: Sequence[Message], stopped: frozenset[int]) -> Conversation:
-    """The conversation of a list of messages; stopped: indices of answers that were cut short.
+def conversation_from_messages(
+    messages: Sequence[Message], stopped_indices: frozenset[int]
+) -> Conversation:
+    """The conversation of a list of messages; stopped_indices: indices of answers that were cut
+    short.
 
     InvalidRequest: not an optional system message, then user and assistant in turn.
     """
@@ -84,7 +89,7 @@ def from_messages(messages: Sequence[Message], stopped: frozenset[int]) -> Conve
         Turn(
             spoken[at].content,
             spoken[at + 1].content,
-            first + at + 1 in stopped,
+            first + at + 1 in stopped_indices,
             spoken[at + 1].reasoning or "",
         )
         for at in range(0, len(spoken), 2)

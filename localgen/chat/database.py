@@ -16,11 +16,11 @@ from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
 
 _DAY_S = 86_400.0
 # `lgch`: tells our files from those of other programs
-APPLICATION = 0x6C676368
-_WAIT_S = 5.0
+APPLICATION_ID = 0x6C676368
+_BUSY_TIMEOUT_S = 5.0
 
 
-class Writer:
+class WriterLock:
     """This program among those that share a folder. Its name is new each time.
 
     InvalidRequest: the folder cannot be written to.
@@ -31,9 +31,9 @@ class Writer:
         self.name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = open(self._path(self.name), "a")  # noqa: SIM115
-            fcntl.flock(self._lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._sweep()
+            self._lock_file = open(self._lock_path(self.name), "a")  # noqa: SIM115
+            fcntl.flock(self._lock_file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._remove_stale_locks()
         except OSError as error:
             raise InvalidRequest(f"cannot write to {folder}: {error.strerror}") from error
 
@@ -43,29 +43,29 @@ class Writer:
             return True
         try:
             # a name comes from a file that others may have written
-            with open(self._path(Path(name).name)) as lock:
+            with open(self._lock_path(Path(name).name)) as lock:
                 fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
         except OSError:
             return True
         with contextlib.suppress(OSError):
-            self._path(Path(name).name).unlink()  # nobody takes that name again
+            self._lock_path(Path(name).name).unlink()  # nobody takes that name again
         return False
 
     def close(self) -> None:
         """Tell the others that this one has left."""
         with contextlib.suppress(OSError):
-            self._path(self.name).unlink(missing_ok=True)
-        self._lock.close()
+            self._lock_path(self.name).unlink(missing_ok=True)
+        self._lock_file.close()
 
-    def _sweep(self) -> None:
+    def _remove_stale_locks(self) -> None:
         """Remove what killed programs left; not what one that starts has not locked yet."""
         for path in self._folder.glob("*.lock"):
             if time.time() - path.stat().st_mtime > _DAY_S:
                 self.is_alive(path.stem)
 
-    def _path(self, name: str) -> Path:
+    def _lock_path(self, name: str) -> Path:
         return self._folder / f"{name}.lock"
 
 
@@ -85,98 +85,98 @@ class Database:
     def __init__(self, path: Path, schema: tuple[str, ...]) -> None:
         self._path = path
         self._lock = threading.RLock()
-        with self._telling():
+        with self._translate_errors():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # chats are private, and SQLite would create the file for all to read
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            self._sqlite = sqlite3.connect(
-                path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
         try:
-            self._prepare(schema)
+            self._migrate(schema)
         except BaseException:
-            self._sqlite.close()
+            self._connection.close()
             raise
 
     def close(self) -> None:
         with self._lock:
-            self._sqlite.close()
+            self._connection.close()
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
+    def read_transaction(self) -> Iterator[sqlite3.Connection]:
         """One state of the file, whoever writes meanwhile."""
-        with self._lock, self._telling(), self._transaction("BEGIN"):
-            yield self._sqlite
+        with self._lock, self._translate_errors(), self._transaction("BEGIN"):
+            yield self._connection
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def write_transaction(self) -> Iterator[sqlite3.Connection]:
         """Everything or nothing. DiskFull, StoreFailed: nothing was written."""
-        with self._lock, self._telling(), self._transaction("BEGIN IMMEDIATE"):
-            yield self._sqlite
+        with self._lock, self._translate_errors(), self._transaction("BEGIN IMMEDIATE"):
+            yield self._connection
 
-    def changes(self) -> int:
+    def data_version(self) -> int:
         """A number that is another one after another program has written."""
-        with self._lock, self._telling():
-            found: int = self._sqlite.execute("PRAGMA data_version").fetchone()[0]
+        with self._lock, self._translate_errors():
+            found: int = self._connection.execute("PRAGMA data_version").fetchone()[0]
             return found
 
-    def _prepare(self, schema: tuple[str, ...]) -> None:
-        with self._telling():
-            self._require_ours(len(schema))
-            self._sqlite.execute("PRAGMA journal_mode = WAL")
+    def _migrate(self, schema: tuple[str, ...]) -> None:
+        with self._translate_errors():
+            self._validate_file(len(schema))
+            self._connection.execute("PRAGMA journal_mode = WAL")
             # after a crash of the machine the last moments may be missing, the file is whole
-            self._sqlite.execute("PRAGMA synchronous = NORMAL")
-            self._sqlite.execute("PRAGMA foreign_keys = ON")
-        with self.writing() as sqlite:
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+        with self.write_transaction() as sqlite:
             version = self._pragma("user_version")
             for number, statements in enumerate(schema[version:], version + 1):
                 for statement in statements.split(";"):
                     sqlite.execute(statement)
                 sqlite.execute(f"PRAGMA user_version = {number}")
-            sqlite.execute(f"PRAGMA application_id = {APPLICATION}")
+            sqlite.execute(f"PRAGMA application_id = {APPLICATION_ID}")
 
-    def _require_ours(self, newest: int) -> None:
+    def _validate_file(self, latest_version: int) -> None:
         version, application = self._pragma("user_version"), self._pragma("application_id")
         is_empty = self._pragma("schema_version") == 0
-        if not is_empty and application != APPLICATION:
+        if not is_empty and application != APPLICATION_ID:
             raise StoreFailed(f"{self._path} is no file of chats: move it away to begin a new one")
-        if version > newest:
+        if version > latest_version:
             raise StoreFailed(
                 f"{self._path} was written by a newer localgen (format {version}, this one knows "
-                f"{newest}): update localgen, or set LOCALGEN_STATE_DIR to another folder"
+                f"{latest_version}): update localgen, or set LOCALGEN_STATE_DIR to another folder"
             )
-        found = self._sqlite.execute("PRAGMA quick_check(1)").fetchone()[0]
+        found = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
-            raise self._damaged(found)
+            raise self._damaged_error(found)
 
     def _pragma(self, name: str) -> int:
-        found: int = self._sqlite.execute(f"PRAGMA {name}").fetchone()[0]
+        found: int = self._connection.execute(f"PRAGMA {name}").fetchone()[0]
         return found
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:
-        self._sqlite.execute(begin)
+        self._connection.execute(begin)
         try:
             yield
-            self._sqlite.execute("COMMIT")
+            self._connection.execute("COMMIT")
         except BaseException:
             # a full disk may have ended it already
-            if self._sqlite.in_transaction:
-                self._sqlite.execute("ROLLBACK")
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
             raise
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise StoreFailed(f"cannot use {self._path}: {error.strerror}") from error
         except sqlite3.OperationalError as error:
-            raise self._refused(error) from error
+            raise self._operational_error(error) from error
         except sqlite3.DatabaseError as error:
-            raise self._damaged(str(error)) from error
+            raise self._damaged_error(str(error)) from error
 
-    def _refused(self, error: sqlite3.OperationalError) -> LocalgenError:
+    def _operational_error(self, error: sqlite3.OperationalError) -> LocalgenError:
         full = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE")
         if error.sqlite_errorname in full:
             return DiskFull(f"the disk of {self._path} is full: make room, it is tried again")
@@ -184,8 +184,8 @@ class Database:
             return StoreFailed(f"another program keeps {self._path} locked: end it")
         return StoreFailed(f"cannot use {self._path}: {error}")
 
-    def _damaged(self, what: str) -> StoreFailed:
-        found = " ".join(what.split())
+    def _damaged_error(self, detail: str) -> StoreFailed:
+        found = " ".join(detail.split())
         return StoreFailed(
             f"{self._path} is damaged ({found}): it was left as it is; "
             "move it away to begin a new one"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from markdown_it import MarkdownIt
 
 
-def parser() -> MarkdownIt:
+def create_markdown_parser() -> MarkdownIt:
     """CommonMark with tables and strikethrough, as far as a terminal can show it.
 
     HTML, images, entities and reference definitions would hide or reorder what the model wrote.

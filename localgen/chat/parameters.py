@@ -16,15 +16,15 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # logprobs have nowhere to be shown in a chat
-NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
-ALIASES = {
+PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
+PARAMETER_ALIASES = {
     "temp": "temperature",
     "n": "max_tokens",
     "num_predict": "max_tokens",
     "typical": "typical_p",
     "repetition_penalty": "repeat_penalty",
 }
-_UNSET = ("default", "none", "unset")
+_UNSET_WORDS = ("default", "none", "unset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,49 +41,51 @@ class ModelOptions:
 
 
 def with_parameter(
-    params: SamplingParams, name: str, text: str, *, checked: bool = False
+    params: SamplingParams, name: str, text: str, *, validate: bool = False
 ) -> SamplingParams:
     """The parameters with one set from text; `default` unsets it. InvalidRequest says what fits.
 
-    checked: whether it has to make sense to our engines; other servers have rules of their own.
+    validate: whether it has to make sense to our engines; other servers have rules of their own.
     """
-    field = field_name(name)
+    field = resolve_parameter_name(name)
     default = getattr(SamplingParams(), field)
-    value: Any = default if text.lower() in _UNSET else _value(field, text)
+    value: Any = default if text.lower() in _UNSET_WORDS else _parse_value(field, text)
     changed = replace(params, **{field: value})
-    if checked and value != default:  # what is taken back cannot make it worse
-        sampling_params.check(changed.with_defaults(BASE_SAMPLING))
-        sampling_params.check_asked(changed)
+    if validate and value != default:  # what is taken back cannot make it worse
+        sampling_params.validate_sampling_params(changed.with_defaults(BASE_SAMPLING))
+        sampling_params.reject_mirostat_conflicts(changed)
     return changed
 
 
-def field_name(name: str) -> str:
+def resolve_parameter_name(name: str) -> str:
     """The field of a name as a user writes it (`top-k`, `temp`)."""
     asked = name.lower().lstrip("-").replace("-", "_")
-    found = ALIASES.get(asked, asked)
-    if found in NAMES:
+    found = PARAMETER_ALIASES.get(asked, asked)
+    if found in PARAMETER_NAMES:
         return found
-    close = difflib.get_close_matches(found, NAMES, n=1)
-    hint = f", did you mean {close[0]}?" if close else f": there is {', '.join(NAMES)}"
+    close = difflib.get_close_matches(found, PARAMETER_NAMES, n=1)
+    hint = f", did you mean {close[0]}?" if close else f": there is {', '.join(PARAMETER_NAMES)}"
     raise InvalidRequest(f"no parameter {name!r}{hint}", param="parameter")
 
 
-def rows(
-    params: SamplingParams, model: SamplingParams, base: SamplingParams = BASE_SAMPLING
+def effective_parameters(
+    params: SamplingParams,
+    model_defaults: SamplingParams,
+    fallback_defaults: SamplingParams = BASE_SAMPLING,
 ) -> list[tuple[str, str, str]]:
     """Name, value in force and whose it is (yours, the model's, or that of base) of each one."""
     table = []
-    for name in NAMES:
-        sources = ((params, "yours"), (model, "model"), (base, ""))
+    for name in PARAMETER_NAMES:
+        sources = ((params, "yours"), (model_defaults, "model"), (fallback_defaults, ""))
         owner, whose = next(
             ((source, whose) for source, whose in sources if _is_set(getattr(source, name))),
-            (base, ""),
+            (fallback_defaults, ""),
         )
-        table.append((name, _shown(getattr(owner, name)), whose))
+        table.append((name, _format_value(getattr(owner, name)), whose))
     return table
 
 
-def logit_bias(pairs: Iterable[str]) -> dict[int, float]:
+def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:
     """Biases of `ID=BIAS` pairs. InvalidRequest: not such a pair."""
     biases = {}
     for pair in pairs:
@@ -99,14 +101,14 @@ def logit_bias(pairs: Iterable[str]) -> dict[int, float]:
     return biases
 
 
-def _value(field: str, text: str) -> Any:
-    kind = _kinds()[field]
+def _parse_value(field: str, text: str) -> Any:
+    kind = _field_types()[field]
     if field == "logit_bias":
-        return logit_bias(text.replace(",", " ").split())
+        return parse_logit_bias(text.replace(",", " ").split())
     if kind is bool:
-        return _flag(field, text)
+        return _parse_bool(field, text)
     if kind is tuple:
-        return _words(field, text)
+        return _parse_words(field, text)
     try:
         value = kind(text)
     except ValueError as error:
@@ -117,9 +119,9 @@ def _value(field: str, text: str) -> Any:
     return value
 
 
-def _words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:
+def _parse_words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:
     # \n is what people stop at, and a line cannot hold one
-    words = tuple(word.replace("\\n", "\n") for word in _split(field, text))
+    words = tuple(word.replace("\\n", "\n") for word in _split_words(field, text))
     if field != "stop_token_ids":
         return words
     try:
@@ -128,7 +130,7 @@ def _words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:
         raise InvalidRequest(f"{field} {text!r}: give whole numbers", param=field) from error
 
 
-def _split(field: str, text: str) -> list[str]:
+def _split_words(field: str, text: str) -> list[str]:
     """Words at blanks, except within quotes; a backslash is one."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split = True
@@ -143,20 +145,20 @@ def _split(field: str, text: str) -> list[str]:
     return words
 
 
-def _flag(field: str, text: str) -> bool:
+def _parse_bool(field: str, text: str) -> bool:
     if text.lower() not in ("on", "off", "true", "false"):
         raise InvalidRequest(f"{field} {text!r}: give on or off", param=field)
     return text.lower() in ("on", "true")
 
 
-def _kinds() -> dict[str, type]:
+def _field_types() -> dict[str, type]:
     """The plain type of each field: `float` of `float | None`, `tuple` of `tuple[str, ...]`."""
-    return {name: _plain(hint) for name, hint in get_type_hints(SamplingParams).items()}
+    return {name: _plain_type(hint) for name, hint in get_type_hints(SamplingParams).items()}
 
 
-def _plain(hint: Any) -> type:
+def _plain_type(hint: Any) -> type:
     if isinstance(hint, types.UnionType):
-        return _plain(next(part for part in get_args(hint) if part is not types.NoneType))
+        return _plain_type(next(part for part in get_args(hint) if part is not types.NoneType))
     origin: type = getattr(hint, "__origin__", hint)
     return origin
 
@@ -165,7 +167,7 @@ def _is_set(value: object) -> bool:
     return value is not None and value != () and value != {} and value is not False
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     match value:
         case None | () | False:
             return "-"

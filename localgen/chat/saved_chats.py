@@ -11,9 +11,9 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, SamplingParams
-from localgen.chat.conversation import Conversation, from_messages
+from localgen.chat.conversation import Conversation, conversation_from_messages
 
-FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
+FILE_FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SavedChat:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoken:
+class _SavedMessage:
     role: Literal["system", "user", "assistant"]
     content: str
     stopped: bool = False
@@ -34,11 +34,11 @@ class _Spoken:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _ChatFile:
     format: Literal["localgen-chat-1"]
     model: str
     parameters: SamplingParams
-    messages: tuple[_Spoken, ...]
+    messages: tuple[_SavedMessage, ...]
 
 
 def chat_path(name: str, state_dir: Path) -> Path:
@@ -50,19 +50,19 @@ def chat_path(name: str, state_dir: Path) -> Path:
     return state_dir / "chats" / f"{name}.json"
 
 
-def names(state_dir: Path) -> list[str]:
+def saved_chat_names(state_dir: Path) -> list[str]:
     """Names of the chats saved without a path."""
     return sorted(path.stem for path in (state_dir / "chats").glob("*.json"))
 
 
-def save(path: Path, chat: SavedChat) -> None:
+def save_chat(path: Path, chat: SavedChat) -> None:
     """Write a chat, all or nothing. InvalidRequest: cannot, or another kind of file is there."""
     if path.exists():
-        load(path)  # refuses to replace what is not a chat
+        load_chat(path)  # refuses to replace what is not a chat
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(_file_of(chat))))
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(_to_file(chat))))
         part.chmod(0o600)
         part.replace(path)
     except OSError as error:
@@ -70,16 +70,18 @@ def save(path: Path, chat: SavedChat) -> None:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from error
 
 
-def load(path: Path) -> SavedChat:
+def load_chat(path: Path) -> SavedChat:
     """Read a chat. InvalidRequest names the file and what is wrong with it."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_File)
+        found = msgspec.json.decode(path.read_bytes(), type=_ChatFile)
         stopped = frozenset(at for at, spoken in enumerate(found.messages) if spoken.stopped)
         messages = [
             Message(spoken.role, spoken.content, spoken.reasoning or None)
             for spoken in found.messages
         ]
-        return SavedChat(found.model, found.parameters, from_messages(messages, stopped))
+        return SavedChat(
+            found.model, found.parameters, conversation_from_messages(messages, stopped)
+        )
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -88,10 +90,10 @@ def load(path: Path) -> SavedChat:
         raise InvalidRequest(f"{path} is not a saved chat: {error.message}") from error
 
 
-def _file_of(chat: SavedChat) -> _File:
+def _to_file(chat: SavedChat) -> _ChatFile:
     system = chat.conversation.system
-    spoken = [_Spoken("system", system)] if system else []
+    spoken = [_SavedMessage("system", system)] if system else []
     for turn in chat.conversation.turns:
-        answer = _Spoken("assistant", turn.answer, turn.stopped, turn.reasoning)
-        spoken += [_Spoken("user", turn.prompt), answer]
-    return _File(FORMAT, chat.model, chat.params, tuple(spoken))
+        answer = _SavedMessage("assistant", turn.answer, turn.stopped, turn.reasoning)
+        spoken += [_SavedMessage("user", turn.prompt), answer]
+    return _ChatFile(FILE_FORMAT, chat.model, chat.params, tuple(spoken))

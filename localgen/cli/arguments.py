@@ -10,34 +10,34 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.cli.completion_values import any_model
+from localgen.cli.completion_values import complete_model
 
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
         help="Name or path of a model; without: LOCALGEN_MODEL, or the built-in one.",
-        autocompletion=any_model,
+        autocompletion=complete_model,
     ),
 ]
 PromptArgument = Annotated[str | None, typer.Argument(help="What to answer.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def model_and_prompt(
-    model: str | None, prompt: str | None, usual: str | None = None
+def split_model_and_prompt(
+    model: str | None, prompt: str | None, default_model: str | None = None
 ) -> tuple[str | None, str | None]:
     """Tell a prompt from a model where only one argument was given.
 
     Words with blanks between them are a prompt, unless they are the path of a file.
-    usual: the model where none is given; LOCALGEN_MODEL without.
+    default_model: the model where none is given; LOCALGEN_MODEL without.
     """
-    usual = usual or os.environ.get("LOCALGEN_MODEL") or None
+    default_model = default_model or os.environ.get("LOCALGEN_MODEL") or None
     if prompt is None and model is not None and len(model.split()) > 1 and not _is_file(model):
-        return usual, model
-    return model or usual, prompt
+        return default_model, model
+    return model or default_model, prompt
 
 
-def whole_prompt(prompt: str | None) -> str:
+def read_prompt(prompt: str | None) -> str:
     """The prompt: the argument, what is piped in, or both with a blank line between.
 
     InvalidRequest: there is neither, or the input is not text.
@@ -46,13 +46,13 @@ def whole_prompt(prompt: str | None) -> str:
         return prompt
     if _is_terminal():
         print("the prompt, then Ctrl+D:", file=sys.stderr)
-    parts = [part for part in (prompt, read_input()) if part and part.strip()]
+    parts = [part for part in (prompt, read_stdin()) if part and part.strip()]
     if not parts:
         raise InvalidRequest("no prompt: give it as an argument or on standard input")
     return "\n\n".join(parts)
 
 
-def read_input() -> str:
+def read_stdin() -> str:
     """Standard input to its end, without its last newline."""
     if sys.stdin is None:
         return ""

@@ -9,10 +9,16 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.chat.parameters import ModelOptions
-from localgen.cli.arguments import ModelArgument, model_and_prompt, whole_prompt
+from localgen.cli.arguments import ModelArgument, read_prompt, split_model_and_prompt
 from localgen.cli.options import takes_model_options
-from localgen.cli.pull import or_fetch
-from localgen.cli.remote_options import KeyEnvOption, UrlOption, applicable, client_of, endpoint_of
+from localgen.cli.pull import run_or_offer_pull
+from localgen.cli.remote_options import (
+    KeyEnvOption,
+    UrlOption,
+    create_client,
+    endpoint_from_options,
+    options_for_endpoint,
+)
 
 
 @takes_model_options
@@ -24,27 +30,27 @@ def command(
     api_key_env: KeyEnvOption = None,
 ) -> None:
     """Talk to a model. Piped input is read whole, as one prompt with a plain answer."""
-    there = endpoint_of(context, url, api_key_env)
-    options = applicable(options, there)
-    model, sentence = model_and_prompt(model, None, there.model if there else None)
+    there = endpoint_from_options(context, url, api_key_env)
+    options = options_for_endpoint(options, there)
+    model, sentence = split_model_and_prompt(model, None, there.model if there else None)
     if sentence is not None:
         raise InvalidRequest("chat takes a model, not a prompt: localgen run answers one prompt")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    prompt = None if at_terminal else whole_prompt(None)
+    prompt = None if at_terminal else read_prompt(None)
     from rich.console import Console
 
-    from localgen.cli.one_shot import answer_one
-    from localgen.repl.load_progress import Loading
+    from localgen.cli.one_shot import answer_prompt
+    from localgen.repl.load_progress import LoadProgressLine
     from localgen.repl.repl import start_chat
 
     console = Console(highlight=False, stderr=not at_terminal)
-    loading = Loading(console, model or "the built-in model")
-    with closing(client_of(there, loading.say)) as client:
+    loading = LoadProgressLine(console, model or "the built-in model")
+    with closing(create_client(there, loading.notify)) as client:
         if prompt is not None:
-            answer_one(client, loading, model, prompt, options)
+            answer_prompt(client, loading, model, prompt, options)
         elif there is not None:
             start_chat(client, loading, model, options)
         else:
-            or_fetch(
+            run_or_offer_pull(
                 model, lambda: start_chat(client, loading, model, options), draft=options.load.draft
             )

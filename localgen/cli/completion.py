@@ -25,12 +25,12 @@ def command(
     compinit: eval "$(localgen completion zsh)". For fish: localgen completion fish >
     ~/.config/fish/completions/localgen.fish
     """
-    from localgen.cli.shells import script
+    from localgen.cli.shells import completion_script
 
-    typer.echo(script(shell or _usual()))
+    typer.echo(completion_script(shell or _default_shell()))
 
 
-def _usual() -> str:
+def _default_shell() -> str:
     name = Path(os.environ.get("SHELL", "")).name
     if name not in _SHELLS:
         said = f"there is no completion for {name}" if name else "SHELL does not say which it is"

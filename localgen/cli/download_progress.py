@@ -17,46 +17,53 @@ from rich.progress import (
 from rich.text import Text
 
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import size
+from localgen.backends.units import format_size
 
 # without a terminal, a line this often
-_LINE_S = 10.0
+_LINE_INTERVAL_S = 10.0
 
 
-class Transfer:
-    """On stderr. Used as a context. total_bytes: of the whole; here: bytes that are here."""
+class DownloadProgress:
+    """On stderr. Used as a context. total_bytes: of the whole; downloaded_bytes: bytes that are
+    here."""
 
-    def __init__(self, name: str, total_bytes: int, here: int, console: Console | None = None):
+    def __init__(
+        self, name: str, total_bytes: int, downloaded_bytes: int, console: Console | None = None
+    ):
         self._name = one_line(name)
-        self._total = total_bytes
-        self._first = self._now = here
-        self._started_s = self._told_s = time.monotonic()
+        self._total_bytes = total_bytes
+        self._initial_bytes = self._downloaded_bytes = downloaded_bytes
+        self._started_s = self._last_line_s = time.monotonic()
         self._console = console or Console(stderr=True, highlight=False)
-        self._bar = _bar(self._console) if self._console.is_terminal else None
+        self._bar = _create_bar(self._console) if self._console.is_terminal else None
         if self._bar is not None:
-            self._task = self._bar.add_task(self._name, total=total_bytes, completed=here)
+            self._task = self._bar.add_task(
+                self._name, total=total_bytes, completed=downloaded_bytes
+            )
 
     @property
     def position(self) -> str:
         """`1.2 of 4.9 GB`, more or less."""
-        return f"{size(self._now)} of {size(self._total)}"
+        return f"{format_size(self._downloaded_bytes)} of {format_size(self._total_bytes)}"
 
-    def update(self, here: int) -> None:
-        """here: bytes of the whole that are here now."""
-        self._now = here
+    def update(self, downloaded_bytes: int) -> None:
+        """downloaded_bytes: bytes of the whole that are here now."""
+        self._downloaded_bytes = downloaded_bytes
         if self._bar is not None:
-            self._bar.update(self._task, completed=here)
-        elif time.monotonic() - self._told_s >= _LINE_S:
-            self._told_s = time.monotonic()
-            self._print(f"{self._name}: {self.position}, {self._rate()}")
+            self._bar.update(self._task, completed=downloaded_bytes)
+        elif time.monotonic() - self._last_line_s >= _LINE_INTERVAL_S:
+            self._last_line_s = time.monotonic()
+            self._print(f"{self._name}: {self.position}, {self._rate_text()}")
 
-    def say(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         """Something that a user should know; it stays."""
         self._print(one_line(line))
 
-    def __enter__(self) -> Transfer:
-        resumed = f", {size(self._first)} of it is here" if self._first else ""
-        self._print(f"pulling {self._name}, {size(self._total)}{resumed}")
+    def __enter__(self) -> DownloadProgress:
+        resumed = (
+            f", {format_size(self._initial_bytes)} of it is here" if self._initial_bytes else ""
+        )
+        self._print(f"pulling {self._name}, {format_size(self._total_bytes)}{resumed}")
         if self._bar is not None:
             self._bar.start()
         return self
@@ -71,20 +78,20 @@ class Transfer:
             self._bar.stop()
         elif error is None:
             seconds = time.monotonic() - self._started_s
-            self._print(f"{self._name}: {size(self._total)} in {seconds:.0f} s")
+            self._print(f"{self._name}: {format_size(self._total_bytes)} in {seconds:.0f} s")
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
 
-    def _rate(self) -> str:
-        rate = (self._now - self._first) / (time.monotonic() - self._started_s)
+    def _rate_text(self) -> str:
+        rate = (self._downloaded_bytes - self._initial_bytes) / (time.monotonic() - self._started_s)
         if rate <= 0:
             return "nothing came yet"
-        left_s = (self._total - self._now) / rate
-        return f"{size(rate)}/s, {left_s // 60:.0f} min {left_s % 60:02.0f} s left"
+        left_s = (self._total_bytes - self._downloaded_bytes) / rate
+        return f"{format_size(rate)}/s, {left_s // 60:.0f} min {left_s % 60:02.0f} s left"
 
 
-def _bar(console: Console) -> Progress:
+def _create_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -34,13 +34,13 @@ def add(
 ) -> None:
     """Give a server a name. Its key stays in the environment; only the variable's name is kept."""
     from localgen.client import endpoints
-    from localgen.client.endpoints import Endpoint, base_url, variable
+    from localgen.client.endpoints import Endpoint, normalize_base_url, validate_env_var_name
 
     if model is not None and not (model.strip() and model.isprintable()):
         raise InvalidRequest("--model: give the name of a model")
-    key = variable(key_env) if key_env is not None else None
-    new = Endpoint(base_url(url), name, key, model)
-    endpoints.add(new)
+    key = validate_env_var_name(key_env) if key_env is not None else None
+    new = Endpoint(normalize_base_url(url), name, key, model)
+    endpoints.add_endpoint(new)
     typer.echo(f"{name} is {new.url}: localgen chat --url {name}")
     if key is not None and not os.environ.get(key):
         typer.echo(f"{key} is not set yet: export it before", err=True)
@@ -50,13 +50,13 @@ def add(
 def list_(json: JsonFlag = False) -> None:
     """List the servers that have a name."""
     from localgen.cli import tables
-    from localgen.client.endpoints import endpoints
+    from localgen.client.endpoints import load_endpoints
 
-    known = list(endpoints().values())
+    known = list(load_endpoints().values())
     if json:
         tables.print_json(known)
         return
-    rows = [(each.name, each.url, _key(each.key_env), each.model or "-") for each in known]
+    rows = [(each.name, each.url, _key_cell(each.key_env), each.model or "-") for each in known]
     tables.print_table(("NAME", "URL", "KEY", "MODEL"), rows)
 
 
@@ -65,11 +65,11 @@ def rm(name: Annotated[str, typer.Argument(help="The name to forget.")]) -> None
     """Forget a name. The server does not notice."""
     from localgen.client import endpoints
 
-    endpoints.remove(name)
+    endpoints.remove_endpoint(name)
     typer.echo(f"{name} is forgotten")
 
 
-def _key(key_env: str | None) -> str:
+def _key_cell(key_env: str | None) -> str:
     if key_env is None:
         return "-"
     return f"${key_env}" if os.environ.get(key_env) else f"${key_env} (not set)"

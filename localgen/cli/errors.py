@@ -10,14 +10,14 @@ from pathlib import Path
 
 from localgen import __version__
 from localgen.backends.errors import LocalgenError
-from localgen.config import Settings
+from localgen.config import ServerSettings
 
 OTHER_ERROR = 1
-USAGE = 2
-UNEXPECTED = 70
+USAGE_ERROR = 2
+INTERNAL_ERROR = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-BY_ERROR_CODE = {
+EXIT_STATUS_BY_CODE = {
     "invalid_request": 3,
     "context_length_exceeded": 4,
     "queue_full": 5,
@@ -36,20 +36,20 @@ BY_ERROR_CODE = {
     "endpoint_unavailable": 18,
     "store_failed": 19,
 }
-_MEANINGS = {
+_DESCRIPTIONS = {
     0: "done",
     OTHER_ERROR: "another error",
-    USAGE: "wrong command line",
-    **{status: code.replace("_", " ") for code, status in BY_ERROR_CODE.items()},
-    UNEXPECTED: "a defect of localgen, written to its log",
+    USAGE_ERROR: "wrong command line",
+    **{status: code.replace("_", " ") for code, status in EXIT_STATUS_BY_CODE.items()},
+    INTERNAL_ERROR: "a defect of localgen, written to its log",
     INTERRUPTED: "Ctrl+C",
     BROKEN_PIPE: "the reader of the output went away",
 }
 
 
-def record(error: Exception) -> Path:
+def log_crash(error: Exception) -> Path:
     """Append an error's traceback to the log; gives the log."""
-    path = _folder() / "defects.log"
+    path = _log_dir() / "defects.log"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     trace = "".join(traceback.format_exception(error))
     with path.open("a", encoding="utf-8", errors="replace") as log:
@@ -57,21 +57,21 @@ def record(error: Exception) -> Path:
     return path
 
 
-def _folder() -> Path:
+def _log_dir() -> Path:
     try:
-        settings = Settings.from_environment()
-        settings.prepare()
+        settings = ServerSettings.from_environment()
+        settings.create_dirs()
         return settings.state_dir
     except (LocalgenError, OSError):
         return Path(tempfile.mkdtemp(prefix="localgen-"))
 
 
-def status_of(code: str) -> int:
+def exit_status(code: str) -> int:
     """The exit status of an error's code."""
-    return BY_ERROR_CODE.get(code, OTHER_ERROR)
+    return EXIT_STATUS_BY_CODE.get(code, OTHER_ERROR)
 
 
-def table() -> str:
+def exit_status_help() -> str:
     """Every exit status and its meaning, for `--help`."""
-    rows = [f"{status} {meaning}" for status, meaning in _MEANINGS.items()]
+    rows = [f"{status} {meaning}" for status, meaning in _DESCRIPTIONS.items()]
     return "Exit status: " + ", ".join(rows) + "."

@@ -24,37 +24,43 @@ def command(json: JsonFlag = False) -> None:
         tables.print_json(cards)
         return
     rows = [
-        (card.name, tables.size(card.size_bytes), card.source, card.state, _also(card))
+        (
+            card.name,
+            tables.format_size(card.size_bytes),
+            card.source,
+            card.state,
+            _other_names(card),
+        )
         for card in cards
     ]
     tables.print_table(("NAME", "SIZE", "SOURCE", "STATE", "ALSO"), rows)
     _print_disk_use()
 
 
-def _also(card: ModelCard) -> str:
+def _other_names(card: ModelCard) -> str:
     """Other names of a model: the catalog's, and those that the user gave it."""
     from localgen.hub import catalog
-    from localgen.hub.aliases import aliases
+    from localgen.hub.aliases import load_aliases
 
     repo, _, quant = card.name.partition(":")
-    entry = catalog.by_repo(repo) if card.source == "cache" else None
+    entry = catalog.entry_by_repo(repo) if card.source == "cache" else None
     names = {card.name, card.path}
     if entry is not None and quant:
-        is_default = catalog.same(quant, entry.gguf.quant)
+        is_default = catalog.same_ignoring_case(quant, entry.gguf.quant)
         names |= {f"{name}:{quant}" for name in (entry.alias, *entry.names)}
         names |= {entry.alias, *entry.names} if is_default else set()
         short = entry.alias if is_default else f"{entry.alias}:{quant}"
-    given = [name for name, target in aliases().items() if target in names]
+    given = [name for name, target in load_aliases().items() if target in names]
     return ", ".join([short, *given] if entry is not None and quant else given)
 
 
 def _print_disk_use() -> None:
     from localgen.cli import tables
-    from localgen.hub.cache import scan
+    from localgen.hub.cache import scan_hf_cache
 
-    found = scan()
+    found = scan_hf_cache()
     if found is None or not (found.size_on_disk or found.incomplete_files):
         return
     unfinished = found.incomplete_size_on_disk
-    more = f", {tables.size(unfinished)} more in unfinished downloads" if unfinished else ""
-    typer.echo(f"{tables.size(found.size_on_disk)} in {found.cache_dir}{more}", err=True)
+    more = f", {tables.format_size(unfinished)} more in unfinished downloads" if unfinished else ""
+    typer.echo(f"{tables.format_size(found.size_on_disk)} in {found.cache_dir}{more}", err=True)

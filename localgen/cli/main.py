@@ -15,14 +15,14 @@ from localgen.cli.commands import LazyGroup
 
 _EPILOG = (
     "Settings come from LOCALGEN_* variables too: each option of chat and run from its long name, "
-    "--max-tokens from LOCALGEN_MAX_TOKENS. " + errors.table()
+    "--max-tokens from LOCALGEN_MAX_TOKENS. " + errors.exit_status_help()
 )
 
 app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, add_completion=False, epilog=_EPILOG)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"localgen {__version__}")
         raise typer.Exit
 
@@ -41,36 +41,36 @@ def main() -> None:
     if "_LOCALGEN_COMPLETE" in os.environ:
         from localgen.cli import shells
 
-        sys.exit(shells.answer(app, os.environ[shells.VARIABLE]))
+        sys.exit(shells.run_completion(app, os.environ[shells.COMPLETE_ENV_VAR]))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a terminal that is not UTF-8 shows ? instead of ending the answer
             stream.reconfigure(errors="replace")
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run_command_line(sys.argv[1:]))
 
 
-def run(arguments: list[str]) -> int:
+def run_command_line(arguments: list[str]) -> int:
     """Run a command line; its exit status. Every error has been told on stderr."""
     try:
-        _require_text(arguments)
+        _require_utf8(arguments)
         status = _invoke(arguments or ["--help"])
         sys.stdout.flush()
         return status
     except LocalgenError as error:
-        return _tell(error.message, errors.status_of(error.code))
+        return _print_error(error.message, errors.exit_status(error.code))
     except typer.TyperException as error:
-        return _tell(_usage_message(error), error.exit_code)
+        return _print_error(_usage_message(error), error.exit_code)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the shell's prompt gets a line of its own
         return errors.INTERRUPTED
     except BrokenPipeError:
-        return _leave_broken_pipe()
+        return _handle_broken_pipe()
     except Exception as error:  # the last line of defence: a user never sees a traceback
-        return _tell_defect(error)
+        return _report_crash(error)
 
 
-def _require_text(arguments: list[str]) -> None:
+def _require_utf8(arguments: list[str]) -> None:
     for argument in arguments:
         try:
             argument.encode()
@@ -96,20 +96,22 @@ def _usage_message(error: typer.TyperException) -> str:
     return f"{error.format_message()} (see {path} --help)"
 
 
-def _tell(message: str, status: int) -> int:
+def _print_error(message: str, status: int) -> int:
     from localgen.backends.terminal_text import one_line
 
     print(f"localgen: {one_line(message)}", file=sys.stderr)
     return status
 
 
-def _tell_defect(error: Exception) -> int:
-    where = errors.record(error)
+def _report_crash(error: Exception) -> int:
+    where = errors.log_crash(error)
     name = type(error).__name__
-    return _tell(f"a defect of localgen ({name}: {error}); details in {where}", errors.UNEXPECTED)
+    return _print_error(
+        f"a defect of localgen ({name}: {error}); details in {where}", errors.INTERNAL_ERROR
+    )
 
 
-def _leave_broken_pipe() -> int:
+def _handle_broken_pipe() -> int:
     # the interpreter flushes stdout once more at its end, and would complain again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return errors.BROKEN_PIPE

@@ -7,95 +7,97 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.text import Text as Styled
+from rich.text import Text
 
-from localgen.backends.terminal_text import inert, one_line
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.chat import report
 from localgen.chat.conversation import Conversation
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.tables import json_text
-from localgen.repl.load_progress import Loading
-from localgen.repl.plain_answer import Whole, stream_plain
+from localgen.repl.load_progress import LoadProgressLine
+from localgen.repl.plain_answer import CollectedAnswer, write_plain_answer
 
 if TYPE_CHECKING:
-    from localgen.client import Answer, ModelClient
+    from localgen.client import Completion, ModelClient
 
 
-def answer_one(
+def answer_prompt(
     client: ModelClient,
-    loading: Loading,
+    progress_line: LoadProgressLine,
     model: str | None,
     prompt: str,
     options: ModelOptions,
     *,
-    as_json: bool = False,
+    json_output: bool = False,
 ) -> None:
     """Load the model, answer the prompt on stdout as text or one JSON record, notes on stderr."""
-    with loading:
+    with progress_line:
         client.connect()
-        info = client.load(model, options.load, loading.progress, options.keep_alive)
-    if loading.happened or options.verbose:
-        _tell(*info.notes)
-    messages = Conversation(options.system).asking(prompt)
+        info = client.load(model, options.load, progress_line.update, options.keep_alive)
+    if progress_line.has_loaded or options.verbose:
+        _print_notices(*info.notes)
+    messages = Conversation(options.system).messages_with_prompt(prompt)
     stream = client.chat(
         model, messages, options.params, ctx=options.ctx, priority=options.priority
     )
-    screen = _Screen()
+    screen = _AnswerPrinter()
     whole = (
-        stream_plain(stream, _silent, _silent)
-        if as_json
-        else stream_plain(stream, screen.write, screen.think)
+        write_plain_answer(stream, _discard, _discard)
+        if json_output
+        else write_plain_answer(stream, screen.write_text, screen.write_reasoning)
     )
-    if as_json:
-        print(json_text(_record(prompt, whole)))
+    if json_output:
+        print(json_text(_json_record(prompt, whole)))
     elif not whole.text.endswith("\n"):
         print(flush=True)
-    _tell(*report.warnings(whole.answer))
+    _print_notices(*report.completion_warnings(whole.completion))
     if options.verbose:
-        _tell(*report.verbose_lines(whole.answer, info.load_ms))
+        _print_notices(*report.verbose_stats_lines(whole.completion, info.load_ms))
 
 
 def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-class _Screen:
+class _AnswerPrinter:
     """Writes an answer on stdout; what is thought before it on stderr, if that is a terminal."""
 
     def __init__(self) -> None:
         self._console = stderr_console()
-        self._is_thinking = False
+        self._in_reasoning = False
 
-    def think(self, text: str) -> None:
+    def write_reasoning(self, text: str) -> None:
         if self._console.is_terminal:
-            self._is_thinking = True
-            self._console.print(Styled(inert(text), style="dim"), end="", soft_wrap=True)
+            self._in_reasoning = True
+            self._console.print(
+                Text(escape_control_chars(text), style="dim"), end="", soft_wrap=True
+            )
 
-    def write(self, text: str) -> None:
-        if self._is_thinking:
-            self._is_thinking = False
+    def write_text(self, text: str) -> None:
+        if self._in_reasoning:
+            self._in_reasoning = False
             self._console.print("\n")
         # a file gets the text as it is, a terminal must not obey it
-        sys.stdout.write(inert(text) if sys.stdout.isatty() else text)
+        sys.stdout.write(escape_control_chars(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
-def _silent(_text: str) -> None:
+def _discard(_text: str) -> None:
     pass
 
 
-def _tell(*lines: str) -> None:
+def _print_notices(*lines: str) -> None:
     for line in lines:
-        print(one_line(line) if "\n" in line else inert(line), file=sys.stderr)
+        print(one_line(line) if "\n" in line else escape_control_chars(line), file=sys.stderr)
 
 
-def _record(prompt: str, whole: Whole) -> dict[str, Any]:
-    answer = whole.answer
+def _json_record(prompt: str, collected: CollectedAnswer) -> dict[str, Any]:
+    answer = collected.completion
     return {
         "model": answer.model,
         "prompt": prompt,
-        "reasoning": whole.reasoning,
-        "text": whole.text,
+        "reasoning": collected.reasoning,
+        "text": collected.text,
         "finish_reason": answer.finish_reason,
         "stop": answer.stop,
         "usage": {
@@ -105,16 +107,16 @@ def _record(prompt: str, whole: Whole) -> dict[str, Any]:
             "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
             **({"estimated": True} if answer.estimated else {}),
         },
-        "timings": _timings(answer),
+        "timings": _timings_record(answer),
         "ctx": answer.ctx,
         "seed": answer.seed,
         "notes": list(answer.notes),
     }
 
 
-def _timings(answer: Answer) -> dict[str, Any]:
-    found = asdict(answer.timings)
-    if not answer.measured_here:
+def _timings_record(completion: Completion) -> dict[str, Any]:
+    found = asdict(completion.timings)
+    if not completion.client_measured:
         return found
     seen_here = ("ttft_ms", "predicted_n", "predicted_ms", "predicted_per_second")
     return {"measured": "client", **{name: found[name] for name in seen_here}}

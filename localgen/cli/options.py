@@ -25,146 +25,166 @@ _METAVARS = {list[str]: "<str>", list[int]: "<int>"}
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
-    """An option and the field it sets. absent: a value that means the same as no option."""
+class CliOption:
+    """An option and the field it sets. unset_value: a value that means the same as no option."""
 
     field: str
-    kind: Any
+    value_type: Any
     names: str
     help: str
-    absent: int | None = None
+    unset_value: int | None = None
 
     @property
-    def variable(self) -> str:
+    def env_var(self) -> str:
         """`LOCALGEN_` and the long name."""
-        return "LOCALGEN_" + self.long.removeprefix("--").upper().replace("-", "_")
+        return "LOCALGEN_" + self.long_name.removeprefix("--").upper().replace("-", "_")
 
     @property
-    def long(self) -> str:
+    def long_name(self) -> str:
         """The long name, with its dashes."""
         return self.names.split()[-1].split("/")[0]
 
-    def parameter(self, panel: str) -> inspect.Parameter:
+    def to_parameter(self, panel: str) -> inspect.Parameter:
         option = typer.Option(
             *self.names.split(),
             help=self.help,
-            metavar=_METAVARS.get(self.kind),
-            envvar=self.variable,
+            metavar=_METAVARS.get(self.value_type),
+            envvar=self.env_var,
             show_envvar=False,
-            autocompletion=completion_values.of_option(self.field),
+            autocompletion=completion_values.option_completer(self.field),
             rich_help_panel=panel,
         )
         annotated: Any = Annotated  # a type that is only known here
-        kind = annotated[self.kind | None, option]
+        kind = annotated[self.value_type | None, option]
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.field, keyword, default=None, annotation=kind)
 
 
-ASKING = (
-    Flag("ctx", int, "-c --ctx", "Most tokens of prompt and answer together; 0: the model's.", 0),
-    Flag("system", str, "-sys --system", "System prompt."),
-    Flag("priority", int, "--priority", "Higher is served first."),
-    Flag(
+REQUEST_OPTIONS = (
+    CliOption(
+        "ctx", int, "-c --ctx", "Most tokens of prompt and answer together; 0: the model's.", 0
+    ),
+    CliOption("system", str, "-sys --system", "System prompt."),
+    CliOption("priority", int, "--priority", "Higher is served first."),
+    CliOption(
         "keep_alive",
         str,
         "--keep-alive",
         "How long the model then stays: 30s, 5m, 0; -1: for ever.",
     ),
-    Flag("verbose", bool, "--verbose", "Show load, prompt and generation speed, and TTFT."),
+    CliOption("verbose", bool, "--verbose", "Show load, prompt and generation speed, and TTFT."),
 )
-SAMPLING = (
-    Flag("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
-    Flag("min_tokens", int, "--min-tokens", "Shortest answer in tokens: no end before.", 0),
-    Flag("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
-    Flag("temperature", float, "--temp", "Temperature; 0: always the likeliest token."),
-    Flag("top_k", int, "--top-k", "Keep the k likeliest tokens; 0: all."),
-    Flag("top_p", float, "--top-p", "Keep the likeliest tokens up to this probability."),
-    Flag("min_p", float, "--min-p", "Drop tokens below this share of the likeliest."),
-    Flag("typical_p", float, "--typical-p", "Locally typical sampling; 1: off."),
-    Flag("top_n_sigma", float, "--top-n-sigma", "Keep logits within n sigma of the best; -1: off."),
-    Flag("xtc_probability", float, "--xtc-probability", "How often XTC drops the best; 0: off."),
-    Flag("xtc_threshold", float, "--xtc-threshold", "XTC counts tokens above this probability."),
-    Flag("dry_multiplier", float, "--dry-multiplier", "Strength of the DRY penalty; 0: off."),
-    Flag("dry_base", float, "--dry-base", "How DRY grows with the length of the repetition."),
-    Flag("dry_allowed_length", int, "--dry-allowed-length", "Repetitions this long are free."),
-    Flag("dry_penalty_last_n", int, "--dry-penalty-last-n", "Tokens DRY looks at; -1: all."),
-    Flag(
+SAMPLING_OPTIONS = (
+    CliOption("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
+    CliOption("min_tokens", int, "--min-tokens", "Shortest answer in tokens: no end before.", 0),
+    CliOption("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
+    CliOption("temperature", float, "--temp", "Temperature; 0: always the likeliest token."),
+    CliOption("top_k", int, "--top-k", "Keep the k likeliest tokens; 0: all."),
+    CliOption("top_p", float, "--top-p", "Keep the likeliest tokens up to this probability."),
+    CliOption("min_p", float, "--min-p", "Drop tokens below this share of the likeliest."),
+    CliOption("typical_p", float, "--typical-p", "Locally typical sampling; 1: off."),
+    CliOption(
+        "top_n_sigma", float, "--top-n-sigma", "Keep logits within n sigma of the best; -1: off."
+    ),
+    CliOption(
+        "xtc_probability", float, "--xtc-probability", "How often XTC drops the best; 0: off."
+    ),
+    CliOption(
+        "xtc_threshold", float, "--xtc-threshold", "XTC counts tokens above this probability."
+    ),
+    CliOption("dry_multiplier", float, "--dry-multiplier", "Strength of the DRY penalty; 0: off."),
+    CliOption("dry_base", float, "--dry-base", "How DRY grows with the length of the repetition."),
+    CliOption("dry_allowed_length", int, "--dry-allowed-length", "Repetitions this long are free."),
+    CliOption("dry_penalty_last_n", int, "--dry-penalty-last-n", "Tokens DRY looks at; -1: all."),
+    CliOption(
         "dry_sequence_breakers",
         list[str],
         "--dry-sequence-breaker",
         "Text at which a repetition ends (may be repeated).",
     ),
-    Flag("mirostat", int, "--mirostat", "Mirostat 1 or 2 instead of top-k, top-p, …; 0: off."),
-    Flag("mirostat_tau", float, "--mirostat-ent", "Mirostat's target entropy."),
-    Flag("mirostat_eta", float, "--mirostat-lr", "Mirostat's learning rate."),
-    Flag("dynatemp_range", float, "--dynatemp-range", "Dynamic temperature: range; 0: off."),
-    Flag("dynatemp_exponent", float, "--dynatemp-exp", "Dynamic temperature: exponent."),
-    Flag("adaptive_target", float, "--adaptive-target", "Adaptive-p: target; below 0: off."),
-    Flag("adaptive_decay", float, "--adaptive-decay", "Adaptive-p: decay."),
-    Flag("repeat_penalty", float, "--repeat-penalty", "Penalty of tokens seen lately; 1: off."),
-    Flag("repeat_last_n", int, "--repeat-last-n", "Tokens the penalties look at; -1: all."),
-    Flag("presence_penalty", float, "--presence-penalty", "Penalty of tokens seen at all."),
-    Flag("frequency_penalty", float, "--frequency-penalty", "Penalty for each time seen."),
-    Flag("logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."),
-    Flag("json_schema", str, "-j --json-schema", "The answer is JSON of this schema; @FILE."),
-    Flag("regex", str, "--regex", "The answer matches this regular expression; @FILE."),
-    Flag("grammar", str, "--grammar", "The answer is of this grammar, GBNF or Lark; @FILE."),
-    Flag("stop", list[str], "--stop", "Text that ends the answer (may be repeated)."),
-    Flag("stop_token_ids", list[int], "--stop-token", "Token id that ends it (may be repeated)."),
-    Flag("ignore_eos", bool, "--ignore-eos", "Go on past the model's end of text."),
+    CliOption("mirostat", int, "--mirostat", "Mirostat 1 or 2 instead of top-k, top-p, …; 0: off."),
+    CliOption("mirostat_tau", float, "--mirostat-ent", "Mirostat's target entropy."),
+    CliOption("mirostat_eta", float, "--mirostat-lr", "Mirostat's learning rate."),
+    CliOption("dynatemp_range", float, "--dynatemp-range", "Dynamic temperature: range; 0: off."),
+    CliOption("dynatemp_exponent", float, "--dynatemp-exp", "Dynamic temperature: exponent."),
+    CliOption("adaptive_target", float, "--adaptive-target", "Adaptive-p: target; below 0: off."),
+    CliOption("adaptive_decay", float, "--adaptive-decay", "Adaptive-p: decay."),
+    CliOption(
+        "repeat_penalty", float, "--repeat-penalty", "Penalty of tokens seen lately; 1: off."
+    ),
+    CliOption("repeat_last_n", int, "--repeat-last-n", "Tokens the penalties look at; -1: all."),
+    CliOption("presence_penalty", float, "--presence-penalty", "Penalty of tokens seen at all."),
+    CliOption("frequency_penalty", float, "--frequency-penalty", "Penalty for each time seen."),
+    CliOption(
+        "logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."
+    ),
+    CliOption("json_schema", str, "-j --json-schema", "The answer is JSON of this schema; @FILE."),
+    CliOption("regex", str, "--regex", "The answer matches this regular expression; @FILE."),
+    CliOption("grammar", str, "--grammar", "The answer is of this grammar, GBNF or Lark; @FILE."),
+    CliOption("stop", list[str], "--stop", "Text that ends the answer (may be repeated)."),
+    CliOption(
+        "stop_token_ids", list[int], "--stop-token", "Token id that ends it (may be repeated)."
+    ),
+    CliOption("ignore_eos", bool, "--ignore-eos", "Go on past the model's end of text."),
 )
-LOADING = (
-    Flag("backend", Backend, "--backend", "What runs the model; auto: a GPU where it fits."),
-    Flag("device", str, "--device", "cuda, cuda:N or cpu; the GPU with most room by default."),
-    Flag("tp", int, "--tp", "GPUs among which each layer is divided; 1: one computes all."),
-    Flag("dummy", bool, "--dummy", "Random weights of the model's shapes, to measure speed."),
-    Flag("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
-    Flag("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),
-    Flag("gpu_layers", int, "-ngl --gpu-layers", "Layers on the GPU; -1: all."),
-    Flag("flash_attn", OnOffAuto, "-fa --flash-attn", "Flash attention."),
-    Flag("cache_type_k", str, "-ctk --cache-type-k", "Type of the cached keys: f16, q8_0, …"),
-    Flag("cache_type_v", str, "-ctv --cache-type-v", "Type of the cached values."),
-    Flag("kv_tokens", int, "--kv-tokens", "Tokens that all requests may cache together."),
-    Flag(
+LOAD_OPTIONS = (
+    CliOption("backend", Backend, "--backend", "What runs the model; auto: a GPU where it fits."),
+    CliOption("device", str, "--device", "cuda, cuda:N or cpu; the GPU with most room by default."),
+    CliOption("tp", int, "--tp", "GPUs among which each layer is divided; 1: one computes all."),
+    CliOption("dummy", bool, "--dummy", "Random weights of the model's shapes, to measure speed."),
+    CliOption("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
+    CliOption("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),
+    CliOption("gpu_layers", int, "-ngl --gpu-layers", "Layers on the GPU; -1: all."),
+    CliOption("flash_attn", OnOffAuto, "-fa --flash-attn", "Flash attention."),
+    CliOption("cache_type_k", str, "-ctk --cache-type-k", "Type of the cached keys: f16, q8_0, …"),
+    CliOption("cache_type_v", str, "-ctv --cache-type-v", "Type of the cached values."),
+    CliOption("kv_tokens", int, "--kv-tokens", "Tokens that all requests may cache together."),
+    CliOption(
         "kv_unified",
         bool,
         "-kvu --kv-unified/--no-kv-unified",
         "One cache for all requests; or a part for each, the default where -np and -c are given.",
     ),
-    Flag("parallel", int, "-np --parallel", "Most requests computed at once."),
-    Flag("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),
-    Flag("itl_target_ms", float, "--itl-target-ms", "Prompts yield to keep tokens this close."),
-    Flag("max_queue", int, "--max-queue", "Waiting requests beyond which more are refused."),
-    Flag(
+    CliOption("parallel", int, "-np --parallel", "Most requests computed at once."),
+    CliOption("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),
+    CliOption(
+        "itl_target_ms", float, "--itl-target-ms", "Prompts yield to keep tokens this close."
+    ),
+    CliOption("max_queue", int, "--max-queue", "Waiting requests beyond which more are refused."),
+    CliOption(
         "draft",
         str,
         "-md --draft",
         "Who proposes tokens ahead: ngram, the text itself; a model beside it; auto, the one that "
         "the catalog has for it; none.",
     ),
-    Flag("draft_max", int, "--draft-max", "Most tokens proposed at once."),
-    Flag("prefix_cache", bool, "--prefix-cache/--no-prefix-cache", "Reuse prompts seen before."),
-    Flag("repack", bool, "--repack/--no-repack", "Copy weights into a faster layout for the CPU."),
-    Flag("mmap", bool, "--mmap/--no-mmap", "Map the weights instead of reading them."),
-    Flag("mlock", bool, "--mlock/--no-mlock", "Keep the weights from being swapped out."),
-    Flag("chat_template", Path, "--chat-template", "File with a Jinja chat template to use."),
+    CliOption("draft_max", int, "--draft-max", "Most tokens proposed at once."),
+    CliOption(
+        "prefix_cache", bool, "--prefix-cache/--no-prefix-cache", "Reuse prompts seen before."
+    ),
+    CliOption(
+        "repack", bool, "--repack/--no-repack", "Copy weights into a faster layout for the CPU."
+    ),
+    CliOption("mmap", bool, "--mmap/--no-mmap", "Map the weights instead of reading them."),
+    CliOption("mlock", bool, "--mlock/--no-mlock", "Keep the weights from being swapped out."),
+    CliOption("chat_template", Path, "--chat-template", "File with a Jinja chat template to use."),
 )
 
-PANELS = {
-    "Options": ASKING,
-    "Sampling": SAMPLING,
-    "Loading (when the model is not loaded yet)": LOADING,
+OPTION_PANELS = {
+    "Options": REQUEST_OPTIONS,
+    "Sampling": SAMPLING_OPTIONS,
+    "Loading (when the model is not loaded yet)": LOAD_OPTIONS,
 }
 
 
 def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command all of these options; they reach it as one `options` argument."""
     own = inspect.signature(command, eval_str=True).parameters
-    shared = [flag.parameter(panel) for panel, flags in PANELS.items() for flag in flags]
+    shared = [flag.to_parameter(panel) for panel, flags in OPTION_PANELS.items() for flag in flags]
 
     def with_options(**given: Any) -> None:
         mine = {name: given.pop(name) for name in own if name != "options"}
-        command(**mine, options=collect(given))
+        command(**mine, options=build_model_options(given))
 
     keyword_only = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -176,20 +196,20 @@ def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_options
 
 
-def collect(given: dict[str, Any]) -> ModelOptions:
+def build_model_options(values: dict[str, Any]) -> ModelOptions:
     """The values of the options. LocalgenError: one does not say what it should."""
-    for flag in (*SAMPLING, *LOADING):
-        _require_finite(flag, given.get(flag.field))
-    sampling = _given(SAMPLING, given)
+    for flag in (*SAMPLING_OPTIONS, *LOAD_OPTIONS):
+        _require_finite(flag, values.get(flag.field))
+    sampling = _values_of(SAMPLING_OPTIONS, values)
     if "logit_bias" in sampling:
-        sampling["logit_bias"] = parameters.logit_bias(sampling["logit_bias"])
+        sampling["logit_bias"] = parameters.parse_logit_bias(sampling["logit_bias"])
     for field in ("json_schema", "regex", "grammar"):
         if str(sampling.get(field, "")).startswith("@"):
-            sampling[field] = _text_of(Path(sampling[field][1:]), field)
-    loading = _given(LOADING, given)
+            sampling[field] = _read_option_file(Path(sampling[field][1:]), field)
+    loading = _values_of(LOAD_OPTIONS, values)
     if "chat_template" in loading:
-        loading["chat_template"] = _text_of(loading["chat_template"], "chat_template")
-    asking = _given(ASKING, given)
+        loading["chat_template"] = _read_option_file(loading["chat_template"], "chat_template")
+    asking = _values_of(REQUEST_OPTIONS, values)
     if "keep_alive" in asking:
         parse_keep_alive(asking["keep_alive"], "--keep-alive")
     # a model that is not loaded yet gets at least the context that is asked of it
@@ -197,22 +217,22 @@ def collect(given: dict[str, Any]) -> ModelOptions:
     return ModelOptions(params=SamplingParams(**sampling), load=LoadOptions(**loading), **asking)
 
 
-def _given(flags: tuple[Flag, ...], given: dict[str, Any]) -> dict[str, Any]:
+def _values_of(flags: tuple[CliOption, ...], values: dict[str, Any]) -> dict[str, Any]:
     # an option that was not repeated arrives as None, a repeated one as a list
     return {
         flag.field: tuple(value) if isinstance(value, list) else value
         for flag in flags
-        if (value := given.get(flag.field)) is not None and value != flag.absent
+        if (value := values.get(flag.field)) is not None and value != flag.unset_value
     }
 
 
-def _require_finite(flag: Flag, value: object) -> None:
+def _require_finite(flag: CliOption, value: object) -> None:
     # JSON has no such numbers, and no setting means anything with one
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(f"{flag.long} {value}: give a finite number", param=flag.field)
+        raise InvalidRequest(f"{flag.long_name} {value}: give a finite number", param=flag.field)
 
 
-def _text_of(path: Path, field: str) -> str:
+def _read_option_file(path: Path, field: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

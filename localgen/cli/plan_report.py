@@ -8,16 +8,20 @@ from dataclasses import asdict
 from typing import Any
 
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import size
+from localgen.backends.units import format_size
 from localgen.cli import tables
-from localgen.planning.loaded_usage import Loaded
-from localgen.planning.plan import Plan
-from localgen.planning.planner import Plans
+from localgen.planning.loaded_usage import LoadedUsage
+from localgen.planning.plan import MemoryPlan
+from localgen.planning.planner import PlanReport
 
-_SOURCES = {"files": "here", "hub": "not here yet, as the hub has it", "catalog": "not here yet"}
+_SOURCE_LABELS = {
+    "files": "here",
+    "hub": "not here yet, as the hub has it",
+    "catalog": "not here yet",
+}
 _UNKNOWN = "not known"
-Row = tuple[str, str, str, str]
-_NOTHING = Loaded(
+TableRow = tuple[str, str, str, str]
+_NOT_LOADED = LoadedUsage(
     backend="",
     reason="",
     processor="",
@@ -32,32 +36,32 @@ _NOTHING = Loaded(
 )
 
 
-def as_text(found: Plans) -> str:
+def plans_text(result: PlanReport) -> str:
     """One model: a line for each figure. Several quantizations: a line for each."""
-    if len(found.plans) > 1:
-        return "\n".join(_comparison(found.plans))
-    (plan,) = found.plans
-    head = f"{plan.name}, {_SOURCES[plan.source]}; {_where(plan)}"
-    rows = list(_rows(plan, found.loaded))
+    if len(result.plans) > 1:
+        return "\n".join(_comparison_lines(result.plans))
+    (plan,) = result.plans
+    head = f"{plan.name}, {_SOURCE_LABELS[plan.source]}; {_placement(plan)}"
+    rows = list(_estimate_rows(plan, result.loaded))
     table: list[tuple[str, ...]] = [("", "ESTIMATE", "LOADED", ""), *rows]
-    if found.loaded is None:
+    if result.loaded is None:
         table = [(name, estimate, note) for name, estimate, _, note in table]
     missing = f"not known: {', '.join(plan.missing)}"
     return "\n".join(
-        [one_line(head), "", *tables.aligned(table), *([missing] if plan.missing else [])]
+        [one_line(head), "", *tables.align_columns(table), *([missing] if plan.missing else [])]
     )
 
 
-def as_json(found: Plans) -> str:
+def plans_json(result: PlanReport) -> str:
     """One object: plans, and what is loaded or null."""
-    loaded = asdict(found.loaded) if found.loaded else None
+    loaded = asdict(result.loaded) if result.loaded else None
     if loaded is not None:
         del loaded["options"]  # a template among them is pages long, and plans name the others
-    plans = [_without_gpu_details(asdict(plan)) | {"fits": plan.fits} for plan in found.plans]
+    plans = [_without_gpu_details(asdict(plan)) | {"fits": plan.fits} for plan in result.plans]
     return tables.json_text({"plans": plans, "loaded": loaded}, indent=2)
 
 
-def tell(line: str) -> None:
+def print_notice(line: str) -> None:
     """What happens on the way, beside the answer."""
     print(one_line(line), file=sys.stderr)
 
@@ -71,59 +75,59 @@ def _without_gpu_details(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _where(plan: Plan) -> str:
+def _placement(plan: MemoryPlan) -> str:
     return f"{plan.backend} on the {plan.place}: {plan.reason}"
 
 
-def _rows(plan: Plan, loaded: Loaded | None) -> Iterator[Row]:
-    used = loaded or _NOTHING
-    yield "weights", _size(plan.weights_bytes), _size(used.weights_bytes), plan.quant
-    yield "KV cache", _size(plan.kv_bytes), _size(used.kv_bytes), _cache(plan)
-    yield "buffers", _size(plan.work_bytes), _size(used.work_bytes), "for computing"
+def _estimate_rows(plan: MemoryPlan, loaded: LoadedUsage | None) -> Iterator[TableRow]:
+    used = loaded or _NOT_LOADED
+    yield "weights", _size_cell(plan.weights_bytes), _size_cell(used.weights_bytes), plan.quant
+    yield "KV cache", _size_cell(plan.kv_bytes), _size_cell(used.kv_bytes), _cache_note(plan)
+    yield "buffers", _size_cell(plan.work_bytes), _size_cell(used.work_bytes), "for computing"
     if plan.draft or used.draft:
-        yield "draft model", *_draft(plan, used)
-    free = f"of {size(max(0, plan.free_bytes))} that are free{_process(loaded)}"
-    yield "together", _size(plan.total_bytes), _size(used.total_bytes), free
-    yield "context", _count(plan.ctx), _count(used.ctx), _context(plan)
-    yield "GPU layers", _layers(plan), used.processor, _why_layers(plan)
-    yield "speed", _speed(plan), "", _why_speed(plan)
+        yield "draft model", *_draft_cells(plan, used)
+    free = f"of {format_size(max(0, plan.free_bytes))} that are free{_process_memory(loaded)}"
+    yield "together", _size_cell(plan.total_bytes), _size_cell(used.total_bytes), free
+    yield "context", _count_cell(plan.ctx), _count_cell(used.ctx), _context_note(plan)
+    yield "GPU layers", _layers_cell(plan), used.processor, _layers_note(plan)
+    yield "speed", _speed_cell(plan), "", _speed_note(plan)
 
 
-def _draft(plan: Plan, used: Loaded) -> tuple[str, str, str]:
+def _draft_cells(plan: MemoryPlan, loaded: LoadedUsage) -> tuple[str, str, str]:
     """What it would take, what it takes, and what that is."""
-    draft, allocated = plan.draft, _size(used.draft_bytes) if used.draft else ""
+    draft, allocated = plan.draft, _size_cell(loaded.draft_bytes) if loaded.draft else ""
     if draft is None:
         return "", allocated, ""
-    cache = f", KV cache {size(draft.kv_bytes)}" if draft.kv_bytes else ""
-    note = f"{draft.name}: weights {_size(draft.weights_bytes)}{cache}"
-    return _size(draft.total_bytes), allocated, note
+    cache = f", KV cache {format_size(draft.kv_bytes)}" if draft.kv_bytes else ""
+    note = f"{draft.name}: weights {_size_cell(draft.weights_bytes)}{cache}"
+    return _size_cell(draft.total_bytes), allocated, note
 
 
-def _process(loaded: Loaded | None) -> str:
+def _process_memory(loaded: LoadedUsage | None) -> str:
     if loaded is None:
         return ""
-    on_gpu = f", {size(loaded.gpu_bytes)} on the GPU" if loaded.gpu_bytes else ""
-    return f"; the process: {size(loaded.rss_bytes)} resident{on_gpu}"
+    on_gpu = f", {format_size(loaded.gpu_bytes)} on the GPU" if loaded.gpu_bytes else ""
+    return f"; the process: {format_size(loaded.rss_bytes)} resident{on_gpu}"
 
 
-def _size(bytes_: int | None) -> str:
-    return _UNKNOWN if not bytes_ else size(bytes_)
+def _size_cell(bytes_: int | None) -> str:
+    return _UNKNOWN if not bytes_ else format_size(bytes_)
 
 
-def _count(number: int | None) -> str:
+def _count_cell(number: int | None) -> str:
     return _UNKNOWN if not number else f"{number:,}"
 
 
-def _cache(plan: Plan) -> str:
+def _cache_note(plan: MemoryPlan) -> str:
     if plan.kv_bytes_per_1k is None:
         return ""
     types = plan.cache_type_k
     if plan.cache_type_v != types:
         types = f"{types} and {plan.cache_type_v}"
-    return f"{plan.kv_tokens:,} tokens, {size(plan.kv_bytes_per_1k)} for 1,000 in {types}"
+    return f"{plan.kv_tokens:,} tokens, {format_size(plan.kv_bytes_per_1k)} for 1,000 in {types}"
 
 
-def _context(plan: Plan) -> str:
+def _context_note(plan: MemoryPlan) -> str:
     if plan.largest_ctx is None:
         return "what would fit is not known"
     if plan.largest_ctx == plan.ctx_train:
@@ -131,54 +135,58 @@ def _context(plan: Plan) -> str:
     return f"{plan.largest_ctx:,} would fit, the model's own is {plan.ctx_train:,}"
 
 
-def _layers(plan: Plan) -> str:
+def _layers_cell(plan: MemoryPlan) -> str:
     if not plan.gpu_layers:
         return f"0 of {plan.layers}" if plan.layers else "0"
     return " + ".join(f"{one.layers} of {one.of}" for one in plan.gpu_layers)
 
 
-def _why_layers(plan: Plan) -> str:
+def _layers_note(plan: MemoryPlan) -> str:
     if not plan.gpu_layers:
         return plan.reason
     return ", ".join(one.gpu.name for one in plan.gpu_layers)
 
 
-def _speed(plan: Plan) -> str:
+def _speed_cell(plan: MemoryPlan) -> str:
     if plan.speed is None:
         return _UNKNOWN
-    return f"at most {_rate(plan.speed.most_tokens_per_s)} tokens/s"
+    return f"at most {_format_rate(plan.speed.most_tokens_per_s)} tokens/s"
 
 
-def _rate(tokens_per_s: float) -> str:
+def _format_rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.1f}" if tokens_per_s < 100 else f"{tokens_per_s:,.0f}"
 
 
-def _why_speed(plan: Plan) -> str:
+def _speed_note(plan: MemoryPlan) -> str:
     if plan.speed is None:
         return "what a token reads, or how fast, is not known"
-    full = f"{_rate(plan.speed.most_tokens_per_s_full)} with a full context; " if plan.ctx else ""
+    full = (
+        f"{_format_rate(plan.speed.most_tokens_per_s_full)} with a full context; "
+        if plan.ctx
+        else ""
+    )
     rate = f"{plan.speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
     return f"{full}what this memory's bandwidth allows, {rate} {plan.speed.how}"
 
 
-def _comparison(plans: tuple[Plan, ...]) -> list[str]:
+def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
     head = ("QUANT", "WEIGHTS", "NEEDS", "FREE", "CONTEXT", "RUNS ON", "AT MOST", "")
     rows = [
         (
             plan.quant,
-            _size(plan.weights_bytes),
-            _size(plan.total_bytes),
-            size(max(0, plan.free_bytes)),
-            _count(plan.largest_ctx),
+            _size_cell(plan.weights_bytes),
+            _size_cell(plan.total_bytes),
+            format_size(max(0, plan.free_bytes)),
+            _count_cell(plan.largest_ctx),
             {True: plan.place, False: "does not fit", None: _UNKNOWN}[plan.fits],
-            f"{_rate(plan.speed.most_tokens_per_s)} tokens/s" if plan.speed else _UNKNOWN,
+            f"{_format_rate(plan.speed.most_tokens_per_s)} tokens/s" if plan.speed else _UNKNOWN,
             "here" if plan.source == "files" else "",
         )
         for plan in plans
     ]
     speed = next((plan.speed for plan in plans if plan.speed), None)
-    lines = [f"{plans[0].name.partition(':')[0]}, {_SOURCES[plans[0].source]}", ""]
-    lines += tables.aligned([head, *rows])
+    lines = [f"{plans[0].name.partition(':')[0]}, {_SOURCE_LABELS[plans[0].source]}", ""]
+    lines += tables.align_columns([head, *rows])
     if speed is not None:
         rate = f"{speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
         lines += ["", f"AT MOST: what this memory's bandwidth allows, {rate} {speed.how}."]

@@ -13,7 +13,7 @@ def command(json: JsonFlag = False) -> None:
     from localgen.client import Client
 
     with closing(Client()) as client:
-        running = client.running()
+        running = client.running_models()
     if json:
         tables.print_json(running)
         return
@@ -21,10 +21,10 @@ def command(json: JsonFlag = False) -> None:
         (
             model.name,
             model.id,
-            tables.size(model.size_bytes),
+            tables.format_size(model.size_bytes),
             model.processor,
             f"{model.ctx:,}",
-            tables.until(model.until_s, model.active_requests),
+            tables.format_expiry(model.until_s, model.active_requests),
         )
         for model in running
     ]

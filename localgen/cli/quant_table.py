@@ -8,41 +8,41 @@ import typer
 
 from localgen.backends.errors import ModelNotFound
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import size
+from localgen.backends.units import format_size
 from localgen.cli import tables
 from localgen.hub import quant_choice
-from localgen.hub.aliases import aliases
+from localgen.hub.aliases import load_aliases
 from localgen.hub.cache import cached_models
-from localgen.hub.catalog import Entry, same
-from localgen.hub.hf_client import HubUnavailable, talking
-from localgen.hub.pull import alternatives
-from localgen.hub.reference import Reference, reference
-from localgen.hub.repository import listing
-from localgen.hub.resolve import is_path, unknown
+from localgen.hub.catalog import CatalogEntry, same_ignoring_case
+from localgen.hub.hf_client import HubUnavailable, forward_warnings
+from localgen.hub.pull import quant_options
+from localgen.hub.reference import HubReference, resolve_reference
+from localgen.hub.repository import list_repo
+from localgen.hub.resolve import is_path, model_not_found
 
 
-def show(model: str, *, as_json: bool) -> None:
+def print_quant_table(model: str, *, as_json: bool) -> None:
     """Print them as a table, the one that `auto` takes marked, or as JSON. ModelNotFound."""
-    meant = aliases().get(model, model)
-    wanted = None if is_path(meant) else reference(meant)
+    meant = load_aliases().get(model, model)
+    wanted = None if is_path(meant) else resolve_reference(meant)
     if wanted is None:
-        raise unknown(meant)
-    room = quant_choice.room_here()
-    ways = _alternatives(wanted, room)
+        raise model_not_found(meant)
+    room = quant_choice.available_memory()
+    ways = _list_alternatives(wanted, room)
     if not ways:
         raise ModelNotFound(f"{wanted.repo} has no .gguf files, so no quantizations to choose from")
-    here = _here(wanted)
-    found = quant_choice.fits(ways, room, wanted.entry)
-    chosen = quant_choice.best(found)
+    here = _cached_quants(wanted)
+    found = quant_choice.fit_quants(ways, room, wanted.entry)
+    chosen = quant_choice.best_fit(found)
     if as_json:
         records = [
             {
-                "quant": one.alternative.quant,
-                "size_bytes": one.alternative.size_bytes,
+                "quant": one.option.quant,
+                "size_bytes": one.option.size_bytes,
                 "need_bytes": one.need_bytes,
                 "runs_on": one.place,
                 "auto": one is chosen,
-                "here": one.alternative.quant in here,
+                "here": one.option.quant in here,
             }
             for one in found
         ]
@@ -50,67 +50,70 @@ def show(model: str, *, as_json: bool) -> None:
         return
     head = ("QUANT", "SIZE", "NEEDS", "RUNS ON", "HERE", "")
     tables.print_table(
-        head, [_row(one, one is chosen, one.alternative.quant in here) for one in found]
+        head, [_table_row(one, one is chosen, one.option.quant in here) for one in found]
     )
-    typer.echo(_conclusion(chosen, found, room, wanted.entry))
+    typer.echo(_auto_choice_note(chosen, found, room, wanted.entry))
 
 
-def _row(one: quant_choice.Fit, is_chosen: bool, is_here: bool) -> tuple[str, ...]:
-    alternative = one.alternative
+def _table_row(one: quant_choice.QuantFit, is_chosen: bool, is_cached: bool) -> tuple[str, ...]:
+    alternative = one.option
     return (
         alternative.quant,
-        size(alternative.size_bytes),
-        size(one.need_bytes),
+        format_size(alternative.size_bytes),
+        format_size(one.need_bytes),
         one.place or "does not fit",
-        "yes" if is_here else "",
+        "yes" if is_cached else "",
         "<- auto" if is_chosen else "",
     )
 
 
-def _conclusion(
-    chosen: quant_choice.Fit | None,
-    found: list[quant_choice.Fit],
-    room: quant_choice.Room,
-    entry: Entry | None,
+def _auto_choice_note(
+    chosen: quant_choice.QuantFit | None,
+    fits: list[quant_choice.QuantFit],
+    memory: quant_choice.AvailableMemory,
+    entry: CatalogEntry | None,
 ) -> str:
     if chosen is None:
-        return f"None fits the {size(max(room.ram, room.gpu))} of memory that are free."
-    return one_line(quant_choice.reason(chosen, found, room, entry)) + "."
+        free = format_size(max(memory.ram_bytes, memory.gpu_bytes))
+        return f"None fits the {free} of memory that are free."
+    return one_line(quant_choice.fit_reason(chosen, fits, memory, entry)) + "."
 
 
-def _here(wanted: Reference) -> set[str]:
+def _cached_quants(model_ref: HubReference) -> set[str]:
     """The quantizations that the cache has, by their name in the table."""
     found = set()
     for model in cached_models():
-        if model.is_gguf and same(model.repo, _gguf_repo(wanted)):
+        if model.is_gguf and same_ignoring_case(model.repo, _gguf_repo(model_ref)):
             found.add(model.quant)
-        for folder in wanted.entry.folders if wanted.entry else ():
-            if not model.is_gguf and same(model.repo, folder.repo):
+        for folder in model_ref.entry.safetensors if model_ref.entry else ():
+            if not model.is_gguf and same_ignoring_case(model.repo, folder.repo):
                 found.add(folder.method)
     return found
 
 
-def _alternatives(wanted: Reference, room: quant_choice.Room) -> list[quant_choice.Alternative]:
+def _list_alternatives(
+    model_ref: HubReference, memory: quant_choice.AvailableMemory
+) -> list[quant_choice.QuantOption]:
     """As the hub has them; where it is out of reach, as the catalog has. HubUnavailable: it has
     none."""
-    tell = _tell
+    tell = _print_notice
     try:
-        with talking(tell):
-            return alternatives(listing(_gguf_repo(wanted), tell), wanted.entry, room)
+        with forward_warnings(tell):
+            return quant_options(list_repo(_gguf_repo(model_ref), tell), model_ref.entry, memory)
     except HubUnavailable as error:
-        entry = wanted.entry
+        entry = model_ref.entry
         if entry is None or not entry.gguf.sizes:
             raise
         tell(f"{error.message}; these are the catalog's sizes")
         files = [
-            quant_choice.Alternative(quant, bytes_) for quant, bytes_ in entry.gguf.sizes.items()
+            quant_choice.QuantOption(quant, bytes_) for quant, bytes_ in entry.gguf.sizes.items()
         ]
-        return [*files, *quant_choice.folder_alternatives(entry, room)]
+        return [*files, *quant_choice.safetensors_options(entry, memory)]
 
 
-def _gguf_repo(wanted: Reference) -> str:
-    return wanted.entry.gguf.repo if wanted.entry else wanted.repo
+def _gguf_repo(model_ref: HubReference) -> str:
+    return model_ref.entry.gguf.repo if model_ref.entry else model_ref.repo
 
 
-def _tell(line: str) -> None:
+def _print_notice(line: str) -> None:
     print(one_line(line), file=sys.stderr)

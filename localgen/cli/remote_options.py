@@ -11,13 +11,13 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.chat.parameters import ModelOptions
-from localgen.cli.options import ASKING, LOADING
+from localgen.cli.options import LOAD_OPTIONS, REQUEST_OPTIONS
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient
     from localgen.client.endpoints import Endpoint
 
-_PANEL = "Another server"
+_REMOTE_PANEL = "Another server"
 UrlOption = Annotated[
     str | None,
     typer.Option(
@@ -27,7 +27,7 @@ UrlOption = Annotated[
         metavar="URL|NAME",
         envvar="LOCALGEN_URL",
         show_envvar=False,
-        rich_help_panel=_PANEL,
+        rich_help_panel=_REMOTE_PANEL,
     ),
 ]
 KeyEnvOption = Annotated[
@@ -38,46 +38,50 @@ KeyEnvOption = Annotated[
         metavar="VAR",
         envvar="LOCALGEN_API_KEY_ENV",
         show_envvar=False,
-        rich_help_panel=_PANEL,
+        rich_help_panel=_REMOTE_PANEL,
     ),
 ]
-_OURS_ONLY = {"ctx", "priority", "keep_alive"}
+_LOCAL_ONLY_FIELDS = {"ctx", "priority", "keep_alive"}
 
 
-def endpoint_of(
+def endpoint_from_options(
     context: typer.Context, url: str | None, api_key_env: str | None
 ) -> Endpoint | None:
     """The server that is meant; None: ours. InvalidRequest: it is none, or a flag is in vain."""
     if url is None:
-        if _is_on_the_command_line(context, "api_key_env"):
+        if _is_from_command_line(context, "api_key_env"):
             raise InvalidRequest("--api-key-env is for another server: give --url as well")
         return None
-    for flag in (*LOADING, *(flag for flag in ASKING if flag.field in _OURS_ONLY)):
-        if _is_on_the_command_line(context, flag.field):
+    for flag in (
+        *LOAD_OPTIONS,
+        *(flag for flag in REQUEST_OPTIONS if flag.field in _LOCAL_ONLY_FIELDS),
+    ):
+        if _is_from_command_line(context, flag.field):
             raise InvalidRequest(
-                f"{flag.long} does not apply to a model on another server (--url): leave it out",
+                f"{flag.long_name} does not apply to a model on another server (--url): "
+                "leave it out",
                 param=flag.field,
             )
-    from localgen.client.endpoints import endpoint, variable
+    from localgen.client.endpoints import resolve_endpoint, validate_env_var_name
 
-    found = endpoint(url)
-    return replace(found, key_env=variable(api_key_env)) if api_key_env else found
+    found = resolve_endpoint(url)
+    return replace(found, key_env=validate_env_var_name(api_key_env)) if api_key_env else found
 
 
-def applicable(options: ModelOptions, endpoint: Endpoint | None) -> ModelOptions:
+def options_for_endpoint(options: ModelOptions, endpoint: Endpoint | None) -> ModelOptions:
     """The options that reach the server. What the environment says of loading is about ours."""
     if endpoint is None:
         return options
     return replace(options, load=LoadOptions(), ctx=None, priority=0, keep_alive=None)
 
 
-def client_of(endpoint: Endpoint | None, say: Callable[[str], None]) -> ModelClient:
+def create_client(endpoint: Endpoint | None, notify: Callable[[str], None]) -> ModelClient:
     """A client of that server; ours without one."""
     from localgen.client import Client, RemoteClient
 
-    return Client(say=say) if endpoint is None else RemoteClient(endpoint, say)
+    return Client(notify=notify) if endpoint is None else RemoteClient(endpoint, notify)
 
 
-def _is_on_the_command_line(context: typer.Context, field: str) -> bool:
+def _is_from_command_line(context: typer.Context, field: str) -> bool:
     source = context.get_parameter_source(field)
     return source is not None and source.name == "COMMANDLINE"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelBusy
-from localgen.cli.completion_values import removable_model
+from localgen.cli.completion_values import complete_removable_model
 
 YesFlag = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 
@@ -18,42 +18,43 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model of the cache, or a name of yours.", autocompletion=removable_model
+            help="A model of the cache, or a name of yours.",
+            autocompletion=complete_removable_model,
         ),
     ],
     yes: YesFlag = False,
 ) -> None:
     """Remove a model from the cache, or a name that `cp` made. Other models keep their files."""
-    from localgen.backends.units import size
+    from localgen.backends.units import format_size
     from localgen.hub import aliases
-    from localgen.hub.remove import removal
+    from localgen.hub.remove import plan_removal
 
-    target = aliases.aliases().get(model)
+    target = aliases.load_aliases().get(model)
     if target is not None:
-        aliases.remove(model)
+        aliases.remove_alias(model)
         typer.echo(f"{model} is no longer a name; {target} stays")
         return
-    found = removal(model)
-    _require_unused(found.name)
+    found = plan_removal(model)
+    _require_not_loaded(found.name)
     if not yes:
-        _ask(f"Remove {found.name} ({size(found.freed_bytes)})?")
+        _confirm(f"Remove {found.name} ({format_size(found.freed_bytes)})?")
     found.execute()
-    typer.echo(f"{found.name} removed, {size(found.freed_bytes)} freed")
+    typer.echo(f"{found.name} removed, {format_size(found.freed_bytes)} freed")
 
 
-def _require_unused(name: str) -> None:
+def _require_not_loaded(name: str) -> None:
     from localgen.client import Client
 
     with closing(Client()) as client:
         try:
-            loaded = [running.name for running in client.running()]
+            loaded = [running.name for running in client.running_models()]
         except LocalgenError:
             return  # there is no server that could have loaded it
     if name in loaded:
         raise ModelBusy(f"{name} is loaded: localgen stop {name} unloads it")
 
 
-def _ask(question: str) -> None:
+def _confirm(question: str) -> None:
     if sys.stdin is None or not sys.stdin.isatty():
         raise InvalidRequest("there is no terminal to ask on: --yes removes it without asking")
     if not typer.confirm(question, err=True):

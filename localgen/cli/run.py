@@ -11,12 +11,18 @@ from localgen.cli.arguments import (
     JsonFlag,
     ModelArgument,
     PromptArgument,
-    model_and_prompt,
-    whole_prompt,
+    read_prompt,
+    split_model_and_prompt,
 )
 from localgen.cli.options import takes_model_options
-from localgen.cli.pull import or_fetch
-from localgen.cli.remote_options import KeyEnvOption, UrlOption, applicable, client_of, endpoint_of
+from localgen.cli.pull import run_or_offer_pull
+from localgen.cli.remote_options import (
+    KeyEnvOption,
+    UrlOption,
+    create_client,
+    endpoint_from_options,
+    options_for_endpoint,
+)
 
 
 @takes_model_options
@@ -35,20 +41,20 @@ def command(
     model; a single word is a model, and the prompt is read from standard input. Given a prompt
     and piped input, the input follows the prompt after a blank line.
     """
-    there = endpoint_of(context, url, api_key_env)
-    options = applicable(options, there)
-    model, prompt = model_and_prompt(model, prompt, there.model if there else None)
-    prompt = whole_prompt(prompt)
-    from localgen.cli.one_shot import answer_one, stderr_console
-    from localgen.repl.load_progress import Loading
+    there = endpoint_from_options(context, url, api_key_env)
+    options = options_for_endpoint(options, there)
+    model, prompt = split_model_and_prompt(model, prompt, there.model if there else None)
+    prompt = read_prompt(prompt)
+    from localgen.cli.one_shot import answer_prompt, stderr_console
+    from localgen.repl.load_progress import LoadProgressLine
 
-    loading = Loading(stderr_console(), model or "the built-in model")
-    with closing(client_of(there, loading.say)) as client:
+    loading = LoadProgressLine(stderr_console(), model or "the built-in model")
+    with closing(create_client(there, loading.notify)) as client:
 
         def answer() -> None:
-            answer_one(client, loading, model, prompt, options, as_json=json)
+            answer_prompt(client, loading, model, prompt, options, json_output=json)
 
         if there is not None:
             answer()
         else:
-            or_fetch(model, answer, draft=options.load.draft)
+            run_or_offer_pull(model, answer, draft=options.load.draft)

@@ -17,14 +17,14 @@ from typing import Any
 import typer
 from typer._completion_classes import BashComplete, FishComplete, ZshComplete
 
-from localgen.cli.completion_values import paths
+from localgen.cli.completion_values import complete_path
 
-PROGRAM = "localgen"
-VARIABLE = "_LOCALGEN_COMPLETE"
+PROGRAM_NAME = "localgen"
+COMPLETE_ENV_VAR = "_LOCALGEN_COMPLETE"
 # a disk that hangs shall not hang the shell
-_PATIENCE_S = 2.0
+_TIMEOUT_S = 2.0
 
-_BASH = """\
+_BASH_SCRIPT = """\
 %(complete_func)s() {
     local IFS=$'\\n'
     COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \\
@@ -34,7 +34,7 @@ _BASH = """\
     fi
 }
 complete -o default -F %(complete_func)s %(prog_name)s"""
-_ZSH = """\
+_ZSH_SCRIPT = """\
 #compdef %(prog_name)s
 %(complete_func)s() {
     eval "$(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" \\
@@ -45,7 +45,7 @@ if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
 else
     compdef %(complete_func)s %(prog_name)s
 fi"""
-_FISH = """\
+_FISH_SCRIPT = """\
 function %(complete_func)s
     set -lx %(autocomplete_var)s complete_fish
     set -lx _TYPER_COMPLETE_ARGS (commandline -cp | string collect)
@@ -54,26 +54,28 @@ end
 complete --command %(prog_name)s --no-files --arguments "(%(complete_func)s)\""""
 
 
-class _Bash(BashComplete):
+class _BashCompletion(BashComplete):
     """Bash begins a new word at each colon, = and behind @, and replaces only the last one."""
 
-    source_template = _BASH
-    _kept = 0
+    source_template = _BASH_SCRIPT
+    _num_prefix_chars = 0
 
     def get_completion_args(self) -> tuple[list[str], str]:
         args, incomplete = super().get_completion_args()
-        *args, incomplete = _joined([*args, incomplete])
+        *args, incomplete = _join_words([*args, incomplete])
         value = incomplete.partition("=")[2] if incomplete.startswith("-") else incomplete
-        self._kept = max(value.rfind(sign) for sign in ":=@") + 1
+        self._num_prefix_chars = max(value.rfind(sign) for sign in ":=@") + 1
         return args, incomplete
 
     def complete(self) -> str:
         items = self.get_completions(*self.get_completion_args())
         # what it gets nothing for, it completes as a file
-        return "\n".join(item.value[self._kept :] for item in items if item.type == "plain")
+        return "\n".join(
+            item.value[self._num_prefix_chars :] for item in items if item.type == "plain"
+        )
 
 
-def _joined(words: Sequence[str]) -> list[str]:
+def _join_words(words: Sequence[str]) -> list[str]:
     """The words as they were typed."""
     joined: list[str] = []
     for word in words:
@@ -84,8 +86,8 @@ def _joined(words: Sequence[str]) -> list[str]:
     return joined
 
 
-class _Zsh(ZshComplete):
-    source_template = _ZSH
+class _ZshCompletion(ZshComplete):
+    source_template = _ZSH_SCRIPT
 
     def complete(self) -> str:
         items = self.get_completions(*self.get_completion_args())
@@ -103,45 +105,45 @@ class _Zsh(ZshComplete):
         return f'"{value}":"{says}"' if says else f'"{value}"'
 
 
-class _Fish(FishComplete):
-    source_template = _FISH
+class _FishCompletion(FishComplete):
+    source_template = _FISH_SCRIPT
 
     def complete(self) -> str:
         args, incomplete = self.get_completion_args()
         items = self.get_completions(args, incomplete)
         if not items or any(item.type != "plain" for item in items):
-            return "\n".join(paths(incomplete))
+            return "\n".join(complete_path(incomplete))
         return "\n".join(self.format_completion(item) for item in items)
 
     def format_completion(self, item: Any) -> str:
         return f"{item.value}\t{' '.join(item.help.split())}" if item.help else str(item.value)
 
 
-class _AsTyped:
+class _NoConversion:
     """Stands where Typer puts its conversion of a value."""
 
     def coerce(self, value: Any, **_: Any) -> Any:
         return value
 
 
-_SHELLS: dict[str, Any] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
+_SHELLS: dict[str, Any] = {"bash": _BashCompletion, "zsh": _ZshCompletion, "fish": _FishCompletion}
 
 
-def script(shell: str) -> str:
+def completion_script(shell: str) -> str:
     """What a shell is to run, so that it asks us."""
-    found = _SHELLS[shell](None, {}, PROGRAM, VARIABLE)
+    found = _SHELLS[shell](None, {}, PROGRAM_NAME, COMPLETE_ENV_VAR)
     return str(found.source_template % found.source_vars())
 
 
-def answer(app: typer.Typer, instruction: str) -> int:
+def run_completion(app: typer.Typer, instruction: str) -> int:
     """Print what may stand at the cursor; gives the exit status.
 
     Whatever goes wrong, a shell has no use for it: then nothing is printed.
     """
     signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
-    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+    signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_S)
     # half of a value may not be one yet, and converting takes as long as all else together
-    setattr(typer.core, "build_runtime_param", lambda _: _AsTyped())  # noqa: B010
+    setattr(typer.core, "build_runtime_param", lambda _: _NoConversion())  # noqa: B010
     try:
         text = _completer(app, instruction.removeprefix("complete_")).complete()
     except Exception:
@@ -151,4 +153,4 @@ def answer(app: typer.Typer, instruction: str) -> int:
 
 
 def _completer(app: typer.Typer, shell: str) -> Any:
-    return _SHELLS[shell](typer.main.get_command(app), {}, PROGRAM, VARIABLE)
+    return _SHELLS[shell](typer.main.get_command(app), {}, PROGRAM_NAME, COMPLETE_ENV_VAR)

@@ -11,11 +11,11 @@ import typer
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.cli.arguments import JsonFlag
-from localgen.cli.completion_values import any_model
+from localgen.cli.completion_values import complete_model
 
 if TYPE_CHECKING:
     from localgen.backends.formats.model_files import ModelFile
-    from localgen.hub.reference import Reference
+    from localgen.hub.reference import HubReference
 
 QuantsFlag = Annotated[bool, typer.Option("--quants", help="Which quantizations there are.")]
 TemplateFlag = Annotated[bool, typer.Option("--template", help="Its chat template, nothing else.")]
@@ -23,7 +23,8 @@ TemplateFlag = Annotated[bool, typer.Option("--template", help="Its chat templat
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="Name or path of a model, here or not.", autocompletion=any_model)
+        str,
+        typer.Argument(help="Name or path of a model, here or not.", autocompletion=complete_model),
     ],
     quants: QuantsFlag = False,
     template: TemplateFlag = False,
@@ -32,39 +33,38 @@ def command(
     """Show what a model is: size, quantization, context, template, sampling defaults, licence."""
     from localgen.backends.terminal_text import one_line
     from localgen.cli import quant_table, tables
-    from localgen.hub.aliases import aliases
-    from localgen.hub.reference import reference
-    from localgen.hub.resolve import resolve
+    from localgen.hub.aliases import load_aliases
+    from localgen.hub.reference import resolve_reference
+    from localgen.hub.resolve import resolve_model
 
     if quants:
-        quant_table.show(model, as_json=json)
+        quant_table.print_quant_table(model, as_json=json)
         return
-    wanted = reference(aliases().get(model, model))
+    wanted = resolve_reference(load_aliases().get(model, model))
     try:
-        file = resolve(model)
+        file = resolve_model(model)
     except ModelNotFound:
         if wanted is None or wanted.entry is None or template:
             raise
-        facts = _from_catalog(wanted)
+        facts = _catalog_facts(wanted)
     else:
         if template:
             _print_template(file)
             return
-        facts = _from_files(file)
+        facts = _local_facts(file)
     if json:
         typer.echo(tables.json_text(facts, indent=2))
         return
     for name, value in facts.items():
-        typer.echo(
-            f"{name.removesuffix('_bytes').replace('_', ' '):<15} {one_line(_cell(name, value))}"
-        )
+        label = name.removesuffix("_bytes").replace("_", " ")
+        typer.echo(f"{label:<15} {one_line(_format_value(name, value))}")
 
 
-def _from_files(file: ModelFile) -> dict[str, Any]:
-    from localgen.hub.metadata import about, entry_of
+def _local_facts(file: ModelFile) -> dict[str, Any]:
+    from localgen.hub.metadata import catalog_entry_of, read_metadata
 
-    found = asdict(about(file))
-    entry = entry_of(file)
+    found = asdict(read_metadata(file))
+    entry = catalog_entry_of(file)
     known = {"name": file.name, "path": str(file.path), "size_bytes": file.size_bytes}
     known |= {"files": max(1, len(file.shards)), "source": file.source}
     if entry is not None:
@@ -74,13 +74,13 @@ def _from_files(file: ModelFile) -> dict[str, Any]:
     return known | found
 
 
-def _from_catalog(wanted: Reference) -> dict[str, Any]:
-    entry = wanted.entry
+def _catalog_facts(model_ref: HubReference) -> dict[str, Any]:
+    entry = model_ref.entry
     assert entry is not None, "the caller has looked"
     return {
-        "name": wanted.name,
+        "name": model_ref.name,
         "here": False,
-        "fetches": wanted.what,
+        "fetches": model_ref.description,
         "also": [entry.alias, *entry.names],
         "title": entry.title,
         "architecture": entry.architecture or None,
@@ -91,17 +91,17 @@ def _from_catalog(wanted: Reference) -> dict[str, Any]:
 
 
 def _print_template(file: ModelFile) -> None:
-    from localgen.backends.terminal_text import inert
-    from localgen.hub.metadata import about
+    from localgen.backends.terminal_text import escape_control_chars
+    from localgen.hub.metadata import read_metadata
 
-    template = about(file).chat_template
+    template = read_metadata(file).chat_template
     if template is None:
         raise InvalidRequest(f"{file.name} has no chat template")
-    typer.echo(inert(template) if sys.stdout.isatty() else template)
+    typer.echo(escape_control_chars(template) if sys.stdout.isatty() else template)
 
 
-def _cell(name: str, value: Any) -> str:
-    from localgen.backends.units import size
+def _format_value(name: str, value: Any) -> str:
+    from localgen.backends.units import format_size
 
     match value:
         case None:
@@ -114,7 +114,7 @@ def _cell(name: str, value: Any) -> str:
             pairs = [f"{key} {jsonlib.dumps(each)}" for key, each in value.items()]
             return ", ".join(pairs) or "none of its own"
         case int():
-            return size(value) if name == "size_bytes" else f"{value:,}"
+            return format_size(value) if name == "size_bytes" else f"{value:,}"
     if name == "chat_template":
         return f"{len(value):,} characters (--template prints it)"
     return str(value)

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
-from localgen.cli.completion_values import running_model
+from localgen.cli.completion_values import complete_running_model
 
 
 def command(
     model: Annotated[
         str | None,
-        typer.Argument(help="Model to unload; all without.", autocompletion=running_model),
+        typer.Argument(help="Model to unload; all without.", autocompletion=complete_running_model),
     ] = None,
 ) -> None:
     """Unload a model. Without one, stop the server and everything it runs."""
@@ -29,5 +29,5 @@ def command(
         elif client.unload(model):
             typer.echo(f"{model} unloaded")
         else:
-            loaded = ", ".join(running.name for running in client.running()) or "nothing"
+            loaded = ", ".join(running.name for running in client.running_models()) or "nothing"
             raise ModelNotFound(f"{model} is not loaded: there is {loaded}")

@@ -11,16 +11,16 @@ from typing import Any
 import typer
 
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import size as size
+from localgen.backends.units import format_size as format_size
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Left-aligned columns with three blanks between, as `ps` and `ollama ps` print them."""
-    for line in aligned([head, *rows]):
+    for line in align_columns([header, *rows]):
         typer.echo(line)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table."""
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -42,7 +42,7 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(value, default=sorted, indent=indent).replace("\x7f", "\\u007f")
 
 
-def until(until_s: float | None, active_requests: int) -> str:
+def format_expiry(until_s: float | None, active_requests: int) -> str:
     """When an idle model leaves. until_s: seconds from now; None: never."""
     if active_requests:
         return f"busy ({active_requests})"

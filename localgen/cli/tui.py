@@ -10,9 +10,15 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.chat.parameters import ModelOptions
-from localgen.cli.arguments import ModelArgument, model_and_prompt
+from localgen.cli.arguments import ModelArgument, split_model_and_prompt
 from localgen.cli.options import takes_model_options
-from localgen.cli.remote_options import KeyEnvOption, UrlOption, applicable, client_of, endpoint_of
+from localgen.cli.remote_options import (
+    KeyEnvOption,
+    UrlOption,
+    create_client,
+    endpoint_from_options,
+    options_for_endpoint,
+)
 
 
 @takes_model_options
@@ -24,9 +30,9 @@ def command(
     api_key_env: KeyEnvOption = None,
 ) -> None:
     """Talk in several sessions side by side. The options are those of new sessions."""
-    there = endpoint_of(context, url, api_key_env)
-    options = applicable(options, there)
-    model, sentence = model_and_prompt(model, None, there.model if there else None)
+    there = endpoint_from_options(context, url, api_key_env)
+    options = options_for_endpoint(options, there)
+    model, sentence = split_model_and_prompt(model, None, there.model if there else None)
     if sentence is not None:
         raise InvalidRequest("tui takes a model, not a prompt: localgen run answers one prompt")
     # the screen is drawn on stderr
@@ -35,38 +41,38 @@ def command(
     ):
         raise InvalidRequest("tui needs a terminal: localgen run answers prompts without one")
     if there is not None:
-        there.key()  # said now, not on the screen
-    gc.disable()  # what is imported stays: Shell collects again once it is painted
-    from localgen.chat.database import Writer
-    from localgen.chat.session_store import Sessions
-    from localgen.config import Settings
-    from localgen.tui.base_app import Shell
-    from localgen.tui.chat.active_session import House
+        there.api_key()  # said now, not on the screen
+    gc.disable()  # what is imported stays: BaseApp collects again once it is painted
+    from localgen.chat.database import WriterLock
+    from localgen.chat.session_store import SessionStore
+    from localgen.config import ServerSettings
+    from localgen.tui.base_app import BaseApp
+    from localgen.tui.chat.active_session import AppContext
     from localgen.tui.chat.app import ChatApp
-    from localgen.tui.chat.session_manager import Desk
-    from localgen.tui.feed import Watch
+    from localgen.tui.chat.session_manager import SessionManager
+    from localgen.tui.feed import ServerMonitor
     from localgen.tui.themes import ThemeChoice
 
-    settings = Settings.from_environment()
-    settings.prepare_state()
+    settings = ServerSettings.from_environment()
+    settings.create_state_dir()
 
-    def watch() -> Watch:
-        from localgen.client.server_monitor import OwnWatch, RemoteWatch
+    def watch() -> ServerMonitor:
+        from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
 
-        return OwnWatch(settings) if there is None else RemoteWatch(there)
+        return LocalServerMonitor(settings) if there is None else RemoteServerMonitor(there)
 
     with (
-        closing(Writer(settings.state_dir / "writers")) as writer,
-        closing(Sessions(settings.state_dir / "sessions.db", writer)) as store,
+        closing(WriterLock(settings.state_dir / "writers")) as writer,
+        closing(SessionStore(settings.state_dir / "sessions.db", writer)) as store,
     ):
-        house = House(
+        house = AppContext(
             store=store,
-            make_client=lambda say: client_of(there, say),
+            make_client=lambda say: create_client(there, say),
             options=options,
             state_dir=settings.state_dir,
-            url="" if there is None else there.url,
+            server_url="" if there is None else there.url,
             model=model,
         )
-        where = "this machine" if there is None else there.where
-        choice = ThemeChoice(Shell.theme_file(settings.state_dir))
-        ChatApp(Desk(house), watch, where, choice).run()
+        where = "this machine" if there is None else there.display_name
+        choice = ThemeChoice(BaseApp.theme_file(settings.state_dir))
+        ChatApp(SessionManager(house), watch, where, choice).run()

@@ -12,23 +12,30 @@ if TYPE_CHECKING:
     from localgen.client.client import Client
     from localgen.client.model_client import ModelClient
     from localgen.client.remote_client import RemoteClient
-    from localgen.client.responses import Answer, Embeddings, Health, ModelCard, RunningModel, Text
+    from localgen.client.responses import (
+        Completion,
+        EmbeddingResult,
+        Health,
+        ModelCard,
+        RunningModel,
+        TextDelta,
+    )
 
 __all__ = [
-    "Answer",
     "Client",
-    "Embeddings",
+    "Completion",
+    "EmbeddingResult",
     "Health",
     "ModelCard",
     "ModelClient",
     "RemoteClient",
     "RunningModel",
-    "Text",
+    "TextDelta",
 ]
-_FILES = {"Client": "client", "ModelClient": "model_client", "RemoteClient": "remote_client"}
+_MODULES = {"Client": "client", "ModelClient": "model_client", "RemoteClient": "remote_client"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_FILES.get(name, 'responses')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'responses')}"), name)

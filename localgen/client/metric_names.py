@@ -5,49 +5,49 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # of each step on average, where a server tells it so
-BUSY_PER_STEP = "llamacpp:n_busy_slots_per_decode"
+BUSY_SLOTS_PER_STEP = "llamacpp:n_busy_slots_per_decode"
 # a figure whose labels say how large vLLM's cache is
-VLLM_CACHE = "vllm:cache_config_info"
+VLLM_CACHE_INFO = "vllm:cache_config_info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """kind: of server; prefix: of all its figures. Of several names for the same, the first that
-    is there counts: they have changed between versions.
+class MetricNames:
+    """server_type: of server; prefix: of all its figures. Of several names for the same, the first
+    that is there counts: they have changed between versions.
 
-    model: the label with the model's name. rank: the label of those that all say the same, of whom
-    the first is heard. totals: by the fields of Totals.
+    model_label: the label with the model's name. rank_label: the label of those that all say the
+    same, of whom the first is heard. counters: by the fields of ModelCounters.
     """
 
-    kind: str
+    server_type: str
     prefix: str
-    model: str = "model_name"
-    rank: str | None = None
+    model_label: str = "model_name"
+    rank_label: str | None = None
     running: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
-    kv_share: tuple[str, ...] = ()
+    kv_usage: tuple[str, ...] = ()
     kv_used: tuple[str, ...] = ()
     kv_tokens: tuple[str, ...] = ()
     ttft: tuple[str, ...] = ()
     itl: tuple[str, ...] = ()
     tokens_per_step: tuple[str, ...] = ()
-    totals: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    counters: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def _like_vllm(prefix: str, kind: str) -> Names:
+def _vllm_metric_names(prefix: str, kind: str) -> MetricNames:
     """localgen's own names are vLLM's with another prefix."""
-    return Names(
-        kind=kind,
+    return MetricNames(
+        server_type=kind,
         prefix=prefix,
         running=(f"{prefix}num_requests_running",),
         waiting=(f"{prefix}num_requests_waiting",),
-        kv_share=(f"{prefix}kv_cache_usage_perc", f"{prefix}gpu_cache_usage_perc"),
+        kv_usage=(f"{prefix}kv_cache_usage_perc", f"{prefix}gpu_cache_usage_perc"),
         ttft=(f"{prefix}time_to_first_token_seconds",),
         itl=(
             f"{prefix}inter_token_latency_seconds",
             f"{prefix}time_per_output_token_seconds",
         ),
-        totals={
+        counters={
             "prompt_tokens": (f"{prefix}prompt_tokens_total",),
             "generated_tokens": (f"{prefix}generation_tokens_total",),
             "steps": (f"{prefix}iteration_tokens_total_count",),
@@ -66,21 +66,21 @@ def _like_vllm(prefix: str, kind: str) -> Names:
     )
 
 
-VLLM = _like_vllm("vllm:", "vLLM")
-LOCALGEN = _like_vllm("localgen:", "localgen")
-SGLANG = Names(
-    kind="SGLang",
+VLLM = _vllm_metric_names("vllm:", "vLLM")
+LOCALGEN = _vllm_metric_names("localgen:", "localgen")
+SGLANG = MetricNames(
+    server_type="SGLang",
     prefix="sglang:",
-    rank="tp_rank",
+    rank_label="tp_rank",
     running=("sglang:num_running_reqs",),
     waiting=("sglang:num_queue_reqs",),
-    kv_share=("sglang:token_usage",),
+    kv_usage=("sglang:token_usage",),
     kv_used=("sglang:num_used_tokens",),
     kv_tokens=("sglang:max_total_num_tokens",),
     ttft=("sglang:time_to_first_token_seconds",),
     itl=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
     tokens_per_step=("sglang:spec_accept_length",),
-    totals={
+    counters={
         "prompt_tokens": ("sglang:prompt_tokens_total",),
         "generated_tokens": ("sglang:generation_tokens_total",),
         "preemptions": ("sglang:num_retracted_requests_total",),
@@ -88,14 +88,14 @@ SGLANG = Names(
         "prefix_hits": ("sglang:cached_tokens_total",),
     },
 )
-LLAMA_SERVER = Names(
-    kind="llama-server",
+LLAMA_SERVER = MetricNames(
+    server_type="llama-server",
     prefix="llamacpp:",
     running=("llamacpp:requests_processing",),
     waiting=("llamacpp:requests_deferred",),
-    kv_share=("llamacpp:kv_cache_usage_ratio",),
+    kv_usage=("llamacpp:kv_cache_usage_ratio",),
     kv_used=("llamacpp:kv_cache_tokens",),
-    totals={
+    counters={
         "prompt_tokens": ("llamacpp:prompt_tokens_total",),
         "generated_tokens": ("llamacpp:tokens_predicted_total",),
         "steps": ("llamacpp:n_decode_total",),
@@ -103,4 +103,4 @@ LLAMA_SERVER = Names(
         "accepted_tokens": ("llamacpp:spec_decode_num_accepted_tokens_total",),
     },
 )
-ALL = (VLLM, SGLANG, LLAMA_SERVER, LOCALGEN)
+KNOWN_SERVERS = (VLLM, SGLANG, LLAMA_SERVER, LOCALGEN)

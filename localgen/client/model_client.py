@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message, SamplingParams
-from localgen.client.responses import Answer, ModelCard, Text
+from localgen.client.responses import Completion, ModelCard, TextDelta
 
 
 class ModelClient(Protocol):
@@ -21,7 +21,7 @@ class ModelClient(Protocol):
     def close(self) -> None:
         """Close the connections; a request that runs on one is cancelled."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """From another thread: what runs ends with a LocalgenError, as does all that follows."""
 
     def connect(self) -> None:
@@ -44,8 +44,9 @@ class ModelClient(Protocol):
         *,
         ctx: int | None = None,
         priority: int = 0,
-    ) -> Generator[Text | Answer, None, None]:
-        """Text as it is generated, then one Answer. Closing the generator cancels the request."""
+    ) -> Generator[TextDelta | Completion, None, None]:
+        """Text as it is generated, then one Completion. Closing the generator cancels the
+        request."""
 
     def models(self) -> list[ModelCard]:
         """The models that can be named."""

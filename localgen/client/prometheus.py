@@ -11,22 +11,27 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.types import SpeculationStats
-from localgen.client.metric_names import ALL, BUSY_PER_STEP, VLLM_CACHE, Names
-from localgen.client.snapshot import Latency, ModelSnapshot, Snapshot, Totals
+from localgen.client.metric_names import (
+    BUSY_SLOTS_PER_STEP,
+    KNOWN_SERVERS,
+    VLLM_CACHE_INFO,
+    MetricNames,
+)
+from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
 
 # percentiles are of the answers of this time
-WINDOW_S = 60.0
+PERCENTILE_WINDOW_S = 60.0
 
 
 @dataclass(slots=True)
-class _Samples:
+class _ModelSamples:
     """What a server says of one model: values by name, histograms' buckets by their bounds."""
 
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(dict))
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def first(self, names: Iterable[str]) -> float | None:
+    def total(self, names: Iterable[str]) -> float | None:
         """The sum of whatever has the first name that is there."""
         return next((self.values[name] for name in names if name in self.values), None)
 
@@ -44,16 +49,16 @@ class _Histogram:
     sum_s: float
     count: float
 
-    def since(self, before: _Histogram) -> _Histogram:
+    def since(self, earlier: _Histogram) -> _Histogram:
         """What has come since."""
-        buckets = {le: n - before.buckets.get(le, 0.0) for le, n in self.buckets.items()}
-        return _Histogram(buckets, self.sum_s - before.sum_s, self.count - before.count)
+        buckets = {le: n - earlier.buckets.get(le, 0.0) for le, n in self.buckets.items()}
+        return _Histogram(buckets, self.sum_s - earlier.sum_s, self.count - earlier.count)
 
-    def quantile_ms(self, share: float) -> float | None:
+    def quantile_ms(self, quantile: float) -> float | None:
         """Within its bucket as if all lay evenly; above the last bound, that bound."""
         if self.count <= 0:
             return None
-        rank, below, low = share * self.count, 0.0, 0.0
+        rank, below, low = quantile * self.count, 0.0, 0.0
         for bound, upto in sorted(self.buckets.items()):
             if upto >= rank:
                 if math.isinf(bound):
@@ -64,99 +69,109 @@ class _Histogram:
         return low * 1e3
 
 
-class _Recent:
+class _LatencyWindow:
     """A histogram's last minute."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, _Histogram]] = deque()
+        self._history: deque[tuple[float, _Histogram]] = deque()
         self._last_ms: float | None = None
 
-    def latency(self, now_s: float, found: _Histogram) -> Latency:
+    def update(self, now_s: float, histogram: _Histogram) -> LatencyStats:
         """Enter what it is now."""
-        if self._seen:
-            new = found.since(self._seen[-1][1])
+        if self._history:
+            new = histogram.since(self._history[-1][1])
             if new.count < 0:  # the server has started anew
-                self._seen.clear()
+                self._history.clear()
             elif new.count > 0:
                 self._last_ms = new.sum_s / new.count * 1e3
-        self._seen.append((now_s, found))
-        while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
-            self._seen.popleft()
-        lately = found.since(self._seen[0][1])
-        return Latency(
+        self._history.append((now_s, histogram))
+        while len(self._history) > 2 and self._history[1][0] <= now_s - PERCENTILE_WINDOW_S:
+            self._history.popleft()
+        lately = histogram.since(self._history[0][1])
+        return LatencyStats(
             last_ms=self._last_ms,
             p50_ms=lately.quantile_ms(0.5),
             p99_ms=lately.quantile_ms(0.99),
         )
 
 
-class MetricsReader:
+class MetricsParser:
     """Reads one server's pages, one after another: a minute's percentiles need the earlier ones."""
 
     def __init__(self) -> None:
-        self._recent: dict[tuple[str, str], _Recent] = defaultdict(_Recent)
+        self._latency_windows: dict[tuple[str, str], _LatencyWindow] = defaultdict(_LatencyWindow)
 
-    def read(self, text: str, now_s: float) -> Snapshot:
+    def parse(self, text: str, now_s: float) -> ServerSnapshot:
         """What a page says. ServerUnavailable: no figures of a server that we know, or damaged."""
         try:
             families = list(text_string_to_metric_families(text))
         except Exception as error:  # the parser raises whatever happens to it
             raise ServerUnavailable(f"/metrics there is no Prometheus text: {error}") from error
         named = [family.name for family in families]
-        names = next((each for each in ALL if any(n.startswith(each.prefix) for n in named)), None)
+        names = next(
+            (each for each in KNOWN_SERVERS if any(n.startswith(each.prefix) for n in named)), None
+        )
         if names is None:
             raise ServerUnavailable(
                 "/metrics there has no figures of vLLM, SGLang, llama-server or localgen"
             )
-        by_model: dict[str, _Samples] = defaultdict(_Samples)
+        by_model: dict[str, _ModelSamples] = defaultdict(_ModelSamples)
         caches: dict[str, str] = {}
         for family in families:
             for sample in family.samples:
-                if sample.name == VLLM_CACHE:
+                if sample.name == VLLM_CACHE_INFO:
                     caches = sample.labels
                 elif sample.name.startswith(names.prefix):
-                    _enter(by_model, names, sample.name, sample.labels, sample.value)
-        models = tuple(self._model(names, *each, now_s) for each in sorted(by_model.items()))
+                    _add_sample(by_model, names, sample.name, sample.labels, sample.value)
+        models = tuple(
+            self._model_snapshot(names, *each, now_s) for each in sorted(by_model.items())
+        )
         if len(models) == 1:
-            models = (_with_cache(models[0], caches),)
-        return Snapshot(kind=names.kind, models=models)
+            models = (_with_cache_size(models[0], caches),)
+        return ServerSnapshot(server_type=names.server_type, models=models)
 
-    def _model(self, names: Names, model: str, found: _Samples, now_s: float) -> ModelSnapshot:
-        tokens_per_step = found.mean(names.tokens_per_step)
-        used, tokens = found.mean(names.kv_used), found.mean(names.kv_tokens)
+    def _model_snapshot(
+        self, metrics: MetricNames, model: str, samples: _ModelSamples, now_s: float
+    ) -> ModelSnapshot:
+        tokens_per_step = samples.mean(metrics.tokens_per_step)
+        used, tokens = samples.mean(metrics.kv_used), samples.mean(metrics.kv_tokens)
         return ModelSnapshot(
-            name=model or names.kind,
-            running=_whole(found.first(names.running)),
-            waiting=_whole(found.first(names.waiting)),
-            kv_tokens=_whole(tokens),
-            kv_used=_whole(used),
-            kv_share=found.mean(names.kv_share),
-            ttft=self._latency(model, names.ttft, found, now_s),
-            itl=self._latency(model, names.itl, found, now_s),
-            totals=_totals(names, found),
+            name=model or metrics.server_type,
+            running=_round(samples.total(metrics.running)),
+            waiting=_round(samples.total(metrics.waiting)),
+            kv_tokens=_round(tokens),
+            kv_used=_round(used),
+            kv_usage=samples.mean(metrics.kv_usage),
+            ttft=self._latency(model, metrics.ttft, samples, now_s),
+            itl=self._latency(model, metrics.itl, samples, now_s),
+            counters=_counters(metrics, samples),
             speculation=(
                 SpeculationStats(tokens_per_step=tokens_per_step) if tokens_per_step else None
             ),
         )
 
     def _latency(
-        self, model: str, candidates: tuple[str, ...], found: _Samples, now_s: float
-    ) -> Latency:
-        name = next((each for each in candidates if found.buckets.get(each)), None)
+        self, model: str, names: tuple[str, ...], samples: _ModelSamples, now_s: float
+    ) -> LatencyStats:
+        name = next((each for each in names if samples.buckets.get(each)), None)
         if name is None:
-            return Latency()
+            return LatencyStats()
         histogram = _Histogram(
-            found.buckets[name], found.values[f"{name}_sum"], found.values[f"{name}_count"]
+            samples.buckets[name], samples.values[f"{name}_sum"], samples.values[f"{name}_count"]
         )
-        return self._recent[model, name].latency(now_s, histogram)
+        return self._latency_windows[model, name].update(now_s, histogram)
 
 
-def _enter(
-    by_model: dict[str, _Samples], names: Names, name: str, labels: dict[str, str], value: float
+def _add_sample(
+    by_model: dict[str, _ModelSamples],
+    metrics: MetricNames,
+    name: str,
+    labels: dict[str, str],
+    value: float,
 ) -> None:
-    if math.isnan(value) or (names.rank and labels.get(names.rank, "0") != "0"):
+    if math.isnan(value) or (metrics.rank_label and labels.get(metrics.rank_label, "0") != "0"):
         return
-    found = by_model[labels.get(names.model, "")]
+    found = by_model[labels.get(metrics.model_label, "")]
     if name.endswith("_bucket") and "le" in labels:
         buckets, bound = found.buckets[name.removesuffix("_bucket")], float(labels["le"])
         buckets[bound] = buckets.get(bound, 0.0) + value
@@ -165,23 +180,23 @@ def _enter(
     found.counts[name] += 1
 
 
-def _totals(names: Names, found: _Samples) -> Totals:
-    totals = {name: found.first(candidates) for name, candidates in names.totals.items()}
-    busy, steps = found.first((BUSY_PER_STEP,)), totals.get("steps")
+def _counters(metrics: MetricNames, samples: _ModelSamples) -> ModelCounters:
+    totals = {name: samples.total(candidates) for name, candidates in metrics.counters.items()}
+    busy, steps = samples.total((BUSY_SLOTS_PER_STEP,)), totals.get("steps")
     if busy is not None and steps is not None:
         totals["step_sequences"] = busy * steps
-    return Totals(**totals)
+    return ModelCounters(**totals)
 
 
-def _whole(value: float | None) -> int | None:
+def _round(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _with_cache(model: ModelSnapshot, labels: dict[str, str]) -> ModelSnapshot:
+def _with_cache_size(model: ModelSnapshot, labels: dict[str, str]) -> ModelSnapshot:
     """With the size of vLLM's cache, which it tells in labels."""
     blocks, each = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
     if not (blocks.isdecimal() and each.isdecimal()):
         return model
     tokens = int(blocks) * int(each)
-    used = None if model.kv_share is None else round(model.kv_share * tokens)
+    used = None if model.kv_usage is None else round(model.kv_usage * tokens)
     return replace(model, kv_tokens=tokens, kv_used=used)

@@ -9,9 +9,14 @@ from typing import Any
 
 import msgspec
 
-from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable, error_of
+from localgen.backends.errors import (
+    InvalidRequest,
+    LocalgenError,
+    ServerUnavailable,
+    error_from_code,
+)
 from localgen.backends.types import Message, SamplingParams, Timings
-from localgen.client.responses import Answer, Health, Text
+from localgen.client.responses import Completion, Health, TextDelta
 from localgen.client.sse import DONE
 
 
@@ -47,7 +52,7 @@ def message_fields(message: Message) -> dict[str, Any]:
     return body | {name: value for name, value in optional.items() if value}
 
 
-def encoded(body: dict[str, Any]) -> bytes:
+def encode_json(body: dict[str, Any]) -> bytes:
     """A body as JSON. InvalidRequest: it holds what JSON cannot."""
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
@@ -57,55 +62,55 @@ def encoded(body: dict[str, Any]) -> bytes:
         raise InvalidRequest("the request holds a number that is not finite") from error
 
 
-def answer_of(events: Iterator[bytes]) -> Iterator[Text | Answer]:
+def parse_completion_stream(events: Iterator[bytes]) -> Iterator[TextDelta | Completion]:
     """An answer from the events of its stream. ServerUnavailable if they stop too early."""
     final: dict[str, Any] = {}
     usage: dict[str, Any] = {}
     for event in events:
         if event == DONE:
-            yield _finished(final, usage)
+            yield _parse_completion(final, usage)
             return
-        chunk = checked(msgspec.json.decode(event))
+        chunk = raise_for_error(msgspec.json.decode(event))
         usage = chunk.get("usage") or usage
         if "timings" in chunk:
             final = chunk
-        elif chunk["choices"] and any(new := _text(chunk["choices"][0])):
-            yield Text(new[0], chunk["localgen"]["num_tokens"], new[1])
+        elif chunk["choices"] and any(new := _parse_delta(chunk["choices"][0])):
+            yield TextDelta(new[0], chunk["localgen"]["num_tokens"], new[1])
     raise ServerUnavailable("the server went away in mid-answer")
 
 
-def checked(reply: dict[str, Any]) -> dict[str, Any]:
+def raise_for_error(reply: dict[str, Any]) -> dict[str, Any]:
     """The reply, unless it is an error."""
     if "error" in reply:
-        raise _error(reply["error"])
+        raise _parse_error(reply["error"])
     return reply
 
 
-def failure(status: int, body: bytes) -> LocalgenError:
+def parse_error_response(status: int, body: bytes) -> LocalgenError:
     """The error that a response with this status tells of."""
     try:
-        return _error(msgspec.json.decode(body)["error"])
+        return _parse_error(msgspec.json.decode(body)["error"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return ServerUnavailable(f"the server answered with status {status}")
 
 
-def health_of(status: int, body: bytes) -> Health:
+def parse_health(status: int, body: bytes) -> Health:
     """What /health said: 200, or 503 of a server that is not ready. LocalgenError: neither."""
     try:
         told = msgspec.json.decode(body, type=dict[str, Any])
         if status not in (200, 503) or "status" not in told:
-            raise failure(status, body)
+            raise parse_error_response(status, body)
         # the first servers did not say
         return msgspec.convert({"protocol": 0} | told, Health)
     except msgspec.MsgspecError as error:
-        raise failure(status, body) from error
+        raise parse_error_response(status, body) from error
 
 
-def _error(error: dict[str, Any]) -> LocalgenError:
-    return error_of(error["code"], error["message"], error["param"])
+def _parse_error(error: dict[str, Any]) -> LocalgenError:
+    return error_from_code(error["code"], error["message"], error["param"])
 
 
-def _text(choice: dict[str, Any]) -> tuple[str, str]:
+def _parse_delta(choice: dict[str, Any]) -> tuple[str, str]:
     """New content and new reasoning."""
     if "text" in choice:
         return choice["text"], ""
@@ -113,9 +118,9 @@ def _text(choice: dict[str, Any]) -> tuple[str, str]:
     return delta.get("content") or "", delta.get("reasoning_content") or ""
 
 
-def _finished(final: dict[str, Any], usage: dict[str, Any]) -> Answer:
+def _parse_completion(final: dict[str, Any], usage: dict[str, Any]) -> Completion:
     served = final["localgen"]
-    return Answer(
+    return Completion(
         model=final["model"],
         finish_reason=final["choices"][0]["finish_reason"],
         prompt_tokens=usage["prompt_tokens"],

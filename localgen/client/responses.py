@@ -8,7 +8,7 @@ from localgen.backends.types import Timings
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """New text of an answer, of which num_tokens are now generated in all.
 
     reasoning: new text of what the model thinks before it answers.
@@ -22,10 +22,10 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """The end of an answer. The fields are those of Finished; None: the server does not say.
 
-    estimated: whether completion_tokens counts pieces of text. measured_here: whether timings are
+    estimated: whether completion_tokens counts pieces of text. client_measured: whether timings are
     this client's, the network included; then only ttft_ms, predicted_ms, predicted_per_second and
     the counts of tokens are known.
     """
@@ -41,7 +41,7 @@ class Answer:
     stop: str | None
     notes: tuple[str, ...]
     estimated: bool = False
-    measured_here: bool = False
+    client_measured: bool = False
 
     @property
     def total_tokens(self) -> int | None:
@@ -50,7 +50,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Embeddings:
+class EmbeddingResult:
     """Vectors of texts, in their order, each of length 1. prompt_tokens: of all texts."""
 
     model: str

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.machine_stats import EndedRequest, MachineUse, ReadCost
-from localgen.backends.model_info import MemoryUse
+from localgen.backends.machine_stats import EndedRequest, MachineStats, ReadCost
+from localgen.backends.model_info import MemoryUsage
 from localgen.backends.types import EngineStats, SequenceStats, SpeculationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
+class LatencyStats:
     """Milliseconds: the last one, and of the last minute."""
 
     last_ms: float | None = None
@@ -23,7 +23,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class ModelCounters:
     """Counters that only grow, until the engine behind them starts anew.
 
     step_sequences: sequences of each step, summed; context_tokens: what they look at.
@@ -45,8 +45,8 @@ class Totals:
 class ModelSnapshot:
     """A model in memory. state: loaded, or loading with `progress` (0 to 1).
 
-    kv_share: of the KV cache that running requests use; the tokens where they are told.
-    sessions: its requests; None: the server does not list them. until_s: seconds until it is
+    kv_usage: of the KV cache that running requests use; the tokens where they are told.
+    sequences: its requests; None: the server does not list them. until_s: seconds until it is
     unloaded if nothing uses it; None: never, or not told.
     """
 
@@ -68,35 +68,36 @@ class ModelSnapshot:
     kv_used: int | None = None
     kv_cached: int | None = None
     kv_free: int | None = None
-    kv_share: float | None = None
-    ttft: Latency = Latency()
-    itl: Latency = Latency()
-    totals: Totals = Totals()
-    read: ReadCost | None = None
+    kv_usage: float | None = None
+    ttft: LatencyStats = LatencyStats()
+    itl: LatencyStats = LatencyStats()
+    counters: ModelCounters = ModelCounters()
+    read_cost: ReadCost | None = None
     speculation: SpeculationStats | None = None
-    sessions: tuple[SequenceStats, ...] | None = None
+    sequences: tuple[SequenceStats, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """kind: localgen, vLLM, SGLang, llama-server. ended: newest first; None: not told.
+class ServerSnapshot:
+    """server_type: localgen, vLLM, SGLang, llama-server. finished_requests: newest first; None: not
+    told.
 
     notes: what a user should know of how this was read.
     """
 
-    kind: str
+    server_type: str
     version: str | None = None
     status: str = "ok"
     uptime_s: float | None = None
     rss_bytes: int | None = None
-    machine: MachineUse | None = None
+    machine: MachineStats | None = None
     models: tuple[ModelSnapshot, ...] = ()
-    ended: tuple[EndedRequest, ...] | None = None
+    finished_requests: tuple[EndedRequest, ...] | None = None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
+class _ServerStats:
     status: str = "ok"
     version: str | None = None
     uptime_s: float | None = None
@@ -105,12 +106,12 @@ class _Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Info:
-    memory: MemoryUse = field(default_factory=MemoryUse)
+class _ModelInfoStats:
+    memory: MemoryUsage = field(default_factory=MemoryUsage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
+class _ModelStats:
     name: str
     id: str = ""
     state: str = "loaded"
@@ -121,70 +122,70 @@ class _Model:
     until_s: float | None = None
     processor: str = ""
     ctx: int = 0
-    info: _Info | None = None
+    info: _ModelInfoStats | None = None
     stats: EngineStats | None = None
     read: ReadCost | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stats:
-    server: _Server
-    models: tuple[_Model, ...] = ()
-    machine: MachineUse | None = None
+class _StatsResponse:
+    server: _ServerStats
+    models: tuple[_ModelStats, ...] = ()
+    machine: MachineStats | None = None
     ended: tuple[EndedRequest, ...] | None = None
 
 
-def snapshot_of(told: dict[str, Any]) -> Snapshot:
+def parse_localgen_stats(payload: dict[str, Any]) -> ServerSnapshot:
     """What /v1/stats of a localgen server says. ServerUnavailable: it is too different from ours.
 
     Fields that it does not have are None, those that are new to us are left out.
     """
     try:
-        stats = msgspec.convert(told, _Stats)
+        stats = msgspec.convert(payload, _StatsResponse)
     except msgspec.ValidationError as error:
-        version = _version(told)
+        version = _version(payload)
         raise ServerUnavailable(
             f"localgen {version} there tells its figures otherwise ({error}): use that version here"
         ) from error
     server = stats.server
     machine = stats.machine
     if machine is None and server.memory_available is not None:
-        machine = MachineUse(ram_free_bytes=server.memory_available)
-    return Snapshot(
-        kind="localgen",
+        machine = MachineStats(ram_free_bytes=server.memory_available)
+    return ServerSnapshot(
+        server_type="localgen",
         version=server.version,
         status=server.status,
         uptime_s=server.uptime_s,
         rss_bytes=server.rss_bytes,
         machine=machine,
-        models=tuple(map(_model, stats.models)),
-        ended=stats.ended,
+        models=tuple(map(_model_snapshot, stats.models)),
+        finished_requests=stats.ended,
     )
 
 
-def _version(told: dict[str, Any]) -> str:
-    server = told.get("server")
+def _version(payload: dict[str, Any]) -> str:
+    server = payload.get("server")
     return str(server.get("version", "?"))[:20] if isinstance(server, dict) else "?"
 
 
-def _model(told: _Model) -> ModelSnapshot:
-    memory = told.info.memory if told.info else None
+def _model_snapshot(reported: _ModelStats) -> ModelSnapshot:
+    memory = reported.info.memory if reported.info else None
     model = ModelSnapshot(
-        name=told.name,
-        id=told.id,
-        state=told.state,
-        progress=told.progress,
-        processor=told.processor or None,
-        ctx=told.ctx or None,
-        weights_bytes=(memory.weights if memory else None) or told.size_bytes,
+        name=reported.name,
+        id=reported.id,
+        state=reported.state,
+        progress=reported.progress,
+        processor=reported.processor or None,
+        ctx=reported.ctx or None,
+        weights_bytes=(memory.weights if memory else None) or reported.size_bytes,
         kv_bytes=memory.kv if memory else None,
         work_bytes=memory.work if memory else None,
-        rss_bytes=told.rss_bytes or None,
-        gpu_bytes=told.gpu_bytes,
-        until_s=told.until_s,
-        read=told.read,
+        rss_bytes=reported.rss_bytes or None,
+        gpu_bytes=reported.gpu_bytes,
+        until_s=reported.until_s,
+        read_cost=reported.read,
     )
-    return model if told.stats is None else _with_stats(model, told.stats)
+    return model if reported.stats is None else _with_stats(model, reported.stats)
 
 
 def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
@@ -197,10 +198,10 @@ def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
         kv_used=stats.kv_used,
         kv_cached=stats.kv_cached,
         kv_free=stats.kv_free,
-        kv_share=stats.kv_used / stats.kv_tokens if stats.kv_tokens else None,
+        kv_usage=stats.kv_used / stats.kv_tokens if stats.kv_tokens else None,
         ttft=_latency(stats.ttft_last_ms, stats.ttft_p50_ms, stats.ttft_p99_ms),
         itl=_latency(stats.itl_last_ms, stats.itl_p50_ms, stats.itl_p99_ms),
-        totals=Totals(
+        counters=ModelCounters(
             prompt_tokens=stats.prompt_tokens_total,
             generated_tokens=stats.generation_tokens_total,
             steps=stats.steps_total,
@@ -213,10 +214,10 @@ def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
             accepted_tokens=stats.speculation.accepted_tokens_total,
         ),
         speculation=stats.speculation,
-        sessions=stats.sequences,
+        sequences=stats.sequences,
     )
 
 
-def _latency(last_ms: float, p50_ms: float, p99_ms: float) -> Latency:
+def _latency(last_ms: float, p50_ms: float, p99_ms: float) -> LatencyStats:
     """The engine says 0 where it has seen none."""
-    return Latency(last_ms=last_ms or None, p50_ms=p50_ms or None, p99_ms=p99_ms or None)
+    return LatencyStats(last_ms=last_ms or None, p50_ms=p50_ms or None, p99_ms=p99_ms or None)

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-_OPENED = ("connect_tcp.complete", "connect_unix_socket.complete", "start_tls.complete")
+_CONNECT_EVENTS = ("connect_tcp.complete", "connect_unix_socket.complete", "start_tls.complete")
 
 
-class Sockets:
+class AbortableSockets:
     """Every connection that a client of httpx opens, as its `trace` extension tells of them.
 
     A thread that reads from a socket does not notice that another one closes it; it does notice
@@ -21,40 +21,42 @@ class Sockets:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[socket.socket] = []
-        self._cut = threading.Event()
+        self._open_sockets: list[socket.socket] = []
+        self._aborted = threading.Event()
 
     @property
-    def is_cut(self) -> bool:
-        """Whether cut() was called."""
-        return self._cut.is_set()
+    def is_aborted(self) -> bool:
+        """Whether abort() was called."""
+        return self._aborted.is_set()
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long, or until cut()."""
-        self._cut.wait(seconds)
+        """Wait so long, or until abort()."""
+        self._aborted.wait(seconds)
 
-    def watch(self, request: httpx.Request) -> None:
+    def track_request(self, request: httpx.Request) -> None:
         """To be called with every request before it is sent."""
-        request.extensions["trace"] = self._trace
+        request.extensions["trace"] = self._on_trace
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End every connection there is or will be."""
         with self._lock:
-            self._cut.set()
-            for each in self._open:
-                _shut(each)
+            self._aborted.set()
+            for each in self._open_sockets:
+                _shut_down(each)
 
-    def _trace(self, event: str, found: dict[str, Any]) -> None:
-        if not event.startswith("connection.") or not event.endswith(_OPENED):
+    def _on_trace(self, event: str, info: dict[str, Any]) -> None:
+        if not event.startswith("connection.") or not event.endswith(_CONNECT_EVENTS):
             return
-        opened = found["return_value"].get_extra_info("socket")
+        opened = info["return_value"].get_extra_info("socket")
         with self._lock:
-            self._open = [each for each in self._open if each.fileno() >= 0] + [opened]
-        if self.is_cut:
-            _shut(opened)
+            self._open_sockets = [each for each in self._open_sockets if each.fileno() >= 0] + [
+                opened
+            ]
+        if self.is_aborted:
+            _shut_down(opened)
 
 
-def _shut(opened: socket.socket) -> None:
+def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it has ended already
         # not the method of a TLS socket, which would pull the cipher away from under the reader
-        socket.socket.shutdown(opened, socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

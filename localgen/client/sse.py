@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 DONE = b"[DONE]"
 
 
-def payloads(chunks: Iterable[bytes]) -> Iterator[bytes]:
+def iter_sse_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """The data of each event; comments and other fields are left out.
 
     Only LF or CRLF end a line: text may hold other line breaks. An event that is not closed by
     a blank line was cut off and is no event, but the last one of all needs none.
     """
     parts: list[bytes] = []
-    for line in _lines(chunks):
+    for line in _iter_lines(chunks):
         if line.startswith(b"data:"):
             parts.append(line[5:].removeprefix(b" "))
         if parts and (not line or parts == [DONE]):
@@ -22,7 +22,7 @@ def payloads(chunks: Iterable[bytes]) -> Iterator[bytes]:
             parts = []
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+def _iter_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from localgen import __version__
 from localgen.backends.errors import LocalgenError
-from localgen.config import Settings
-from localgen.doctor.findings import Finding, findings
-from localgen.machine import system_info as machines
-from localgen.machine.llama_build import BrokenBuild, LlamaBuild, probe
-from localgen.machine.system_info import Machine
-from localgen.placement.backend_choice import this_machine
+from localgen.config import ServerSettings
+from localgen.doctor.findings import Finding, collect_findings
+from localgen.machine import system_info
+from localgen.machine.llama_build import BrokenBuild, LlamaBuild, probe_llamacpp
+from localgen.machine.system_info import SystemInfo
+from localgen.placement.backend_choice import detect_hardware
 
 if TYPE_CHECKING:
     from localgen.client import Client
@@ -35,7 +35,7 @@ class Checkup:
     version: str
     python: str
     packages: dict[str, str]
-    machine: Machine
+    machine: SystemInfo
     llama: LlamaBuild | BrokenBuild
     no_cuda: str | None
     socket: str
@@ -46,11 +46,11 @@ class Checkup:
     findings: tuple[Finding, ...]
 
 
-def checkup(settings: Settings, client: Client) -> Checkup:
+def run_checkup(settings: ServerSettings, client: Client) -> Checkup:
     """Look at everything; starts no server and loads no model."""
-    machine, llama = machines.look(), probe()
-    no_cuda = this_machine().why_no_cuda
-    models, wrong = _models()
+    machine, llama = system_info.read_system_info(), probe_llamacpp()
+    no_cuda = detect_hardware().cuda_unavailable_reason
+    models, wrong = _list_models()
     return Checkup(
         version=__version__,
         python=f"{platform.python_implementation()} {platform.python_version()}",
@@ -61,9 +61,9 @@ def checkup(settings: Settings, client: Client) -> Checkup:
         socket=str(settings.socket_path),
         log=str(settings.log_path),
         state=str(settings.state_dir),
-        server=_server(client),
+        server=_server_state(client),
         models=models,
-        findings=(*_of_folders(settings), *wrong, *findings(machine, llama, no_cuda)),
+        findings=(*_folder_findings(settings), *wrong, *collect_findings(machine, llama, no_cuda)),
     )
 
 
@@ -74,25 +74,25 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def _of_folders(settings: Settings) -> list[Finding]:
+def _folder_findings(settings: ServerSettings) -> list[Finding]:
     try:
-        settings.prepare()
+        settings.create_dirs()
     except LocalgenError as error:
         return [Finding(error.message, "then run localgen doctor again", error=True)]
     return []
 
 
-def _models() -> tuple[tuple[str, ...], list[Finding]]:
-    from localgen.hub.resolve import available
+def _list_models() -> tuple[tuple[str, ...], list[Finding]]:
+    from localgen.hub.resolve import installed_models
 
     try:
-        found = tuple(model.name for model in available())
+        found = tuple(model.name for model in installed_models())
     except LocalgenError as error:
         return (), [Finding(error.message, "mend or remove that file")]
     return found, [] if found else [Finding("no model was found", "give a path to a .gguf file")]
 
 
-def _server(client: Client) -> str:
+def _server_state(client: Client) -> str:
     try:
         health = client.health()
     except LocalgenError as error:

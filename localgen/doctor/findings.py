@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 
 from localgen.machine.llama_build import BrokenBuild, LlamaBuild
-from localgen.machine.system_info import Machine
-from localgen.placement.backend_choice import INSTALL
+from localgen.machine.system_info import SystemInfo
+from localgen.placement.backend_choice import INSTALL_COMMAND
 
 # llama.cpp's name of a CPU feature: the kernel's. AMX is not among them: the set-up leaves it out
 # on purpose where the compiler is known to get it wrong.
@@ -28,7 +28,7 @@ _CPU_FEATURES = {
     "SVE": "sve",
 }
 _LOW_MEMORY_BYTES = 1 << 30
-_REBUILD = (
+_REBUILD_COMMAND = (
     f"{shlex.quote(sys.executable)} -m pip install "
     "--force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 )
@@ -43,23 +43,27 @@ class Finding:
     error: bool = False
 
 
-def findings(
-    machine: Machine, build: LlamaBuild | BrokenBuild, no_cuda: str | None = None
+def collect_findings(
+    machine: SystemInfo, build: LlamaBuild | BrokenBuild, no_cuda: str | None = None
 ) -> list[Finding]:
     """Everything worth telling, errors first. no_cuda: why the cuda backend cannot be used."""
     if isinstance(build, BrokenBuild):
-        return [_broken(build), *_of_memory(machine), *_of_driver(machine)]
+        return [
+            _broken_build_finding(build),
+            *_memory_findings(machine),
+            *_driver_findings(machine),
+        ]
     return [
-        *_of_cuda(machine, no_cuda),
-        *_of_features(machine, build),
-        *_of_gpu(machine, build),
-        *_of_driver(machine),
-        *_of_quota(machine, build),
-        *_of_memory(machine),
+        *_cuda_findings(machine, no_cuda),
+        *_feature_findings(machine, build),
+        *_gpu_findings(machine, build),
+        *_driver_findings(machine),
+        *_quota_findings(machine, build),
+        *_memory_findings(machine),
     ]
 
 
-def missing_features(machine: Machine, build: LlamaBuild) -> list[str]:
+def missing_cpu_features(machine: SystemInfo, build: LlamaBuild) -> list[str]:
     """CPU features that the machine has and the build does not use, in llama.cpp's names."""
     return [
         name
@@ -68,20 +72,20 @@ def missing_features(machine: Machine, build: LlamaBuild) -> list[str]:
     ]
 
 
-def _broken(build: BrokenBuild) -> Finding:
-    remedy = f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD}'
+def _broken_build_finding(build: BrokenBuild) -> Finding:
+    remedy = f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD_COMMAND}'
     return Finding(f"llama.cpp is unusable: {build.reason}", remedy, error=True)
 
 
-def _of_features(machine: Machine, build: LlamaBuild) -> list[Finding]:
-    missing = missing_features(machine, build)
+def _feature_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
+    missing = missing_cpu_features(machine, build)
     if not missing:
         return []
-    remedy = f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD}'
+    remedy = f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD_COMMAND}'
     return [Finding(f"llama.cpp was built without {', '.join(missing)} of this CPU", remedy)]
 
 
-def _of_gpu(machine: Machine, build: LlamaBuild) -> list[Finding]:
+def _gpu_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
     if build.gpu:
         return []
     for there, maker, switch in (
@@ -90,29 +94,30 @@ def _of_gpu(machine: Machine, build: LlamaBuild) -> list[Finding]:
         ("AMD" in machine.displays, "AMD", "GGML_VULKAN"),
     ):
         if there:
-            remedy = f'CMAKE_ARGS="-D{switch}=ON" {_REBUILD}'
+            remedy = f'CMAKE_ARGS="-D{switch}=ON" {_REBUILD_COMMAND}'
             message = f"there is an {maker} GPU, and llama.cpp was built without {switch}"
             return [Finding(f"{message}: models run on the CPU", remedy)]
     return []
 
 
-def _of_cuda(machine: Machine, no_cuda: str | None) -> list[Finding]:
+def _cuda_findings(machine: SystemInfo, no_cuda: str | None) -> list[Finding]:
     if not machine.nvidia or no_cuda is None:
         return []
     return [
         Finding(
-            f"there is an NVIDIA GPU, but {no_cuda}", f"{shlex.quote(sys.executable)} -m {INSTALL}"
+            f"there is an NVIDIA GPU, but {no_cuda}",
+            f"{shlex.quote(sys.executable)} -m {INSTALL_COMMAND}",
         )
     ]
 
 
-def _of_driver(machine: Machine) -> list[Finding]:
+def _driver_findings(machine: SystemInfo) -> list[Finding]:
     if machine.nvidia_error:
         return [Finding(machine.nvidia_error, "install or repair the NVIDIA driver")]
     return []
 
 
-def _of_quota(machine: Machine, build: LlamaBuild) -> list[Finding]:
+def _quota_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
     quota = machine.cpu_quota
     if quota is None or quota >= build.threads:
         return []
@@ -120,7 +125,7 @@ def _of_quota(machine: Machine, build: LlamaBuild) -> list[Finding]:
     return [Finding(message, f"-t {max(1, int(quota))}, or LOCALGEN_THREADS={max(1, int(quota))}")]
 
 
-def _of_memory(machine: Machine) -> list[Finding]:
+def _memory_findings(machine: SystemInfo) -> list[Finding]:
     available = machine.ram_available_bytes
     if available >= _LOW_MEMORY_BYTES:
         return []

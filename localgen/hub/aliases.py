@@ -9,17 +9,17 @@ import tomllib
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
-from localgen.config import BadSetting, Settings
+from localgen.config import BadSetting, ServerSettings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 
 
 def aliases_path() -> Path:
     """The file; it need not exist."""
-    return Settings.from_environment().state_dir / "models.toml"
+    return ServerSettings.from_environment().state_dir / "models.toml"
 
 
-def aliases() -> dict[str, str]:
+def load_aliases() -> dict[str, str]:
     """The model that each name means, in the user's own words. BadSetting: the file is damaged."""
     path = aliases_path()
     try:
@@ -34,30 +34,30 @@ def aliases() -> dict[str, str]:
     return found
 
 
-def add(name: str, target: str) -> None:
+def add_alias(name: str, target: str) -> None:
     """Let a name mean a model from now on. InvalidRequest: it cannot be a name, or is one."""
     if not _NAME.fullmatch(name) or name.lower().endswith(".gguf"):
         raise InvalidRequest(
             f"{name!r} cannot be a name: use letters, digits and . _ : - , without / and .gguf"
         )
-    taken = aliases().get(name)
+    taken = load_aliases().get(name)
     if taken is not None:
         raise InvalidRequest(f"{name} means {taken} already: localgen rm {name} frees the name")
     path = aliases_path()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = path.read_text(encoding="utf-8") if path.exists() else ""
     ended = kept if not kept or kept.endswith("\n") else kept + "\n"
-    _write(path, f"{ended}{_quoted(name)} = {_quoted(target)}\n")
+    _write(path, f"{ended}{_quote(name)} = {_quote(target)}\n")
 
 
-def remove(name: str) -> None:
+def remove_alias(name: str) -> None:
     """Forget a name. ModelNotFound: there is none; InvalidRequest: only an editor can do it."""
     path = aliases_path()
-    known = aliases()
+    known = load_aliases()
     if name not in known:
         raise ModelNotFound(f"{name} is no name of yours")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = "".join(line for line in lines if not _says(line, name))
+    kept = "".join(line for line in lines if not _defines(line, name))
     try:
         left = tomllib.loads(kept)
     except tomllib.TOMLDecodeError:
@@ -67,14 +67,14 @@ def remove(name: str) -> None:
     _write(path, kept)
 
 
-def _says(line: str, name: str) -> bool:
+def _defines(line: str, name: str) -> bool:
     try:
         return name in tomllib.loads(line)
     except tomllib.TOMLDecodeError:
         return False
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     # a JSON string is a TOML string too
     return json.dumps(text)
 

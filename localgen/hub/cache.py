@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from localgen.backends.errors import ModelNotFound
 from localgen.backends.formats.model_files import (
     ModelFile,
+    gguf_models_in,
     model_file,
     model_folder,
-    models_in,
     stem_of,
 )
 from localgen.hub import quants
-from localgen.hub.hf_client import cache_folder, hub
+from localgen.hub.hf_client import cache_folder, import_huggingface_hub
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
@@ -51,7 +51,7 @@ class CachedModel:
         """What it is called here: `user/repo:QUANT`, `user/repo` where it is a folder."""
         return f"{self.repo}:{self.quant}" if self.is_gguf else self.repo
 
-    def file(self) -> ModelFile:
+    def model_file(self) -> ModelFile:
         """Its files. ModelNotFound: not all of them are here."""
         if self.is_gguf:
             return model_file(self.path, name=self.name, source="cache")
@@ -65,9 +65,9 @@ class CachedModel:
         return replace(model_folder(self.path), name=self.name, source="cache")
 
 
-def scan() -> HFCacheInfo | None:
+def scan_hf_cache() -> HFCacheInfo | None:
     """Everything in the cache (HF_HUB_CACHE, HF_HOME); None if there is no cache."""
-    hub()
+    import_huggingface_hub()
     # imported late: most requests name no cached model
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
@@ -79,16 +79,16 @@ def scan() -> HFCacheInfo | None:
 
 def cached_models() -> list[CachedModel]:
     """The models in the cache, by repository; of each the newest revision that has it."""
-    found = scan()
+    found = scan_hf_cache()
     repos = sorted(found.repos if found else (), key=lambda repo: repo.repo_id)
-    return [model for repo in repos if repo.repo_type == "model" for model in _newest(repo)]
+    return [model for repo in repos if repo.repo_type == "model" for model in _newest_models(repo)]
 
 
-def _newest(repo: CachedRepoInfo) -> Iterator[CachedModel]:
+def _newest_models(repo: CachedRepoInfo) -> Iterator[CachedModel]:
     # an older revision may hold a quantization that the newest one was not pulled with
     seen: set[str] = set()
     for revision in sorted(repo.revisions, key=lambda revision: -revision.last_modified):
-        for path in models_in(file.file_path for file in revision.files):
+        for path in gguf_models_in(file.file_path for file in revision.files):
             if stem_of(path) not in seen:
                 seen.add(stem_of(path))
                 yield CachedModel(repo.repo_id, path)

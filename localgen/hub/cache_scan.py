@@ -1,6 +1,6 @@
 """Names of what is here, told from folders alone: for those who cannot wait for the library.
 
-It takes a few milliseconds where `names.available` takes half a second. What it names may still
+It takes a few milliseconds where `installed_models` takes half a second. What it names may still
 be incomplete: loading tells.
 """
 
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from localgen.backends.formats.model_files import models_in, stem_of
+from localgen.backends.formats.model_files import gguf_models_in, stem_of
 from localgen.hub import quants
 
 _PREFIX = "models--"
@@ -18,35 +18,35 @@ _PREFIX = "models--"
 
 def cached_names() -> list[str]:
     """`user/repo:QUANT` of each GGUF file in the cache, `user/repo` of each folder of weights."""
-    return list(dict.fromkeys(name for repo in _repos() for name in _names(repo)))
+    return list(dict.fromkeys(name for repo in _repos() for name in _model_names(repo)))
 
 
 def cached_folders() -> list[tuple[str, Path]]:
     """`user/repo` and the folder of weights of each model in Hugging Face's format."""
     return [
-        (_name(repo), snapshot)
+        (_repo_id(repo), snapshot)
         for repo in _repos()
         for snapshot in _snapshots(repo)
         if _has_weights(snapshot)
     ]
 
 
-def _names(repo: Path) -> Iterator[str]:
+def _model_names(repo: Path) -> Iterator[str]:
     for snapshot in _snapshots(repo):
-        for path in models_in(snapshot.rglob("*.gguf")):
-            yield f"{_name(repo)}:{quants.quant_of(stem_of(path))}"
+        for path in gguf_models_in(snapshot.rglob("*.gguf")):
+            yield f"{_repo_id(repo)}:{quants.quant_of(stem_of(path))}"
         if _has_weights(snapshot):
-            yield _name(repo)
+            yield _repo_id(repo)
 
 
 def _repos() -> list[Path]:
     try:
-        return sorted(_cache().glob(f"{_PREFIX}*"))
+        return sorted(_cache_dir().glob(f"{_PREFIX}*"))
     except OSError:
         return []
 
 
-def _name(repo: Path) -> str:
+def _repo_id(repo: Path) -> str:
     return repo.name.removeprefix(_PREFIX).replace("--", "/")
 
 
@@ -58,15 +58,15 @@ def _has_weights(snapshot: Path) -> bool:
     return (snapshot / "config.json").exists() and any(snapshot.glob("*.safetensors"))
 
 
-def _cache() -> Path:
+def _cache_dir() -> Path:
     """Where the library would look."""
-    folder = _setting("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    folder = _env("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if folder:
         return Path(os.path.expandvars(folder)).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = _setting("HF_HOME") or f"{base}/huggingface"
+    home = _env("HF_HOME") or f"{base}/huggingface"
     return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 
-def _setting(name: str) -> str | None:
+def _env(name: str) -> str | None:
     return os.environ.get(f"LOCALGEN_{name}") or os.environ.get(name)

@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape
+from localgen.backends.formats.architecture.model_shape import LayerCacheShape, ModelShape
 
 CATALOG_PATH = Path(__file__).with_name("catalog.toml")
 _GB = 1_000_000_000
 # the MLP's width is not among the facts; it matters for buffers only
-_INNER_WIDTHS = 4
+_FFN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +29,27 @@ class GgufSource:
 
     def size(self, quant: str) -> int | None:
         """Bytes of a quantization, where the catalog knows them."""
-        return next((size for name, size in self.sizes.items() if same(name, quant)), None)
+        return next(
+            (size for name, size in self.sizes.items() if same_ignoring_case(name, quant)), None
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class FolderSource:
+class SafetensorsSource:
     """A repository in Hugging Face's format. method: how its weights are stored.
 
-    mirror: an open copy of one that asks for a licence. skip: files that are not needed.
+    mirror: an open copy of one that asks for a licence. skip_patterns: files that are not needed.
     """
 
     repo: str
     method: str
     size_bytes: int | None = None
     mirror: str | None = None
-    skip: tuple[str, ...] = ()
+    skip_patterns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """A model of the catalog. context: tokens it was trained for. active_params: of a mixture of
     experts, those that one token reads. shape: None where the facts are too few, which are then in
     `missing`."""
@@ -56,7 +58,7 @@ class Entry:
     title: str
     names: tuple[str, ...]
     gguf: GgufSource
-    folders: tuple[FolderSource, ...]
+    safetensors: tuple[SafetensorsSource, ...]
     license: str | None = None
     params: int | None = None
     context: int | None = None
@@ -66,10 +68,10 @@ class Entry:
     draft: str | None = None
     architecture: str = ""
 
-    def folder(self, method: str) -> FolderSource | None:
+    def safetensors_source(self, method: str) -> SafetensorsSource | None:
         """The repository of a method, `awq` for `awq-int4`; safetensors: the original."""
         wanted = method.lower()
-        known = (f for f in self.folders if wanted in (f.method, f.method.partition("-")[0]))
+        known = (f for f in self.safetensors if wanted in (f.method, f.method.partition("-")[0]))
         return next(known, None)
 
     def draft_names(self, *, is_gguf: bool) -> tuple[str, ...]:
@@ -79,83 +81,87 @@ class Entry:
         return (self.draft, f"{self.draft}:safetensors")[:: 1 if is_gguf else -1]
 
 
-def find(name: str) -> tuple[Entry, str | None] | None:
+def find_entry(name: str) -> tuple[CatalogEntry, str | None] | None:
     """The entry that a name means, and the tag behind it; None: there is no such name."""
-    whole = _named(name)
+    whole = _lookup(name)
     if whole is not None:
         return whole, None
     head, colon, tag = name.rpartition(":")
-    entry = _named(head) if colon else None
+    entry = _lookup(head) if colon else None
     if entry is None:
         return None
     if tag.lower() == "latest":  # what Ollama appends to names without a tag
         return entry, None
-    return (entry, tag) if is_tag(tag) or entry.folder(tag) else None
+    return (entry, tag) if is_quant_tag(tag) or entry.safetensors_source(tag) else None
 
 
-def by_repo(repo: str) -> Entry | None:
+def entry_by_repo(repo: str) -> CatalogEntry | None:
     """The entry whose files a repository holds."""
     wanted = repo.lower()
-    for entry in entries():
-        held = [entry.gguf.repo, *(folder.repo for folder in entry.folders)]
+    for entry in catalog_entries():
+        held = [entry.gguf.repo, *(folder.repo for folder in entry.safetensors)]
         if wanted in (name.lower() for name in held):
             return entry
     return None
 
 
-def is_tag(text: str) -> bool:
+def is_quant_tag(text: str) -> bool:
     """Whether a text behind a colon can be a quantization, rather than part of a name."""
-    return bool(QUANT.fullmatch(text)) or text.lower() in ("auto", "safetensors")
+    return bool(QUANT_PATTERN.fullmatch(text)) or text.lower() in ("auto", "safetensors")
 
 
-def same(one: str, other: str) -> bool:
-    return one.lower() == other.lower()
+def same_ignoring_case(left: str, right: str) -> bool:
+    return left.lower() == right.lower()
 
 
 # how file names spell the quantization of their weights
-QUANT = re.compile(r"(?:UD-)?(?:(?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
+QUANT_PATTERN = re.compile(r"(?:UD-)?(?:(?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def catalog_entries() -> tuple[CatalogEntry, ...]:
     """All of them, in the file's order."""
     with CATALOG_PATH.open("rb") as file:
         return tuple(_entry(table) for table in tomllib.load(file)["model"])
 
 
 @cache
-def _index() -> dict[str, Entry]:
-    return {_plain(name): entry for entry in entries() for name in (entry.alias, *entry.names)}
+def _index() -> dict[str, CatalogEntry]:
+    return {
+        _normalize_name(name): entry
+        for entry in catalog_entries()
+        for name in (entry.alias, *entry.names)
+    }
 
 
-def _named(name: str) -> Entry | None:
-    plain = _plain(name)
+def _lookup(name: str) -> CatalogEntry | None:
+    plain = _normalize_name(name)
     # llama-3.1-8b is llama3.1-8b, but gemma-31b is not gemma3-1b: the name as given comes first
     return _index().get(plain) or _index().get(re.sub(r"^([a-z]+)-(?=\d)", r"\1", plain))
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[:_]", "-", name.lower())
 
 
-def _entry(table: dict[str, Any]) -> Entry:
+def _entry(table: dict[str, Any]) -> CatalogEntry:
     shape = table.get("shape", {})
     params, active = table.get("params_b"), table.get("active_b")
-    return Entry(
+    return CatalogEntry(
         alias=table["alias"],
         title=table["title"],
         names=tuple(table.get("also", ())),
         gguf=_gguf(table["gguf"]),
-        folders=(
-            _folder(table["safetensors"] | {"method": "safetensors"}),
-            *map(_folder, table.get("quantized", ())),
+        safetensors=(
+            _safetensors(table["safetensors"] | {"method": "safetensors"}),
+            *map(_safetensors, table.get("quantized", ())),
         ),
         license=table.get("license"),
         params=round(params * 1e9) if params else None,
         context=shape.get("context"),
         active_params=round(active * 1e9) if active else None,
         shape=_shape(shape),
-        missing=tuple(fact for fact in (*_NEEDED, "context") if fact not in shape),
+        missing=tuple(fact for fact in (*_REQUIRED_FACTS, "context") if fact not in shape),
         draft=table.get("draft"),
         architecture=table.get("arch", ""),
     )
@@ -170,39 +176,39 @@ def _gguf(table: dict[str, Any]) -> GgufSource:
     return GgufSource(table["repo"], table["quant"], table["file"], sizes)
 
 
-def _folder(table: dict[str, Any]) -> FolderSource:
+def _safetensors(table: dict[str, Any]) -> SafetensorsSource:
     size_gb = table.get("size_gb")
-    return FolderSource(
+    return SafetensorsSource(
         repo=table["repo"],
         method=table["method"],
         size_bytes=round(size_gb * _GB) if size_gb else None,
         mirror=table.get("mirror"),
-        skip=tuple(table.get("skip", ())),
+        skip_patterns=tuple(table.get("skip", ())),
     )
 
 
-_NEEDED = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
+_REQUIRED_FACTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
 
 
 def _shape(facts: dict[str, Any]) -> ModelShape | None:
-    if any(fact not in facts for fact in _NEEDED):
+    if any(fact not in facts for fact in _REQUIRED_FACTS):
         return None
     layers, every = facts["layers"], facts.get("full_attention_every", 1)
     window = facts.get("sliding_window")
     head = facts["head_dim"]
     full = [(layer + 1) % every == 0 for layer in range(layers)]
     return ModelShape(
-        layers=layers,
-        hidden=facts["hidden"],
-        inner=_INNER_WIDTHS * facts["hidden"],
-        heads=facts["heads"],
-        vocab=facts["vocab"],
+        num_layers=layers,
+        hidden_size=facts["hidden"],
+        active_intermediate_size=_FFN_RATIO * facts["hidden"],
+        num_heads=facts["heads"],
+        vocab_size=facts["vocab"],
         ctx_train=facts.get("context", 0),
-        caches=tuple(
-            LayerCache(facts["kv_heads"], head, head, None if is_full else window)
+        layer_caches=tuple(
+            LayerCacheShape(facts["kv_heads"], head, head, None if is_full else window)
             for is_full in full
             if is_full or window  # the others keep a state of one size
         ),
-        experts=facts.get("experts", 0),
-        experts_used=facts.get("experts_active", 0),
+        num_experts=facts.get("experts", 0),
+        num_active_experts=facts.get("experts_active", 0),
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localgen.hub.hf_client import DownloadFailed, cache_folder, hub, repo_folder
+from localgen.hub.hf_client import DownloadFailed, cache_folder, import_huggingface_hub, repo_folder
 from localgen.hub.repository import RemoteFile
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 # bytes of a file that are here, whoever fetches it
 OnBytes = Callable[[int], None]
 _POLL_S = 0.25
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 _BLOCK_BYTES = 1 << 20
 
 
-class Arriving(io.FileIO):
+class PartialFile(io.FileIO):
     """An unfinished file, at its end. What is written to it is hashed and counted."""
 
     def __init__(self, path: Path, file: RemoteFile, on_bytes: OnBytes) -> None:
@@ -56,7 +56,7 @@ class Arriving(io.FileIO):
         self._hash = _hash_of(self._file)
         return left
 
-    def is_right(self) -> bool:
+    def matches_digest(self) -> bool:
         """Whether the content is what the hub announced."""
         return self._hash.hexdigest() == self._file.digest
 
@@ -66,7 +66,7 @@ def blob_path(repo: str, file: RemoteFile) -> Path:
     return repo_folder(repo) / "blobs" / file.digest
 
 
-def bytes_here(repo: str, file: RemoteFile) -> int:
+def downloaded_bytes(repo: str, file: RemoteFile) -> int:
     """How much of a file is here, finished or not."""
     blob = blob_path(repo, file)
     if blob.exists():
@@ -76,13 +76,13 @@ def bytes_here(repo: str, file: RemoteFile) -> int:
     return max((_size(path) for path in unfinished), default=0)
 
 
-def fetch(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
+def download_file(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
     """Bring a file into the cache, or wait while another process does.
 
     An interruption leaves what came; the next call goes on from there. Raises what the library
     raises, and DownloadFailed: the content is not what was announced, and was removed.
     """
-    hub()
+    import_huggingface_hub()
     from filelock import Timeout
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -95,15 +95,15 @@ def fetch(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
         try:
             with WeakFileLock(lock, timeout=_POLL_S):
                 if not blob_path(repo, file).exists():
-                    _download(repo, commit, file, on_bytes)
+                    _download_locked(repo, commit, file, on_bytes)
                 break
         except Timeout:
-            on_bytes(bytes_here(repo, file))
+            on_bytes(downloaded_bytes(repo, file))
     on_bytes(file.size_bytes)
     _link(repo, commit, file)
 
 
-def _download(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
+def _download_locked(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
     from huggingface_hub import constants, hf_hub_url
 
     if file.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
@@ -115,9 +115,9 @@ def _download(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> No
     unfinished = blob.with_name(f"{blob.name}.incomplete")
     if _size(unfinished) > file.size_bytes:
         unfinished.unlink()
-    with Arriving(unfinished, file, on_bytes) as target:
+    with PartialFile(unfinished, file, on_bytes) as target:
         _stream(hf_hub_url(repo, file.path, revision=commit), target, file)
-        if not target.is_right():
+        if not target.matches_digest():
             unfinished.unlink()
             raise DownloadFailed(
                 f"{file.path} of {repo} arrived damaged (its hash is not {file.digest[:12]}…) and "
@@ -126,7 +126,7 @@ def _download(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> No
     unfinished.replace(blob)
 
 
-def _stream(url: str, target: Arriving, file: RemoteFile) -> None:
+def _stream(url: str, target: PartialFile, file: RemoteFile) -> None:
     """Write the rest of a file, through broken connections."""
     import httpx2
     from huggingface_hub.file_download import http_get
@@ -147,7 +147,7 @@ def _stream(url: str, target: Arriving, file: RemoteFile) -> None:
             return
         except httpx2.TransportError:
             failures = 0 if target.tell() > start else failures + 1
-            if failures == _TRIES:
+            if failures == _MAX_ATTEMPTS:
                 raise
             time.sleep(1)
 

@@ -14,7 +14,7 @@ from localgen.backends.errors import DiskFull as DiskFull
 from localgen.backends.errors import LocalgenError
 
 # it reads these once, when it is imported
-VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+HF_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 _BLOCK_BYTES = 1 << 18
 
 
@@ -36,9 +36,9 @@ class DownloadFailed(LocalgenError):
     code = "download_failed"
 
 
-def hub() -> ModuleType:
+def import_huggingface_hub() -> ModuleType:
     """The library, imported late: most commands do without it."""
-    for variable in VARIABLES:
+    for variable in HF_VARIABLES:
         ours = os.environ.get(f"LOCALGEN_{variable}")
         if ours:
             os.environ[variable] = ours
@@ -52,26 +52,18 @@ def hub() -> ModuleType:
 
 def cache_folder() -> Path:
     """Where models lie."""
-    hub()
+    import_huggingface_hub()
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
-def host() -> str:
+def hub_host() -> str:
     """The hub's address without its scheme, as messages name it."""
-    hub()
+    import_huggingface_hub()
     from huggingface_hub import constants
 
     return constants.ENDPOINT.partition("://")[2]
-
-
-def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids asking the hub."""
-    hub()
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
 
 
 def repo_folder(repo: str) -> Path:
@@ -79,13 +71,13 @@ def repo_folder(repo: str) -> Path:
     return cache_folder() / f"models--{repo.replace('/', '--')}"
 
 
-class _Retelling(logging.Handler):
+class _WarningForwarder(logging.Handler):
     """Passes on what the library says while it waits, in a line that has no addresses; only what
     this thread makes it say."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._say = say
+        self._notify = notify
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -93,54 +85,54 @@ class _Retelling(logging.Handler):
             return
         text = record.getMessage()
         if text.startswith(("Rate limited", "Retrying")):
-            self._say(f"{host()} is busy or out of reach: {text[0].lower()}{text[1:]}")
+            self._notify(f"{hub_host()} is busy or out of reach: {text[0].lower()}{text[1:]}")
         elif "Trying to resume" in text:
-            self._say("the connection broke, going on from where it was")
+            self._notify("the connection broke, going on from where it was")
 
 
-class _Talks:
+class _QuietLibrary:
     """The library's logger and bars, of which there is one for all threads: quiet from the first
     talk to the end of the last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._heard: list[logging.Handler] = []
-        self._before: tuple[list[logging.Handler], bool] = ([], True)
+        self._handlers: list[logging.Handler] = []
+        self._saved: tuple[list[logging.Handler], bool] = ([], True)
 
     def begin(self, handler: logging.Handler) -> None:
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
         logger = logging.getLogger("huggingface_hub")
         with self._lock:
-            if not self._heard:
-                self._before = logger.handlers, logger.propagate
+            if not self._handlers:
+                self._saved = logger.handlers, logger.propagate
                 disable_progress_bars()
-            self._heard = [*self._heard, handler]
-            logger.handlers, logger.propagate = self._heard, False
+            self._handlers = [*self._handlers, handler]
+            logger.handlers, logger.propagate = self._handlers, False
 
     def end(self, handler: logging.Handler) -> None:
         from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 
         logger = logging.getLogger("huggingface_hub")
         with self._lock:
-            self._heard = [other for other in self._heard if other is not handler]
-            logger.handlers, logger.propagate = self._heard, False
-            if not self._heard:
-                logger.handlers, logger.propagate = self._before
+            self._handlers = [other for other in self._handlers if other is not handler]
+            logger.handlers, logger.propagate = self._handlers, False
+            if not self._handlers:
+                logger.handlers, logger.propagate = self._saved
                 enable_progress_bars()
 
 
-_talks = _Talks()
+_quiet_library = _QuietLibrary()
 
 
 @contextmanager
-def talking(say: Callable[[str], None]) -> Iterator[None]:
+def forward_warnings(notify: Callable[[str], None]) -> Iterator[None]:
     """While the block runs, the library draws no bars, and what it warns of in this thread goes to
     say."""
-    hub()
-    handler = _Retelling(say)
-    _talks.begin(handler)
+    import_huggingface_hub()
+    handler = _WarningForwarder(notify)
+    _quiet_library.begin(handler)
     try:
         yield
     finally:
-        _talks.end(handler)
+        _quiet_library.end(handler)

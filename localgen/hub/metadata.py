@@ -9,7 +9,7 @@ from typing import Any
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.model_files import ModelFile, stem_of
-from localgen.hub.catalog import Entry, by_repo
+from localgen.hub.catalog import CatalogEntry, entry_by_repo
 from localgen.hub.quants import quant_of
 
 _SAMPLING_PREFIX = "general.sampling."
@@ -17,7 +17,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class ModelMetadata:
     """None: the files do not say. sampling: the model's own defaults, by their names there."""
 
     architecture: str | None = None
@@ -33,35 +33,36 @@ class About:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-def about(file: ModelFile) -> About:
+def read_metadata(file: ModelFile) -> ModelMetadata:
     """Facts of a model. LoadFailed: its files are damaged."""
-    return _of_gguf(file) if file.is_gguf else _of_folder(file.path)
+    return _from_gguf(file) if file.is_gguf else _from_folder(file.path)
 
 
-def entry_of(file: ModelFile) -> Entry | None:
+def catalog_entry_of(file: ModelFile) -> CatalogEntry | None:
     """What the catalog knows of a model of the cache."""
-    return by_repo(file.name.partition(":")[0]) if file.source == "cache" else None
+    return entry_by_repo(file.name.partition(":")[0]) if file.source == "cache" else None
 
 
-def _of_gguf(file: ModelFile) -> About:
+def _from_gguf(file: ModelFile) -> ModelMetadata:
     # it maps the file, reads its header, and skips vocabularies
-    from localgen.backends.formats.gguf.reader import Reader
+    from localgen.backends.formats.gguf.reader import GgufReader
 
-    reader = Reader(file.path)
+    reader = GgufReader(file.path)
     found = {key: reader.fields[key] for key in reader.fields}
 
     def value(key: str) -> Any:
         return reader.value(key) if key in found else None
 
     architecture = value("general.architecture")
-    others = [Reader(path) for path in file.shards[1:]]
+    others = [GgufReader(path) for path in file.shards[1:]]
     tensors = [tensor for part in (reader, *others) for tensor in part.tensors]
     embedding = next((t for t in tensors if t.name == "token_embd.weight"), None)
-    return About(
+    return ModelMetadata(
         architecture=architecture,
         title=value("general.name"),
         params=sum(int(tensor.n_elements) for tensor in tensors),
-        quantization=_file_type(value("general.file_type")) or _named_quant(stem_of(file.path)),
+        quantization=_file_type(value("general.file_type"))
+        or _quant_from_filename(stem_of(file.path)),
         context=value(f"{architecture}.context_length"),
         layers=value(f"{architecture}.block_count"),
         hidden=value(f"{architecture}.embedding_length"),
@@ -88,19 +89,19 @@ def _file_type(number: int | None) -> str | None:
     return name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
-def _named_quant(stem: str) -> str | None:
+def _quant_from_filename(stem: str) -> str | None:
     quant = quant_of(stem)
     return None if quant == stem else quant
 
 
-def _of_folder(folder: Path) -> About:
-    config = _json(folder / "config.json")
+def _from_folder(folder: Path) -> ModelMetadata:
+    config = _read_json(folder / "config.json")
     # models that see images keep their text part's figures one level down
     text = config.get("text_config") or config
     architectures = config.get("architectures") or [config.get("model_type")]
-    generation = _json(folder / "generation_config.json")
+    generation = _read_json(folder / "generation_config.json")
     quantization = config.get("quantization_config") or {}
-    return About(
+    return ModelMetadata(
         architecture=architectures[0],
         quantization=quantization.get("quant_method")
         or config.get("dtype")
@@ -118,11 +119,11 @@ def _folder_template(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    template = _json(folder / "tokenizer_config.json").get("chat_template")
+    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """An object of a file; empty if there is no such file. LoadFailed: it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localgen.backends.errors import OutOfMemory
-from localgen.backends.units import as_gb
-from localgen.config import Settings
-from localgen.hub.catalog import Entry
+from localgen.backends.units import format_gb
+from localgen.config import ServerSettings
+from localgen.hub.catalog import CatalogEntry
 from localgen.placement import free_memory
-from localgen.placement.backend_choice import Hardware, this_machine
-from localgen.placement.footprint import footprint, kept_bytes, useful_tokens
+from localgen.placement.backend_choice import Hardware, detect_hardware
+from localgen.placement.footprint import estimate_footprint, loaded_weight_bytes, useful_ctx
 
 # more bits than this take twice the memory traffic for a difference that is hard to measure
-_WIDE = ("F16", "BF16", "F32")
+_FULL_PRECISION = ("F16", "BF16", "F32")
 
-_FOUR_BITS = ("awq-int4", "gptq-int4", "w4a16", "mxfp4")
+_FOUR_BIT_METHODS = ("awq-int4", "gptq-int4", "w4a16", "mxfp4")
 
-Place = Literal["GPU", "CPU"]
+ProcessorKind = Literal["GPU", "CPU"]
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class QuantOption:
     """One way to have a model. quant: what selects it; size_bytes: of its weights."""
 
     quant: str
@@ -32,122 +32,140 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Memory that models may use, in bytes. own_bits: a GPU that computes with a GGUF file as it
-    is, rather than widened to 16 bits."""
+class AvailableMemory:
+    """Memory that models may use, in bytes. has_llamacpp_gpu: a GPU that computes with a GGUF file
+    as it is, rather than widened to 16 bits."""
 
-    ram: int
-    gpu: int = 0
-    own_bits: bool = False
-    folders: bool = False
+    ram_bytes: int
+    gpu_bytes: int = 0
+    has_llamacpp_gpu: bool = False
+    has_cuda_backend: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class QuantFit:
     """What an alternative needs, and where it would run; None: nowhere here."""
 
-    alternative: Alternative
+    option: QuantOption
     need_bytes: int
-    place: Place | None
+    place: ProcessorKind | None
 
 
-def room_here(hardware: Hardware | None = None) -> Room:
+def available_memory(hardware: Hardware | None = None) -> AvailableMemory:
     """Memory of this machine that is free now, within LOCALGEN_MEMORY_LIMIT."""
-    there = hardware or this_machine()
-    ram = free_memory.free_bytes(Settings.from_environment().memory_limit, (), ())
-    usable = there.why_no_cuda is None
-    own_bits = bool(there.gpus) and there.llamacpp_on_gpu()
+    there = hardware or detect_hardware()
+    ram = free_memory.free_memory_bytes(ServerSettings.from_environment().memory_limit, (), ())
+    usable = there.cuda_unavailable_reason is None
+    own_bits = bool(there.gpus) and there.llamacpp_has_gpu()
     gpu = max((gpu.free_bytes for gpu in there.gpus), default=0) if usable or own_bits else 0
-    return Room(ram, gpu, own_bits, usable)
+    return AvailableMemory(ram, gpu, own_bits, usable)
 
 
-def fits(alternatives: Sequence[Alternative], room: Room, entry: Entry | None) -> list[Fit]:
+def fit_quants(
+    options: Sequence[QuantOption], available: AvailableMemory, entry: CatalogEntry | None
+) -> list[QuantFit]:
     """What each needs with a useful context, and where it goes, largest first."""
-    ordered = sorted(alternatives, key=lambda one: -one.size_bytes)
-    return [_fit(alternative, room, entry) for alternative in ordered]
+    ordered = sorted(options, key=lambda one: -one.size_bytes)
+    return [_fit_quant(alternative, available, entry) for alternative in ordered]
 
 
-def best(found: Sequence[Fit]) -> Fit | None:
+def best_fit(fits: Sequence[QuantFit]) -> QuantFit | None:
     """The one to take: on the GPU before the CPU, then the largest of at most 8 bits a weight."""
-    able = [fit for fit in found if fit.place]
-    return min(able, key=_rank, default=None)
+    able = [fit for fit in fits if fit.place]
+    return min(able, key=_preference, default=None)
 
 
-def folder_alternatives(entry: Entry | None, room: Room) -> list[Alternative]:
+def safetensors_options(
+    entry: CatalogEntry | None, available: AvailableMemory
+) -> list[QuantOption]:
     """What the catalog knows in Hugging Face's format, where something here runs that; sizes from
     the bits of a weight where they are not known."""
-    if entry is None or not room.folders:
+    if entry is None or not available.has_cuda_backend:
         return []
     ways = []
-    for folder in entry.folders:
-        guessed = (entry.params or 0) * _bytes_a_weight(folder.method)
+    for folder in entry.safetensors:
+        guessed = (entry.params or 0) * _bytes_per_weight(folder.method)
         size_bytes = folder.size_bytes or round(guessed)
         if size_bytes:
-            ways.append(Alternative(folder.method, size_bytes, is_gguf=False))
+            ways.append(QuantOption(folder.method, size_bytes, is_gguf=False))
     return ways
 
 
-def choose(
-    alternatives: Sequence[Alternative], name: str, entry: Entry | None, room: Room
-) -> tuple[Fit, str]:
+def choose_quant(
+    options: Sequence[QuantOption],
+    name: str,
+    entry: CatalogEntry | None,
+    available: AvailableMemory,
+) -> tuple[QuantFit, str]:
     """The best for this machine, and why. OutOfMemory: none fits."""
-    found = fits(alternatives, room, entry)
-    chosen = best(found)
+    found = fit_quants(options, available, entry)
+    chosen = best_fit(found)
     if chosen is None:
         least = found[-1]
         raise OutOfMemory(
-            f"nothing of {name} fits: the smallest, {least.alternative.quant}, needs "
-            f"{as_gb(least.need_bytes)} with a context of {_useful(entry):,}, "
-            f"{as_gb(max(room.ram, room.gpu))} are free"
+            f"nothing of {name} fits: the smallest, {least.option.quant}, needs "
+            f"{format_gb(least.need_bytes)} with a context of {_useful_ctx(entry):,}, "
+            f"{format_gb(max(available.ram_bytes, available.gpu_bytes))} are free"
         )
-    return chosen, reason(chosen, found, room, entry)
+    return chosen, fit_reason(chosen, found, available, entry)
 
 
-def reason(chosen: Fit, found: Sequence[Fit], room: Room, entry: Entry | None) -> str:
+def fit_reason(
+    chosen: QuantFit,
+    fits: Sequence[QuantFit],
+    available: AvailableMemory,
+    entry: CatalogEntry | None,
+) -> str:
     """Why this one: what it takes, what there is, and what keeps the next larger one out."""
-    there = room.gpu if chosen.place == "GPU" else room.ram
+    there = available.gpu_bytes if chosen.place == "GPU" else available.ram_bytes
     memory_of = "the GPU" if chosen.place == "GPU" else "memory"
     text = (
-        f"{chosen.alternative.quant} needs {as_gb(chosen.need_bytes)} of {memory_of} with a "
-        f"context of {_useful(entry):,}, {as_gb(there)} are free"
+        f"{chosen.option.quant} needs {format_gb(chosen.need_bytes)} of {memory_of} with a "
+        f"context of {_useful_ctx(entry):,}, {format_gb(there)} are free"
     )
-    larger = [fit for fit in found if fit.need_bytes > chosen.need_bytes]
+    larger = [fit for fit in fits if fit.need_bytes > chosen.need_bytes]
     if not larger:
         return text
     following = larger[-1]
     if following.place == chosen.place:
-        return f"{text}; {following.alternative.quant} fits, but is read twice as long each token"
+        return f"{text}; {following.option.quant} fits, but is read twice as long each token"
     if following.place is None:
-        return f"{text}; {following.alternative.quant} would need {as_gb(following.need_bytes)}"
-    return f"{text}; {following.alternative.quant} would run on the {following.place}"
+        return f"{text}; {following.option.quant} would need {format_gb(following.need_bytes)}"
+    return f"{text}; {following.option.quant} would run on the {following.place}"
 
 
-def _bytes_a_weight(method: str) -> float:
+def _bytes_per_weight(method: str) -> float:
     if method == "safetensors":
         return 2.0
     # four bits, their scales, and the embedding in sixteen
-    return 0.65 if method in _FOUR_BITS else 1.1
+    return 0.65 if method in _FOUR_BIT_METHODS else 1.1
 
 
-def _rank(fit: Fit) -> tuple[bool, bool, int]:
-    wide = fit.alternative.is_gguf and fit.alternative.quant.upper() in _WIDE
-    return fit.place != "GPU", wide, -fit.alternative.size_bytes
+def _preference(fit: QuantFit) -> tuple[bool, bool, int]:
+    wide = fit.option.is_gguf and fit.option.quant.upper() in _FULL_PRECISION
+    return fit.place != "GPU", wide, -fit.option.size_bytes
 
 
-def _useful(entry: Entry | None) -> int:
-    return useful_tokens(entry.shape if entry else None)
+def _useful_ctx(entry: CatalogEntry | None) -> int:
+    return useful_ctx(entry.shape if entry else None)
 
 
-def _fit(alternative: Alternative, room: Room, entry: Entry | None) -> Fit:
+def _fit_quant(
+    option: QuantOption, available: AvailableMemory, entry: CatalogEntry | None
+) -> QuantFit:
     shape = entry.shape if entry else None
-    if not alternative.is_gguf:
-        need = footprint(alternative.size_bytes, shape, "cuda").need_bytes()
-        return Fit(alternative, need, "GPU" if room.folders and need <= room.gpu else None)
-    need = on_gpu = footprint(alternative.size_bytes, shape).need_bytes()
-    if not room.own_bits:
+    if not option.is_gguf:
+        need = estimate_footprint(option.size_bytes, shape, "cuda").need_bytes()
+        return QuantFit(
+            option,
+            need,
+            "GPU" if available.has_cuda_backend and need <= available.gpu_bytes else None,
+        )
+    need = on_gpu = estimate_footprint(option.size_bytes, shape).need_bytes()
+    if not available.has_llamacpp_gpu:
         params = entry.params if entry else None
-        wide = kept_bytes(alternative.size_bytes, params, "cuda", is_gguf=True)
-        on_gpu = footprint(wide, shape, "cuda").need_bytes()
-    if (room.own_bits or room.folders) and on_gpu <= room.gpu:
-        return Fit(alternative, on_gpu, "GPU")
-    return Fit(alternative, need, "CPU" if need <= room.ram else None)
+        wide = loaded_weight_bytes(option.size_bytes, params, "cuda", is_gguf=True)
+        on_gpu = estimate_footprint(wide, shape, "cuda").need_bytes()
+    if (available.has_llamacpp_gpu or available.has_cuda_backend) and on_gpu <= available.gpu_bytes:
+        return QuantFit(option, on_gpu, "GPU")
+    return QuantFit(option, need, "CPU" if need <= available.ram_bytes else None)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import shards_of, stem_of
 from localgen.hub import catalog
-from localgen.hub.cache import scan
+from localgen.hub.cache import scan_hf_cache
 from localgen.hub.hf_client import repo_folder
-from localgen.hub.reference import reference
-from localgen.hub.resolve import BUILT_IN, cached_model, is_path, meant
+from localgen.hub.reference import resolve_reference
+from localgen.hub.resolve import BUILT_IN_MODEL, cached_model, expand_alias, is_path
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRepoInfo
@@ -28,41 +28,41 @@ class Removal:
     execute: Callable[[], None]
 
 
-def removal(name: str) -> Removal:
+def plan_removal(name: str) -> Removal:
     """What removing a model would do. ModelNotFound; InvalidRequest: it is not in the cache."""
-    model = meant(name)
-    if model == BUILT_IN:
+    model = expand_alias(name)
+    if model == BUILT_IN_MODEL:
         raise InvalidRequest(f"{name} comes with localgen, it cannot be removed")
     if is_path(model):
         raise InvalidRequest(f"{name} is a file of yours: rm removes models of the cache only")
     try:
         found = cached_model(model)
     except ModelNotFound:
-        return _unfinished_only(model)
-    return _of_cached(found.name, found.repo, found.stem if found.is_gguf else None)
+        return _partial_removal(model)
+    return _cached_removal(found.name, found.repo, found.stem if found.is_gguf else None)
 
 
-def _of_cached(name: str, repo_id: str, stem: str | None) -> Removal:
+def _cached_removal(name: str, repo_id: str, stem: str | None) -> Removal:
     """The files of a model in every revision. stem: of its GGUF files; None: all that are none."""
-    found = scan()
+    found = scan_hf_cache()
     assert found is not None, "a model of the cache was found"
     repo = next(r for r in found.repos if r.repo_id == repo_id and r.repo_type == "model")
-    chosen = [file for file in _files(repo) if _belongs(file.file_path, stem)]
+    chosen = [file for file in _files(repo) if _belongs_to(file.file_path, stem)]
     rest = [file for file in _files(repo) if file not in chosen]
     if any(_is_weights(file.file_path) for file in rest):
         strategy = found.delete_files(*chosen)
         return Removal(name, strategy.expected_freed_size, strategy.execute)
     # what is left says something of models that are gone, and unfinished files go with them
     strategy = found.delete_revisions(*(revision.commit_hash for revision in repo.revisions))
-    unfinished = _bytes(_unfinished(repo.repo_path))
+    unfinished = _total_bytes(_partial_files(repo.repo_path))
     return Removal(name, strategy.expected_freed_size + unfinished, strategy.execute)
 
 
-def _unfinished_only(name: str) -> Removal:
+def _partial_removal(name: str) -> Removal:
     """What an interrupted pull left of a model that never was whole. ModelNotFound."""
-    wanted = reference(name)
+    wanted = resolve_reference(name)
     folder = repo_folder(wanted.repo) if wanted else None
-    unfinished = _unfinished(folder) if folder else []
+    unfinished = _partial_files(folder) if folder else []
     if not unfinished:
         raise ModelNotFound(f"no model {name!r} here: localgen list shows what there is")
     assert wanted is not None
@@ -71,25 +71,29 @@ def _unfinished_only(name: str) -> Removal:
         for path in unfinished:
             path.unlink(missing_ok=True)
 
-    return Removal(f"what came of {wanted.repo}", _bytes(unfinished), execute)
+    return Removal(f"what came of {wanted.repo}", _total_bytes(unfinished), execute)
 
 
 def _files(repo: CachedRepoInfo) -> list[CachedFileInfo]:
     return [file for revision in repo.revisions for file in revision.files]
 
 
-def _belongs(path: Path, stem: str | None) -> bool:
+def _belongs_to(path: Path, stem: str | None) -> bool:
     is_gguf = path.suffix.lower() == ".gguf"
-    return is_gguf and catalog.same(stem_of(shards_of(path)[0]), stem) if stem else not is_gguf
+    return (
+        is_gguf and catalog.same_ignoring_case(stem_of(shards_of(path)[0]), stem)
+        if stem
+        else not is_gguf
+    )
 
 
 def _is_weights(path: Path) -> bool:
     return path.suffix.lower() in (".gguf", ".safetensors", ".bin", ".pth", ".pt")
 
 
-def _unfinished(folder: Path) -> list[Path]:
+def _partial_files(folder: Path) -> list[Path]:
     return list(folder.glob("blobs/*.incomplete"))
 
 
-def _bytes(paths: list[Path]) -> int:
+def _total_bytes(paths: list[Path]) -> int:
     return sum(path.stat().st_size for path in paths)

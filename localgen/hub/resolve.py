@@ -8,44 +8,49 @@ from pathlib import Path
 
 import localgen
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
-from localgen.backends.formats.model_files import ModelFile, model_file, model_folder, models_in
-from localgen.backends.model_info import DRAFT_WORDS
+from localgen.backends.formats.model_files import (
+    ModelFile,
+    gguf_models_in,
+    model_file,
+    model_folder,
+)
+from localgen.backends.model_info import DRAFT_KEYWORDS
 from localgen.hub import catalog
-from localgen.hub.aliases import aliases
+from localgen.hub.aliases import load_aliases
 from localgen.hub.cache import CachedModel, cached_models
-from localgen.hub.quants import pick
-from localgen.hub.reference import HUB_PREFIXES, Reference, reference, without_prefix
+from localgen.hub.quants import select_quant
+from localgen.hub.reference import HUB_PREFIXES, HubReference, resolve_reference, strip_hub_prefix
 
-BUILT_IN = "tiny"
-LATEST = ":latest"
+BUILT_IN_MODEL = "tiny"
+LATEST_TAG = ":latest"
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 
 
-def resolve(name: str | None, *, paths: bool = True) -> ModelFile:
+def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
     """The model of a name: None or `tiny`, a name of the user's, a path, a name of the catalog,
     `[hf.co/]user/repo[:QUANT]`, or a file stem.
 
-    paths: whether it may be a path, or only a name that the user gave to one.
+    allow_paths: whether it may be a path, or only a name that the user gave to one.
 
     Raises ModelNotFound with how to get it, or what there is and close matches.
     """
-    if name is None or name == BUILT_IN:
-        return _built_in()
+    if name is None or name == BUILT_IN_MODEL:
+        return _built_in_model()
     if not name.strip() or "\0" in name:
         raise InvalidRequest("the name of the model is empty or has a zero byte", param="model")
-    if not paths and own_name(name) is None:
-        require_name(name)
-        plain = meant(name)
-        return _built_in() if plain == BUILT_IN else cached_model(plain).file()
-    name = meant(name)
-    if name == BUILT_IN:
-        return _built_in()
+    if not allow_paths and find_alias(name) is None:
+        reject_path(name)
+        plain = expand_alias(name)
+        return _built_in_model() if plain == BUILT_IN_MODEL else cached_model(plain).model_file()
+    name = expand_alias(name)
+    if name == BUILT_IN_MODEL:
+        return _built_in_model()
     if is_path(name):
-        return _at_path(Path(name).expanduser())
-    return cached_model(name).file()
+        return _model_at_path(Path(name).expanduser())
+    return cached_model(name).model_file()
 
 
-def require_name(name: str) -> None:
+def reject_path(name: str) -> None:
     """InvalidRequest: it is a path. Looks at the text alone: nobody learns what there is."""
     steps = {".", ".."} & set(re.split(r"[/\\]", name))
     if steps or name.startswith(("/", "\\", "~")) or name.lower().endswith(".gguf"):
@@ -55,20 +60,20 @@ def require_name(name: str) -> None:
         )
 
 
-def meant(name: str) -> str:
+def expand_alias(name: str) -> str:
     """The model that a name stands for: what the user made it mean, without the `:latest` that
     Ollama's clients append to names without a tag."""
-    own = own_name(name)
-    return (name if own is None else aliases()[own]).removesuffix(LATEST)
+    own = find_alias(name)
+    return (name if own is None else load_aliases()[own]).removesuffix(LATEST_TAG)
 
 
-def own_name(name: str) -> str | None:
+def find_alias(name: str) -> str | None:
     """The name of the user's own that is meant, with or without `:latest`; None: it is none."""
-    known = aliases()
-    return next((own for own in (name, name.removesuffix(LATEST)) if own in known), None)
+    known = load_aliases()
+    return next((own for own in (name, name.removesuffix(LATEST_TAG)) if own in known), None)
 
 
-def for_server(name: str | None) -> str | None:
+def name_for_server(name: str | None) -> str | None:
     """The name as a server in another folder understands it: a path becomes absolute."""
     if name is None or not is_path(name):
         return name
@@ -77,22 +82,22 @@ def for_server(name: str | None) -> str | None:
 
 def draft_for_server(draft: str | None) -> str | None:
     """The same of `--draft`, which may be a word that means no model."""
-    return draft if draft in DRAFT_WORDS else for_server(draft)
+    return draft if draft in DRAFT_KEYWORDS else name_for_server(draft)
 
 
 def is_path(name: str) -> bool:
     """Whether a name means a place on disk rather than a repository or a stem."""
     if name.startswith(("/", "./", "../", "~")) or name in (".", ".."):
         return True
-    if name.startswith(HUB_PREFIXES) or name == BUILT_IN or "\0" in name:
+    if name.startswith(HUB_PREFIXES) or name == BUILT_IN_MODEL or "\0" in name:
         return False
-    if name and "/" not in name and _holds_model(name):
+    if name and "/" not in name and _is_model_folder(name):
         # a name that the catalog knows stays one
-        return reference(name) is None
+        return resolve_reference(name) is None
     return name.lower().endswith(".gguf") or ("/" in name and Path(name).exists())
 
 
-def _holds_model(name: str) -> bool:
+def _is_model_folder(name: str) -> bool:
     """Whether it is a folder here, in Hugging Face's format."""
     try:
         return (Path(name) / "config.json").is_file()
@@ -100,23 +105,23 @@ def _holds_model(name: str) -> bool:
         return False  # too long for a name
 
 
-def is_here(name: str | None) -> bool:
+def is_installed(name: str | None) -> bool:
     """Whether a name can be loaded as it is."""
     try:
-        resolve(name)
+        resolve_model(name)
     except ModelNotFound:
         return False
     return True
 
 
-def available() -> list[ModelFile]:
+def installed_models() -> list[ModelFile]:
     """Every whole model that can be named without a path: built-in, then the cache."""
     found: list[ModelFile] = []
     if BUILT_IN_PATH.is_file():
-        found.append(_built_in())
+        found.append(_built_in_model())
     for cached in cached_models():
         try:
-            found.append(cached.file())
+            found.append(cached.model_file())
         except ModelNotFound:
             continue  # a shard is still missing: naming it says which
     return found
@@ -125,68 +130,73 @@ def available() -> list[ModelFile]:
 def cached_model(name: str) -> CachedModel:
     """The model of the cache that a name means, whole or not. ModelNotFound."""
     cached = cached_models()
-    wanted = reference(name)
+    wanted = resolve_reference(name)
     if wanted is None:
         stems = [m for m in cached if m.is_gguf and m.stem.lower() == name.lower()]
         if not stems:
-            raise unknown(name, cached)
+            raise model_not_found(name, cached)
         return stems[0]
-    held = [m for m in cached if catalog.same(m.repo, wanted.repo)]
-    return _among(held, wanted) if held else _absent(wanted, cached)
+    held = [m for m in cached if catalog.same_ignoring_case(m.repo, wanted.repo)]
+    return _select_cached(held, wanted) if held else _raise_not_cached(wanted, cached)
 
 
-def _among(held: list[CachedModel], wanted: Reference) -> CachedModel:
+def _select_cached(cached: list[CachedModel], reference: HubReference) -> CachedModel:
     """The model of its repository that a reference means."""
-    folders = [model for model in held if not model.is_gguf]
-    files = [model for model in held if model.is_gguf]
-    if folders and (wanted.folder is not None or (wanted.tag is None and not files)):
+    folders = [model for model in cached if not model.is_gguf]
+    files = [model for model in cached if model.is_gguf]
+    if folders and (reference.safetensors is not None or (reference.tag is None and not files)):
         return folders[0]
-    if files and wanted.is_auto:
-        return _best(files, wanted)
-    chosen = pick(files, wanted.tag, wanted.default_quant)
+    if files and reference.is_auto:
+        return _best_cached(files, reference)
+    chosen = select_quant(files, reference.tag, reference.default_quant)
     if chosen is None:
-        names = ", ".join(model.name for model in held)
+        names = ", ".join(model.name for model in cached)
         raise ModelNotFound(
-            f"{held[0].repo} has no {wanted.tag or wanted.default_quant} here, there is: {names}; "
-            f"localgen pull {wanted.name} fetches it",
+            f"{cached[0].repo} has no {reference.tag or reference.default_quant} here, "
+            f"there is: {names}; localgen pull {reference.name} fetches it",
             param="model",
         )
     return chosen
 
 
-def _best(files: list[CachedModel], wanted: Reference) -> CachedModel:
+def _best_cached(files: list[CachedModel], reference: HubReference) -> CachedModel:
     # imported late: it looks at the machine's hardware
     from localgen.hub import quant_choice
 
-    sizes = {model.quant: model.file().size_bytes for model in files}
-    ways = [quant_choice.Alternative(quant, size) for quant, size in sizes.items()]
-    chosen, _ = quant_choice.choose(ways, wanted.repo, wanted.entry, quant_choice.room_here())
-    return next(model for model in files if model.quant == chosen.alternative.quant)
+    sizes = {model.quant: model.model_file().size_bytes for model in files}
+    ways = [quant_choice.QuantOption(quant, size) for quant, size in sizes.items()]
+    chosen, _ = quant_choice.choose_quant(
+        ways, reference.repo, reference.entry, quant_choice.available_memory()
+    )
+    return next(model for model in files if model.quant == chosen.option.quant)
 
 
-def _absent(wanted: Reference, cached: list[CachedModel]) -> CachedModel:
+def _raise_not_cached(reference: HubReference, cached: list[CachedModel]) -> CachedModel:
     """Raises what to say of a model of which nothing is here."""
-    if wanted.entry is None:
-        raise unknown(wanted.name, cached, f"; localgen pull {wanted.name} fetches it")
+    if reference.entry is None:
+        raise model_not_found(
+            reference.name, cached, f"; localgen pull {reference.name} fetches it"
+        )
     raise ModelNotFound(
-        f"{wanted.name} is not here yet: localgen pull {wanted.name} fetches {wanted.what}",
+        f"{reference.name} is not here yet: "
+        f"localgen pull {reference.name} fetches {reference.description}",
         param="model",
     )
 
 
-def _built_in() -> ModelFile:
+def _built_in_model() -> ModelFile:
     if not BUILT_IN_PATH.is_file():
         raise ModelNotFound(
             f"the built-in model {BUILT_IN_PATH} is missing: install localgen again, "
             "or name another model",
             param="model",
         )
-    return model_file(BUILT_IN_PATH, name=BUILT_IN, source="built-in")
+    return model_file(BUILT_IN_PATH, name=BUILT_IN_MODEL, source="built-in")
 
 
-def _at_path(path: Path) -> ModelFile:
+def _model_at_path(path: Path) -> ModelFile:
     try:
-        return _in_folder(path) if path.is_dir() else _at_file(path)
+        return _model_in_folder(path) if path.is_dir() else _model_at_file(path)
     except LocalgenError as error:
         error.param = "model"
         raise
@@ -194,14 +204,14 @@ def _at_path(path: Path) -> ModelFile:
         raise ModelNotFound(f"cannot read {path}: {error.strerror}", param="model") from error
 
 
-def _at_file(path: Path) -> ModelFile:
+def _model_at_file(path: Path) -> ModelFile:
     if path.exists() and path.suffix.lower() != ".gguf":
         raise ModelNotFound(f"{path} is not a .gguf file")
     return model_file(path)
 
 
-def _in_folder(folder: Path) -> ModelFile:
-    models = models_in(folder.glob("*"))
+def _model_in_folder(folder: Path) -> ModelFile:
+    models = gguf_models_in(folder.glob("*"))
     if not models and (folder / "config.json").is_file():
         return model_folder(folder)
     if not models:
@@ -214,23 +224,25 @@ def _in_folder(folder: Path) -> ModelFile:
     return model_file(models[0])
 
 
-def unknown(name: str, cached: list[CachedModel] | None = None, way_out: str = "") -> ModelNotFound:
+def model_not_found(
+    name: str, cached: list[CachedModel] | None = None, suggestion: str = ""
+) -> ModelNotFound:
     """The error that a name means nothing, with close matches and what there is."""
     cached = cached_models() if cached is None else cached
-    names = [BUILT_IN, *(model.name for model in cached)]
+    names = [BUILT_IN_MODEL, *(model.name for model in cached)]
     spellings = {
         spelling.lower(): model.name
         for model in cached
         for spelling in (model.name, model.repo, model.stem)
-    } | {BUILT_IN: BUILT_IN}
-    for entry in catalog.entries():
+    } | {BUILT_IN_MODEL: BUILT_IN_MODEL}
+    for entry in catalog.catalog_entries():
         spellings |= {spelling.lower(): spelling for spelling in (entry.alias, *entry.names)}
-    spellings |= {alias.lower(): alias for alias in aliases()}
-    close = difflib.get_close_matches(without_prefix(name).lower(), spellings, n=3, cutoff=0.6)
+    spellings |= {alias.lower(): alias for alias in load_aliases()}
+    close = difflib.get_close_matches(strip_hub_prefix(name).lower(), spellings, n=3, cutoff=0.6)
     hint = ", ".join(dict.fromkeys(spellings[spelling] for spelling in close))
     meant = f" Did you mean {hint}?" if hint else ""
     return ModelNotFound(
-        f"no model {name!r} here.{meant} There is: {', '.join(names)}{way_out}, "
+        f"no model {name!r} here.{meant} There is: {', '.join(names)}{suggestion}, "
         "or give a path: ./folder or file.gguf",
         param="model",
     )

@@ -17,85 +17,97 @@ from typing import Any
 import platformdirs
 import psutil
 
-from localgen.backends.memory.system import available_bytes
-from localgen.machine.gpu_bandwidth import measured
+from localgen.backends.memory.system import available_memory_bytes
+from localgen.machine.gpu_bandwidth import measure_gpu_bandwidth
 from localgen.machine.gpus import Gpu
 
 _REVISION = 1  # of how it is measured
 _BLOCK_BYTES = 256 << 20  # of each thread: far more than caches hold
 _ROUNDS = 8
-_MOST_THREADS = 64
+_MAX_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Of main memory or a GPU's. how: where the figure is from, in words."""
+    """Of main memory or a GPU's. source: where the figure is from, in words."""
 
     bytes_per_s: float
-    how: str = "measured now"
+    source: str = "measured now"
 
 
-def cache_path() -> Path:
+def bandwidth_cache_path() -> Path:
     """Where measurements are kept."""
     return platformdirs.user_cache_path("localgen", appauthor=False) / "bandwidth.json"
 
 
-def memory_bandwidth(*, again: bool = False) -> Bandwidth:
+def memory_bandwidth(*, remeasure: bool = False) -> Bandwidth:
     """Measured, which takes a second or two, or as it was measured before on the same hardware.
 
-    again: measure whether it was or not.
+    remeasure: measure whether it was or not.
     """
-    return _remembered(_machine(), measure, again=again)
+    return _cached_or_measured(_machine_key(), measure_ram_bandwidth, remeasure=remeasure)
 
 
-def gpu_bandwidth(gpu: Gpu, *, again: bool = False) -> Bandwidth | None:
+def gpu_bandwidth(gpu: Gpu, *, remeasure: bool = False) -> Bandwidth | None:
     """The same of a GPU, where torch is installed; else by the driver's figures. None: unknown."""
-    found = _remembered(f"{_machine()}, {gpu.name}", partial(measured, gpu.index), again=again)
+    found = _cached_or_measured(
+        f"{_machine_key()}, {gpu.name}",
+        partial(measure_gpu_bandwidth, gpu.index),
+        remeasure=remeasure,
+    )
     if found.bytes_per_s:
         return found
-    return Bandwidth(gpu.bytes_per_s, "as the driver says") if gpu.bytes_per_s else None
+    return (
+        Bandwidth(gpu.bandwidth_bytes_per_s, "as the driver says")
+        if gpu.bandwidth_bytes_per_s
+        else None
+    )
 
 
-def known_memory_bandwidth() -> Bandwidth | None:
+def cached_memory_bandwidth() -> Bandwidth | None:
     """As memory_bandwidth() where it was measured before; None: it was not. Measures nothing."""
-    return _known(_machine())
+    return _cached(_machine_key())
 
 
-def known_gpu_bandwidth(gpu: Gpu) -> Bandwidth | None:
+def cached_gpu_bandwidth(gpu: Gpu) -> Bandwidth | None:
     """The same of a GPU; without a measurement by the driver's figures."""
-    by_driver = Bandwidth(gpu.bytes_per_s, "as the driver says") if gpu.bytes_per_s else None
-    return _known(f"{_machine()}, {gpu.name}") or by_driver
+    by_driver = (
+        Bandwidth(gpu.bandwidth_bytes_per_s, "as the driver says")
+        if gpu.bandwidth_bytes_per_s
+        else None
+    )
+    return _cached(f"{_machine_key()}, {gpu.name}") or by_driver
 
 
-def _known(key: str) -> Bandwidth | None:
-    rate = _kept(cache_path()).get(key)
+def _cached(key: str) -> Bandwidth | None:
+    rate = _read_cache(bandwidth_cache_path()).get(key)
     if not isinstance(rate, (int, float)) or rate <= 0:
         return None
     return Bandwidth(float(rate), "measured before")
 
 
-def _remembered(key: str, work: Callable[[], float], *, again: bool) -> Bandwidth:
-    found_before = _known(key)
-    if not again and found_before is not None:
+def _cached_or_measured(key: str, measure: Callable[[], float], *, remeasure: bool) -> Bandwidth:
+    found_before = _cached(key)
+    if not remeasure and found_before is not None:
         return found_before
     if psutil.getloadavg()[0] > _cores() / 2:
         # others take their part of it: good enough for now, not to be kept
-        return Bandwidth(work(), "measured now, while the machine is busy")
-    found = work()
+        return Bandwidth(measure(), "measured now, while the machine is busy")
+    found = measure()
     if found:
-        _keep(cache_path(), _kept(cache_path()) | {key: found})
+        _write_cache(bandwidth_cache_path(), _read_cache(bandwidth_cache_path()) | {key: found})
     return Bandwidth(found)
 
 
-def measure(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS) -> float:
+def measure_ram_bandwidth(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS) -> float:
     """Bytes a second, the best of several streaming reads, by one thread and by one on each core.
 
     One core may not reach what memory can give, and all of them may get into each other's way.
     """
     import numpy as np
 
-    cores = min(_MOST_THREADS, _cores())
-    block = max(1 << 20, min(block_bytes, available_bytes() // 4 // cores))
+    cores = min(_MAX_THREADS, _cores())
+    block = max(1 << 20, min(block_bytes, available_memory_bytes() // 4 // cores))
     blocks = [np.zeros(block // 8, np.uint64) for _ in range(cores)]
     for each in blocks:
         each.fill(1)  # pages that nobody has written to are all the same one
@@ -104,7 +116,7 @@ def measure(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS) -> float:
     with ThreadPoolExecutor(cores) as pool:
         for threads in sorted({1, cores}):
             read = partial(_read, pool, np.bitwise_or.reduce, blocks[:threads])
-            best_s = min(_timed(read) for _ in range(rounds))
+            best_s = min(_time(read) for _ in range(rounds))
             best = max(best, threads * block / best_s)
     return best
 
@@ -114,7 +126,7 @@ def _read(pool: ThreadPoolExecutor, read: Callable[[Any], object], blocks: list[
     list(pool.map(read, blocks))
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _time(work: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     work()
     return time.perf_counter() - started_s
@@ -126,7 +138,7 @@ def _cores() -> int:
     return max(1, min(physical, allowed))
 
 
-def _machine() -> str:
+def _machine_key() -> str:
     """What tells machines apart that share a home folder."""
     from localgen.machine.system_info import cpu_name
 
@@ -134,7 +146,7 @@ def _machine() -> str:
     return f"{_REVISION}: {platform.node()}, {cpu_name()}, {_cores()} cores, {total_gb} GB"
 
 
-def _kept(path: Path) -> dict[str, Any]:
+def _read_cache(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -142,11 +154,11 @@ def _kept(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _keep(path: Path, kept: dict[str, Any]) -> None:
+def _write_cache(path: Path, rates: dict[str, Any]) -> None:
     partial_path = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        partial_path.write_text(json.dumps(rates, indent=1), encoding="utf-8")
         partial_path.replace(path)
     except OSError:
         with contextlib.suppress(OSError):  # it is measured again next time

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 
 from localgen.machine.python_process import python_command, python_environment
 
-_MEASURE_S = 60.0
-_BYTES, _ROUNDS = 1 << 30, 10
+_GPU_TIMEOUT_S = 60.0
+_GPU_BLOCK_BYTES, _GPU_ROUNDS = 1 << 30, 10
 
 
-def measured(index: int) -> float:
+def measure_gpu_bandwidth(index: int) -> float:
     """Bytes a second of the GPU that torch calls `index`; 0: it cannot be measured now."""
     if find_spec("torch") is None:
         return 0.0
@@ -22,7 +22,7 @@ def measured(index: int) -> float:
             env=python_environment(),
             capture_output=True,
             text=True,
-            timeout=_MEASURE_S,
+            timeout=_GPU_TIMEOUT_S,
             check=False,
         )
         return float(done.stdout.split()[-1]) if done.returncode == 0 else 0.0
@@ -30,15 +30,15 @@ def measured(index: int) -> float:
         return 0.0
 
 
-def _measure(index: int) -> float:
+def _copy_bandwidth(index: int) -> float:
     import torch
 
     device = torch.device("cuda", index)
     room = torch.cuda.mem_get_info(device)[0] // 4
-    source = torch.ones(min(_BYTES, room) // 4, dtype=torch.float32, device=device)
+    source = torch.ones(min(_GPU_BLOCK_BYTES, room) // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     best_s = float("inf")
-    for _ in range(_ROUNDS):
+    for _ in range(_GPU_ROUNDS):
         begin, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -52,4 +52,4 @@ def _measure(index: int) -> float:
 
 
 if __name__ == "__main__":
-    print(_measure(int(sys.argv[1])))
+    print(_copy_bandwidth(int(sys.argv[1])))

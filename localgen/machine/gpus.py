@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from localgen.backends.machine_stats import GpuUse
+from localgen.backends.machine_stats import GpuStats
 
 _Result = TypeVar("_Result")
 
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 class Gpu:
     """index: as torch counts, which CUDA_VISIBLE_DEVICES changes. capability: of its kernels.
 
-    bytes_per_s: what its memory can be read at by the driver's figures; 0: it names none.
+    bandwidth_bytes_per_s: what its memory can be read at by the driver's figures; 0: it names none.
     """
 
     index: int
@@ -24,7 +24,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
-    bytes_per_s: float = 0.0
+    bandwidth_bytes_per_s: float = 0.0
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
@@ -34,20 +34,20 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
         handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
         return tuple(_gpu(nvml, index, handle) for index, (_, handle) in enumerate(handles))
 
-    return _ask(look) or ()
+    return _query_nvml(look) or ()
 
 
-def gpu_uses() -> tuple[GpuUse, ...]:
+def read_gpu_metrics() -> tuple[GpuStats, ...]:
     """What those GPUs are doing now; none without a driver or nvidia-ml-py."""
 
-    def look(nvml: Any) -> tuple[GpuUse, ...]:
+    def look(nvml: Any) -> tuple[GpuStats, ...]:
         handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
-        return tuple(_use(nvml, index, handle) for index, (_, handle) in enumerate(handles))
+        return tuple(_gpu_metrics(nvml, index, handle) for index, (_, handle) in enumerate(handles))
 
-    return _ask(look) or ()
+    return _query_nvml(look) or ()
 
 
-def gpu_bytes_of(pid: int) -> int | None:
+def process_gpu_bytes(pid: int) -> int | None:
     """Bytes that a process holds on all GPUs; None: the driver does not say, as in containers that
     number processes on their own."""
 
@@ -55,10 +55,10 @@ def gpu_bytes_of(pid: int) -> int | None:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         return sum(_used_bytes(nvml, handle, pid) for handle in handles)
 
-    return _ask(look) or None
+    return _query_nvml(look) or None
 
 
-def _ask(look: Callable[[Any], _Result]) -> _Result | None:
+def _query_nvml(query: Callable[[Any], _Result]) -> _Result | None:
     """What NVIDIA's library answers; None without a driver or nvidia-ml-py."""
     try:
         import pynvml
@@ -69,7 +69,7 @@ def _ask(look: Callable[[Any], _Result]) -> _Result | None:
     except pynvml.NVMLError:
         return None
     try:
-        return look(pynvml)
+        return query(pynvml)
     except pynvml.NVMLError:
         return None
     finally:
@@ -86,11 +86,11 @@ def _gpu(nvml: Any, index: int, handle: object) -> Gpu:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     name = nvml.nvmlDeviceGetName(handle)
     capability = int(major), int(minor)
-    rate = _bytes_per_s(nvml, handle)
+    rate = _max_bandwidth(nvml, handle)
     return Gpu(index, str(name), int(memory.total), int(memory.free), capability, rate)
 
 
-def _use(nvml: Any, index: int, handle: object) -> GpuUse:
+def _gpu_metrics(nvml: Any, index: int, handle: object) -> GpuStats:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
 
     def told(ask: Callable[[], float], unit: float = 1.0) -> float | None:
@@ -99,7 +99,7 @@ def _use(nvml: Any, index: int, handle: object) -> GpuUse:
         except nvml.NVMLError:  # not every GPU says everything, a part of one says little
             return None
 
-    return GpuUse(
+    return GpuStats(
         index=index,
         name=str(nvml.nvmlDeviceGetName(handle)),
         total_bytes=int(memory.total),
@@ -115,7 +115,7 @@ def _use(nvml: Any, index: int, handle: object) -> GpuUse:
     )
 
 
-def _bytes_per_s(nvml: Any, handle: object) -> float:
+def _max_bandwidth(nvml: Any, handle: object) -> float:
     try:
         clock_mhz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
         bus_bits = nvml.nvmlDeviceGetMemoryBusWidth(handle)

@@ -18,7 +18,7 @@ import msgspec
 
 from localgen.machine.python_process import python_command, python_environment
 
-PROBE_S = 60.0
+PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class BrokenBuild:
     reason: str
 
 
-def probe() -> LlamaBuild | BrokenBuild:
+def probe_llamacpp() -> LlamaBuild | BrokenBuild:
     """Look at llama.cpp from outside."""
     try:
         found = subprocess.run(
@@ -53,7 +53,7 @@ def probe() -> LlamaBuild | BrokenBuild:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PROBE_S,
+            timeout=PROBE_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -68,27 +68,27 @@ def probe() -> LlamaBuild | BrokenBuild:
     return msgspec.json.decode(found.stdout.splitlines()[-1], type=LlamaBuild)
 
 
-def features_of(system_info: str) -> list[str]:
+def parse_features(system_info: str) -> list[str]:
     """`AVX2` and `CUDA` of `CPU : AVX2 = 1 | FMA = 0 | CUDA : ARCHS = 800`."""
     return [name for name, value in re.findall(r"(\w+) = (\w+)", system_info) if value != "0"]
 
 
-def _look() -> dict[str, Any]:
+def _inspect_build() -> dict[str, Any]:
     import llama_cpp
 
-    from localgen.backends.llamacpp.devices import devices
-    from localgen.backends.llamacpp.options import physical_cores
+    from localgen.backends.llamacpp.devices import list_devices
+    from localgen.backends.llamacpp.options import num_physical_cores
 
     return {
         "version": llama_cpp.__version__,
         "folder": str(Path(llama_cpp.__file__).parent),
-        "features": features_of(llama_cpp.llama_print_system_info().decode()),
-        "devices": [f"{device.name}: {device.description}" for device in devices()],
+        "features": parse_features(llama_cpp.llama_print_system_info().decode()),
+        "devices": [f"{device.name}: {device.description}" for device in list_devices()],
         "gpu": llama_cpp.llama_supports_gpu_offload(),
         "mmap": llama_cpp.llama_supports_mmap(),
-        "threads": physical_cores(),
+        "threads": num_physical_cores(),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(_look()))
+    print(json.dumps(_inspect_build()))

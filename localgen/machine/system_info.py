@@ -12,14 +12,14 @@ from pathlib import Path
 
 import psutil
 
-from localgen.backends.memory.system import available_bytes, total_bytes
+from localgen.backends.memory.system import available_memory_bytes, total_memory_bytes
 
-_PCI_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-_ASK_S = 10.0
+_PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class SystemInfo:
     """cpu_flags: as the kernel names them. cpu_quota: CPUs that a container allows, if it limits.
 
     ram_bytes: within the limits of control groups. nvidia: GPUs as nvidia-smi lists them.
@@ -40,22 +40,22 @@ class Machine:
     displays: tuple[str, ...]
 
 
-def look() -> Machine:
+def read_system_info() -> SystemInfo:
     """This machine, now."""
-    gpus, error = _nvidia()
-    return Machine(
+    gpus, error = _query_nvidia_smi()
+    return SystemInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=cpu_name(),
         cpu_flags=_cpu_flags(),
         physical_cores=psutil.cpu_count(logical=False) or 1,
         logical_cores=psutil.cpu_count() or 1,
-        cpu_quota=cpu_quota(_read("/sys/fs/cgroup/cpu.max")),
-        ram_bytes=total_bytes(),
-        ram_available_bytes=available_bytes(),
+        cpu_quota=cpu_quota(_read_text("/sys/fs/cgroup/cpu.max")),
+        ram_bytes=total_memory_bytes(),
+        ram_available_bytes=available_memory_bytes(),
         nvidia=gpus,
         nvidia_error=error,
         metal=sys.platform == "darwin" and platform.machine() == "arm64",
-        displays=_displays(),
+        displays=_display_vendors(),
     )
 
 
@@ -70,7 +70,10 @@ def cpu_quota(cpu_max: str) -> float | None:
 def cpu_name() -> str:
     """The processor, as the system calls it."""
     if sys.platform == "darwin":
-        return _output(["sysctl", "-n", "machdep.cpu.brand_string"]).strip() or platform.machine()
+        return (
+            _command_output(["sysctl", "-n", "machdep.cpu.brand_string"]).strip()
+            or platform.machine()
+        )
     names = _cpu_lines("model name")
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -81,11 +84,11 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _cpu_lines(key: str) -> list[str]:
-    pairs = (line.partition(":") for line in _read("/proc/cpuinfo").splitlines())
+    pairs = (line.partition(":") for line in _read_text("/proc/cpuinfo").splitlines())
     return [value.strip() for name, _, value in pairs if name.strip() == key]
 
 
-def _nvidia() -> tuple[tuple[str, ...], str | None]:
+def _query_nvidia_smi() -> tuple[tuple[str, ...], str | None]:
     """What nvidia-smi lists, or why it does not."""
     if shutil.which("nvidia-smi") is None:
         return (), None
@@ -95,7 +98,7 @@ def _nvidia() -> tuple[tuple[str, ...], str | None]:
             ["nvidia-smi", query, "--format=csv,noheader"],
             capture_output=True,
             text=True,
-            timeout=_ASK_S,
+            timeout=_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -106,21 +109,23 @@ def _nvidia() -> tuple[tuple[str, ...], str | None]:
     return tuple(line.strip() for line in found.stdout.splitlines() if line.strip()), None
 
 
-def _displays() -> tuple[str, ...]:
-    vendors = (_read(path).strip() for path in Path("/sys/class/drm").glob("card*/device/vendor"))
-    return tuple(sorted({_PCI_MAKERS[vendor] for vendor in vendors if vendor in _PCI_MAKERS}))
+def _display_vendors() -> tuple[str, ...]:
+    vendors = (
+        _read_text(path).strip() for path in Path("/sys/class/drm").glob("card*/device/vendor")
+    )
+    return tuple(sorted({_PCI_VENDORS[vendor] for vendor in vendors if vendor in _PCI_VENDORS}))
 
 
-def _output(command: list[str]) -> str:
+def _command_output(command: list[str]) -> str:
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASK_S, check=False
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
-def _read(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
     try:
         return Path(os.fspath(path)).read_text(encoding="utf-8", errors="replace")
     except OSError:

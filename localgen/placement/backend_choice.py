@@ -12,11 +12,11 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.machine.gpus import Gpu, nvidia_gpus
-from localgen.machine.llama_build import LlamaBuild, probe
+from localgen.machine.llama_build import LlamaBuild, probe_llamacpp
 
 BACKENDS = ("auto", "llamacpp", "cuda")
 # the engine's kernels need bfloat16 and asynchronous copies
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 _CUDA_PACKAGES = {
     "torch": "torch",
     "triton": "triton",
@@ -24,7 +24,7 @@ _CUDA_PACKAGES = {
     "tokenizers": "tokenizers",
     "pynvml": "nvidia-ml-py",
 }
-INSTALL = "pip install 'localgen[cuda]'"
+INSTALL_COMMAND = "pip install 'localgen[cuda]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,111 +53,116 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What there is to run on. missing: packages that the cuda backend lacks.
+    """What there is to run on. missing_packages: packages that the cuda backend lacks.
 
     has_driver: whether NVIDIA's tools are installed, GPU or not.
-    llamacpp_on_gpu: whether llama.cpp was built for a GPU, looked up only where it matters.
+    llamacpp_has_gpu: whether llama.cpp was built for a GPU, looked up only where it matters.
     """
 
     gpus: tuple[Gpu, ...]
-    missing: tuple[str, ...]
+    missing_packages: tuple[str, ...]
     has_driver: bool
-    llamacpp_on_gpu: Callable[[], bool]
+    llamacpp_has_gpu: Callable[[], bool]
 
-    def with_room(self, freed: Mapping[int, int]) -> Hardware:
+    def with_freed_memory(self, freed_bytes: Mapping[int, int]) -> Hardware:
         """The same with so many bytes more free, by the index of the GPU."""
-        gpus = (replace(g, free_bytes=g.free_bytes + freed.get(g.index, 0)) for g in self.gpus)
+        gpus = (
+            replace(g, free_bytes=g.free_bytes + freed_bytes.get(g.index, 0)) for g in self.gpus
+        )
         return replace(self, gpus=tuple(gpus))
 
     @property
-    def why_no_cuda(self) -> str | None:
+    def cuda_unavailable_reason(self) -> str | None:
         """Why the cuda backend cannot be used here; None: it can."""
-        able = [gpu for gpu in self.gpus if gpu.capability >= LEAST_CAPABILITY]
-        if self.missing and (self.gpus or self.has_driver):
-            return f"{', '.join(self.missing)} not installed: {INSTALL}"
+        able = [gpu for gpu in self.gpus if gpu.capability >= MIN_CAPABILITY]
+        if self.missing_packages and (self.gpus or self.has_driver):
+            return f"{', '.join(self.missing_packages)} not installed: {INSTALL_COMMAND}"
         if not self.gpus:
             return "no NVIDIA GPU was found"
         if not able:
             gpu = self.gpus[0]
             return (
                 f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
-                f"the cuda backend needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
+                f"the cuda backend needs {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
             )
         return None
 
 
-def this_machine() -> Hardware:
+def detect_hardware() -> Hardware:
     """What there is, now."""
     missing = tuple(name for module, name in _CUDA_PACKAGES.items() if find_spec(module) is None)
     has_driver = shutil.which("nvidia-smi") is not None
-    return Hardware(nvidia_gpus(), missing, has_driver, _llamacpp_on_gpu)
+    return Hardware(nvidia_gpus(), missing, has_driver, _llamacpp_has_gpu)
 
 
 @cache
-def _llamacpp_on_gpu() -> bool:
-    build = probe()
+def _llamacpp_has_gpu() -> bool:
+    build = probe_llamacpp()
     return isinstance(build, LlamaBuild) and build.gpu
 
 
-def choose(file: ModelFile, asked: LoadOptions, hardware: Hardware, need_bytes: int) -> Placement:
+def choose_placement(
+    file: ModelFile, options: LoadOptions, hardware: Hardware, need_bytes: int
+) -> Placement:
     """Where a model goes. need_bytes: for its weights and a useful context.
 
     InvalidRequest: what was asked for is not possible.
     """
-    backend = asked.backend or "auto"
+    backend = options.backend or "auto"
     if backend not in BACKENDS:
         raise InvalidRequest(
             f"backend is {backend!r}, it must be one of {', '.join(BACKENDS)}", param="backend"
         )
-    only_cuda = asked.dummy or (asked.tp or 1) > 1 or (asked.device or "").startswith("cuda")
+    only_cuda = options.dummy or (options.tp or 1) > 1 or (options.device or "").startswith("cuda")
     if backend == "auto" and only_cuda:
         backend = "cuda"
     if backend == "cuda":
-        return _cuda_as_asked(asked, hardware)
+        return _place_on_cuda(options, hardware)
     if backend == "llamacpp":
         if not file.is_gguf:
             message = f"llama.cpp runs .gguf files, {file.path} is none"
             raise InvalidRequest(message, param="backend")
         return Placement("llamacpp", "as asked")
-    return _auto(file, hardware, need_bytes)
+    return _place_automatically(file, hardware, need_bytes)
 
 
-def _cuda_as_asked(asked: LoadOptions, hardware: Hardware) -> Placement:
-    if hardware.missing:
+def _place_on_cuda(options: LoadOptions, hardware: Hardware) -> Placement:
+    if hardware.missing_packages:
         raise InvalidRequest(
-            f"the cuda backend needs {', '.join(hardware.missing)}: {INSTALL}", param="backend"
+            f"the cuda backend needs {', '.join(hardware.missing_packages)}: {INSTALL_COMMAND}",
+            param="backend",
         )
-    if asked.device == "cpu":
+    if options.device == "cpu":
         return Placement("cuda", "as asked")
-    if hardware.why_no_cuda is not None:
+    if hardware.cuda_unavailable_reason is not None:
         raise InvalidRequest(
-            f"{hardware.why_no_cuda}: --backend llamacpp for a .gguf file, or "
+            f"{hardware.cuda_unavailable_reason}: --backend llamacpp for a .gguf file, or "
             "--backend cuda --device cpu to run any model slowly",
             param="backend",
         )
-    if (asked.tp or 1) > 1:
-        return Placement("cuda", "as asked", _gpus_for(asked, hardware))
-    return Placement("cuda", "as asked", (_gpu_for(asked, hardware),))
+    if (options.tp or 1) > 1:
+        return Placement("cuda", "as asked", _tp_gpus(options, hardware))
+    return Placement("cuda", "as asked", (_requested_gpu(options, hardware),))
 
 
-def _gpus_for(asked: LoadOptions, hardware: Hardware) -> tuple[Gpu, ...]:
+def _tp_gpus(options: LoadOptions, hardware: Hardware) -> tuple[Gpu, ...]:
     """As many as were asked for, the first ones: as torch counts them. InvalidRequest."""
-    tp, found = asked.tp or 1, len(hardware.gpus)
+    tp, found = options.tp or 1, len(hardware.gpus)
     if tp > found:
         are = "is 1" if found == 1 else f"are {found}"
         raise InvalidRequest(f"--tp {tp} needs {tp} GPUs, there {are}", param="tp")
-    if asked.device not in (None, "cuda"):
+    if options.device not in (None, "cuda"):
         raise InvalidRequest(
-            f"--tp {tp} takes the first {tp} GPUs: leave out --device {asked.device}, "
+            f"--tp {tp} takes the first {tp} GPUs: leave out --device {options.device}, "
             "CUDA_VISIBLE_DEVICES says which are first",
             param="device",
         )
     return hardware.gpus[:tp]
 
 
-def _gpu_for(asked: LoadOptions, hardware: Hardware) -> Gpu:
+def _requested_gpu(options: LoadOptions, hardware: Hardware) -> Gpu:
     """The GPU asked for, or the one with most room. InvalidRequest."""
-    name = asked.device or "cuda"
+    name = options.device or "cuda"
     if name == "cuda":
         return max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
     for gpu in hardware.gpus:
@@ -169,14 +174,14 @@ def _gpu_for(asked: LoadOptions, hardware: Hardware) -> Gpu:
     )
 
 
-def _auto(file: ModelFile, hardware: Hardware, need_bytes: int) -> Placement:
-    why_not = hardware.why_no_cuda
+def _place_automatically(file: ModelFile, hardware: Hardware, need_bytes: int) -> Placement:
+    why_not = hardware.cuda_unavailable_reason
     if why_not is None:
         gpu = max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
         numbers = f"needs {need_bytes / 1e9:.1f} GB, {gpu.name} has {gpu.free_bytes / 1e9:.1f} GB"
         if need_bytes > gpu.free_bytes:
             why_not = f"{numbers} free"
-        elif file.is_gguf and hardware.llamacpp_on_gpu():
+        elif file.is_gguf and hardware.llamacpp_has_gpu():
             return Placement("llamacpp", "it computes with a GGUF file's own bits on the GPU")
         else:
             return Placement("cuda", f"{numbers} free", (gpu,))

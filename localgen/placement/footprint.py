@@ -6,33 +6,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localgen.backends.formats.architecture.model_shape import (
-    ELEMENT_BYTES,
+    CACHE_ELEMENT_BYTES,
     ModelShape,
-    token_bytes,
+    kv_cache_bytes_per_token,
 )
 from localgen.backends.memory import load_defaults
 from localgen.backends.memory.compute_buffers import (
     cuda_work_bytes,
     llamacpp_fixed_bytes,
-    llamacpp_work_token_bytes,
+    llamacpp_work_bytes_per_token,
 )
-from localgen.backends.memory.load_defaults import Defaults
+from localgen.backends.memory.load_defaults import LoadDefaults
 from localgen.backends.model_info import LoadOptions
 
 # a context with room for a long document or an hour of talk
-USEFUL_TOKENS = 8192
+USEFUL_CTX = 8192
 # of a model whose shape is not known: buffers of the computation, and an allowance for the KV cache
-_WORK_SHARE = 0.05
-_KV_SHARE = 1 / 8
-_KV_LEAST_BYTES = 64 << 20
+_WORK_FRACTION = 0.05
+_KV_FRACTION = 1 / 8
+_MIN_KV_BYTES = 64 << 20
 # most GGUF files have four bits and a little a weight: in sixteen they are four times as large
-_GGUF_WIDENED = 4
+_GGUF_DEQUANTIZED_RATIO = 4
 
-Runner = Literal["llamacpp", "cuda", "cuda on cpu"]
-_DEFAULTS: dict[Runner, Defaults] = {
-    "llamacpp": load_defaults.LLAMACPP,
-    "cuda": load_defaults.CUDA,
-    "cuda on cpu": load_defaults.CUDA_ON_CPU,
+RunnerKind = Literal["llamacpp", "cuda", "cuda on cpu"]
+_DEFAULTS: dict[RunnerKind, LoadDefaults] = {
+    "llamacpp": load_defaults.LLAMACPP_DEFAULTS,
+    "cuda": load_defaults.CUDA_DEFAULTS,
+    "cuda on cpu": load_defaults.CUDA_ON_CPU_DEFAULTS,
 }
 
 
@@ -55,96 +55,108 @@ class Footprint:
         return self.kv_token_bytes + self.work_token_bytes
 
     @property
-    def least_bytes(self) -> int:
+    def min_bytes(self) -> int:
         """All of it but a pool whose size is to be settled."""
         fixed = self.weights_bytes + self.fixed_bytes
         if self.shape is None:
-            fixed += max(int(self.weights_bytes * _KV_SHARE), _KV_LEAST_BYTES)
+            fixed += max(int(self.weights_bytes * _KV_FRACTION), _MIN_KV_BYTES)
         return fixed
 
-    def bytes_with(self, tokens: int) -> int:
+    def total_bytes(self, tokens: int) -> int:
         """All of it with a pool of so many tokens."""
-        return self.least_bytes + int(self.token_bytes * tokens)
+        return self.min_bytes + int(self.token_bytes * tokens)
 
     def need_bytes(self, tokens: int | None = None) -> int:
         """All of it with a pool of so many tokens, at most the model's own; None: a useful one."""
         if self.shape is None:
-            return self.least_bytes
-        useful = useful_tokens(self.shape)
+            return self.min_bytes
+        useful = useful_ctx(self.shape)
         # more than it was trained for, or nothing at all, is for the engine to refuse
         wanted = useful if tokens is None else min(max(0, tokens), self.shape.ctx_train or tokens)
-        return self.bytes_with(wanted)
+        return self.total_bytes(wanted)
 
 
-def useful_tokens(shape: ModelShape | None) -> int:
+def useful_ctx(shape: ModelShape | None) -> int:
     """The context that a model must have room for."""
     trained = shape.ctx_train if shape else 0
-    return min(USEFUL_TOKENS, trained or USEFUL_TOKENS)
+    return min(USEFUL_CTX, trained or USEFUL_CTX)
 
 
-def kept_bytes(size_bytes: int, params: int | None, runner: Runner, *, is_gguf: bool) -> int:
+def loaded_weight_bytes(
+    size_bytes: int, params: int | None, runner: RunnerKind, *, is_gguf: bool
+) -> int:
     """Bytes of weights as a runner keeps them: llama.cpp as the file has them, our own engine a
     GGUF file's in 16 bits and all in 32 on a CPU. A guess where params is not known."""
     if runner == "llamacpp" or (runner == "cuda" and not is_gguf):
         return size_bytes
     if not is_gguf:
         return 2 * size_bytes
-    wide = 2 * params if params else size_bytes * _GGUF_WIDENED
+    wide = 2 * params if params else size_bytes * _GGUF_DEQUANTIZED_RATIO
     return wide if runner == "cuda" else 2 * wide
 
 
-def footprint(
+def estimate_footprint(
     weights_bytes: int,
     shape: ModelShape | None,
-    runner: Runner = "llamacpp",
+    runner: RunnerKind = "llamacpp",
     options: LoadOptions = LoadOptions(),
 ) -> Footprint:
     """What a model of these weights takes on a runner. weights_bytes: as the runner keeps them."""
     usual = _DEFAULTS[runner]
     types = tuple(
-        asked if asked in ELEMENT_BYTES else usual.cache_type  # the engine refuses others
+        asked if asked in CACHE_ELEMENT_BYTES else usual.cache_type  # the engine refuses others
         for asked in (options.cache_type_k, options.cache_type_v)
     )
     if shape is None:
         return Footprint(
             weights_bytes=weights_bytes,
-            fixed_bytes=int(weights_bytes * _WORK_SHARE),
+            fixed_bytes=int(weights_bytes * _WORK_FRACTION),
             kv_token_bytes=0.0,
             work_token_bytes=0.0,
             cache_types=types,
             shape=None,
         )
-    fixed, per_token = _work(shape, runner, usual, options)
+    fixed, per_token = _work_bytes(shape, runner, usual, options)
     return Footprint(
         weights_bytes=weights_bytes,
         fixed_bytes=fixed,
-        kv_token_bytes=token_bytes(shape.caches, types[0], types[1]),
+        kv_token_bytes=kv_cache_bytes_per_token(shape.layer_caches, types[0], types[1]),
         work_token_bytes=per_token,
         cache_types=types,
         shape=shape,
     )
 
 
-def parts(options: LoadOptions) -> int:
+def num_kv_parts(options: LoadOptions) -> int:
     """Into how many equal ones llama.cpp's pool is cut."""
-    return 1 if options.kv_unified is not False else options.parallel or load_defaults.PARTS
+    return (
+        1
+        if options.kv_unified is not False
+        else options.parallel or load_defaults.DEFAULT_SPLIT_PARTS
+    )
 
 
-def _work(
-    shape: ModelShape, runner: Runner, usual: Defaults, options: LoadOptions
+def _work_bytes(
+    shape: ModelShape, runner: RunnerKind, runner_defaults: LoadDefaults, options: LoadOptions
 ) -> tuple[int, float]:
     """Bytes of the computation's buffers: fixed, and for each token of the pool."""
-    step_tokens = options.max_batch_tokens or usual.max_batch_tokens
+    step_tokens = options.max_batch_tokens or runner_defaults.max_batch_tokens
     if runner != "llamacpp":
         bytes_ = cuda_work_bytes(
             shape,
-            step_tokens=step_tokens,
-            sequences=options.parallel or usual.parallel,
-            element_bytes=usual.element_bytes or 2,
+            max_batch_tokens=step_tokens,
+            num_seqs=options.parallel or runner_defaults.parallel,
+            element_bytes=runner_defaults.weight_element_bytes or 2,
         )
         return bytes_, 0.0
     in_parts = options.kv_unified is False
-    sequences = parts(options) if in_parts else (options.parallel or usual.parallel) + usual.donors
-    fixed = llamacpp_fixed_bytes(shape, step_tokens=step_tokens, sequences=sequences)
+    sequences = (
+        num_kv_parts(options)
+        if in_parts
+        else (options.parallel or runner_defaults.parallel) + runner_defaults.num_cached_prefixes
+    )
+    fixed = llamacpp_fixed_bytes(shape, max_batch_tokens=step_tokens, num_seqs=sequences)
     flash_attn = options.flash_attn != "off"
-    return fixed, llamacpp_work_token_bytes(shape, step_tokens=step_tokens, flash_attn=flash_attn)
+    return fixed, llamacpp_work_bytes_per_token(
+        shape, max_batch_tokens=step_tokens, flash_attn=flash_attn
+    )

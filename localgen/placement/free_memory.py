@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.model_facts import shape_of
+from localgen.backends.formats.model_facts import read_model_shape
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.formats.weight_sizes import weights_of
-from localgen.backends.memory.system import available_bytes
+from localgen.backends.formats.weight_sizes import read_weight_sizes
+from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import DraftInfo, LoadOptions, ModelInfo
 from localgen.placement.backend_choice import Hardware
-from localgen.placement.footprint import Runner, kept_bytes
-from localgen.placement.footprint import footprint as planned
+from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes
 
 
-def need_bytes(
+def estimate_ram_bytes(
     file: ModelFile,
     options: LoadOptions,
     backend: str = "llamacpp",
@@ -24,47 +23,50 @@ def need_bytes(
 ) -> int:
     """Bytes of main memory that a model needs before it is loaded, with the context asked for or a
     useful one, and a draft model beside it with as much. Reads the beginnings of their files."""
-    runner: Runner = "llamacpp" if backend == "llamacpp" else "cuda on cpu"
-    return sum(_need_bytes(each, options, runner) for each in (file, draft) if each is not None)
+    runner: RunnerKind = "llamacpp" if backend == "llamacpp" else "cuda on cpu"
+    return sum(_estimate_bytes(each, options, runner) for each in (file, draft) if each is not None)
 
 
-def gpu_need_bytes(
-    file: ModelFile, options: LoadOptions, there: Hardware, *, draft: ModelFile | None = None
+def estimate_gpu_bytes(
+    file: ModelFile, options: LoadOptions, hardware: Hardware, *, draft: ModelFile | None = None
 ) -> int:
     """The same of each GPU's memory on our own engine; 0 where there is no such GPU."""
-    if there.why_no_cuda is not None:
+    if hardware.cuda_unavailable_reason is not None:
         return 0
     each = (file, draft)
-    need = sum(_need_bytes(one, options, "cuda") for one in each if one is not None)
+    need = sum(_estimate_bytes(one, options, "cuda") for one in each if one is not None)
     return need // (options.tp or 1)
 
 
-def _need_bytes(file: ModelFile, options: LoadOptions, runner: Runner) -> int:
-    size, params = (file.size_bytes, None) if runner == "llamacpp" else _weights(file)
-    weights = kept_bytes(size, params, runner, is_gguf=file.is_gguf)
-    return planned(weights, shape_of(file), runner, options).need_bytes(options.ctx)
+def _estimate_bytes(file: ModelFile, options: LoadOptions, runner: RunnerKind) -> int:
+    size, params = (file.size_bytes, None) if runner == "llamacpp" else _weight_sizes(file)
+    weights = loaded_weight_bytes(size, params, runner, is_gguf=file.is_gguf)
+    footprint = estimate_footprint(weights, read_model_shape(file), runner, options)
+    return footprint.need_bytes(options.ctx)
 
 
-def _weights(file: ModelFile) -> tuple[int, int | None]:
+def _weight_sizes(file: ModelFile) -> tuple[int, int | None]:
     """Their bytes, and how many there are, where that is known."""
     try:
-        found = weights_of(file, None)
+        found = read_weight_sizes(file, None)
     except LoadFailed:
         return file.size_bytes, None  # the engine that loads it says what is wrong
     return found.size_bytes, found.params
 
 
-def footprint(info: ModelInfo) -> int:
+def loaded_model_bytes(info: ModelInfo) -> int:
     """Bytes that a loaded model takes: its weights, its KV pool, buffers of the computation, and
     those of its draft model."""
-    return sum(one.size_bytes + one.kv_bytes + one.work_bytes for one in _parts(info))
+    return sum(one.size_bytes + one.kv_bytes + one.work_bytes for one in _model_and_draft(info))
 
 
-def _parts(info: ModelInfo) -> tuple[ModelInfo | DraftInfo, ...]:
+def _model_and_draft(info: ModelInfo) -> tuple[ModelInfo | DraftInfo, ...]:
     return (info,) if info.draft is None else (info, info.draft)
 
 
-def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable[int]) -> int:
+def free_memory_bytes(
+    limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable[int]
+) -> int:
     """Bytes for more models; negative when they are overcommitted.
 
     limit: what models may use together; None: what the machine has. loading: estimates of
@@ -72,7 +74,9 @@ def free_bytes(limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable
     """
     reserved = sum(loading)
     if limit is not None:
-        return limit - reserved - sum(footprint(info) for info in loaded)
+        return limit - reserved - sum(loaded_model_bytes(info) for info in loaded)
     # mapped weights are page cache, which the system counts as available though we need it
-    mapped = sum(one.size_bytes for info in loaded if info.options.mmap for one in _parts(info))
-    return available_bytes() - reserved - mapped
+    mapped = sum(
+        one.size_bytes for info in loaded if info.options.mmap for one in _model_and_draft(info)
+    )
+    return available_memory_bytes() - reserved - mapped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localgen.backends.memory.system import SPARED_BYTES
+from localgen.backends.memory.system import RESERVED_BYTES
 from localgen.machine.gpus import Gpu
 from localgen.placement.backend_choice import Hardware, Placement
 from localgen.placement.footprint import Footprint
@@ -19,19 +19,19 @@ class GpuLayers:
     of: int
 
 
-def layers_on(
+def assign_gpu_layers(
     hardware: Hardware, placement: Placement, footprint: Footprint, kv_tokens: int
 ) -> tuple[GpuLayers, ...]:
     """For each GPU, in their order; empty where no GPU can be used."""
     assert footprint.shape is not None
     if placement.gpu is not None:  # our own engine has all on one
-        layers = footprint.shape.layers
+        layers = footprint.shape.num_layers
         return (GpuLayers(placement.gpu, layers, layers),)
-    if placement.backend != "llamacpp" or not hardware.gpus or not hardware.llamacpp_on_gpu():
+    if placement.backend != "llamacpp" or not hardware.gpus or not hardware.llamacpp_has_gpu():
         return ()
-    of = left = footprint.shape.layers + 1
+    of = left = footprint.shape.num_layers + 1
     layer_bytes = (footprint.weights_bytes + kv_tokens * footprint.kv_token_bytes) / of
-    fixed = footprint.fixed_bytes + kv_tokens * footprint.work_token_bytes + SPARED_BYTES
+    fixed = footprint.fixed_bytes + kv_tokens * footprint.work_token_bytes + RESERVED_BYTES
     found = []
     for gpu in hardware.gpus:
         fitting = int(max(0.0, gpu.free_bytes - fixed) / layer_bytes) if layer_bytes else left

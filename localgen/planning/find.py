@@ -8,96 +8,104 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.architecture.model_shape import ModelShape
-from localgen.backends.formats.gguf.header import parse_header
-from localgen.backends.formats.gguf.shape import gguf_shape
-from localgen.backends.formats.hf.config_shape import config_shape
-from localgen.backends.formats.model_facts import Facts, facts_of_file
+from localgen.backends.formats.gguf.header import parse_gguf_header
+from localgen.backends.formats.gguf.shape import shape_from_gguf
+from localgen.backends.formats.hf.config_shape import shape_from_hf_config
+from localgen.backends.formats.model_facts import ModelFacts, local_model_facts
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.model_info import AUTO, NGRAM, NONE
+from localgen.backends.model_info import DRAFT_AUTO, DRAFT_NGRAM, DRAFT_NONE
 from localgen.hub import quant_choice
-from localgen.hub.aliases import aliases
-from localgen.hub.catalog import Entry, same
-from localgen.hub.hf_client import HubUnavailable, talking
-from localgen.hub.quants import pick, quant_of
-from localgen.hub.reference import Reference, reference
-from localgen.hub.repository import Listing, RemoteFile, beginning, listing
-from localgen.hub.resolve import BUILT_IN, is_path, resolve, unknown
+from localgen.hub.aliases import load_aliases
+from localgen.hub.catalog import CatalogEntry, same_ignoring_case
+from localgen.hub.hf_client import HubUnavailable, forward_warnings
+from localgen.hub.quants import quant_of, select_quant
+from localgen.hub.reference import HubReference, resolve_reference
+from localgen.hub.repository import RemoteFile, RepoListing, list_repo, read_file_head
+from localgen.hub.resolve import BUILT_IN_MODEL, is_path, model_not_found, resolve_model
 
-Say = Callable[[str], None]
-ALL = "all"
+Notify = Callable[[str], None]
+ALL_QUANTS = "all"
 
 
-def find(name: str | None, quants: Sequence[str], say: Say) -> tuple[list[Facts], list[Facts]]:
+def find_model_facts(
+    name: str | None, quants: Sequence[str], notify: Notify
+) -> tuple[list[ModelFacts], list[ModelFacts]]:
     """What is asked for, and all that is known of the same model to choose from.
 
     quants: which quantizations, `all` for all; none: the one that the name means. Raises
     ModelNotFound, InvalidRequest, LoadFailed, and HubUnavailable where only the hub knows.
     """
-    meant, wanted = _meant(name)
+    meant, wanted = _resolve_name(name)
     if wanted is None:
-        return _here(meant, quants)
-    file = None if quants else _file(meant)
+        return _local_facts(meant, quants)
+    file = None if quants else _installed_file(meant)
     if file is not None:
-        return [facts_of_file(file, _quant(file))], _catalog(wanted)
-    if wanted.folder is not None and not quants:
-        return [_folder(wanted, _listing(wanted, say))], _catalog(wanted)
-    found = _listing(wanted, say)
-    choices = _catalog(wanted) if found is None else _of_hub(wanted, found)
-    chosen = choices if ALL in quants else [_chosen(wanted, q, choices) for q in quants or (None,)]
-    return [_as_here(wanted, facts) or facts for facts in chosen], choices
+        return [local_model_facts(file, _quant_of_file(file))], _catalog_facts(wanted)
+    if wanted.safetensors is not None and not quants:
+        return [_safetensors_facts(wanted, _list_repo(wanted, notify))], _catalog_facts(wanted)
+    found = _list_repo(wanted, notify)
+    choices = _catalog_facts(wanted) if found is None else _hub_facts(wanted, found)
+    chosen = (
+        choices
+        if ALL_QUANTS in quants
+        else [_select_facts(wanted, q, choices) for q in quants or (None,)]
+    )
+    return [_installed_facts(wanted, facts) or facts for facts in chosen], choices
 
 
-def find_draft(asked: str | None, target: str | None, facts: Facts, say: Say) -> Facts | None:
+def find_draft_facts(
+    requested: str | None, target: str | None, facts: ModelFacts, notify: Notify
+) -> ModelFacts | None:
     """What is asked to draft for a model of that name; None: none is, or the catalog has none.
 
     Raises what find raises.
     """
-    if asked in (None, NGRAM, NONE):
+    if requested in (None, DRAFT_NGRAM, DRAFT_NONE):
         return None
-    if not asked:
+    if not requested:
         raise InvalidRequest("--draft is empty: give a model, or auto, ngram or none")
-    name = _paired(target, facts) if asked == AUTO else asked
+    name = _catalog_draft(target, facts) if requested == DRAFT_AUTO else requested
     if name is None:
-        say(f"the catalog has no draft model for {facts.name}")
+        notify(f"the catalog has no draft model for {facts.name}")
         return None
     try:
-        return find(name, (), say)[0][0]
+        return find_model_facts(name, (), notify)[0][0]
     except LocalgenError as error:
         raise type(error)(f"--draft {name}: {error.message}", param="draft") from error
 
 
-def _paired(target: str | None, facts: Facts) -> str | None:
+def _catalog_draft(target: str | None, facts: ModelFacts) -> str | None:
     """The catalog's draft model for this one, of the same format."""
-    _, wanted = _meant(target)
+    _, wanted = _resolve_name(target)
     entry = wanted.entry if wanted else None
     names = entry.draft_names(is_gguf=facts.is_gguf) if entry else ()
     return next(iter(names), None)
 
 
-def _meant(name: str | None) -> tuple[str, Reference | None]:
+def _resolve_name(name: str | None) -> tuple[str, HubReference | None]:
     """What a name stands for, as a reference; None: for a file or folder of its own."""
-    meant = aliases().get(name or BUILT_IN, name or BUILT_IN)
-    return meant, None if meant == BUILT_IN or is_path(meant) else reference(meant)
+    meant = load_aliases().get(name or BUILT_IN_MODEL, name or BUILT_IN_MODEL)
+    return meant, None if meant == BUILT_IN_MODEL or is_path(meant) else resolve_reference(meant)
 
 
-def _here(meant: str, quants: Sequence[str]) -> tuple[list[Facts], list[Facts]]:
-    file = resolve(meant)
+def _local_facts(name: str, quants: Sequence[str]) -> tuple[list[ModelFacts], list[ModelFacts]]:
+    file = resolve_model(name)
     if quants:
         raise InvalidRequest(
             f"--quant: {file.name} is a file, which has one quantization: leave it out, or give "
             "the name of a repository"
         )
-    return [facts_of_file(file, _quant(file))], []
+    return [local_model_facts(file, _quant_of_file(file))], []
 
 
-def _file(meant: str) -> ModelFile | None:
+def _installed_file(name: str) -> ModelFile | None:
     try:
-        return resolve(meant)
+        return resolve_model(name)
     except ModelNotFound:
         return None
 
 
-def _quant(file: ModelFile) -> str:
+def _quant_of_file(file: ModelFile) -> str:
     """As the file's name tells it."""
     if not file.is_gguf:
         return "safetensors"
@@ -105,44 +113,44 @@ def _quant(file: ModelFile) -> str:
     return "" if found == file.path.stem else found
 
 
-def _listing(wanted: Reference, say: Say) -> Listing | None:
+def _list_repo(reference: HubReference, notify: Notify) -> RepoListing | None:
     """What the repository has; None: out of reach, and the catalog knows it."""
     try:
-        with talking(say):
-            return listing(wanted.repo, say)
+        with forward_warnings(notify):
+            return list_repo(reference.repo, notify)
     except HubUnavailable as error:
-        if wanted.entry is None:
+        if reference.entry is None:
             raise
-        say(f"{error.message}; these are the catalog's facts")
+        notify(f"{error.message}; these are the catalog's facts")
         return None
 
 
-def _catalog(wanted: Reference) -> list[Facts]:
+def _catalog_facts(reference: HubReference) -> list[ModelFacts]:
     """Its GGUF files as the catalog knows them, largest first."""
-    if wanted.entry is None:
+    if reference.entry is None:
         return []
-    entry = wanted.entry
+    entry = reference.entry
     sizes = dict(entry.gguf.sizes) or {entry.gguf.quant: 0}
     found = [
-        facts_elsewhere(f"{entry.gguf.repo}:{quant}", quant, size, entry)
+        remote_model_facts(f"{entry.gguf.repo}:{quant}", quant, size, entry)
         for quant, size in sizes.items()
     ]
     return sorted(found, key=lambda facts: -facts.weights_bytes)
 
 
-def _of_hub(wanted: Reference, found: Listing) -> list[Facts]:
+def _hub_facts(reference: HubReference, listing: RepoListing) -> list[ModelFacts]:
     """The GGUF files of a repository, largest first; of a folder, that alone."""
-    models = found.models()
+    models = listing.gguf_models()
     if not models:
-        return [_folder(wanted, found)]
-    default = pick(models, wanted.tag, wanted.default_quant) or models[0]
-    shape = _shape(found, default.files[0])
+        return [_safetensors_facts(reference, listing)]
+    default = select_quant(models, reference.tag, reference.default_quant) or models[0]
+    shape = _read_remote_shape(listing, default.files[0])
     return [
-        facts_elsewhere(
-            f"{found.repo}:{model.quant}",
+        remote_model_facts(
+            f"{listing.repo}:{model.quant}",
             model.quant,
             model.size_bytes,
-            wanted.entry,
+            reference.entry,
             shape=shape,
             source="hub",
         )
@@ -150,89 +158,93 @@ def _of_hub(wanted: Reference, found: Listing) -> list[Facts]:
     ]
 
 
-def _folder(wanted: Reference, found: Listing | None) -> Facts:
+def _safetensors_facts(reference: HubReference, listing: RepoListing | None) -> ModelFacts:
     """A model in Hugging Face's format. ModelNotFound: there is none."""
-    known = wanted.folder
+    known = reference.safetensors
     quant = known.method if known else "safetensors"
-    if found is None:
+    if listing is None:
         size = (known.size_bytes if known else None) or 0
-        return facts_elsewhere(wanted.repo, quant, size, wanted.entry, is_gguf=False)
-    files = found.folder(known.skip if known else ())
+        return remote_model_facts(reference.repo, quant, size, reference.entry, is_gguf=False)
+    files = listing.safetensors_files(known.skip_patterns if known else ())
     if not files:
         raise ModelNotFound(
-            f"{found.repo} has no .gguf files, nor config.json and safetensors", param="model"
+            f"{listing.repo} has no .gguf files, nor config.json and safetensors", param="model"
         )
     size = sum(file.size_bytes for file in files if Path(file.path).suffix == ".safetensors")
     config = next(file for file in files if file.path == "config.json")
-    shape = _shape(found, config)
-    return facts_elsewhere(
-        found.repo, quant, size, wanted.entry, shape=shape, is_gguf=False, source="hub"
+    shape = _read_remote_shape(listing, config)
+    return remote_model_facts(
+        listing.repo, quant, size, reference.entry, shape=shape, is_gguf=False, source="hub"
     )
 
 
-def _shape(found: Listing, file: RemoteFile) -> ModelShape | None:
+def _read_remote_shape(listing: RepoListing, file: RemoteFile) -> ModelShape | None:
     """The shape that the beginning of a file on the hub tells of; None: it does not."""
     try:
-        first = beginning(found.repo, found.commit, file.path)
+        first = read_file_head(listing.repo, listing.commit, file.path)
         if file.path.endswith(".json"):
             config = json.loads(first)
-            return config_shape(config) if isinstance(config, dict) else None
-        return gguf_shape(parse_header(first, file.path))
+            return shape_from_hf_config(config) if isinstance(config, dict) else None
+        return shape_from_gguf(parse_gguf_header(first, file.path))
     except (HubUnavailable, LoadFailed, ValueError):
         return None
 
 
-def _chosen(wanted: Reference, quant: str | None, choices: list[Facts]) -> Facts:
+def _select_facts(
+    reference: HubReference, quant: str | None, candidates: list[ModelFacts]
+) -> ModelFacts:
     """The quantization that is asked for, or that the name means. ModelNotFound."""
-    if quant is None and wanted.is_auto:
-        return _best(wanted, choices)
-    tag = quant or wanted.tag or wanted.default_quant
-    found = next((facts for facts in choices if same(facts.quant, tag)), None)
-    if found is None and quant is None and wanted.tag is None and len(choices) == 1:
-        return choices[0]
+    if quant is None and reference.is_auto:
+        return _best_facts(reference, candidates)
+    tag = quant or reference.tag or reference.default_quant
+    found = next((facts for facts in candidates if same_ignoring_case(facts.quant, tag)), None)
+    if found is None and quant is None and reference.tag is None and len(candidates) == 1:
+        return candidates[0]
     if found is None:
-        if not choices:
-            raise unknown(wanted.name)
-        known = ", ".join(facts.quant for facts in choices)
-        raise ModelNotFound(f"{wanted.repo} has no {tag}, there is: {known}", param="model")
+        if not candidates:
+            raise model_not_found(reference.name)
+        known = ", ".join(facts.quant for facts in candidates)
+        raise ModelNotFound(f"{reference.repo} has no {tag}, there is: {known}", param="model")
     return found
 
 
-def _best(wanted: Reference, choices: list[Facts]) -> Facts:
+def _best_facts(reference: HubReference, candidates: list[ModelFacts]) -> ModelFacts:
     """What `auto` takes. OutOfMemory: nothing fits."""
-    ways = [quant_choice.Alternative(facts.quant, facts.weights_bytes) for facts in choices]
-    best, _ = quant_choice.choose(ways, wanted.repo, wanted.entry, quant_choice.room_here())
-    return next(facts for facts in choices if facts.quant == best.alternative.quant)
+    ways = [quant_choice.QuantOption(facts.quant, facts.weights_bytes) for facts in candidates]
+    best, _ = quant_choice.choose_quant(
+        ways, reference.repo, reference.entry, quant_choice.available_memory()
+    )
+    return next(facts for facts in candidates if facts.quant == best.option.quant)
 
 
-def _as_here(wanted: Reference, facts: Facts) -> Facts | None:
+def _installed_facts(reference: HubReference, facts: ModelFacts) -> ModelFacts | None:
     """The same from its own files, where it is here."""
-    file = _file(facts.name) if facts.is_gguf else None
-    return facts_of_file(file, facts.quant) if file is not None else None
+    file = _installed_file(facts.name) if facts.is_gguf else None
+    return local_model_facts(file, facts.quant) if file is not None else None
 
 
-def facts_elsewhere(
+def remote_model_facts(
     name: str,
     quant: str,
     size_bytes: int,
-    entry: Entry | None,
+    entry: CatalogEntry | None,
     *,
     shape: ModelShape | None = None,
     is_gguf: bool = True,
     source: str = "catalog",
-) -> Facts:
+) -> ModelFacts:
     """Of a model that is not here. shape: from its files on the hub; None: as the catalog has
     it."""
     missing: tuple[str, ...] = () if size_bytes else ("the size of its weights",)
     if shape is None:
         shape = entry.shape if entry else None
         missing += entry.missing if entry else ("the shape of its layers",)
-    return Facts(
+    return ModelFacts(
         name=name,
         quant=quant,
         is_gguf=is_gguf,
         weights_bytes=size_bytes,
-        read_bytes=round(size_bytes * _active_share(entry)),
+        read_bytes=round(size_bytes * _active_fraction(entry)),
         params=entry.params if entry else None,
         shape=shape,
         source=source,
@@ -240,7 +252,7 @@ def facts_elsewhere(
     )
 
 
-def _active_share(entry: Entry | None) -> float:
+def _active_fraction(entry: CatalogEntry | None) -> float:
     """Which share of the weights one token reads."""
     if entry is None or not entry.params or not entry.active_params:
         return 1.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localgen.backends.model_info import LoadOptions, MemoryUse
+from localgen.backends.model_info import LoadOptions, MemoryUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedUsage:
     """Bytes as the runner has allocated them and as the system counts the engine's process.
 
     rss_bytes: resident, weights that are mapped and other parts of files included. gpu_bytes: of
@@ -24,7 +24,7 @@ class Loaded:
     weights_bytes: int | None
     kv_bytes: int | None
     work_bytes: int | None
-    draft: MemoryUse | None
+    draft: MemoryUsage | None
     rss_bytes: int
     gpu_bytes: int | None
     options: LoadOptions = LoadOptions()
@@ -44,7 +44,7 @@ class Loaded:
     @property
     def unmapped_bytes(self) -> int:
         """All but weights, as far as it is known."""
-        used = self.draft or MemoryUse()
+        used = self.draft or MemoryUsage()
         return sum(part or 0 for part in (self.kv_bytes, self.work_bytes, used.kv, used.work))
 
 
@@ -53,14 +53,14 @@ def _sum(*parts: int | None) -> int | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
+def find_loaded(stats: dict[str, Any], path: str | None) -> LoadedUsage | None:
     """The model of that path among the server's; None: it is not loaded (yet)."""
     for model in stats["models"]:
         info = model.get("info")
         if path is None or model["path"] != path or info is None:
             continue
         memory, draft = info["memory"], info["draft"]
-        return Loaded(
+        return LoadedUsage(
             backend=info["backend"],
             reason=info["backend_reason"],
             processor=info["processor"],
@@ -69,7 +69,7 @@ def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
             weights_bytes=memory["weights"],
             kv_bytes=memory["kv"],
             work_bytes=memory["work"],
-            draft=MemoryUse(**draft["memory"]) if draft else None,
+            draft=MemoryUsage(**draft["memory"]) if draft else None,
             rss_bytes=model["rss_bytes"],
             gpu_bytes=model["gpu_bytes"],
             options=LoadOptions(**info["options"]),
@@ -77,13 +77,13 @@ def loaded_in(stats: dict[str, Any], path: str | None) -> Loaded | None:
     return None
 
 
-_SAME = ("cache_type_k", "cache_type_v", "parallel", "max_batch_tokens", "flash_attn")
-_PLACE = ("kv_unified", "backend", "device", "draft")
-_SIZES = ("ctx", "kv_tokens")
+_MEMORY_OPTIONS = ("cache_type_k", "cache_type_v", "parallel", "max_batch_tokens", "flash_attn")
+_PLACEMENT_OPTIONS = ("kv_unified", "backend", "device", "draft")
+_CONTEXT_OPTIONS = ("ctx", "kv_tokens")
 
 
-def as_loaded(asked: LoadOptions, loaded: Loaded) -> LoadOptions:
+def with_loaded_options(options: LoadOptions, loaded: LoadedUsage) -> LoadOptions:
     """What was asked, and the rest as it was loaded, so that the figures can be compared."""
-    names = (*_SAME, *_PLACE, *(() if asked.ctx else _SIZES))
-    rest = {name: getattr(loaded.options, name) for name in names if getattr(asked, name) is None}
-    return replace(asked, **rest)
+    names = (*_MEMORY_OPTIONS, *_PLACEMENT_OPTIONS, *(() if options.ctx else _CONTEXT_OPTIONS))
+    rest = {name: getattr(loaded.options, name) for name in names if getattr(options, name) is None}
+    return replace(options, **rest)

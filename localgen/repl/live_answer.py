@@ -10,16 +10,16 @@ from types import TracebackType
 from rich.console import Console, Group
 from rich.live import Live
 from rich.segment import Segment, Segments
-from rich.text import Text as Styled
+from rich.text import Text
 
-from localgen.backends.terminal_text import inert
+from localgen.backends.terminal_text import escape_control_chars
 from localgen.chat import report
-from localgen.repl.markdown import block_lines, split_blocks
+from localgen.repl.markdown import render_block, split_blocks
 
-PAINT_S = 0.08
+RENDER_INTERVAL_S = 0.08
 # a long block is slow to draw: the model needs the cores more than the screen does
-PAUSE_PER_PAINT = 9
-_ROWS_KEPT_FREE = 3  # the live line, the blank row above it, the cursor's row
+IDLE_PER_RENDER = 9
+_RESERVED_ROWS = 3  # the live line, the blank row above it, the cursor's row
 
 
 class LiveAnswer:
@@ -30,45 +30,49 @@ class LiveAnswer:
     On leaving, the whole text stands printed and nothing live is left.
     """
 
-    def __init__(self, console: Console, *, used: int, limit: int | None) -> None:
+    def __init__(self, console: Console, *, used_tokens: int, max_context: int | None) -> None:
         self._console = console
-        self._used = used
-        self._limit = limit
+        self._used_tokens = used_tokens
+        self._max_context = max_context
         self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._painter = threading.Thread(target=self._paint_until_done, daemon=True)
+        self._render_thread = threading.Thread(target=self._render_loop, daemon=True)
         self._done = threading.Event()
-        self._failure: Exception | None = None
-        self._fresh: deque[tuple[str, str]] = deque()  # thoughts, text
-        self._thought = ""
-        self._tail = ""
+        self._render_error: Exception | None = None
+        self._unprinted: deque[tuple[str, str]] = deque()  # thoughts, text
+        self._reasoning = ""
+        self._unfinished_text = ""
         self._printed_any = False
         self._tokens = 0
         self._estimated = False
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
 
-    def feed(self, text: str, tokens: int, reasoning: str = "", *, estimated: bool = False) -> None:
+    def feed(
+        self, text: str, num_tokens: int, reasoning: str = "", *, estimated: bool = False
+    ) -> None:
         """More of the answer, and of the thoughts before it.
 
-        tokens: how many there are by now; estimated: or about so many.
+        num_tokens: how many there are by now; estimated: or about so many.
         """
         if self._ttft_s is None:
             self._ttft_s = time.monotonic() - self._started_s
-        self._tokens = tokens
+        self._tokens = num_tokens
         self._estimated = estimated
-        self._fresh.append((reasoning, text))
+        self._unprinted.append((reasoning, text))
 
-    def speed(self) -> str:
+    def stats_line(self) -> str:
         """One line: TTFT, rate, tokens and place in the context, as seen from here."""
         waited_s = time.monotonic() - self._started_s
-        used = self._used + self._tokens
+        used = self._used_tokens + self._tokens
         about = "~" if self._estimated else ""
-        return report.live_line(waited_s, self._ttft_s, self._tokens, used, self._limit, about)
+        return report.live_stats_line(
+            waited_s, self._ttft_s, self._tokens, used, self._max_context, about
+        )
 
     def __enter__(self) -> LiveAnswer:
         self._live.start()
         if self._console.is_terminal:
-            self._painter.start()
+            self._render_thread.start()
         return self
 
     def __exit__(
@@ -78,68 +82,70 @@ class LiveAnswer:
         trace: TracebackType | None,
     ) -> None:
         self._done.set()
-        if self._painter.ident is not None:
-            self._painter.join()
-        self._settle(last=True)
+        if self._render_thread.ident is not None:
+            self._render_thread.join()
+        self._print_finished(last=True)
         self._live.update("")
         self._live.stop()
-        if self._failure is not None and error is None:
-            raise self._failure
+        if self._render_error is not None and error is None:
+            raise self._render_error
 
-    def _paint_until_done(self) -> None:
+    def _render_loop(self) -> None:
         try:
-            pause_s = PAINT_S
+            pause_s = RENDER_INTERVAL_S
             while not self._done.wait(pause_s):
                 started_s = time.monotonic()
-                self._settle()
+                self._print_finished()
                 self._live.refresh()
-                pause_s = max(PAINT_S, PAUSE_PER_PAINT * (time.monotonic() - started_s))
+                pause_s = max(RENDER_INTERVAL_S, IDLE_PER_RENDER * (time.monotonic() - started_s))
         except Exception as failure:  # raised again where the answer is awaited
-            self._failure = failure
+            self._render_error = failure
 
-    def _settle(self, *, last: bool = False) -> None:
+    def _print_finished(self, *, last: bool = False) -> None:
         """Print the thoughts and blocks that have become whole; the rest is live."""
-        while self._fresh:
-            reasoning, text = self._fresh.popleft()
-            self._thought += inert(reasoning)
-            self._tail += inert(text)
-        thought = self._whole_thought(last=last or bool(self._tail))
-        blocks, self._tail = split_blocks(self._tail)
+        while self._unprinted:
+            reasoning, text = self._unprinted.popleft()
+            self._reasoning += escape_control_chars(reasoning)
+            self._unfinished_text += escape_control_chars(text)
+        thought = self._take_reasoning_lines(last=last or bool(self._unfinished_text))
+        blocks, self._unfinished_text = split_blocks(self._unfinished_text)
         if last:
-            blocks, self._tail = [*blocks, self._tail], ""
+            blocks, self._unfinished_text = [*blocks, self._unfinished_text], ""
         # the live part shrinks first: printing redraws it in the same write
-        self._live.update(self._live_part())
+        self._live.update(self._render_unfinished())
         if thought:
-            self._console.print(Styled(thought.removesuffix("\n"), style="dim"))
+            self._console.print(Text(thought.removesuffix("\n"), style="dim"))
             self._printed_any = True
         for block in blocks:
-            self._print(block)
+            self._print_block(block)
 
-    def _whole_thought(self, *, last: bool) -> str:
+    def _take_reasoning_lines(self, *, last: bool) -> str:
         """The lines of thought that are complete; last: nothing is added to them any more."""
-        cut = len(self._thought) if last else self._thought.rfind("\n") + 1
-        whole, self._thought = self._thought[:cut], self._thought[cut:]
+        cut = len(self._reasoning) if last else self._reasoning.rfind("\n") + 1
+        whole, self._reasoning = self._reasoning[:cut], self._reasoning[cut:]
         return whole
 
-    def _print(self, block: str) -> None:
-        rows = block_lines(self._console, block)
+    def _print_block(self, block: str) -> None:
+        rows = render_block(self._console, block)
         if not rows:
             return
         if self._printed_any:
             self._console.print()
-        self._console.print(_rows(rows), end="")
+        self._console.print(_join_rows(rows), end="")
         self._printed_any = True
 
-    def _live_part(self) -> Group:
-        thought = Styled(self._thought, style="dim")
-        rows = self._console.render_lines(thought, pad=False) if self._thought else []
-        rows += block_lines(self._console, self._tail)
+    def _render_unfinished(self) -> Group:
+        thought = Text(self._reasoning, style="dim")
+        rows = self._console.render_lines(thought, pad=False) if self._reasoning else []
+        rows += render_block(self._console, self._unfinished_text)
         # more than fits would push rows into the scroll-back again at every repaint
-        fitting = rows[-max(1, self._console.size.height - _ROWS_KEPT_FREE) :]
-        has_gap = rows and self._printed_any and not self._thought
+        fitting = rows[-max(1, self._console.size.height - _RESERVED_ROWS) :]
+        has_gap = rows and self._printed_any and not self._reasoning
         gap: list[list[Segment]] = [[]] if has_gap else []
-        return Group(_rows([*gap, *fitting]), Styled(self.speed(), style="dim", no_wrap=True))
+        return Group(
+            _join_rows([*gap, *fitting]), Text(self.stats_line(), style="dim", no_wrap=True)
+        )
 
 
-def _rows(rows: list[list[Segment]]) -> Segments:
+def _join_rows(rows: list[list[Segment]]) -> Segments:
     return Segments([segment for row in rows for segment in (*row, Segment.line())])

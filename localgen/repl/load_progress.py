@@ -11,11 +11,11 @@ from rich.text import Text
 from localgen.backends.terminal_text import one_line
 
 
-class Loading:
+class LoadProgressLine:
     """A line of progress on a terminal, nothing elsewhere. Used as a context.
 
     It shows from the first progress on: what is loaded already shows nothing.
-    console: where; what else is drawn meanwhile must be drawn there too. happened: whether
+    console: where; what else is drawn meanwhile must be drawn there too. has_loaded: whether
     something had to be loaded at all.
     """
 
@@ -23,22 +23,22 @@ class Loading:
         self.console = console
         self._name = name
         self._status = Status(_dim(f"loading {name}"), console=console)
-        self._shown = console.is_terminal
-        self.happened = False
+        self._is_terminal = console.is_terminal
+        self.has_loaded = False
 
-    def say(self, message: str) -> None:
+    def notify(self, message: str) -> None:
         """What the client did that a user should know; it stays."""
-        if self._shown:
+        if self._is_terminal:
             self.console.print(_dim(message))
 
-    def progress(self, share: float) -> None:
+    def update(self, fraction: float) -> None:
         """Share of the weights read, 0 to 1."""
-        self.happened = True
-        if self._shown:
+        self.has_loaded = True
+        if self._is_terminal:
             self._status.start()
-        self._status.update(_dim(f"loading {self._name} {share:.0%}"))
+        self._status.update(_dim(f"loading {self._name} {fraction:.0%}"))
 
-    def __enter__(self) -> Loading:
+    def __enter__(self) -> LoadProgressLine:
         return self
 
     def __exit__(
@@ -47,7 +47,7 @@ class Loading:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._shown:
+        if self._is_terminal:
             self._status.stop()
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from localgen.chat import markup
 
-_PARSER = markup.parser()
+_PARSER = markup.create_markdown_parser()
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:
@@ -38,10 +38,10 @@ def split_blocks(text: str) -> tuple[list[str], str]:
     return blocks, rest
 
 
-def block_lines(console: Console, source: str) -> list[list[Segment]]:
+def render_block(console: Console, source: str) -> list[list[Segment]]:
     """The rows of a block on this console, without blank rows around it or blanks at row ends."""
     rows = console.render_lines(_Document(source), pad=False)
-    trimmed = [_without_trailing_blanks(row) for row in rows]
+    trimmed = [_strip_trailing_blanks(row) for row in rows]
     while trimmed and not trimmed[0]:
         trimmed.pop(0)
     while trimmed and not trimmed[-1]:
@@ -83,7 +83,7 @@ def _with_hard_breaks(tokens: list[Token]) -> Iterator[Token]:
         yield token
 
 
-def _without_trailing_blanks(row: list[Segment]) -> list[Segment]:
+def _strip_trailing_blanks(row: list[Segment]) -> list[Segment]:
     kept = list(row)
     while kept:
         last = kept.pop()

@@ -7,23 +7,23 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from localgen.backends.errors import EngineDied
-from localgen.client import Answer, Text
+from localgen.client import Completion, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CollectedAnswer:
     """An answer that has ended: its text, what the model thought before, and how it was served."""
 
     text: str
     reasoning: str
-    answer: Answer
+    completion: Completion
 
 
-def stream_plain(
-    stream: Generator[Text | Answer, None, None],
+def write_plain_answer(
+    stream: Generator[TextDelta | Completion, None, None],
     write: Callable[[str], object],
-    write_thought: Callable[[str], object],
-) -> Whole:
+    write_reasoning: Callable[[str], object],
+) -> CollectedAnswer:
     """Write an answer piece by piece, and what is thought before; gives the whole of it.
 
     Leaving early, by Ctrl+C or a closed pipe, cancels the request.
@@ -32,13 +32,13 @@ def stream_plain(
     with closing(stream):
         for event in stream:
             match event:
-                case Text(text=text, reasoning=reasoning):
+                case TextDelta(text=text, reasoning=reasoning):
                     if reasoning:
                         thoughts.append(reasoning)
-                        write_thought(reasoning)
+                        write_reasoning(reasoning)
                     if text:
                         pieces.append(text)
                         write(text)
-                case Answer():
-                    return Whole("".join(pieces), "".join(thoughts), event)
+                case Completion():
+                    return CollectedAnswer("".join(pieces), "".join(thoughts), event)
     raise EngineDied("the answer broke off: ask again")

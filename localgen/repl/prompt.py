@@ -16,40 +16,41 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
 
 from localgen.chat import parameters
-from localgen.chat.commands import COMMANDS
+from localgen.chat.commands import SLASH_COMMANDS
 
-QUOTES = '"""'
-_OPENINGS = ("", "/set system ")
+TRIPLE_QUOTES = '"""'
+_PREFIXES = ("", "/set system ")
 
 
-def is_open(text: str) -> bool:
+def has_open_quotes(text: str) -> bool:
     """Whether three quotes were opened, at the start or after `/set system`, and not closed."""
     body = text.lstrip()
     return any(
-        body.startswith(opening + QUOTES) and not _closed(body.removeprefix(opening).rstrip())
-        for opening in _OPENINGS
+        body.startswith(opening + TRIPLE_QUOTES)
+        and not _is_closed(body.removeprefix(opening).rstrip())
+        for opening in _PREFIXES
     )
 
 
-def unquoted(text: str) -> str:
+def strip_quotes(text: str) -> str:
     """A prompt without the three quotes around it."""
     body = text.strip()
-    if body.startswith(QUOTES) and _closed(body):
-        return body[len(QUOTES) : -len(QUOTES)].strip("\n")
+    if body.startswith(TRIPLE_QUOTES) and _is_closed(body):
+        return body[len(TRIPLE_QUOTES) : -len(TRIPLE_QUOTES)].strip("\n")
     return text
 
 
-def _closed(quoted: str) -> bool:
-    return len(quoted) >= 2 * len(QUOTES) and quoted.endswith(QUOTES)
+def _is_closed(quoted: str) -> bool:
+    return len(quoted) >= 2 * len(TRIPLE_QUOTES) and quoted.endswith(TRIPLE_QUOTES)
 
 
-class Completions(Completer):
+class ChatCompleter(Completer):
     """Commands, their arguments, parameters, saved chats, models and file names."""
 
     def __init__(
         self, chats: Callable[[], Iterable[str]], models: Callable[[], Iterable[str]]
     ) -> None:
-        self._names = {"/save": chats, "/load": chats, "/model": models}
+        self._name_sources = {"/save": chats, "/load": chats, "/model": models}
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
@@ -58,26 +59,26 @@ class Completions(Completer):
             return
         word, space, argument = before.partition(" ")
         if not space:
-            yield from _matching(COMMANDS, word)
+            yield from _prefix_matches(SLASH_COMMANDS, word)
             return
-        yield from _matching(self._choices(word, argument), argument.rpartition(" ")[2])
+        yield from _prefix_matches(self._choices(word, argument), argument.rpartition(" ")[2])
         if word in ("/save", "/load", "/model"):
             rest = Document(argument, len(argument))
             yield from self._paths.get_completions(rest, event)
 
     def _choices(self, word: str, argument: str) -> Iterable[str]:
         if word == "/set" and argument.startswith("parameter "):
-            return parameters.NAMES if argument.count(" ") == 1 else ()
+            return parameters.PARAMETER_NAMES if argument.count(" ") == 1 else ()
         if " " in argument:
             return ()
-        if word in self._names:
-            return self._names[word]()
-        return COMMANDS[word].choices if word in COMMANDS else ()
+        if word in self._name_sources:
+            return self._name_sources[word]()
+        return SLASH_COMMANDS[word].choices if word in SLASH_COMMANDS else ()
 
 
-def prompt_session(
+def create_prompt_session(
     history_path: Path,
-    completions: Completer,
+    completer: Completer,
     *,
     input: Input | None = None,
     output: Output | None = None,
@@ -88,11 +89,11 @@ def prompt_session(
     history_path.touch(mode=0o600)
     return PromptSession(
         history=FileHistory(str(history_path)),
-        completer=completions,
+        completer=completer,
         complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
-        multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
+        multiline=Condition(lambda: has_open_quotes(get_app().current_buffer.text)),
         prompt_continuation=_continuation,
-        key_bindings=_keys(),
+        key_bindings=_key_bindings(),
         input=input,
         output=output,
     )
@@ -103,7 +104,7 @@ def _continuation(_width: int, _line: int, wraps: int) -> str:
     return "" if wraps else "... "
 
 
-def _keys() -> KeyBindings:
+def _key_bindings() -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("c-g")
@@ -120,7 +121,7 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _matching(words: Iterable[str], start: str) -> Iterator[Completion]:
+def _prefix_matches(words: Iterable[str], start: str) -> Iterator[Completion]:
     for word in words:
         if word.startswith(start):
             yield Completion(word, start_position=-len(start))

@@ -11,97 +11,101 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text as Styled
+from rich.text import Text
 
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
-from localgen.backends.terminal_text import inert, one_line
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.chat import commands, report
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import FIRST_BRANCH, Session
-from localgen.client import Answer, Text
-from localgen.config import Settings
+from localgen.chat.session import DEFAULT_BRANCH, ChatSession
+from localgen.client import Completion, TextDelta
+from localgen.config import ServerSettings
 from localgen.repl.live_answer import LiveAnswer
-from localgen.repl.load_progress import Loading
-from localgen.repl.prompt import unquoted
+from localgen.repl.load_progress import LoadProgressLine
+from localgen.repl.prompt import strip_quotes
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What came back for one prompt. answer: None where Ctrl+C stopped it; speed: seen so far.
+class ReplAnswer:
+    """What came back for one prompt. completion: None where Ctrl+C stopped it; stats_line: seen so
+    far.
 
     reasoning: what the model thought before.
     """
 
     text: str
     reasoning: str
-    answer: Answer | None
-    speed: str
+    completion: Completion | None
+    stats_line: str
 
 
 class Repl:
     """A session, the console it is shown on, and where its lines come from.
 
-    read: the next line for a given prompt; raises EOFError to leave, KeyboardInterrupt at Ctrl+C.
+    read_line: the next line for a given prompt; raises EOFError to leave, KeyboardInterrupt at
+    Ctrl+C.
     """
 
-    def __init__(self, session: Session, console: Console, read: Callable[[str], str]) -> None:
+    def __init__(
+        self, session: ChatSession, console: Console, read_line: Callable[[str], str]
+    ) -> None:
         self.session = session
         self.console = console
-        self.read = read
+        self.read_line = read_line
 
     def run(self) -> None:
         """Until the user leaves."""
         self._greet()
         while True:
             try:
-                line = self.read(self._prompt())
+                line = self.read_line(self._prompt())
             except KeyboardInterrupt:
-                self._dim("Ctrl+D or /bye leaves")
+                self._print_dim("Ctrl+D or /bye leaves")
                 continue
             except EOFError:
                 return
-            if line.strip() and not self.handle(line):
+            if line.strip() and not self.handle_line(line):
                 return
 
-    def handle(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Obey a command or answer a prompt; False: leave. Errors are told, and change nothing."""
         try:
             if commands.is_command(line):
-                return self._obey(line)
-            self._ask(unquoted(line))
+                return self._run_command(line)
+            self._ask(strip_quotes(line))
         except LocalgenError as error:
-            self._tell(one_line(error.message), "red")
+            self._print(one_line(error.message), "red")
         except KeyboardInterrupt:
-            self._tell("stopped", "yellow")
+            self._print("stopped", "yellow")
         return True
 
-    def _obey(self, line: str) -> bool:
+    def _run_command(self, line: str) -> bool:
         before = self.session.conversation
-        with Loading(self.console, line.partition(" ")[2]) as loading:
-            outcome = commands.run(self.session, line, loading.progress)
+        with LoadProgressLine(self.console, line.partition(" ")[2]) as loading:
+            outcome = commands.run_command(self.session, line, loading.update)
         match outcome:
-            case commands.Say(text):
-                self._dim(text)
-            case commands.Ask(prompt):
-                self._ask_again(prompt, before)
-            case commands.Leave():
+            case commands.CommandOutput(text):
+                self._print_dim(text)
+            case commands.SendPrompt(prompt):
+                self._regenerate(prompt, before)
+            case commands.LeaveChat():
                 return False
         return True
 
-    def _ask_again(self, prompt: str, before: Conversation) -> None:
-        same = self.session.why_same_again()
+    def _regenerate(self, prompt: str, before: Conversation) -> None:
+        same = self.session.deterministic_reason()
         if same is not None:
-            self._tell(f"{same}, so the answer will be the same", "yellow")
+            self._print(f"{same}, so the answer will be the same", "yellow")
         kept = False
         try:
             kept = self._ask(prompt)
         finally:
             if not kept:
-                self.session.change(before)
+                self.session.set_conversation(before)
 
     def _ask(self, prompt: str) -> bool:
         """Answer a prompt; whether there is a new turn."""
@@ -109,73 +113,75 @@ class Repl:
         try:
             reply = self._stream(prompt)
         except (ServerUnavailable, EngineDied) as gone:
-            self._dim(f"{one_line(gone.message)}; starting it again and asking again")
+            self._print_dim(f"{one_line(gone.message)}; starting it again and asking again")
             self._ensure_loaded()
             reply = self._stream(prompt)
-        if not (reply.text or reply.reasoning) and reply.answer is None:
-            self._tell("stopped", "yellow")
+        if not (reply.text or reply.reasoning) and reply.completion is None:
+            self._print("stopped", "yellow")
             return False
-        turn = Turn(prompt, reply.text, reply.answer is None, reply.reasoning)
-        self.session.answered(turn, reply.answer)
-        self._report(reply)
+        turn = Turn(prompt, reply.text, reply.completion is None, reply.reasoning)
+        self.session.add_turn(turn, reply.completion)
+        self._print_stats(reply)
         return True
 
-    def _stream(self, prompt: str) -> Reply:
+    def _stream(self, prompt: str) -> ReplAnswer:
         pieces: list[str] = []
         thoughts: list[str] = []
         stream = self.session.stream(prompt)
-        used = self.session.used_tokens() + len(prompt) // 4
-        shown = LiveAnswer(self.console, used=used, limit=self.session.ctx)
+        used = self.session.estimate_used_tokens() + len(prompt) // 4
+        shown = LiveAnswer(self.console, used_tokens=used, max_context=self.session.ctx)
         try:
             with shown, closing(stream):
                 for event in stream:
                     match event:
-                        case Text(text, tokens, reasoning):
+                        case TextDelta(text, tokens, reasoning):
                             pieces.append(text)
                             thoughts.append(reasoning)
                             shown.feed(text, tokens, reasoning, estimated=event.estimated)
-                        case Answer():
-                            return Reply("".join(pieces), "".join(thoughts), event, shown.speed())
+                        case Completion():
+                            return ReplAnswer(
+                                "".join(pieces), "".join(thoughts), event, shown.stats_line()
+                            )
         except KeyboardInterrupt:
-            return Reply("".join(pieces), "".join(thoughts), None, shown.speed())
+            return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.stats_line())
         raise ServerUnavailable("the answer broke off")
 
     def _ensure_loaded(self) -> None:
-        with Loading(self.console, self.session.model.name) as loading:
-            self.session.ensure_loaded(loading.progress)
+        with LoadProgressLine(self.console, self.session.model.name) as loading:
+            self.session.ensure_loaded(loading.update)
 
-    def _report(self, reply: Reply) -> None:
-        if reply.answer is None:
-            self._tell("stopped", "yellow")
-            self._dim(reply.speed + "\n")
+    def _print_stats(self, answer: ReplAnswer) -> None:
+        if answer.completion is None:
+            self._print("stopped", "yellow")
+            self._print_dim(answer.stats_line + "\n")
             return
-        for warning in report.warnings(reply.answer):
-            self._tell(one_line(warning), "yellow")
-        self._dim(report.answer_line(reply.answer))
+        for warning in report.completion_warnings(answer.completion):
+            self._print(one_line(warning), "yellow")
+        self._print_dim(report.completion_line(answer.completion))
         if self.session.options.verbose:
             load_ms = self.session.model.load_ms
-            self._dim("\n".join(report.verbose_lines(reply.answer, load_ms)))
+            self._print_dim("\n".join(report.verbose_stats_lines(answer.completion, load_ms)))
         self.console.print()
 
     def _greet(self) -> None:
-        self._dim(report.model_line(self.session.model))
+        self._print_dim(report.model_line(self.session.model))
         for note in self.session.model.notes:
-            self._dim(f"note: {note}")
-        self._dim("/help lists the commands, Ctrl+D leaves")
+            self._print_dim(f"note: {note}")
+        self._print_dim("/help lists the commands, Ctrl+D leaves")
 
     def _prompt(self) -> str:
         branch = self.session.branch
-        return ">>> " if branch == FIRST_BRANCH else f"{inert(branch)} >>> "
+        return ">>> " if branch == DEFAULT_BRANCH else f"{escape_control_chars(branch)} >>> "
 
-    def _dim(self, text: str) -> None:
-        self._tell(inert(text), "dim")
+    def _print_dim(self, text: str) -> None:
+        self._print(escape_control_chars(text), "dim")
 
-    def _tell(self, text: str, style: str) -> None:
-        self.console.print(Styled(text, style=style), soft_wrap=False)
+    def _print(self, text: str, style: str) -> None:
+        self.console.print(Text(text, style=style), soft_wrap=False)
 
 
 def start_chat(
-    client: ModelClient, loading: Loading, model: str | None, options: ModelOptions
+    client: ModelClient, progress_line: LoadProgressLine, model: str | None, options: ModelOptions
 ) -> None:
     """Load the model, then chat on the console of `loading` until the user leaves.
 
@@ -184,19 +190,19 @@ def start_chat(
     # the editor takes as long to import as the model to load: do both at once
     editor = threading.Thread(target=importlib.import_module, args=(f"{__package__}.prompt",))
     editor.start()
-    settings = Settings.from_environment()
-    settings.prepare_state()
-    session = Session(client, settings.state_dir, options)
-    with loading:
+    settings = ServerSettings.from_environment()
+    settings.create_state_dir()
+    session = ChatSession(client, settings.state_dir, options)
+    with progress_line:
         client.connect()
-        session.load(model, loading.progress)
+        session.load(model, progress_line.update)
     editor.join()
-    Repl(session, loading.console, _line_editor(session)).run()
+    Repl(session, progress_line.console, _create_line_reader(session)).run()
 
 
-def _line_editor(session: Session) -> Callable[[str], str]:
+def _create_line_reader(session: ChatSession) -> Callable[[str], str]:
     from localgen.chat import saved_chats
-    from localgen.repl.prompt import Completions, prompt_session
+    from localgen.repl.prompt import ChatCompleter, create_prompt_session
 
     # a completion is asked for at every key, and looking at a large cache takes a while
     @functools.cache
@@ -206,8 +212,8 @@ def _line_editor(session: Session) -> Callable[[str], str]:
         except LocalgenError:
             return []  # a completion has no place to say that the server is away
 
-    completions = Completions(lambda: saved_chats.names(session.state_dir), models)
-    editor = prompt_session(session.state_dir / "chat_history", completions)
+    completions = ChatCompleter(lambda: saved_chats.saved_chat_names(session.state_dir), models)
+    editor = create_prompt_session(session.state_dir / "chat_history", completions)
 
     def read(prompt: str) -> str:
         models.cache_clear()

@@ -22,31 +22,31 @@ import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import EmbedRequest, EngineStats, Request
-from localgen.server.http.access import Access
-from localgen.server.http.errors import failure
-from localgen.server.http.guard import Guard, Refused
-from localgen.server.http.rate_limit import Rates
+from localgen.server.http.access import AccessPolicy
+from localgen.server.http.errors import error_response
+from localgen.server.http.guard import GuardMiddleware, RequestRefused
+from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama.routes import OllamaApi
 from localgen.server.openai import responses
-from localgen.server.openai.responses import ChatFormat, CompletionFormat
+from localgen.server.openai.responses import ChatCompletionSerializer, CompletionSerializer
 from localgen.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     LoadRequest,
     UnloadRequest,
-    texts_of,
+    normalize_embedding_input,
 )
-from localgen.server.requests.caller import Caller, is_local
-from localgen.server.requests.choices import repeated
-from localgen.server.requests.embeddings import EmbedJob, VectorsResponse
-from localgen.server.requests.generation import GenerationResponse, Job
-from localgen.server.requests.protocol import Format, encode, status_of
-from localgen.server.requests.streaming import EventStream
+from localgen.server.requests.caller import Caller, is_local_request
+from localgen.server.requests.choices import fan_out_requests
+from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
+from localgen.server.requests.generation import GenerationJob, GenerationResponse
+from localgen.server.requests.protocol import ResponseSerializer, encode_json, http_status_for_code
+from localgen.server.requests.streaming import EventStreamResponse
 from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
-from localgen.server.stats.request_log import Journal
+from localgen.server.stats.request_log import RequestLog
 from localgen.server.stats.server_state import ServerState
 
 STATS_PERIOD_S = 0.25
@@ -57,73 +57,74 @@ _log = logging.getLogger("localgen.server")
 def create_app(
     manager: ModelManager,
     state: ServerState,
-    access: Access,
+    access: AccessPolicy,
     *,
-    leave: Callable[[], None],
-    leaving: Callable[[], bool],
+    request_shutdown: Callable[[], None],
+    is_shutting_down: Callable[[], bool],
 ) -> ASGIApp:
-    """The application behind its door. leave: asks the server to end; leaving: whether it does."""
-    rates = Rates(access.rate_limit)
+    """The application behind its door. request_shutdown: asks the server to end; is_shutting_down:
+    whether it does."""
+    rates = RateLimiter(access.rate_limit)
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
-    metrics = Metrics(lambda: _engines(manager))
-    manager.on_load = metrics.loaded
-    _add_errors(app)
-    _add_metrics(app, metrics)
-    journal = Journal((metrics, rates, state.recent))
-    _add_generation(app, manager, journal, access.timeout_s)
-    _add_embeddings(app, manager, journal, access.timeout_s)
-    _add_models(app, manager, state)
-    _add_requests(app, manager)
-    _add_server(app, state, leave, leaving)
+    metrics = Metrics(lambda: _engine_stats(manager))
+    manager.on_load = metrics.on_load
+    _add_error_handlers(app)
+    _add_metrics_route(app, metrics)
+    journal = RequestLog((metrics, rates, state.recent_requests))
+    _add_generation_routes(app, manager, journal, access.timeout_s)
+    _add_embedding_routes(app, manager, journal, access.timeout_s)
+    _add_model_routes(app, manager, state)
+    _add_request_routes(app, manager)
+    _add_server_routes(app, state, request_shutdown, is_shutting_down)
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
-    return _arrival_noted(Guard(app, access, rates))
+    return _with_arrival_time(GuardMiddleware(app, access, rates))
 
 
-def _arrival_noted(app: ASGIApp) -> ASGIApp:
+def _with_arrival_time(app: ASGIApp) -> ASGIApp:
     """The application behind a clock: TTFT counts from before the body is read."""
 
-    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+    async def timed(scope: Scope, receive: Receive, send: Send) -> None:
         scope["arrived_s"] = time.monotonic()
         await app(scope, receive, send)
 
-    return noted
+    return timed
 
 
-def _engines(manager: ModelManager) -> Iterator[tuple[str, EngineStats]]:
+def _engine_stats(manager: ModelManager) -> Iterator[tuple[str, EngineStats]]:
     for resident in manager.residents:
         if resident.engine.stats is not None:
             yield resident.file.name, resident.engine.stats
 
 
-def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
+def _add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics", response_model=None)
-    async def figures() -> Response:
+    async def render_metrics() -> Response:
         return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _add_generation(
-    app: FastAPI, manager: ModelManager, journal: Journal, timeout_s: float | None
+def _add_generation_routes(
+    app: FastAPI, manager: ModelManager, journal: RequestLog, timeout_s: float | None
 ) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
-        caller = Caller.of(http, body.user)
+        caller = Caller.from_request(http, body.user)
         request = Request(
             id=uuid.uuid4().hex[:24],
-            **body.conversation(),
-            params=body.to_params(),
+            **body.to_request_fields(),
+            params=body.to_sampling_params(),
             client=caller.client,
             priority=body.priority,
             ctx=body.ctx,
             arrived_s=caller.arrived_s,
         )
-        return answer(body, [request], caller, ChatFormat.of)
+        return respond(body, [request], caller, ChatCompletionSerializer.from_metadata)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
-        caller = Caller.of(http, body.user)
+        caller = Caller.from_request(http, body.user)
         request = Request(
             id=uuid.uuid4().hex[:24],
-            params=body.to_params(),
+            params=body.to_sampling_params(),
             client=caller.client,
             priority=body.priority,
             ctx=body.ctx,
@@ -135,84 +136,88 @@ def _add_generation(
             else replace(request, prompt_tokens=tuple(prompt))
             for prompt in body.prompts
         ]
-        return answer(body, requests, caller, CompletionFormat.of)
+        return respond(body, requests, caller, CompletionSerializer.from_metadata)
 
-    def answer(
+    def respond(
         body: ChatRequest | CompletionRequest,
         requests: list[Request],
         caller: Caller,
-        format_of: Callable[..., Format],
+        format_of: Callable[..., ResponseSerializer],
     ) -> Response:
         n = body.n or 1
-        job = Job(
+        job = GenerationJob(
             id=requests[0].id,
             model=body.model,
             account=caller.account,
             timeout_s=timeout_s,
-            requests=repeated(requests, n),
+            requests=fan_out_requests(requests, n),
             n=n,
             stream=body.stream,
-            format_of=partial(format_of, include_usage=body.include_usage),
-            paths=caller.is_local,
+            make_serializer=partial(format_of, include_usage=body.include_usage),
+            allow_paths=caller.is_local,
         )
         return GenerationResponse(manager, journal, job)
 
 
-def _add_embeddings(
-    app: FastAPI, manager: ModelManager, journal: Journal, timeout_s: float | None
+def _add_embedding_routes(
+    app: FastAPI, manager: ModelManager, journal: RequestLog, timeout_s: float | None
 ) -> None:
     @app.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
-        caller = Caller.of(http, body.user)
+        caller = Caller.from_request(http, body.user)
         request = EmbedRequest(
             id=uuid.uuid4().hex[:24],
-            inputs=texts_of(body.input),
+            inputs=normalize_embedding_input(body.input),
             client=caller.client,
             arrived_s=caller.arrived_s,
         )
-        job = EmbedJob(
+        job = EmbeddingJob(
             model=body.model,
             account=caller.account,
             timeout_s=timeout_s,
             request=request,
             dimensions=body.dimensions,
-            paths=caller.is_local,
+            allow_paths=caller.is_local,
         )
-        shown = partial(responses.embedding_list, as_base64=body.encoding_format == "base64")
-        return VectorsResponse(manager, journal, job, shown)
+        shown = partial(responses.embedding_list_body, as_base64=body.encoding_format == "base64")
+        return EmbeddingResponse(manager, journal, job, shown)
 
 
-def _add_models(app: FastAPI, manager: ModelManager, state: ServerState) -> None:
+def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -> None:
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
-        return _json({"object": "list", "data": await asyncio.to_thread(state.models)})
+        return _json_response(
+            {"object": "list", "data": await asyncio.to_thread(state.list_models)}
+        )
 
     # names have slashes: user/repo
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str, http: HttpRequest) -> Response:
-        paths = is_local(http.scope)
-        return _json(await asyncio.to_thread(partial(state.model, name, paths=paths)))
+        paths = is_local_request(http.scope)
+        return _json_response(
+            await asyncio.to_thread(partial(state.model_card, name, allow_paths=paths))
+        )
 
     @app.post("/v1/models/load", response_model=None)
     async def load(body: LoadRequest, http: HttpRequest) -> Response:
-        events = _load_events(manager, body, paths=is_local(http.scope))
+        events = _load_events(manager, body, allow_paths=is_local_request(http.scope))
         if body.stream:
-            return EventStream(events, responses.SSE)
-        return _json([event async for event in events][-1])
+            return EventStreamResponse(events, responses.SSE)
+        return _json_response([event async for event in events][-1])
 
     @app.post("/v1/models/unload", response_model=None)
     async def unload(body: UnloadRequest) -> Response:
-        return _json({"unloaded": await manager.unload(body.model)})
+        return _json_response({"unloaded": await manager.unload(body.model)})
 
 
-def _add_requests(app: FastAPI, manager: ModelManager) -> None:
+def _add_request_routes(app: FastAPI, manager: ModelManager) -> None:
     @app.post("/v1/requests/{request_id}/cancel", response_model=None)
     async def cancel(request_id: str) -> Response:
-        return _json({"cancelled": manager.cancel(request_id)})
+        return _json_response({"cancelled": manager.cancel(request_id)})
 
 
 async def _load_events(
-    manager: ModelManager, body: LoadRequest, *, paths: bool
+    manager: ModelManager, body: LoadRequest, *, allow_paths: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """`{"progress": 0.43}` while it loads, then `{"model": …}`, a ModelInfo."""
     progress = 0.0
@@ -223,9 +228,9 @@ async def _load_events(
 
     async def load() -> ModelInfo:
         keep_alive = None if body.keep_alive is None else KeepAlive(body.keep_alive_s())
-        options = body.to_options()
-        using = manager.using(body.model, options, note, keep_alive, paths=paths)
-        async with using as (_, info):
+        options = body.to_load_options()
+        acquired = manager.acquire(body.model, options, note, keep_alive, allow_paths=allow_paths)
+        async with acquired as (_, info):
             return info
 
     loading = asyncio.create_task(load())
@@ -237,77 +242,84 @@ async def _load_events(
         loading.cancel()
 
 
-def _add_server(
-    app: FastAPI, state: ServerState, leave: Callable[[], None], leaving: Callable[[], bool]
+def _add_server_routes(
+    app: FastAPI,
+    state: ServerState,
+    request_shutdown: Callable[[], None],
+    is_shutting_down: Callable[[], bool],
 ) -> None:
     @app.get("/health", response_model=None)
     async def health(http: HttpRequest) -> Response:
         # open to all who reach the port: they learn no more than this
-        told = state.health() if is_local(http.scope) else {"status": state.status}
+        health_report = state.health() if is_local_request(http.scope) else {"status": state.status}
         if state.status == "ok":
-            return _json(told)
+            return _json_response(health_report)
         headers = {"Retry-After": "1"}
-        return Response(encode(told), 503, headers, "application/json")
+        return Response(encode_json(health_report), 503, headers, "application/json")
 
     @app.get("/livez", response_model=None)
     async def livez() -> Response:
-        return _json({"status": "alive"})
+        return _json_response({"status": "alive"})
 
     @app.get("/v1/stats", response_model=None)
     async def stats(stream: bool = False) -> Response:
-        return EventStream(snapshots(), responses.SSE) if stream else _json(state.stats())
+        return (
+            EventStreamResponse(snapshots(), responses.SSE)
+            if stream
+            else _json_response(state.stats())
+        )
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:
-        if not is_local(http.scope):
+        if not is_local_request(http.scope):
             message = "only clients on the Unix socket may end the server: localgen stop does"
-            raise Refused(403, "forbidden", message)
-        leave()
-        return _json({"status": "shutting down"})
+            raise RequestRefused(403, "forbidden", message)
+        request_shutdown()
+        return _json_response({"status": "shutting down"})
 
     async def snapshots() -> AsyncGenerator[dict[str, Any], None]:
-        while not leaving():
+        while not is_shutting_down():
             yield state.stats()
             await asyncio.sleep(STATS_PERIOD_S)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(LocalgenError)
-    async def ours(http: HttpRequest, error: Exception) -> Response:
+    async def handle_localgen_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, LocalgenError)
-        return _error(http, error.code, error.message, error.param)
+        return _error_response(http, error.code, error.message, error.param)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(http: HttpRequest, error: Exception) -> Response:
+    async def handle_validation_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         # a misspelt field first: it also makes the right one missing
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        message, param = _validation(problems[0])
-        return _error(http, "invalid_request", message, param)
+        message, param = _validation_message(problems[0])
+        return _error_response(http, "invalid_request", message, param)
 
     @app.exception_handler(HTTPException)
-    async def refused(http: HttpRequest, error: Exception) -> Response:
-        if isinstance(error, Refused):
-            return error.response(http.url.path)
+    async def handle_http_error(http: HttpRequest, error: Exception) -> Response:
+        if isinstance(error, RequestRefused):
+            return error.to_response(http.url.path)
         assert isinstance(error, HTTPException)
         place = f"{http.method} {http.url.path}"
         match error.status_code:
             case 404:
-                return _error(http, "not_found", f"there is no {place}")
+                return _error_response(http, "not_found", f"there is no {place}")
             case 405:
                 message = f"{place} is not allowed"
-                return _error(http, "method_not_allowed", message, headers=error.headers)
+                return _error_response(http, "method_not_allowed", message, headers=error.headers)
             case _:
-                return _error(http, "invalid_request", str(error.detail))
+                return _error_response(http, "invalid_request", str(error.detail))
 
     @app.exception_handler(Exception)
-    async def bug(http: HttpRequest, error: Exception) -> Response:
+    async def handle_internal_error(http: HttpRequest, error: Exception) -> Response:
         # the traceback goes to the log: Starlette raises it again behind this answer
         message = f"{http.url.path} failed: the server's log says why"
-        return _error(http, "internal_error", message)
+        return _error_response(http, "internal_error", message)
 
 
-def _validation(problem: Any) -> tuple[str, str | None]:
+def _validation_message(problem: Any) -> tuple[str, str | None]:
     """One line for the first thing that is wrong with a request, and the field it is in."""
     steps = [step for step in problem["loc"] if step not in ("body", "query", "str")]
     steps = [step for step in steps if not str(step).startswith("list[")]
@@ -327,13 +339,13 @@ def _validation(problem: Any) -> tuple[str, str | None]:
             return (f"{field}: {reason}", field) if field else (reason, None)
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(encode(value), status, media_type="application/json")
+def _json_response(value: object, status: int = 200) -> Response:
+    return Response(encode_json(value), status, media_type="application/json")
 
 
-def _error(
+def _error_response(
     http: HttpRequest, code: str, message: str, param: str | None = None, headers: Any = None
 ) -> Response:
-    if status_of(code) in (429, 503):
+    if http_status_for_code(code) in (429, 503):
         headers = {"Retry-After": "1"}
-    return failure(http.url.path, code, message, param, headers=headers)
+    return error_response(http.url.path, code, message, param, headers=headers)

@@ -18,15 +18,19 @@ from collections.abc import Iterator
 from typing import IO
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
-from localgen.config import Settings
-from localgen.server.http.access import Access, listen
-from localgen.server.models.engine_process import EngineCommand, EngineProcess, llamacpp_command
-from localgen.server.stats.request_log import formatter
+from localgen.config import ServerSettings
+from localgen.server.http.access import AccessPolicy, open_tcp_socket
+from localgen.server.models.engine_process import (
+    EngineCommand,
+    EngineProcess,
+    llamacpp_engine_command,
+)
+from localgen.server.stats.request_log import create_log_formatter
 
-LOG_BYTES = 4 << 20
+MAX_LOG_BYTES = 4 << 20
 EXIT_FAILED = 1
 # a server that leaves may hold the lock this much longer than its socket
-_LOCK_WAIT_S = 15.0
+_LOCK_TIMEOUT_S = 15.0
 _BACKLOG = 128
 _log = logging.getLogger("localgen.server")
 
@@ -34,22 +38,22 @@ _log = logging.getLogger("localgen.server")
 def main() -> int:
     """The server of a client: logs into a file, leaves when idle. Errors: one line on stderr."""
     try:
-        settings = Settings.from_environment()
-        settings.prepare()
+        settings = ServerSettings.from_environment()
+        settings.create_dirs()
         log_to_file(settings)
-        run(settings, idle_exit=True)
+        run_server(settings, idle_exit=True)
     except LocalgenError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 
 
-def run(
-    settings: Settings,
-    access: Access = Access(),
+def run_server(
+    settings: ServerSettings,
+    access: AccessPolicy = AccessPolicy(),
     *,
     idle_exit: bool,
-    engine_command: EngineCommand = llamacpp_command,
+    engine_command: EngineCommand = llamacpp_engine_command,
     model: str | None = None,
 ) -> None:
     """Serve until idle (idle_exit), told to leave, or a signal. ServerUnavailable: one runs.
@@ -58,12 +62,16 @@ def run(
 
     BadSetting: access would let in who should not be, or its port cannot be had.
     """
-    access.check()
-    settings.prepare()
-    with _only_server(settings), _listening(settings) as sock, contextlib.ExitStack() as stack:
+    access.validate()
+    settings.create_dirs()
+    with (
+        _server_lock(settings),
+        _listening_socket(settings) as sock,
+        contextlib.ExitStack() as stack,
+    ):
         sockets = [sock]
         if access.port is not None:
-            sockets.append(stack.enter_context(listen(access)))
+            sockets.append(stack.enter_context(open_tcp_socket(access)))
             place = "{}:{}".format(*sockets[-1].getsockname()[:2])
             _log.info("listening on http://%s", place)
         spare = EngineProcess.start(engine_command)
@@ -82,43 +90,43 @@ def run(
         _log.info("server %d ends", os.getpid())
 
 
-def log_to_file(settings: Settings) -> None:
+def log_to_file(settings: ServerSettings) -> None:
     """Log into the state folder, one older file kept."""
     handler = logging.handlers.RotatingFileHandler(
-        settings.log_path, maxBytes=LOG_BYTES, backupCount=1
+        settings.log_path, maxBytes=MAX_LOG_BYTES, backupCount=1
     )
-    handler.setFormatter(formatter())
+    handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 @contextlib.contextmanager
-def _only_server(settings: Settings) -> Iterator[None]:
+def _server_lock(settings: ServerSettings) -> Iterator[None]:
     """Hold the lock that makes this the only server of its user."""
     with open(settings.server_lock_path, "a+") as lock:
         os.fchmod(lock.fileno(), 0o600)
-        _lock(lock, settings)
+        _acquire_lock(lock, settings)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         yield
 
 
-def _lock(lock: IO[str], settings: Settings) -> None:
-    deadline = time.monotonic() + _LOCK_WAIT_S
+def _acquire_lock(lock: IO[str], settings: ServerSettings) -> None:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.seek(0)
             owner = lock.read().strip()
-        if is_listening(settings):
+        if is_server_listening(settings):
             raise ServerUnavailable(f"a server runs already (process {owner})")
         if time.monotonic() > deadline:
             raise ServerUnavailable(f"an older server (process {owner}) does not end: kill it")
         time.sleep(0.02)
 
 
-def is_listening(settings: Settings) -> bool:
+def is_server_listening(settings: ServerSettings) -> bool:
     """Whether someone accepts connections on the socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
@@ -130,7 +138,7 @@ def is_listening(settings: Settings) -> bool:
 
 
 @contextlib.contextmanager
-def _listening(settings: Settings) -> Iterator[socket.socket]:
+def _listening_socket(settings: ServerSettings) -> Iterator[socket.socket]:
     """The socket, 0600; under the lock, whatever lies there is left from a server that died."""
     path = settings.socket_path
     path.unlink(missing_ok=True)

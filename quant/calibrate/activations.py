@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localgen.quant.files.safetensors_writer import replacing
+from localgen.quant.files.safetensors_writer import atomic_write
 
 
-class Activations:
+class ActivationFile:
     """float32 [windows, length, hidden] before layer `layer`, in a file of a work folder.
 
     The file is whole or not there, and one layer's is kept until the next one's is: whatever ends
@@ -29,7 +29,7 @@ class Activations:
         self.layer = layer
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the layer's file is there, and whole."""
         path = self._path(self.layer)
         return path.is_file() and path.stat().st_size == self.num_bytes
@@ -39,38 +39,38 @@ class Activations:
         """Of the states before one layer."""
         return 4 * int(torch.Size(self._shape).numel())
 
-    def begin(self, embedded: Callable[[slice], Tensor]) -> None:
-        """Write the first layer's states. embedded: gives those of some windows."""
-        with replacing(self._path(self.layer)) as path, path.open("wb") as file:
-            for part in self._parts():
-                _write(file, embedded(part))
+    def write_first_layer(self, embed: Callable[[slice], Tensor]) -> None:
+        """Write the first layer's states. embed: gives those of some windows."""
+        with atomic_write(self._path(self.layer)) as path, path.open("wb") as file:
+            for part in self._batch_slices():
+                _append_states(file, embed(part))
 
     def batches(self) -> Iterator[Tensor]:
         """All of them in order, a few windows at a time."""
-        for part in self._parts():
+        for part in self._batch_slices():
             yield self._read(part)
 
-    def advance(self, through: Callable[[Tensor], Tensor]) -> None:
-        """Replace the states by what a layer makes of them. The last layer's file stays: `drop` it
-        when the layer itself is written."""
-        with replacing(self._path(self.layer + 1)) as path, path.open("wb") as file:
-            for part in self._parts():
-                _write(file, through(self._read(part)))
+    def advance(self, run_layer: Callable[[Tensor], Tensor]) -> None:
+        """Replace the states by what a layer makes of them. The last layer's file stays: `delete`
+        it when the layer itself is written."""
+        with atomic_write(self._path(self.layer + 1)) as path, path.open("wb") as file:
+            for part in self._batch_slices():
+                _append_states(file, run_layer(self._read(part)))
         self.layer += 1
 
-    def drop(self, layer: int) -> None:
+    def delete(self, layer: int) -> None:
         """Forget the file of a layer that is done."""
         self._path(layer).unlink(missing_ok=True)
 
-    def _parts(self) -> Iterator[slice]:
+    def _batch_slices(self) -> Iterator[slice]:
         for first in range(0, self._shape[0], self._batch):
             yield slice(first, min(first + self._batch, self._shape[0]))
 
-    def _read(self, part: slice) -> Tensor:
-        count = part.stop - part.start
+    def _read(self, windows: slice) -> Tensor:
+        count = windows.stop - windows.start
         each = self._shape[1] * self._shape[2]
         found = np.fromfile(
-            self._path(self.layer), np.float32, count * each, offset=4 * part.start * each
+            self._path(self.layer), np.float32, count * each, offset=4 * windows.start * each
         )
         return torch.from_numpy(found).view(count, *self._shape[1:])
 
@@ -78,5 +78,5 @@ class Activations:
         return self._folder / f"states-{layer:05d}.bin"
 
 
-def _write(file: BinaryIO, states: Tensor) -> None:
+def _append_states(file: BinaryIO, states: Tensor) -> None:
     states.detach().cpu().contiguous().numpy().tofile(file)

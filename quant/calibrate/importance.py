@@ -7,38 +7,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
-from localgen.quant.calibrate.input_stats import Importance, Inputs
+from localgen.backends.formats.hf.tensor_names import LayerTensors, linear_shapes
+from localgen.quant.calibrate.input_stats import InputImportance, LayerInputs
 from localgen.quant.calibrate.layer_forward import LayerForward
-from localgen.quant.files.layerwise_checkpoint import headers, stored_tensor
-from localgen.quant.files.safetensors_writer import entry_of, write
+from localgen.quant.files.layerwise_checkpoint import read_safetensors_header, read_tensor_at
+from localgen.quant.files.safetensors_writer import streamed_tensor, write_safetensors
 
-_COUNT = ".count"
+_COUNT_SUFFIX = ".count"
 
 
-def write_importance(path: Path, importance: dict[str, Importance]) -> None:
+def write_importance(path: Path, by_linear: dict[str, InputImportance]) -> None:
     """By the names of linears within the layer."""
     entries = {}
-    for linear, one in importance.items():
-        entries[linear] = entry_of(one.squares.cpu().float())
-        entries[linear + _COUNT] = entry_of(torch.tensor([one.count]))
-    write(path, entries)
+    for linear, one in by_linear.items():
+        entries[linear] = streamed_tensor(one.sum_squares.cpu().float())
+        entries[linear + _COUNT_SUFFIX] = streamed_tensor(torch.tensor([one.num_tokens]))
+    write_safetensors(path, entries)
 
 
-def read_importance(path: Path) -> dict[str, Importance]:
+def read_importance(path: Path) -> dict[str, InputImportance]:
     """What was written. LoadFailed: the file is damaged."""
-    found = {name: stored_tensor(place) for name, place in headers(path).items()}
+    found = {name: read_tensor_at(place) for name, place in read_safetensors_header(path).items()}
     return {
-        linear: Importance(squares, int(found[linear + _COUNT]))
+        linear: InputImportance(squares, int(found[linear + _COUNT_SUFFIX]))
         for linear, squares in found.items()
-        if not linear.endswith(_COUNT)
+        if not linear.endswith(_COUNT_SUFFIX)
     }
 
 
 @torch.no_grad()
-def observed(
-    index: int, tensors: Tensors, inputs: Inputs, forward: LayerForward
-) -> dict[str, Importance]:
+def collect_importance(
+    index: int, tensors: LayerTensors, inputs: LayerInputs, forward: LayerForward
+) -> dict[str, InputImportance]:
     """By the name of a linear within layer `index`; an expert that no token was routed to is not
     among them."""
     shapes = linear_shapes(forward.spec)
@@ -55,4 +55,4 @@ def observed(
 
     for hidden in inputs():
         forward.run(index, tensors, hidden, tap)
-    return {name: Importance(sums.float(), counts[name]) for name, sums in squares.items()}
+    return {name: InputImportance(sums.float(), counts[name]) for name, sums in squares.items()}

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.tensor_names import Tensors, names_of
+from localgen.backends.formats.hf.tensor_names import LayerTensors, layer_names
 
 # called with the name of a linear and its input, [tokens, in], in the dtype it is multiplied in
-Tap = Callable[[str, Tensor], None]
+InputHook = Callable[[str, Tensor], None]
 
 
 class LayerForward:
@@ -31,18 +31,20 @@ class LayerForward:
     ) -> None:
         self.spec = spec
         self._dtype = dtype
-        self._names = names_of(spec)
-        self._rope = _on(device, spec.rope.table(seq_len))
-        self._local_rope = _on(device, (spec.local_rope or spec.rope).table(seq_len))
+        self._names = layer_names(spec)
+        self._rope = _to_device(device, spec.rope.cos_sin_table(seq_len))
+        self._local_rope = _to_device(device, (spec.local_rope or spec.rope).cos_sin_table(seq_len))
 
     @torch.no_grad()
-    def run(self, index: int, tensors: Tensors, hidden: Tensor, tap: Tap | None = None) -> Tensor:
+    def run(
+        self, index: int, tensors: LayerTensors, hidden: Tensor, hook: InputHook | None = None
+    ) -> Tensor:
         """What layer `index` makes of hidden, float32 [sequences, length, hidden].
 
-        tensors: the layer's, by name within it, experts as in LayerNames. tap: sees the input of
+        tensors: the layer's, by name within it, experts as in LayerNames. hook: sees the input of
         every linear; an expert's are the tokens routed to it, none at all if there are none.
         """
-        names, layer = self._names, _Layer(self.spec, tensors, tap, self._dtype)
+        names, layer = self._names, _LayerWithHook(self.spec, tensors, hook, self._dtype)
         mixed = self._attention(index, layer, layer.norm(names.attention_norm, hidden))
         sandwich = self.spec.sandwich_norms
         if sandwich:
@@ -53,40 +55,43 @@ class LayerForward:
             mapped = layer.norm("post_feedforward_layernorm", mapped)
         return hidden + mapped
 
-    def _attention(self, index: int, layer: _Layer, x: Tensor) -> Tensor:
+    def _attention(self, index: int, layer: _LayerWithHook, x: Tensor) -> Tensor:
         spec, length = self.spec, x.shape[1]
-        sizes = [spec.heads, spec.kv_heads, spec.kv_heads]
+        sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         joined = torch.cat([layer.linear(name, x) for name in self._names.qkv], -1)
         heads = joined.view(*x.shape[:2], sum(sizes), spec.head_dim).transpose(1, 2)
         q, k, v = torch.split(heads, sizes, 1)
         if spec.qk_norm:
             q, k = layer.norm("self_attn.q_norm", q), layer.norm("self_attn.k_norm", k)
-        window = spec.windows[index]
+        window = spec.sliding_windows[index]
         cos, sin = self._rope if window is None else self._local_rope
-        q, k = _rotated(q, cos[:length], sin[:length]), _rotated(k, cos[:length], sin[:length])
-        mixed = _attend(q, k, v, spec, window)
+        q, k = (
+            _apply_rope(q, cos[:length], sin[:length]),
+            _apply_rope(k, cos[:length], sin[:length]),
+        )
+        mixed = _causal_attention(q, k, v, spec, window)
         return layer.linear(self._names.out, mixed.transpose(1, 2).flatten(2))
 
-    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+    def _mlp(self, layer: _LayerWithHook, x: Tensor) -> Tensor:
         names, moe = self._names, self.spec.moe
         if names.router is None or moe is None:
-            return layer.gated(names.gate_up, names.down, x)
+            return layer.gated_mlp(names.gate_up, names.down, x)
         rows = x.flatten(0, 1)
         shares, ids = layer.linear(names.router, rows).softmax(-1).topk(moe.top_k)
-        if moe.normalize:
+        if moe.normalize_topk:
             shares = shares / shares.sum(-1, keepdim=True)
         out = torch.zeros_like(rows)
-        for expert in range(moe.experts):
+        for expert in range(moe.num_experts):
             chosen, place = (ids == expert).nonzero(as_tuple=True)
             if len(chosen):
                 gate_up = tuple(name.format(expert) for name in names.gate_up)
-                found = layer.gated(gate_up, names.down.format(expert), rows[chosen])
+                found = layer.gated_mlp(gate_up, names.down.format(expert), rows[chosen])
                 # no row is chosen twice by one expert
                 out[chosen] += shares[chosen, place, None] * found
         return out.view_as(x)
 
 
-def embed(spec: ModelSpec, weight: Tensor, ids: Tensor) -> Tensor:
+def embed_tokens(spec: ModelSpec, weight: Tensor, ids: Tensor) -> Tensor:
     """The first layer's input: float32 [sequences, length, hidden], of ids of that shape.
 
     weight: [vocab, hidden] in the checkpoint's dtype, to which the scale is rounded.
@@ -96,20 +101,20 @@ def embed(spec: ModelSpec, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def logits(spec: ModelSpec, norm: Tensor, head: Tensor, hidden: Tensor) -> Tensor:
+def compute_logits(spec: ModelSpec, norm: Tensor, head: Tensor, hidden: Tensor) -> Tensor:
     """float32 [..., vocab] of the last layer's output. norm: [hidden]. head: [vocab, hidden]."""
     found = functional.linear(_rms_norm(spec, hidden, norm), head)
     cap = spec.logit_softcap
     return found if not cap else (found / cap).tanh() * cap
 
 
-class _Layer:
+class _LayerWithHook:
     """A layer's tensors and who watches them."""
 
     def __init__(
-        self, spec: ModelSpec, tensors: Tensors, tap: Tap | None, dtype: torch.dtype
+        self, spec: ModelSpec, tensors: LayerTensors, hook: InputHook | None, dtype: torch.dtype
     ) -> None:
-        self._spec, self._tensors, self._tap, self._dtype = spec, tensors, tap, dtype
+        self._spec, self._tensors, self._tap, self._dtype = spec, tensors, hook, dtype
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return _rms_norm(self._spec, x, self._tensors[f"{name}.weight"])
@@ -122,7 +127,7 @@ class _Layer:
         bias = self._tensors.get(f"{name}.bias")
         return found if bias is None else found + bias
 
-    def gated(self, gate_up: tuple[str, ...], down: str, x: Tensor) -> Tensor:
+    def gated_mlp(self, gate_up: tuple[str, ...], down: str, x: Tensor) -> Tensor:
         gate, up = torch.cat([self.linear(name, x) for name in gate_up], -1).chunk(2, -1)
         if self._spec.activation == "silu":
             acted = functional.silu(gate)
@@ -131,7 +136,7 @@ class _Layer:
         return self.linear(down, acted * up)
 
 
-def _on(device: torch.device | str, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _to_device(device: torch.device | str, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return table[0].to(device), table[1].to(device)
 
 
@@ -140,17 +145,19 @@ def _rms_norm(spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt() * scale
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [..., length, head_dim]. cos, sin: [length, rotated / 2]; the rest of a head stays."""
     half = cos.shape[-1]
     low, high, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: ModelSpec, window: int | None) -> Tensor:
+def _causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: ModelSpec, window: int | None
+) -> Tensor:
     """Causal attention, [sequences, heads, length, head_dim]. window: positions a token sees."""
     length, cap = q.shape[2], spec.attn_softcap
-    k, v = (part.repeat_interleave(spec.heads // spec.kv_heads, 1) for part in (k, v))
+    k, v = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for part in (k, v))
     mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if window is not None:
         mask = mask.triu(1 - window)

@@ -5,90 +5,95 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.tensor_names import Tensors, linear_shapes
-from localgen.quant.calibrate.input_stats import Inputs, Moments, observe
+from localgen.backends.formats.hf.tensor_names import LayerTensors, linear_shapes
+from localgen.quant.calibrate.input_stats import InputStats, LayerInputs, collect_input_stats
 from localgen.quant.calibrate.layer_forward import LayerForward
-from localgen.quant.calibrate.scaling import Junction, junctions
+from localgen.quant.calibrate.scaling import ScaleMapping, scale_mappings
 from localgen.quant.request.recipe import Recipe
 
-# what the sums of one pass may take; those of a single junction may exceed it
-_PASS_BYTES = 4 << 30
+# what the sums of one pass may take; those of a single mapping may exceed it
+_MAX_PASS_BYTES = 4 << 30
 
 
-def observed(
+def iter_layer_stats(
     spec: ModelSpec,
     index: int,
-    tensors: Tensors,
-    inputs: Inputs,
+    tensors: LayerTensors,
+    inputs: LayerInputs,
     forward: LayerForward,
     recipe: Recipe,
-) -> Iterator[tuple[Junction, dict[str, Moments]]]:
-    """Each junction of layer `index` with what recipe.method wants to know of it.
+) -> Iterator[tuple[ScaleMapping, dict[str, InputStats]]]:
+    """Each scale mapping of layer `index` with what recipe.method wants to know of it.
 
-    Moments are by the name of the linear: at seen_at, and at the first of those that see the
-    same tokens. All are of the layer as given. LoadFailed: NaN or infinite activations.
+    InputStats are by the name of the linear: at stats_linear, and at the first of those that see
+    the same tokens. All are of the layer as given. LoadFailed: NaN or infinite activations.
     """
-    device = tensors[f"{junctions(spec)[0].source}.weight"].device
-    for together in passes(spec, recipe):
+    device = tensors[f"{scale_mappings(spec)[0].source}.weight"].device
+    for together in split_into_passes(spec, recipe):
         wanted = {
-            name: Moments(_ins(spec, junction), block, device)
-            for junction in together
-            for name, block in _blocks(spec, junction, recipe).items()
+            name: InputStats(_num_inputs(spec, mapping), block, device)
+            for mapping in together
+            for name, block in _gram_block_sizes(spec, mapping, recipe).items()
         }
-        observe(forward, index, tensors, inputs, wanted)
-        for junction in together:
-            yield junction, {name: wanted[name] for name in _blocks(spec, junction, recipe)}
+        collect_input_stats(forward, index, tensors, inputs, wanted)
+        for mapping in together:
+            yield (
+                mapping,
+                {name: wanted[name] for name in _gram_block_sizes(spec, mapping, recipe)},
+            )
 
 
-def passes(spec: ModelSpec, recipe: Recipe) -> list[list[Junction]]:
-    """The junctions of a layer by the pass over the calibration text that watches them."""
-    found: list[list[Junction]] = []
+def split_into_passes(spec: ModelSpec, recipe: Recipe) -> list[list[ScaleMapping]]:
+    """The scale mappings of a layer by the pass over the calibration text that watches them."""
+    found: list[list[ScaleMapping]] = []
     left = 0
-    for junction in junctions(spec):
-        size = _num_bytes(spec, junction, recipe)
+    for mapping in scale_mappings(spec):
+        size = _stats_bytes(spec, mapping, recipe)
         if not found or size > left:
             found.append([])
-            left = _PASS_BYTES
-        found[-1].append(junction)
+            left = _MAX_PASS_BYTES
+        found[-1].append(mapping)
         left -= size
     return found
 
 
 def statistics_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     """The most that the sums of a pass take."""
-    if not recipe.calibrated:
+    if not recipe.needs_calibration:
         return 0
     return max(
-        sum(_num_bytes(spec, junction, recipe) for junction in together)
-        for together in passes(spec, recipe)
+        sum(_stats_bytes(spec, mapping, recipe) for mapping in together)
+        for together in split_into_passes(spec, recipe)
     )
 
 
-def derived_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+def gptq_factor_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     """What is worked out of the largest sums: for gptq the Hessian damped, and its factor."""
     if recipe.method != "gptq":
         return 0
-    return 2 * 4 * max(_ins(spec, junction) for junction in junctions(spec)) ** 2
+    return 2 * 4 * max(_num_inputs(spec, mapping) for mapping in scale_mappings(spec)) ** 2
 
 
-def _blocks(spec: ModelSpec, junction: Junction, recipe: Recipe) -> Mapping[str, int | None]:
+def _gram_block_sizes(
+    spec: ModelSpec, mapping: ScaleMapping, recipe: Recipe
+) -> Mapping[str, int | None]:
     """The linears to watch, and in what blocks of inputs."""
-    ins = _ins(spec, junction)
-    firsts = [together[0] for together in junction.readers]
+    ins = _num_inputs(spec, mapping)
+    firsts = [together[0] for together in mapping.consumers]
     match recipe.method:
         case "gptq":
             return dict.fromkeys(firsts, ins)
         case "awq":
             groups = dict.fromkeys(firsts, recipe.group_size or ins)
-            return {**groups, junction.seen_at: ins}
-    return dict.fromkeys([*firsts, junction.seen_at])
+            return {**groups, mapping.stats_linear: ins}
+    return dict.fromkeys([*firsts, mapping.stats_linear])
 
 
-def _ins(spec: ModelSpec, junction: Junction) -> int:
-    return linear_shapes(spec)[junction.linears[0]][1]
+def _num_inputs(spec: ModelSpec, mapping: ScaleMapping) -> int:
+    return linear_shapes(spec)[mapping.linears[0]][1]
 
 
-def _num_bytes(spec: ModelSpec, junction: Junction, recipe: Recipe) -> int:
-    ins = _ins(spec, junction)
-    blocks = _blocks(spec, junction, recipe).values()
+def _stats_bytes(spec: ModelSpec, mapping: ScaleMapping, recipe: Recipe) -> int:
+    ins = _num_inputs(spec, mapping)
+    blocks = _gram_block_sizes(spec, mapping, recipe).values()
     return sum(4 * ins * ((block or 0) + 3) for block in blocks)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,19 +18,17 @@ from torch import Tensor
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.quant.request.recipe import Calibration
+from localgen.quant.request.recipe import CalibrationConfig
 
 _TEXTS = Path(__file__).parents[1] / "texts"
-CALIBRATION = _TEXTS / "calibration.txt"
-HELD_OUT = _TEXTS / "heldout.txt"
+CALIBRATION_TEXT = _TEXTS / "calibration.txt"
+HELD_OUT_TEXT = _TEXTS / "heldout.txt"
 # of a longer file the first so many bytes are used
-_MOST_BYTES = 64 << 20
-
-Encode = Callable[[str], list[int]]
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Windows:
+class TokenWindows:
     """ids: int64 [windows, seq_len]. source: what the text is, for people. digest: of the tokens:
     equal for equal calibration, whatever the file is called."""
 
@@ -40,36 +37,38 @@ class Windows:
     digest: str
 
 
-def calibration_windows(asked: Calibration, tokenizer: HfTokenizer) -> Windows:
+def calibration_windows(calibration: CalibrationConfig, tokenizer: HfTokenizer) -> TokenWindows:
     """Windows drawn by the seed, in the order of the text; equal seeds give equal windows.
 
     ModelNotFound: no such file. InvalidRequest: it is no text, or shorter than one window.
     """
-    path = asked.path or CALIBRATION
-    ids = _cut(path, tokenizer, asked.seq_len)
-    if len(ids) > asked.samples:
-        drawn = random.Random(asked.seed).sample(range(len(ids)), asked.samples)
+    path = calibration.path or CALIBRATION_TEXT
+    ids = _tokenize_windows(path, tokenizer, calibration.seq_len)
+    if len(ids) > calibration.samples:
+        drawn = random.Random(calibration.seed).sample(range(len(ids)), calibration.samples)
         ids = ids[sorted(drawn)]
-    return _windows(ids, "built-in text" if asked.path is None else path.name)
+    return _windows(ids, "built-in text" if calibration.path is None else path.name)
 
 
-def held_out_windows(path: Path | None, tokenizer: HfTokenizer, seq_len: int, most: int) -> Windows:
+def held_out_windows(
+    path: Path | None, tokenizer: HfTokenizer, seq_len: int, max_windows: int
+) -> TokenWindows:
     """The first windows of a text, at most so many. path: None: what ships with localgen.
 
     Errors: as calibration_windows.
     """
-    ids = _cut(path or HELD_OUT, tokenizer, seq_len)[:most]
+    ids = _tokenize_windows(path or HELD_OUT_TEXT, tokenizer, seq_len)[:max_windows]
     return _windows(ids, "built-in held-out text" if path is None else path.name)
 
 
-def _windows(ids: Tensor, source: str) -> Windows:
-    return Windows(ids, source, hashlib.sha256(ids.numpy().tobytes()).hexdigest())
+def _windows(ids: Tensor, source: str) -> TokenWindows:
+    return TokenWindows(ids, source, hashlib.sha256(ids.numpy().tobytes()).hexdigest())
 
 
-def _cut(path: Path, tokenizer: HfTokenizer, seq_len: int) -> Tensor:
+def _tokenize_windows(path: Path, tokenizer: HfTokenizer, seq_len: int) -> Tensor:
     """[windows, seq_len]. Where the tokenizer begins a text with a token, each window does."""
-    tokens = tokenizer.encode_text(_text(path))
-    first = tokenizer.encode_text("")[:1]
+    tokens = tokenizer.encode_for_embedding(_read_text(path))
+    first = tokenizer.encode_for_embedding("")[:1]
     body = tokens[len(first) :]
     length = seq_len - len(first)
     count = len(body) // length
@@ -82,14 +81,14 @@ def _cut(path: Path, tokenizer: HfTokenizer, seq_len: int) -> Tensor:
     return torch.cat([torch.tensor(first).expand(count, -1), windows], 1).long()
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            read = file.read(_MOST_BYTES)
+            read = file.read(_MAX_BYTES)
     except OSError as error:
         raise ModelNotFound(f"cannot read the text {path}: {error.strerror}") from None
     try:
         # of a longer file the last character may be cut
-        return read.decode("utf-8", "ignore" if len(read) == _MOST_BYTES else "strict")
+        return read.decode("utf-8", "ignore" if len(read) == _MAX_BYTES else "strict")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{path} is not UTF-8 text at byte {error.start:,}") from None

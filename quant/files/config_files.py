@@ -11,23 +11,25 @@ import torch
 
 from localgen.backends.formats.hf.folder import read_json
 
-_KINDS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
-_NOT = ("config.json",)
+_COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_LICENSE_PREFIXES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
+_NOT_COPIED = ("config.json",)
 
 
-def copy_files(folder: Path, into: Path) -> None:
+def copy_tokenizer_and_config_files(folder: Path, target: Path) -> None:
     """All that is neither weights nor config.json nor a model card."""
     for path in sorted(folder.iterdir()):
-        wanted = path.suffix.lower() in _KINDS or path.name.upper().startswith(_LEGAL)
-        own = path.name in _NOT or path.name.endswith(".safetensors.index.json")
+        wanted = path.suffix.lower() in _COPIED_SUFFIXES or path.name.upper().startswith(
+            _LICENSE_PREFIXES
+        )
+        own = path.name in _NOT_COPIED or path.name.endswith(".safetensors.index.json")
         if path.is_file() and wanted and not own:
             # in the Hugging Face cache it is a link
-            shutil.copyfile(path, into / path.name)
+            shutil.copyfile(path, target / path.name)
 
 
 def write_config(
-    folder: Path, into: Path, *, dtype: torch.dtype, quantization: dict[str, Any] | None
+    folder: Path, target: Path, *, dtype: torch.dtype, quantization: dict[str, Any] | None
 ) -> None:
     """The model's config.json with what has changed."""
     config = read_json(folder / "config.json")
@@ -36,4 +38,4 @@ def write_config(
     if quantization is not None:
         config["quantization_config"] = quantization
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (into / "config.json").write_text(text, encoding="utf-8")
+    (target / "config.json").write_text(text, encoding="utf-8")

@@ -15,54 +15,57 @@ from torch import Tensor
 from localgen.quant.files.quantized_weight import GroupedWeight, QuantizedWeight, RowWeight
 from localgen.quant.request.recipe import Recipe
 
-Layout = Literal["awq", "gptq", "compressed-tensors"]
+PackingLayout = Literal["awq", "gptq", "compressed-tensors"]
 
-# where the outputs 0 to 7 of an int32 lie in AutoAWQ's GEMM layout, counted in digits
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# where the outputs 0 to 7 of an int32 lie in AutoAWQ's GEMM layout, counted in codes
+_AWQ_REVERSE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _WORD_BITS = 32
 
 
-def layout_of(recipe: Recipe) -> Layout:
+def packing_layout(recipe: Recipe) -> PackingLayout:
     """Where a recipe's weights go.
 
     Four bits in the inputs' order are AutoAWQ's, rtn's too: everything that reads 4 bits reads it,
     and its zeros are stored as they are. It has no other widths; these go to GPTQ's layout.
     """
-    if not recipe.grouped:
+    if not recipe.has_groups:
         return "compressed-tensors"
     return "awq" if recipe.bits == 4 and recipe.method in ("awq", "rtn") else "gptq"
 
 
-def fitting(recipe: Recipe) -> int:
+def packing_multiple(recipe: Recipe) -> int:
     """Inputs and outputs of a weight must be multiples of this to be packed."""
-    return 1 if not recipe.grouped else _period(recipe.bits)[0]
+    return 1 if not recipe.has_groups else _packing_period(recipe.bits)[0]
 
 
-def pack(weight: QuantizedWeight, layout: Layout) -> dict[str, Tensor]:
+def pack_linear(weight: QuantizedWeight, layout: PackingLayout) -> dict[str, Tensor]:
     """The tensors of one linear, by the last part of their names; on the CPU."""
     if isinstance(weight, RowWeight):
-        return {"weight": _own(weight.values), "weight_scale": _own(weight.scales.float())}
-    scales = _own(weight.scales.T.half())
-    if layout == "awq":
-        places = torch.tensor(_AWQ_PLACES).argsort()
         return {
-            "qweight": _words(_interleaved(weight.digits.T, places), weight.bits, 1),
-            "qzeros": _words(_interleaved(weight.zeros.T, places), weight.bits, 1),
+            "weight": _to_cpu_contiguous(weight.values),
+            "weight_scale": _to_cpu_contiguous(weight.scales.float()),
+        }
+    scales = _to_cpu_contiguous(weight.scales.T.half())
+    if layout == "awq":
+        places = torch.tensor(_AWQ_REVERSE_ORDER).argsort()
+        return {
+            "qweight": _pack_words(_permute_columns(weight.codes.T, places), weight.bits, 1),
+            "qzeros": _pack_words(_permute_columns(weight.zeros.T, places), weight.bits, 1),
             "scales": scales,
         }
     stored = (weight.zeros.T.int() - 1) & (2**weight.bits - 1)
     return {
-        "qweight": _words(weight.digits.T, weight.bits, 0),
-        "qzeros": _words(stored, weight.bits, 1),
+        "qweight": _pack_words(weight.codes.T, weight.bits, 0),
+        "qzeros": _pack_words(stored, weight.bits, 1),
         "scales": scales,
-        "g_idx": _own(_groups(weight)),
+        "g_idx": _to_cpu_contiguous(_group_index(weight)),
     }
 
 
-def unpack(
-    parts: dict[str, Tensor], layout: Layout, bits: int, *, zero_offset: int = 1
+def unpack_linear(
+    parts: dict[str, Tensor], layout: PackingLayout, bits: int, *, zero_offset: int = 1
 ) -> QuantizedWeight:
-    """The weight that `pack` made these tensors of.
+    """The weight that `pack_linear` made these tensors of.
 
     zero_offset: added to a zero in GPTQ's layout; the second version of it has none.
     """
@@ -70,19 +73,19 @@ def unpack(
         return RowWeight(parts["weight"], parts["weight_scale"].float().reshape(-1, 1))
     scales = parts["scales"].float().T
     if layout == "awq":
-        places = torch.tensor(_AWQ_PLACES)
-        digits = _interleaved(_digits(parts["qweight"], bits, 1), places)
-        zeros = _interleaved(_digits(parts["qzeros"], bits, 1), places)
-        return GroupedWeight(digits.T, scales, zeros.T, bits)
-    zeros = (_digits(parts["qzeros"], bits, 1).int() + zero_offset) & (2**bits - 1)
-    digits = _digits(parts["qweight"], bits, 0).T
-    return GroupedWeight(digits, scales, zeros.T.byte(), bits, parts.get("g_idx"))
+        places = torch.tensor(_AWQ_REVERSE_ORDER)
+        codes = _permute_columns(_unpack_words(parts["qweight"], bits, 1), places)
+        zeros = _permute_columns(_unpack_words(parts["qzeros"], bits, 1), places)
+        return GroupedWeight(codes.T, scales, zeros.T, bits)
+    zeros = (_unpack_words(parts["qzeros"], bits, 1).int() + zero_offset) & (2**bits - 1)
+    codes = _unpack_words(parts["qweight"], bits, 0).T
+    return GroupedWeight(codes, scales, zeros.T.byte(), bits, parts.get("g_idx"))
 
 
-def quantization_config(recipe: Recipe, kept: list[str]) -> dict[str, Any]:
-    """What config.json says of such weights. kept: the last parts of the names of linears in the
-    layers that are left as they were."""
-    layout = layout_of(recipe)
+def quantization_config(recipe: Recipe, unquantized: list[str]) -> dict[str, Any]:
+    """What config.json says of such weights. unquantized: the last parts of the names of linears in
+    the layers that are left as they were."""
+    layout = packing_layout(recipe)
     size = -1 if recipe.group_size is None else recipe.group_size
     if layout == "awq":
         return {
@@ -91,7 +94,7 @@ def quantization_config(recipe: Recipe, kept: list[str]) -> dict[str, Any]:
             "group_size": size,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": kept or None,
+            "modules_to_not_convert": unquantized or None,
         }
     if layout == "gptq":
         return {
@@ -111,18 +114,18 @@ def quantization_config(recipe: Recipe, kept: list[str]) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", *(f"re:.*\\.{name}$" for name in kept)],
+        "ignore": ["lm_head", *(f"re:.*\\.{name}$" for name in unquantized)],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": _numbers(kind, "channel", dynamic=False),
-                "input_activations": _numbers(kind, "token", dynamic=True),
+                "weights": _quantization_args(kind, "channel", dynamic=False),
+                "input_activations": _quantization_args(kind, "token", dynamic=True),
             }
         },
     }
 
 
-def _numbers(kind: str, strategy: str, *, dynamic: bool) -> dict[str, Any]:
+def _quantization_args(kind: str, strategy: str, *, dynamic: bool) -> dict[str, Any]:
     return {
         "num_bits": 8,
         "type": kind,
@@ -132,57 +135,57 @@ def _numbers(kind: str, strategy: str, *, dynamic: bool) -> dict[str, Any]:
     }
 
 
-def _groups(weight: GroupedWeight) -> Tensor:
+def _group_index(weight: GroupedWeight) -> Tensor:
     """int32 [in]."""
-    if weight.groups is not None:
-        return weight.groups.int()
-    ins, groups = weight.digits.shape[1], weight.scales.shape[1]
+    if weight.group_index is not None:
+        return weight.group_index.int()
+    ins, groups = weight.codes.shape[1], weight.scales.shape[1]
     return (torch.arange(ins) // (ins // groups)).int()
 
 
-def _interleaved(rows: Tensor, places: Tensor) -> Tensor:
+def _permute_columns(rows: Tensor, order: Tensor) -> Tensor:
     """[rows, outs], every eight columns in another order."""
-    return rows.reshape(rows.shape[0], -1, 8)[..., places.to(rows.device)].flatten(1)
+    return rows.reshape(rows.shape[0], -1, 8)[..., order.to(rows.device)].flatten(1)
 
 
-def _period(bits: int) -> tuple[int, int]:
-    """After how many digits, and words, digits of so many bits end where a word does."""
+def _packing_period(bits: int) -> tuple[int, int]:
+    """After how many codes, and words, codes of so many bits end where a word does."""
     together = lcm(_WORD_BITS, bits)
     return together // bits, together // _WORD_BITS
 
 
-def _words(digits: Tensor, bits: int, axis: int) -> Tensor:
+def _pack_words(codes: Tensor, bits: int, axis: int) -> Tensor:
     """Digits along an axis of two as a stream of bits, lowest first, in int32."""
     if axis == 1:
-        return _own(_words(digits.T, bits, 0).T)
-    every, words = _period(bits)
-    parts = digits.reshape(-1, every, digits.shape[1])
+        return _to_cpu_contiguous(_pack_words(codes.T, bits, 0).T)
+    every, words = _packing_period(bits)
+    parts = codes.reshape(-1, every, codes.shape[1])
     out = parts.new_zeros((len(parts), words, parts.shape[2]), dtype=torch.int32)
     for index in range(every):
-        digit = parts[:, index].int()
+        code = parts[:, index].int()
         word, at = divmod(index * bits, _WORD_BITS)
-        out[:, word] |= digit << at
+        out[:, word] |= code << at
         if at + bits > _WORD_BITS:
-            out[:, word + 1] |= digit >> (_WORD_BITS - at)
-    return _own(out.flatten(0, 1))
+            out[:, word + 1] |= code >> (_WORD_BITS - at)
+    return _to_cpu_contiguous(out.flatten(0, 1))
 
 
-def _digits(words: Tensor, bits: int, axis: int) -> Tensor:
-    """uint8: what `_words` made words of."""
+def _unpack_words(words: Tensor, bits: int, axis: int) -> Tensor:
+    """uint8: what `_pack_words` made words of."""
     if axis == 1:
-        return _digits(words.T, bits, 0).T
-    every, count = _period(bits)
+        return _unpack_words(words.T, bits, 0).T
+    every, count = _packing_period(bits)
     parts = words.reshape(-1, count, words.shape[1]).long() & (2**_WORD_BITS - 1)
     out = words.new_empty((len(parts), every, words.shape[1]), dtype=torch.uint8)
     for index in range(every):
         word, at = divmod(index * bits, _WORD_BITS)
-        digit = parts[:, word] >> at
+        code = parts[:, word] >> at
         if at + bits > _WORD_BITS:
-            digit = digit | (parts[:, word + 1] << (_WORD_BITS - at))
-        out[:, index] = (digit & (2**bits - 1)).byte()
+            code = code | (parts[:, word + 1] << (_WORD_BITS - at))
+        out[:, index] = (code & (2**bits - 1)).byte()
     return out.flatten(0, 1)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _to_cpu_contiguous(tensor: Tensor) -> Tensor:
     """On the CPU, contiguous, as files need it."""
     return tensor.detach().cpu().contiguous()

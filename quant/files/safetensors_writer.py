@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-NAMES = {
+SAFETENSORS_DTYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -25,40 +25,40 @@ NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file to be. pieces: its rows in order, of the dtype, as many at a time as
+class StreamedTensor:
+    """One tensor of a file to be. chunks: its rows in order, of the dtype, as many at a time as
     whoever gives them likes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[Tensor]]
+    chunks: Callable[[], Iterable[Tensor]]
 
     @property
     def num_bytes(self) -> int:
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
-def entry_of(tensor: Tensor) -> Entry:
+def streamed_tensor(tensor: Tensor) -> StreamedTensor:
     """A tensor that is in memory."""
-    return Entry(tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
+    return StreamedTensor(tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
 
 
-def write(path: Path, entries: dict[str, Entry]) -> int:
+def write_safetensors(path: Path, tensors: dict[str, StreamedTensor]) -> int:
     """Write a file that is there whole or not at all, even if the power fails. Its bytes.
 
     Equal entries give equal files. OSError: the disk is full.
     """
     # whatever takes more bytes comes first, so that every tensor is aligned
-    ordered = sorted(entries.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    with replacing(path) as unfinished, unfinished.open("wb") as file:
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    with atomic_write(path) as unfinished, unfinished.open("wb") as file:
         file.write(_header(ordered))
         for name, entry in ordered:
             start = file.tell()
-            for piece in entry.pieces():
+            for piece in entry.chunks():
                 assert piece.dtype == entry.dtype, name
                 piece.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
             assert file.tell() - start == entry.num_bytes, name
@@ -66,7 +66,7 @@ def write(path: Path, entries: dict[str, Entry]) -> int:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A name to write to, whose file takes `path`'s place when all went well."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -79,12 +79,12 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def _header(ordered: list[tuple[str, Entry]]) -> bytes:
+def _header(ordered: list[tuple[str, StreamedTensor]]) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, entry, start in _placed(ordered):
+    for name, entry, start in _with_offsets(ordered):
         offsets = [start, start + entry.num_bytes]
         fields[name] = {
-            "dtype": NAMES[entry.dtype],
+            "dtype": SAFETENSORS_DTYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": offsets,
         }
@@ -93,7 +93,9 @@ def _header(ordered: list[tuple[str, Entry]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _placed(ordered: list[tuple[str, Entry]]) -> Iterator[tuple[str, Entry, int]]:
+def _with_offsets(
+    ordered: list[tuple[str, StreamedTensor]],
+) -> Iterator[tuple[str, StreamedTensor, int]]:
     start = 0
     for name, entry in ordered:
         yield name, entry, start

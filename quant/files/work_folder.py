@@ -9,50 +9,50 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.quant.files.layerwise_checkpoint import headers
-from localgen.quant.files.safetensors_writer import replacing
+from localgen.quant.files.layerwise_checkpoint import read_safetensors_header
+from localgen.quant.files.safetensors_writer import atomic_write
 
-_PLAN = "plan.json"
+_MANIFEST = "plan.json"
 _INDEX = "model.safetensors.index.json"
 
 
 class WorkFolder:
-    """out: where the result will be. files: how many there will be, the first one for what is
-    outside layers."""
+    """output: where the result will be. num_files: how many there will be, the first one for what
+    is outside layers."""
 
-    def __init__(self, out: Path, files: int) -> None:
-        self.out = out
-        self.path = out.parent / f"{out.name}.partial"
-        self._files = files
+    def __init__(self, output: Path, num_files: int) -> None:
+        self.out = output
+        self.path = output.parent / f"{output.name}.partial"
+        self._num_files = num_files
 
-    def open(self, plan: dict[str, Any], *, resume: bool) -> None:
+    def open(self, manifest: dict[str, Any], *, resume: bool) -> None:
         """Make it, or go on with one of the same plan.
 
-        plan: what decides the result, a JSON object. InvalidRequest: the result is there, or an
+        manifest: what decides the result, a JSON object. InvalidRequest: the result is there, or an
         unfinished one that is not to be resumed, or that cannot be.
         """
-        self.check(resume=resume)
-        if (self.path / _PLAN).is_file():
-            self.compare(plan)
+        self.check_startable(resume=resume)
+        if (self.path / _MANIFEST).is_file():
+            self.check_same_manifest(manifest)
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path / _PLAN) as path:
-            path.write_text(json.dumps(plan, indent=2), encoding="utf-8")
+        with atomic_write(self.path / _MANIFEST) as path:
+            path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
-    def check(self, *, resume: bool) -> None:
+    def check_startable(self, *, resume: bool) -> None:
         """InvalidRequest: as in `open`, without looking at the plan."""
         if self.out.exists():
             raise InvalidRequest(f"{self.out} is there already: remove it, or give another --out")
-        if (self.path / _PLAN).is_file() and not resume:
+        if (self.path / _MANIFEST).is_file() and not resume:
             raise InvalidRequest(
-                f"{self.path} has an unfinished run of {self.done} layers: --resume goes on with "
-                "it; or remove it"
+                f"{self.path} has an unfinished run of {self.num_done_layers} layers: "
+                "--resume goes on with it; or remove it"
             )
 
     @property
-    def done(self) -> int:
+    def num_done_layers(self) -> int:
         """Layers that are whole, counted from the first."""
-        layers = self._files - 1
+        layers = self._num_files - 1
         return next((i for i in range(layers) if not self.layer_file(i).is_file()), layers)
 
     def layer_file(self, index: int) -> Path:
@@ -68,43 +68,43 @@ class WorkFolder:
         shutil.rmtree(self.path)
 
     @property
-    def others_file(self) -> Path:
+    def non_layer_file(self) -> Path:
         """Of what is outside layers."""
         return self._file(1)
 
-    def finish(self) -> None:
+    def publish(self) -> None:
         """Write the index, and give the folder its final name."""
         weight_map, size = {}, 0
-        for number in range(1, self._files + 1):
+        for number in range(1, self._num_files + 1):
             path = self._file(number)
-            for name, stored in headers(path).items():
+            for name, stored in read_safetensors_header(path).items():
                 weight_map[name] = path.name
                 size += stored.num_bytes
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        with replacing(self.path / _INDEX) as path:
+        with atomic_write(self.path / _INDEX) as path:
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for left in (*self.path.glob("states-*.bin"), *self.path.glob(".*.unfinished")):
             left.unlink()
-        (self.path / _PLAN).unlink()
+        (self.path / _MANIFEST).unlink()
         self.path.rename(self.out)
 
     def _file(self, number: int) -> Path:
-        return self.path / f"model-{number:05d}-of-{self._files:05d}.safetensors"
+        return self.path / f"model-{number:05d}-of-{self._num_files:05d}.safetensors"
 
-    def begun(self) -> dict[str, Any] | None:
+    def read_manifest(self) -> dict[str, Any] | None:
         """The plan of a run that lies there unfinished, empty if it cannot be read; None: none
         does."""
         try:
-            found = json.loads((self.path / _PLAN).read_text(encoding="utf-8"))
+            found = json.loads((self.path / _MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def compare(self, plan: dict[str, Any]) -> None:
+    def check_same_manifest(self, manifest: dict[str, Any]) -> None:
         """InvalidRequest: what lies there was begun with another plan."""
-        before, now = _flat(self.begun() or {}), _flat(plan)
+        before, now = _flatten(self.read_manifest() or {}), _flatten(manifest)
         other = sorted(key for key in before | now if before.get(key) != now.get(key))
         if other:
             key = other[0]
@@ -114,9 +114,9 @@ class WorkFolder:
             )
 
 
-def _flat(values: dict[str, Any], at: str = "") -> dict[str, Any]:
+def _flatten(values: dict[str, Any], at: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         inside = isinstance(value, dict)
-        found |= _flat(value, f"{at}{key} ") if inside else {f"{at}{key}": value}
+        found |= _flatten(value, f"{at}{key} ") if inside else {f"{at}{key}": value}
     return found

@@ -13,75 +13,85 @@ import numpy as np
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.folder import Checkpoint, read_json, read_optional_json
-from localgen.quant.gguf.metadata import add_model, add_sampling, add_vocabulary, check_model
-from localgen.quant.gguf.names import architecture
-from localgen.quant.gguf.tensors import GgufTensor, plan_tensors
-from localgen.quant.gguf.vocabulary import Vocabulary, read_vocabulary
-from localgen.quant.request.gguf_types import TYPES, WRITTEN
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.folder import NumpyCheckpoint, read_json, read_optional_json
+from localgen.quant.gguf.metadata import (
+    add_model_keys,
+    add_sampling_keys,
+    add_vocabulary_keys,
+    check_convertible,
+)
+from localgen.quant.gguf.names import gguf_model_arch
+from localgen.quant.gguf.tensors import GgufOutputTensor, plan_gguf_tensors
+from localgen.quant.gguf.vocabulary import GgufVocabulary, read_gguf_vocabulary
+from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES
 
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 # llama.cpp knows by the model's name that special tokens take the white space behind them along,
 # and does not load one of that name without these
 _PHI_3 = ("phi-3", "phi3")
 _PHI_3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 
 
-def convert(
+def convert_to_gguf(
     source: Path,
     target: Path,
     file_type: str = "F16",
     *,
-    changed: Path | None = None,
-    progress: Progress | None = None,
+    override_folder: Path | None = None,
+    progress: ByteProgress | None = None,
 ) -> None:
     """Write the model folder `source` as the GGUF file `target`.
 
-    file_type: F32, F16, BF16 or Q8_0; norms are always F32. changed: a folder whose safetensors
-    files have tensors to take in place of the model's own, by the same names. progress is called
-    with the bytes written so far and in all. `target` appears only when it is complete.
+    file_type: F32, F16, BF16 or Q8_0; norms are always F32. override_folder: a folder whose
+    safetensors files have tensors to take in place of the model's own, by the same names. progress
+    is called with the bytes written so far and in all. `target` appears only when it is complete.
 
-    ModelNotFound: no such folder, or a file is missing. LoadFailed: a file is damaged or of a
-    kind that cannot be converted, or the disk is too small. InvalidRequest: unknown file type, or
-    one that does not fit the model.
+    ModelNotFound: no such folder, or a file is missing. LoadFailed: a file is damaged or of a kind
+    that cannot be converted, or the disk is too small. InvalidRequest: unknown file type, or one
+    that does not fit the model.
     """
-    if file_type not in WRITTEN:
+    if file_type not in DIRECT_TYPES:
         raise InvalidRequest(
-            f"unknown file type {file_type}: use one of {', '.join(WRITTEN)}", param="type"
+            f"unknown file type {file_type}: use one of {', '.join(DIRECT_TYPES)}", param="type"
         )
     if not source.is_dir():
         raise ModelNotFound(f"{source} is no folder")
     raw = read_json(source / "config.json")
     generation = read_optional_json(source / "generation_config.json")
-    spec = read_config(source)
-    check_model(source / "config.json", spec)
-    kind = TYPES[file_type]
-    tensors = plan_tensors(source, Checkpoint(source, changed), spec, kind.weight_type)
-    vocabulary = read_vocabulary(source, spec.vocab, raw, generation)
+    spec = read_hf_config(source)
+    check_convertible(source / "config.json", spec)
+    kind = GGUF_TYPES[file_type]
+    tensors = plan_gguf_tensors(
+        source, NumpyCheckpoint(source, override_folder), spec, kind.weight_type
+    )
+    vocabulary = read_gguf_vocabulary(source, spec.vocab_size, raw, generation)
 
-    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture(spec)])
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf_model_arch(spec)])
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(_name(source, spec, vocabulary))
+    writer.add_name(_model_name(source, spec, vocabulary))
     writer.add_file_type(kind.file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_model(writer, spec)
-    add_vocabulary(writer, vocabulary)
-    add_sampling(writer, source / "generation_config.json", generation)
-    _write(writer, tensors, target, progress)
+    add_model_keys(writer, spec)
+    add_vocabulary_keys(writer, vocabulary)
+    add_sampling_keys(writer, source / "generation_config.json", generation)
+    _write_file(writer, tensors, target, progress)
 
 
-def _name(source: Path, spec: ModelSpec, vocabulary: Vocabulary) -> str:
+def _model_name(source: Path, spec: ModelSpec, vocabulary: GgufVocabulary) -> str:
     name = source.resolve().name
     named = any(word in name.lower() for word in _PHI_3)
-    can = vocabulary.strips and _PHI_3_TOKENS.issubset(vocabulary.tokens)
+    can = vocabulary.special_tokens_strip_right and _PHI_3_TOKENS.issubset(vocabulary.tokens)
     if can and spec.architecture == "Phi3ForCausalLM":
         return name if named else f"{name} (Phi-3)"
     return re.sub(r"(?i)phi-?3", "Phi 3", name) if named else name
 
 
-def _write(
-    writer: gguf.GGUFWriter, tensors: list[GgufTensor], target: Path, progress: Progress | None
+def _write_file(
+    writer: gguf.GGUFWriter,
+    tensors: list[GgufOutputTensor],
+    target: Path,
+    progress: ByteProgress | None,
 ) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     for tensor in tensors:
@@ -93,7 +103,7 @@ def _write(
             tensor.type,
         )
     try:
-        _check_room(target, sum(tensor.num_bytes() for tensor in tensors))
+        _check_disk_space(target, sum(tensor.num_bytes() for tensor in tensors))
         writer.write_header_to_file(part)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -108,18 +118,18 @@ def _write(
 
 
 def _write_tensors(
-    writer: gguf.GGUFWriter, tensors: list[GgufTensor], progress: Progress | None
+    writer: gguf.GGUFWriter, tensors: list[GgufOutputTensor], progress: ByteProgress | None
 ) -> None:
     total = sum(tensor.num_bytes() for tensor in tensors)
     written = 0
     for tensor in tensors:
-        writer.write_tensor_data(tensor.packed())
+        writer.write_tensor_data(tensor.encode())
         written += tensor.num_bytes()
         if progress is not None:
             progress(written, total)
 
 
-def _check_room(target: Path, needed: int) -> None:
+def _check_disk_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise LoadFailed(

@@ -16,31 +16,33 @@ from numpy.typing import NDArray
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.tensor_shapes import expected_shapes
-from localgen.quant.gguf.names import TensorNames
+from localgen.quant.gguf.names import GgufNameMap
 
 Array = NDArray[np.float32]
 # by the name of a linear in the checkpoint, without `.weight`: sums of squares of its inputs
 # [in], and the number of tokens
-Importance = Mapping[str, tuple[Array, int]]
+ImatrixSource = Mapping[str, tuple[Array, int]]
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
-def write_imatrix(path: Path, spec: ModelSpec, importance: Importance, dataset: str) -> None:
+def write_imatrix(
+    path: Path, spec: ModelSpec, importance: ImatrixSource, dataset_name: str
+) -> None:
     """Write the importance of a model's linears; norms and linears it lacks are no part of it.
 
-    dataset: what calibrated it, for those who read the file. LoadFailed: a linear that the model
-    does not have, sums of another length or no numbers, or the file cannot be written.
+    dataset_name: what calibrated it, for those who read the file. LoadFailed: a linear that the
+    model does not have, sums of another length or no numbers, or the file cannot be written.
     """
     stacks: dict[str, list[tuple[Array, int]]] = {}
-    names, shapes = TensorNames(spec), expected_shapes(spec)
-    for module in _in_order(path, spec, importance, shapes):
-        place = names.place(module)
+    names, shapes = GgufNameMap(spec), expected_shapes(spec)
+    for module in _ordered_linears(path, spec, importance, shapes):
+        place = names.gguf_name(module)
         sums, count = importance.get(module, (np.zeros(shapes[f"{module}.weight"][1]), 0))
         stacks.setdefault(f"{place.name}.weight", []).append((sums.astype(np.float32), int(count)))
     writer = gguf.GGUFWriter(path, "")
     writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", [dataset])
+    writer.add_array("imatrix.datasets", [dataset_name])
     # llama.cpp counts in chunks of a size: here one of all tokens
     writer.add_uint32("imatrix.chunk_count", 1)
     writer.add_uint32("imatrix.chunk_size", max((count for _, count in importance.values())))
@@ -48,11 +50,11 @@ def write_imatrix(path: Path, spec: ModelSpec, importance: Importance, dataset: 
         counts = np.array([[count] for _, count in parts], np.float32)
         writer.add_tensor(name + _SUMS, np.stack([sums for sums, _ in parts]))
         writer.add_tensor(name + _COUNTS, counts)
-    _save(path, writer)
+    _write_file(path, writer)
 
 
-def _in_order(
-    path: Path, spec: ModelSpec, importance: Importance, shapes: Mapping[str, tuple[int, ...]]
+def _ordered_linears(
+    path: Path, spec: ModelSpec, importance: ImatrixSource, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """The linears that are known, and all experts of those that some are known of, checked."""
     if not importance:
@@ -67,18 +69,18 @@ def _in_order(
             )
         if not np.isfinite(sums).all() or count < 0:
             raise LoadFailed(f"{path}: the importance of {module} is no number")
-    stacks = {_stack(module) for module in importance}
+    stacks = {_without_expert_index(module) for module in importance}
     modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
-    return [module for module in modules if _stack(module) in stacks]
+    return [module for module in modules if _without_expert_index(module) in stacks]
 
 
-def _stack(module: str) -> str:
+def _without_expert_index(module: str) -> str:
     """The name of a linear without the number of its expert."""
     before, found, after = module.partition(".experts.")
     return f"{before}{found}{after.partition('.')[2]}" if found else module
 
 
-def _save(path: Path, writer: gguf.GGUFWriter) -> None:
+def _write_file(path: Path, writer: gguf.GGUFWriter) -> None:
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

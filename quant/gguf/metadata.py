@@ -11,80 +11,83 @@ from gguf import MODEL_ARCH
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.quant.gguf.names import architecture
-from localgen.quant.gguf.rope import add_rope, rope_obstacle
-from localgen.quant.gguf.vocabulary import Vocabulary
+from localgen.quant.gguf.names import gguf_model_arch
+from localgen.quant.gguf.rope import add_rope_keys, unsupported_rope_feature
+from localgen.quant.gguf.vocabulary import GgufVocabulary
 
 
-def check_model(path: Path, spec: ModelSpec) -> None:
+def check_convertible(path: Path, spec: ModelSpec) -> None:
     """LoadFailed: a model that llama.cpp would compute otherwise. path: its config.json."""
     if spec.quant is not None:
         raise LoadFailed(
             f"{path}: the model is quantized already ({spec.quant.method}): convert the original"
         )
-    obstacle = _obstacle(spec) or rope_obstacle(spec)
+    obstacle = _unsupported_feature(spec) or unsupported_rope_feature(spec)
     if obstacle is not None:
         raise LoadFailed(f"{path}: llama.cpp cannot compute {obstacle}")
 
 
-def _obstacle(spec: ModelSpec) -> str | None:
-    kind = architecture(spec)
+def _unsupported_feature(spec: ModelSpec) -> str | None:
+    kind = gguf_model_arch(spec)
     if kind is MODEL_ARCH.GEMMA2:
         if spec.attn_softcap is None or spec.logit_softcap is None:
             return "Gemma 2 without soft caps"
-        if not spec.tied:
+        if not spec.tied_embeddings:
             return "Gemma 2 with a head of its own"
     elif spec.attn_softcap is not None:
         return "attn_logit_softcapping"
     if spec.out_bias and kind is not MODEL_ARCH.LLAMA:
         return "attention_bias in this architecture"
-    if kind in (MODEL_ARCH.QWEN2, MODEL_ARCH.PHI3) and spec.heads * spec.head_dim != spec.hidden:
-        return f"{spec.heads} heads of {spec.head_dim} for a hidden size of {spec.hidden}"
-    if spec.moe is not None and not spec.moe.normalize:
+    if (
+        kind in (MODEL_ARCH.QWEN2, MODEL_ARCH.PHI3)
+        and spec.num_heads * spec.head_dim != spec.hidden_size
+    ):
+        return f"{spec.num_heads} heads of {spec.head_dim} for a hidden size of {spec.hidden_size}"
+    if spec.moe is not None and not spec.moe.normalize_topk:
         return "norm_topk_prob false"
     return None
 
 
-def add_model(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+def add_model_keys(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     """The keys of the model's shape and of its variations."""
-    writer.add_vocab_size(spec.vocab)
+    writer.add_vocab_size(spec.vocab_size)
     writer.add_context_length(spec.max_len)
-    writer.add_embedding_length(spec.hidden)
-    writer.add_block_count(spec.layers)
-    writer.add_feed_forward_length(spec.intermediate)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
-    add_rope(writer, spec)
+    add_rope_keys(writer, spec)
     _add_windows(writer, spec)
     if spec.attn_softcap is not None:
         writer.add_attn_logit_softcapping(spec.attn_softcap)
     if spec.logit_softcap is not None:
         writer.add_final_logit_softcapping(spec.logit_softcap)
     if spec.moe is not None:
-        writer.add_expert_count(spec.moe.experts)
+        writer.add_expert_count(spec.moe.num_experts)
         writer.add_expert_used_count(spec.moe.top_k)
-        writer.add_expert_feed_forward_length(spec.moe.intermediate)
+        writer.add_expert_feed_forward_length(spec.moe.intermediate_size)
 
 
 def _add_windows(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
-    kind = architecture(spec)
+    kind = gguf_model_arch(spec)
     if kind not in (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3, MODEL_ARCH.PHI3):
         return  # llama.cpp knows of none there
-    window = max((window for window in spec.windows if window is not None), default=0)
+    window = max((window for window in spec.sliding_windows if window is not None), default=0)
     writer.add_sliding_window(window)
     if window and kind is not MODEL_ARCH.PHI3:
-        writer.add_sliding_window_pattern([window is not None for window in spec.windows])
+        writer.add_sliding_window_pattern([window is not None for window in spec.sliding_windows])
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+def add_vocabulary_keys(writer: gguf.GGUFWriter, vocabulary: GgufVocabulary) -> None:
     """Tokens, how text becomes them, special ones and the chat template."""
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_tokenizer_model(vocabulary.tokenizer_model)
+    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
     writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
+    writer.add_token_types(vocabulary.token_types)
     if vocabulary.scores is not None:
         writer.add_token_scores(vocabulary.scores)
     else:
@@ -99,7 +102,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
     }
     # llama.cpp ends an answer at any of these three
     ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    roles |= dict(zip(ends, vocabulary.end_ids, strict=False))
+    roles |= dict(zip(ends, vocabulary.eos_ids, strict=False))
     for add, token_id in roles.items():
         if token_id is not None:
             add(token_id)
@@ -107,7 +110,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         writer.add_chat_template(vocabulary.chat_template)
 
 
-def add_sampling(writer: gguf.GGUFWriter, path: Path, generation: dict[str, Any]) -> None:
+def add_sampling_keys(writer: gguf.GGUFWriter, path: Path, generation: dict[str, Any]) -> None:
     """The model's own sampling defaults; do_sample false is greedy whatever else is set.
 
     generation: contents of generation_config.json. LoadFailed: a value is no number.

@@ -32,29 +32,29 @@ _EXPERT_PARTS = {
 }
 
 
-class Place(NamedTuple):
+class GgufTensorName(NamedTuple):
     """Where a tensor goes: GGUF's name, and which matrix of a stack of experts it is."""
 
     name: str
     expert: int | None
 
 
-def architecture(spec: ModelSpec) -> MODEL_ARCH:
+def gguf_model_arch(spec: ModelSpec) -> MODEL_ARCH:
     """GGUF's kind of the model."""
     return _ARCHITECTURES[spec.architecture]
 
 
-class TensorNames:
+class GgufNameMap:
     """Hugging Face's names to GGUF's, of one model."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._names = gguf.get_tensor_name_map(architecture(spec), spec.layers)
+        self._names = gguf.get_tensor_name_map(gguf_model_arch(spec), spec.num_layers)
 
-    def place(self, module: str) -> Place:
+    def gguf_name(self, module: str) -> GgufTensorName:
         """Of a linear or norm, whose name is without `.weight` here and there."""
         if expert := _EXPERT.fullmatch(module):
             layer, index, part = expert.groups()
-            return Place(f"blk.{layer}.{_EXPERT_PARTS[part]}", int(index))
+            return GgufTensorName(f"blk.{layer}.{_EXPERT_PARTS[part]}", int(index))
         name = self._names.get_name(module)
         assert name is not None, module
-        return Place(name, None)
+        return GgufTensorName(name, None)

@@ -15,17 +15,17 @@ from typing import IO, Literal
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.folder import Checkpoint
-from localgen.quant.gguf.convert import convert
-from localgen.quant.gguf.imatrix import Importance, write_imatrix
-from localgen.quant.request.gguf_types import TYPES, WRITTEN, type_name
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.quant.gguf.convert import convert_to_gguf
+from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
+from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type
 
-Step = Literal["converting", "quantizing"]
+GgufStep = Literal["converting", "quantizing"]
 # called with a step, how much of it is done, and of how much: bytes, then tensors
-GgufProgress = Callable[[Step, int, int], None]
+GgufProgress = Callable[[GgufStep, int, int], None]
 # llama.cpp gives embedding, head and some layers more bits than the others
-_MORE_BITS = 1.0
+_EXTRA_BITS = 1.0
 
 
 def make_gguf(
@@ -33,17 +33,17 @@ def make_gguf(
     target: Path,
     file_type: str,
     *,
-    changed: Path | None = None,
-    importance: Importance | Path | None = None,
-    dataset: str = "",
+    override_folder: Path | None = None,
+    imatrix: ImatrixSource | Path | None = None,
+    dataset_name: str = "",
     progress: GgufProgress | None = None,
 ) -> None:
     """Write the model folder `source` as the GGUF file `target`, of any type.
 
-    file_type: as in gguf_types, in any case. changed: a folder whose safetensors files have
-    tensors to take in place of the model's own, by the same names. importance: of its linears, or
+    file_type: as in gguf_types, in any case. override_folder: a folder whose safetensors files have
+    tensors to take in place of the model's own, by the same names. imatrix: of its linears, or
     an importance matrix's file as llama.cpp makes them; without effect on F32, F16, BF16 and
-    Q8_0. dataset: what calibrated it.
+    Q8_0. dataset_name: what calibrated it.
 
     Beside `target` a folder `.NAME.work` holds a file of 16 bits meanwhile, and what a run that
     was killed has left. `target` appears only when it is complete.
@@ -51,8 +51,8 @@ def make_gguf(
     ModelNotFound and LoadFailed as of `convert`, and where llama.cpp fails. InvalidRequest: no
     such type, or one that needs an importance matrix.
     """
-    name = type_name(file_type)
-    if TYPES[name].needs_importance and importance is None:
+    name = resolve_gguf_type(file_type)
+    if GGUF_TYPES[name].needs_imatrix and imatrix is None:
         raise InvalidRequest(
             f"{name} is garbage without an importance matrix: calibrate one, or use Q2_K, IQ3_S "
             "or more bits",
@@ -65,27 +65,27 @@ def make_gguf(
     def converted(done: int, total: int) -> None:
         report("converting", done, total)
 
-    if name in WRITTEN:
-        convert(source, target, name, changed=changed, progress=converted)
+    if name in DIRECT_TYPES:
+        convert_to_gguf(source, target, name, override_folder=override_folder, progress=converted)
         return
-    spec = read_config(source)
+    spec = read_hf_config(source)
     if name == "MXFP4_MOE" and spec.moe is None:
         raise InvalidRequest(
             "MXFP4_MOE rounds experts, this model has none: use Q4_K_M or Q8_0", param="type"
         )
     with _work_folder(target) as work:
-        _check_room(target, spec, name)
+        _check_disk_space(target, spec, name)
         wide, matrix = work / "16bit.gguf", None
-        if isinstance(importance, Path):
-            matrix = importance
-        elif importance is not None:
+        if isinstance(imatrix, Path):
+            matrix = imatrix
+        elif imatrix is not None:
             matrix = work / "imatrix.gguf"
-            write_imatrix(matrix, spec, importance, dataset)
-        half = "BF16" if Checkpoint(source, changed).dtypes() == {"BF16"} else "F16"
-        convert(source, wide, half, changed=changed, progress=converted)
+            write_imatrix(matrix, spec, imatrix, dataset_name)
+        half = "BF16" if NumpyCheckpoint(source, override_folder).dtypes() == {"BF16"} else "F16"
+        convert_to_gguf(source, wide, half, override_folder=override_folder, progress=converted)
         result = work / "result.gguf"
         requantize(wide, result, name, matrix, lambda *done: report("quantizing", *done))
-        _move(result, target)
+        _publish(result, target)
 
 
 def requantize(
@@ -102,7 +102,7 @@ def requantize(
     job = {
         "source": str(source),
         "target": str(target),
-        "file_type": int(TYPES[file_type].file_type),
+        "file_type": int(GGUF_TYPES[file_type].file_type),
         "imatrix": None if imatrix is None else str(imatrix),
         "threads": _threads(),
     }
@@ -113,7 +113,7 @@ def requantize(
         )
         try:
             assert child.stdout is not None
-            reason = _follow(child.stdout, progress)
+            reason = _read_progress(child.stdout, progress)
             status = child.wait()
         finally:
             child.kill()
@@ -124,7 +124,7 @@ def requantize(
             )
 
 
-def _follow(output: IO[str], progress: Callable[[int, int], None]) -> str:
+def _read_progress(output: IO[str], progress: Callable[[int, int], None]) -> str:
     """Report what the process says until it ends; the reason if it fails."""
     reason = ""
     for line in output:
@@ -159,20 +159,20 @@ def _work_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _move(result: Path, target: Path) -> None:
+def _publish(result: Path, target: Path) -> None:
     with result.open("rb") as file:
         os.fsync(file.fileno())
     result.replace(target)
 
 
-def estimated_bytes(spec: ModelSpec, file_type: str) -> int:
+def estimate_gguf_bytes(spec: ModelSpec, file_type: str) -> int:
     """About how large a file of the type is."""
-    bits = TYPES[file_type].bits
-    return int(spec.num_params * (bits if file_type in WRITTEN else bits + _MORE_BITS) / 8)
+    bits = GGUF_TYPES[file_type].bits_per_weight
+    return int(spec.num_params * (bits if file_type in DIRECT_TYPES else bits + _EXTRA_BITS) / 8)
 
 
-def _check_room(target: Path, spec: ModelSpec, name: str) -> None:
-    needed = estimated_bytes(spec, "F16") + estimated_bytes(spec, name)
+def _check_disk_space(target: Path, spec: ModelSpec, name: str) -> None:
+    needed = estimate_gguf_bytes(spec, "F16") + estimate_gguf_bytes(spec, name)
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise LoadFailed(

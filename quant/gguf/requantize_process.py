@@ -27,11 +27,11 @@ _BUFFER_BYTES = 1 << 29
 
 def main(job: dict[str, Any]) -> int:
     """0: the target is written. job: source, target, file_type, imatrix, threads."""
-    log = _Log()
+    log = _LlamaCppLog()
     try:
         means = read_imatrix(Path(job["imatrix"])) if job["imatrix"] else {}
     except LocalgenError as error:
-        say({"error": error.message})
+        write_message({"error": error.message})
         return 1
     params = C.llama_model_quantize_default_params()
     params.nthread = job["threads"]
@@ -46,11 +46,11 @@ def main(job: dict[str, Any]) -> int:
         params.imatrix = entries
     status = C.llama_model_quantize(job["source"].encode(), job["target"].encode(), params)
     if status:
-        say({"error": log.reason})
+        write_message({"error": log.reason})
     return int(status != 0)
 
 
-def say(values: dict[str, Any]) -> None:
+def write_message(values: dict[str, Any]) -> None:
     """One line to whoever started this; without them there is nothing to do."""
     try:
         print(json.dumps(values), flush=True)
@@ -58,20 +58,20 @@ def say(values: dict[str, Any]) -> None:
         os._exit(1)
 
 
-class _Log:
+class _LlamaCppLog:
     """What llama.cpp prints: progress passed on, its last error kept."""
 
     def __init__(self) -> None:
         self.reason = "it gave no reason"
         self._level = 0
-        self._callback = C.llama_log_callback(self._take)  # kept: C holds a bare pointer
+        self._callback = C.llama_log_callback(self._on_log_line)  # kept: C holds a bare pointer
         C.llama_log_set(self._callback, ctypes.c_void_p(0))
 
-    def _take(self, level: int, text: bytes, _user: Any) -> None:
+    def _on_log_line(self, level: int, text: bytes, _user: Any) -> None:
         self._level = self._level if level == _LOG_CONT else level
         line = text.decode("utf-8", "replace").strip()
         if begun := _TENSOR.match(line):
-            say({"done": int(begun[1]), "total": int(begun[2])})
+            write_message({"done": int(begun[1]), "total": int(begun[2])})
         elif line and self._level == _LOG_ERROR:
             failed = _FAILED.search(line)
             self.reason = failed[1] if failed else line

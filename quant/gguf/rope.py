@@ -17,14 +17,14 @@ from localgen.backends.formats.architecture.rope import (
     Rope,
     YarnScaling,
 )
-from localgen.quant.gguf.names import architecture
+from localgen.quant.gguf.names import gguf_model_arch
 
 Array = NDArray[np.float32]
 
 
-def rope_obstacle(spec: ModelSpec) -> str | None:
+def unsupported_rope_feature(spec: ModelSpec) -> str | None:
     """What llama.cpp cannot compute of the model's rotary positions."""
-    kind, scaling = architecture(spec), spec.rope.scaling
+    kind, scaling = gguf_model_arch(spec), spec.rope.scaling
     if kind is MODEL_ARCH.LLAMA and spec.rope.dim != spec.head_dim:
         return f"{spec.rope.dim} rotary dimensions of {spec.head_dim}"
     if spec.local_rope is not None and spec.local_rope.scaling is not None:
@@ -41,7 +41,7 @@ def rope_obstacle(spec: ModelSpec) -> str | None:
     return None
 
 
-def add_rope(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+def add_rope_keys(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     """The keys of the model's rotary positions."""
     rope, scaling = spec.rope, spec.rope.scaling
     writer.add_rope_dimension_count(rope.dim)
@@ -66,7 +66,7 @@ def add_rope(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_rope_scaling_attn_factors(scaling.attention_factor)
 
 
-def rope_factors(rope: Rope) -> dict[str, Array]:
+def rope_factor_tensors(rope: Rope) -> dict[str, Array]:
     """What llama.cpp divides each rotary frequency by, by tensor: [dim / 2]."""
     match rope.scaling:
         case Llama3Scaling():

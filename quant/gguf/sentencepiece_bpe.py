@@ -15,17 +15,17 @@ _SPACE = "▁"
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 # lists of merges leave out a few ways to make tokens that nobody can type
-_MOST_MISSING = 0.01
+_MAX_MISSING_SHARE = 0.01
 
-Prefix = Literal["always", "first", "never"]
+SpacePrefix = Literal["always", "first", "never"]
 
 
-def is_pieces(model: dict[str, Any]) -> bool:
+def is_sentencepiece(model: dict[str, Any]) -> bool:
     """Whether it is such a tokenizer. model: the part of tokenizer.json of that name."""
     return model["type"] == "BPE" and bool(model.get("byte_fallback"))
 
 
-def space_prefix(path: Path, tokenizer: dict[str, Any]) -> Prefix:
+def space_prefix(path: Path, tokenizer: dict[str, Any]) -> SpacePrefix:
     """Before which stretches of text between special tokens a space is put. Metaspace puts none
     before a text that begins with one; llama.cpp does.
 
@@ -46,20 +46,23 @@ def space_prefix(path: Path, tokenizer: dict[str, Any]) -> Prefix:
         case [only] if no_step and only == _REPLACE:
             return "never"
     raise LoadFailed(
-        f"{path}: llama.cpp would not prepare text by {_short(tokenizer.get('normalizer'))} and "
-        f"{_short(tokenizer.get('pre_tokenizer'))}"
+        f"{path}: llama.cpp would not prepare text by "
+        f"{_step_types(tokenizer.get('normalizer'))} and "
+        f"{_step_types(tokenizer.get('pre_tokenizer'))}"
     )
 
 
-def _short(step: Any) -> str:
+def _step_types(step: Any) -> str:
     """The kinds of a step and of those in it."""
     if not isinstance(step, dict):
         return "nothing"
     inner = step.get("normalizers") or step.get("pretokenizers") or []
-    return " ".join([str(step.get("type")), *(_short(part) for part in inner)])
+    return " ".join([str(step.get("type")), *(_step_types(part) for part in inner)])
 
 
-def piece_scores(path: Path, tokenizer: dict[str, Any], size: int) -> tuple[float, ...]:
+def sentencepiece_scores(
+    path: Path, tokenizer: dict[str, Any], vocab_size: int
+) -> tuple[float, ...]:
     """A score for each of `size` tokens, falling in the order in which merges make them.
 
     LoadFailed: merges that scores cannot tell, or no token for a byte.
@@ -71,23 +74,23 @@ def piece_scores(path: Path, tokenizer: dict[str, Any], size: int) -> tuple[floa
             raise LoadFailed(
                 f"{path} has no token <0x{byte:02X}>, text with it would end llama.cpp"
             )
-    merges = [_pair(merge) for merge in model["merges"]]
-    _check_complete(path, ids, set(merges))
+    merges = [_split_merge(merge) for merge in model["merges"]]
+    _check_merges_complete(path, ids, set(merges))
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
-    scores = [-float(len(merges) + 1)] * size
+    scores = [-float(len(merges) + 1)] * vocab_size
     for text, rank in ranks.items():
         scores[ids[text]] = -float(rank)
     return tuple(scores)
 
 
-def _pair(merge: str | list[str]) -> tuple[str, str]:
+def _split_merge(merge: str | list[str]) -> tuple[str, str]:
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left, right
 
 
-def _check_complete(path: Path, ids: dict[str, int], merges: set[tuple[str, str]]) -> None:
+def _check_merges_complete(path: Path, ids: dict[str, int], merges: set[tuple[str, str]]) -> None:
     ways = missing = 0
     for text in {left + right for left, right in merges}:
         for at in range(1, len(text)):
@@ -95,7 +98,7 @@ def _check_complete(path: Path, ids: dict[str, int], merges: set[tuple[str, str]
             if pair[0] in ids and pair[1] in ids:
                 ways += 1
                 missing += pair not in merges
-    if missing > _MOST_MISSING * ways:
+    if missing > _MAX_MISSING_SHARE * ways:
         raise LoadFailed(
             f"{path}: {missing:,} of {ways:,} ways to make a token are no merges, llama.cpp would "
             "take them: only merges made from SentencePiece's scores can be converted"

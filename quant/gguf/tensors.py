@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.folder import Checkpoint
-from localgen.backends.formats.hf.tensor_shapes import Shape, expected_shapes
-from localgen.quant.gguf.names import TensorNames, architecture
-from localgen.quant.gguf.rope import rope_factors
+from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.backends.formats.hf.tensor_shapes import TensorShape, expected_shapes
+from localgen.quant.gguf.names import GgufNameMap, gguf_model_arch
+from localgen.quant.gguf.rope import rope_factor_tensors
 
 Array = NDArray[np.float32]
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)
@@ -26,35 +26,35 @@ _F32 = GGMLQuantizationType.F32
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """One tensor of the output. parts: loads its values, float32 in GGUF's order of rows, some
+class GgufOutputTensor:
+    """One tensor of the output. chunks: loads its values, float32 in GGUF's order of rows, some
     rows or one expert after the other."""
 
     name: str
-    shape: Shape
+    shape: TensorShape
     type: GGMLQuantizationType
-    parts: Callable[[], Iterator[Array]]
+    chunks: Callable[[], Iterator[Array]]
 
-    def byte_shape(self) -> Shape:
+    def byte_shape(self) -> TensorShape:
         """Shape of the packed values, as bytes."""
         return gguf.quant_shape_to_byte_shape(self.shape, self.type)
 
     def num_bytes(self) -> int:
         return math.prod(self.byte_shape())
 
-    def packed(self) -> NDArray[np.uint8]:
+    def encode(self) -> NDArray[np.uint8]:
         """The values in the tensor's type. LoadFailed: they are no numbers, or F16 cannot hold
         them."""
         packed = np.empty(self.num_bytes(), np.uint8)
         start = 0
-        for part in self.parts():
-            raw = np.ascontiguousarray(self._pack(part)).reshape(-1).view(np.uint8)
+        for part in self.chunks():
+            raw = np.ascontiguousarray(self._encode_chunk(part)).reshape(-1).view(np.uint8)
             packed[start : start + raw.size] = raw
             start += raw.size
         assert start == packed.size, (self.name, start, packed.size)
         return packed
 
-    def _pack(self, values: Array) -> NDArray[Any]:
+    def _encode_chunk(self, values: Array) -> NDArray[Any]:
         if not np.isfinite(values).all():
             raise LoadFailed(f"{self.name} has values that are no numbers: the model is damaged")
         with np.errstate(over="ignore"):  # the check below names the tensor
@@ -64,41 +64,47 @@ class GgufTensor:
         return packed
 
 
-def plan_tensors(
-    source: Path, checkpoint: Checkpoint, spec: ModelSpec, kind: GGMLQuantizationType
-) -> list[GgufTensor]:
+def plan_gguf_tensors(
+    source: Path, checkpoint: NumpyCheckpoint, spec: ModelSpec, matrix_type: GGMLQuantizationType
+) -> list[GgufOutputTensor]:
     """The output's tensors in order, all checked, none read yet.
 
-    kind: of matrices; norms, biases, routers and rope factors are F32. LoadFailed: a tensor is
-    missing, too many or of another shape. InvalidRequest: rows that `kind` cannot pack.
+    matrix_type: of matrices; norms, biases, routers and rope factors are F32. LoadFailed: a tensor
+    is missing, too many or of another shape. InvalidRequest: rows that `kind` cannot pack.
     """
     shapes = expected_shapes(spec)
-    _check(source, checkpoint, spec, shapes)
-    names = TensorNames(spec)
-    tensors: dict[str, GgufTensor] = {}
+    _check_tensors(source, checkpoint, spec, shapes)
+    names = GgufNameMap(spec)
+    tensors: dict[str, GgufOutputTensor] = {}
     stacks: dict[str, list[str]] = {}
     for name, shape in shapes.items():
         module, _, suffix = name.rpartition(".")
-        place = names.place(module)
+        place = names.gguf_name(module)
         target = f"{place.name}.{suffix}"
         if place.expert is not None:
             stacks.setdefault(target, []).append(name)
             shape = (len(stacks[target]), *shape)
-        own = _type(place.name, shape, kind)
-        _check_rows(name, shape, own)
+        own = _tensor_type(place.name, shape, matrix_type)
+        _check_row_blocks(name, shape, own)
         members = stacks.get(target, [name])
-        tensors[target] = GgufTensor(target, shape, own, _parts(checkpoint, spec, members))
-    for name, factors in rope_factors(spec.rope).items():
-        tensors[name] = GgufTensor(name, factors.shape, _F32, lambda f=factors: iter([f]))  # type: ignore[misc]
+        tensors[target] = GgufOutputTensor(
+            target, shape, own, _chunk_loader(checkpoint, spec, members)
+        )
+    for name, factors in rope_factor_tensors(spec.rope).items():
+        tensors[name] = GgufOutputTensor(name, factors.shape, _F32, lambda f=factors: iter([f]))  # type: ignore[misc]
     return list(tensors.values())
 
 
-def _type(name: str, shape: Shape, kind: GGMLQuantizationType) -> GGMLQuantizationType:
+def _tensor_type(
+    name: str, shape: TensorShape, matrix_type: GGMLQuantizationType
+) -> GGMLQuantizationType:
     """A router decides by small differences, so llama.cpp keeps it exact."""
-    return _F32 if len(shape) == 1 or name.endswith("ffn_gate_inp") else kind
+    return _F32 if len(shape) == 1 or name.endswith("ffn_gate_inp") else matrix_type
 
 
-def _check(source: Path, checkpoint: Checkpoint, spec: ModelSpec, shapes: dict[str, Shape]) -> None:
+def _check_tensors(
+    source: Path, checkpoint: NumpyCheckpoint, spec: ModelSpec, shapes: dict[str, TensorShape]
+) -> None:
     for name, shape in shapes.items():
         if name not in checkpoint:
             raise LoadFailed(f"{source} has no tensor {name}")
@@ -107,48 +113,48 @@ def _check(source: Path, checkpoint: Checkpoint, spec: ModelSpec, shapes: dict[s
                 f"{source}: {name} is of shape {checkpoint.shape(name)}, config.json says {shape}"
             )
     # a tied head is the embedding once more
-    known = shapes.keys() | ({"lm_head.weight"} if spec.tied else set())
+    known = shapes.keys() | ({"lm_head.weight"} if spec.tied_embeddings else set())
     for name in checkpoint.names():
         if name not in known and not name.endswith(_NOT_WEIGHTS):
             kind = spec.architecture.removesuffix("ForCausalLM")
             raise LoadFailed(f"{source}: tensor {name} is not part of a {kind} model")
 
 
-def _check_rows(name: str, shape: Shape, kind: GGMLQuantizationType) -> None:
-    block = gguf.GGML_QUANT_SIZES[kind][0]
+def _check_row_blocks(name: str, shape: TensorShape, tensor_type: GGMLQuantizationType) -> None:
+    block = gguf.GGML_QUANT_SIZES[tensor_type][0]
     if shape[-1] % block:
         raise InvalidRequest(
-            f"{name} has rows of {shape[-1]} values, {kind.name} packs {block}: use F16",
+            f"{name} has rows of {shape[-1]} values, {tensor_type.name} packs {block}: use F16",
             param="type",
         )
 
 
-def _parts(
-    checkpoint: Checkpoint, spec: ModelSpec, names: list[str]
+def _chunk_loader(
+    checkpoint: NumpyCheckpoint, spec: ModelSpec, names: list[str]
 ) -> Callable[[], Iterator[Array]]:
     module = names[0].split(".")[-2]
-    heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(module)
-    if heads is not None and architecture(spec) is MODEL_ARCH.LLAMA:
+    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(module)
+    if heads is not None and gguf_model_arch(spec) is MODEL_ARCH.LLAMA:
         return lambda: (interleave_rotary(checkpoint.read(name), heads) for name in names)
-    change = _change(spec, module)
-    return lambda: (change(slab) for name in names for slab in checkpoint.slabs(name))
+    change = _weight_transform(spec, module)
+    return lambda: (change(slab) for name in names for slab in checkpoint.row_chunks(name))
 
 
-def _change(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
+def _weight_transform(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
     """How llama.cpp wants what Hugging Face has under this name."""
     # queries reach attention scaled, through their norm where they have one
     scaled = module == ("q_norm" if spec.qk_norm else "q_proj")
-    factor = np.float32(spec.attn_scale / llama_cpp_scale(spec) if scaled else 1.0)
+    factor = np.float32(spec.attn_scale / llama_cpp_attention_scale(spec) if scaled else 1.0)
     if spec.norm_offset and module.endswith("norm"):
         return lambda weight: (weight + np.float32(1.0)) * factor
     return (lambda rows: rows * factor) if factor != 1.0 else (lambda rows: rows)
 
 
-def llama_cpp_scale(spec: ModelSpec) -> float:
+def llama_cpp_attention_scale(spec: ModelSpec) -> float:
     """What llama.cpp multiplies attention scores by: files cannot say."""
     # the 27B models by their number of layers, whose queries are scaled otherwise
-    big = {MODEL_ARCH.GEMMA2: 46, MODEL_ARCH.GEMMA3: 62}.get(architecture(spec))
-    width = spec.hidden // spec.heads if spec.layers == big else spec.head_dim
+    big = {MODEL_ARCH.GEMMA2: 46, MODEL_ARCH.GEMMA3: 62}.get(gguf_model_arch(spec))
+    width = spec.hidden_size // spec.num_heads if spec.num_layers == big else spec.head_dim
     return float(width**-0.5)
 
 

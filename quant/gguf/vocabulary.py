@@ -12,42 +12,46 @@ from gguf import TokenType
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.hf.folder import read_json, read_optional_json
-from localgen.quant.gguf.byte_level_bpe import pre_tokenizer
-from localgen.quant.gguf.sentencepiece_bpe import is_pieces, piece_scores, space_prefix
+from localgen.quant.gguf.byte_level_bpe import detect_pre_tokenizer
+from localgen.quant.gguf.sentencepiece_bpe import (
+    is_sentencepiece,
+    sentencepiece_scores,
+    space_prefix,
+)
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class GgufVocabulary:
     """Tokens by id, and what a GGUF file says of them.
 
-    model: gpt2 for byte-level merges, llama for pieces by score, as llama.cpp calls them. pre:
-    its name of the pre-tokenizer. merges or scores, as the model has. end_ids: every token that
-    ends an answer, the tokenizer's own end token first. add_space_prefix: of pieces only.
-    strips: whether special tokens take the white space behind them along. chat_template: None
-    where the model has none.
+    tokenizer_model: gpt2 for byte-level merges, llama for pieces by score, as llama.cpp calls them.
+    pre_tokenizer: its name of the pre-tokenizer. merges or scores, as the model has. eos_ids: every
+    token that ends an answer, the tokenizer's own end token first. add_space_prefix: of pieces
+    only. special_tokens_strip_right: whether special tokens take the white space behind them along.
+    chat_template: None where the model has none.
     """
 
-    model: Literal["gpt2", "llama"]
-    pre: str
+    tokenizer_model: Literal["gpt2", "llama"]
+    pre_tokenizer: str
     tokens: tuple[str, ...]
-    types: tuple[TokenType, ...]
+    token_types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     scores: tuple[float, ...] | None
     bos_id: int | None
     pad_id: int | None
     unk_id: int | None
-    end_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
     add_bos: bool
     add_space_prefix: bool | None
-    strips: bool
+    special_tokens_strip_right: bool
     chat_template: str | Sequence[dict[str, str]] | None
 
 
-def read_vocabulary(
-    folder: Path, size: int, config: dict[str, Any], generation: dict[str, Any]
-) -> Vocabulary:
+def read_gguf_vocabulary(
+    folder: Path, vocab_size: int, config: dict[str, Any], generation: dict[str, Any]
+) -> GgufVocabulary:
     """The vocabulary of a model folder, filled up with unused tokens to the model's `size`.
 
     config, generation: contents of config.json and generation_config.json. LoadFailed: a
@@ -58,14 +62,14 @@ def read_vocabulary(
     settings = read_optional_json(folder / "tokenizer_config.json")
     template = _chat_template(folder, settings)
     try:
-        pieces = _is_pieces(path, tokenizer)
-        pre = "default" if pieces else pre_tokenizer(path, tokenizer)
+        pieces = _check_bpe_is_sentencepiece(path, tokenizer)
+        pre = "default" if pieces else detect_pre_tokenizer(path, tokenizer)
         prefix = space_prefix(path, tokenizer) if pieces else "never"
         ids = {**tokenizer["model"]["vocab"]}
         ids.update({added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])})
-        tokens, types = _token_list(path, tokenizer, ids, size)
-        scores = piece_scores(path, tokenizer, size) if pieces else None
-        merges = () if pieces else tuple(_merge(pair) for pair in tokenizer["model"]["merges"])
+        tokens, types = _token_list(path, tokenizer, ids, vocab_size)
+        scores = sentencepiece_scores(path, tokenizer, vocab_size) if pieces else None
+        merges = () if pieces else tuple(_merge_text(pair) for pair in tokenizer["model"]["merges"])
         add_bos = _add_bos(tokenizer, settings)
         strips = any(added.get("rstrip") for added in tokenizer.get("added_tokens", []))
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -77,29 +81,29 @@ def read_vocabulary(
     # a space before the first stretch of text only is before none of a chat, which begins with
     # a special token
     prefixed = prefix == "always" or (prefix == "first" and template is None)
-    return Vocabulary(
-        model="llama" if pieces else "gpt2",
-        pre=pre,
+    return GgufVocabulary(
+        tokenizer_model="llama" if pieces else "gpt2",
+        pre_tokenizer=pre,
         tokens=tokens,
-        types=types,
+        token_types=types,
         merges=merges,
         scores=scores,
         bos_id=bos_id,
         pad_id=_special_id("pad", settings, ids, special),
         unk_id=ids.get(tokenizer["model"].get("unk_token")) if pieces else None,
-        end_ids=_end_ids(folder, settings, ids, special),
+        eos_ids=_eos_ids(folder, settings, ids, special),
         add_bos=add_bos,
         add_space_prefix=prefixed if pieces else None,
-        strips=strips,
+        special_tokens_strip_right=strips,
         chat_template=template,
     )
 
 
-def _is_pieces(path: Path, tokenizer: dict[str, Any]) -> bool:
+def _check_bpe_is_sentencepiece(path: Path, tokenizer: dict[str, Any]) -> bool:
     kind = tokenizer["model"]["type"]
     if kind != "BPE":
         raise LoadFailed(f"{path}: only BPE tokenizers can be converted, this is {kind}")
-    return is_pieces(tokenizer["model"])
+    return is_sentencepiece(tokenizer["model"])
 
 
 def _token_list(
@@ -108,7 +112,7 @@ def _token_list(
     largest = max(ids.values())
     if largest >= size or min(ids.values()) < 0:
         raise LoadFailed(f"{path} has token {largest}, the model's vocabulary ends at {size - 1}")
-    pieces = is_pieces(tokenizer["model"])
+    pieces = is_sentencepiece(tokenizer["model"])
     tokens = [f"[PAD{token_id}]" for token_id in range(size)]
     types = [TokenType.UNUSED] * size
     for token, token_id in ids.items():
@@ -126,7 +130,7 @@ def _token_list(
     return tuple(tokens), tuple(types)
 
 
-def _merge(pair: str | list[str]) -> str:
+def _merge_text(pair: str | list[str]) -> str:
     """A merge as GGUF writes it. Byte-level tokens hold no space, so one joins them."""
     return pair if isinstance(pair, str) else " ".join(pair)
 
@@ -152,7 +156,7 @@ def _special_id(
     return token_id if isinstance(token_id, int) and token_id >= 0 else None
 
 
-def _end_ids(
+def _eos_ids(
     folder: Path, settings: dict[str, Any], ids: dict[str, int], special: dict[str, Any]
 ) -> tuple[int, ...]:
     listed = special.get("eos_token_id")

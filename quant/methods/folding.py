@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.tensor_names import Tensors
-from localgen.quant.calibrate.input_stats import Importance, Inputs, Moments
+from localgen.backends.formats.hf.tensor_names import LayerTensors
+from localgen.quant.calibrate.input_stats import InputImportance, InputStats, LayerInputs
 from localgen.quant.calibrate.layer_forward import LayerForward
-from localgen.quant.calibrate.passes import observed
-from localgen.quant.calibrate.scaling import Junction, fold
-from localgen.quant.methods.awq import best_scales
-from localgen.quant.methods.smoothquant import smoothing_scales
+from localgen.quant.calibrate.passes import iter_layer_stats
+from localgen.quant.calibrate.scaling import ScaleMapping, fold_scales
+from localgen.quant.methods.awq import search_awq_scales
+from localgen.quant.methods.smoothquant import smoothquant_scales
 from localgen.quant.request.recipe import Recipe
 
 
@@ -22,21 +22,21 @@ from localgen.quant.request.recipe import Recipe
 class FoldedLayer:
     """tensors: the whole layer, float32; it computes what it did before.
 
-    products: what AWQ clips by, for each linear whose inputs any token had: [groups, size, size],
-    Σ x xᵀ. importance: for each linear. Both are of the inputs as they are now.
+    gram_blocks: what AWQ clips by, for each linear whose inputs any token had: [groups, size,
+    size], Σ x xᵀ. importance: for each linear. Both are of the inputs as they are now.
     """
 
-    tensors: Tensors
-    products: dict[str, Tensor]
-    importance: dict[str, Importance]
+    tensors: LayerTensors
+    gram_blocks: dict[str, Tensor]
+    importance: dict[str, InputImportance]
 
 
 @torch.no_grad()
 def fold_layer(
     spec: ModelSpec,
     index: int,
-    tensors: Tensors,
-    inputs: Inputs,
+    tensors: LayerTensors,
+    inputs: LayerInputs,
     forward: LayerForward,
     recipe: Recipe,
 ) -> FoldedLayer:
@@ -45,36 +45,38 @@ def fold_layer(
     The tensors given stay as they are. LoadFailed: activations that are NaN or infinite.
     """
     folded = FoldedLayer(dict(tensors), {}, {})
-    for junction, moments in observed(spec, index, tensors, inputs, forward, recipe):
-        # weights as they came: rows that another junction has divided are rounded the same
-        weights = [tensors[f"{name}.weight"] for name in junction.linears]
-        scales = _scales(junction, weights, moments[junction.seen_at], recipe)
-        fold(spec, folded.tensors, junction, scales)
-        for together in junction.readers:
-            _enter(folded, together, moments[together[0]], scales, recipe)
+    for mapping, moments in iter_layer_stats(spec, index, tensors, inputs, forward, recipe):
+        # weights as they came: rows that another mapping has divided are rounded the same
+        weights = [tensors[f"{name}.weight"] for name in mapping.linears]
+        scales = _mapping_scales(mapping, weights, moments[mapping.stats_linear], recipe)
+        fold_scales(spec, folded.tensors, mapping, scales)
+        for together in mapping.consumers:
+            _record_statistics(folded, together, moments[together[0]], scales, recipe)
     return folded
 
 
-def _scales(junction: Junction, weights: list[Tensor], moments: Moments, recipe: Recipe) -> Tensor:
+def _mapping_scales(
+    mapping: ScaleMapping, weights: list[Tensor], moments: InputStats, recipe: Recipe
+) -> Tensor:
     if recipe.method == "awq":
-        return best_scales(junction, weights, moments, recipe)
+        return search_awq_scales(mapping, weights, moments, recipe)
     # the paper smooths what comes out of norms
-    if not junction.norm:
-        return torch.ones_like(moments.peaks)
-    return smoothing_scales(moments.peaks, weights, recipe.alpha)
+    if not mapping.source_is_norm:
+        return torch.ones_like(moments.max_abs)
+    return smoothquant_scales(moments.max_abs, weights, recipe.alpha)
 
 
-def _enter(
+def _record_statistics(
     folded: FoldedLayer,
-    together: tuple[str, ...],
-    moments: Moments,
+    linears: tuple[str, ...],
+    stats: InputStats,
     scales: Tensor,
     recipe: Recipe,
 ) -> None:
     size = recipe.group_size or len(scales)
-    importance = Importance(moments.squares / scales.square(), moments.count)
-    folded.importance.update(dict.fromkeys(together, importance))
-    if recipe.method == "awq" and moments.count:
+    importance = InputImportance(stats.sum_squares / scales.square(), stats.num_tokens)
+    folded.importance.update(dict.fromkeys(linears, importance))
+    if recipe.method == "awq" and stats.num_tokens:
         parts = scales.view(-1, size)
-        products = moments.blocks(size) / (parts[:, :, None] * parts[:, None, :])
-        folded.products.update(dict.fromkeys(together, products))
+        products = stats.diagonal_blocks(size) / (parts[:, :, None] * parts[:, None, :])
+        folded.gram_blocks.update(dict.fromkeys(linears, products))

@@ -16,9 +16,9 @@ def round_to_fp8(weight: Tensor) -> RowWeight:
     return RowWeight(values.to(torch.float8_e4m3fn), scales)
 
 
-def row_scales(weight: Tensor, greatest: float) -> Tensor:
+def row_scales(weight: Tensor, target_max: float) -> Tensor:
     """float32 [out, 1]: each row's greatest magnitude ÷ what it is to become."""
     magnitudes = weight.abs().amax(1, keepdim=True)
     # the least normal number: dividing by less gives infinities
-    scales = (magnitudes / greatest).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = (magnitudes / target_max).clamp_min(torch.finfo(torch.float32).tiny)
     return torch.where(magnitudes > 0, scales, 1.0)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from localgen.quant.files.quantized_weight import GroupedWeight
-from localgen.quant.methods.clipping import whole_grid
-from localgen.quant.methods.grid import Grid, grouped, weight_of
+from localgen.quant.methods.clipping import full_range_grid
+from localgen.quant.methods.grid import QuantGrid, grouped_weight, split_groups
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int | None) -> GroupedWeight:
     """A linear's weight [out, in] on grids over the whole range of each group."""
-    weights = grouped(weight, group_size)
-    return round_to(whole_grid(weights, bits), weights)
+    weights = split_groups(weight, group_size)
+    return round_to_grid(full_range_grid(weights, bits), weights)
 
 
-def round_to(grid: Grid, weights: Tensor) -> GroupedWeight:
+def round_to_grid(grid: QuantGrid, weights: Tensor) -> GroupedWeight:
     """weights: [out, groups, size]; the grid's [out, groups, 1]."""
-    return weight_of(grid, grid.digits(weights).flatten(1))
+    return grouped_weight(grid, grid.quantize(weights).flatten(1))

@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """file, weight: gguf's names of the type and of that of most matrices. needs_importance: it is
-    garbage without an importance matrix, and llama.cpp refuses to make it."""
+    """file_type_name, weight_type_name: gguf's names of the type and of that of most matrices.
+    needs_imatrix: it is garbage without an importance matrix, and llama.cpp refuses to make it."""
 
-    file: str
-    weight: str
-    needs_importance: bool = False
+    file_type_name: str
+    weight_type_name: str
+    needs_imatrix: bool = False
 
     @property
     def file_type(self) -> LlamaFileType:
         from gguf import LlamaFileType
 
-        return LlamaFileType[self.file]
+        return LlamaFileType[self.file_type_name]
 
     @property
     def weight_type(self) -> GGMLQuantizationType:
         """Of most matrices."""
         from gguf import GGMLQuantizationType
 
-        return GGMLQuantizationType[self.weight]
+        return GGMLQuantizationType[self.weight_type_name]
 
     @property
-    def bits(self) -> float:
+    def bits_per_weight(self) -> float:
         """Bits a weight of most matrices."""
         from gguf import GGML_QUANT_SIZES
 
@@ -43,7 +43,7 @@ class GgufType:
         return 8 * size / values
 
 
-TYPES = {
+GGUF_TYPES = {
     "F32": GgufType("ALL_F32", "F32"),
     "F16": GgufType("MOSTLY_F16", "F16"),
     "BF16": GgufType("MOSTLY_BF16", "BF16"),
@@ -65,31 +65,31 @@ TYPES = {
     "Q3_K_S": GgufType("MOSTLY_Q3_K_S", "Q3_K"),
     "IQ3_M": GgufType("MOSTLY_IQ3_M", "IQ3_S"),
     "IQ3_S": GgufType("MOSTLY_IQ3_S", "IQ3_S"),
-    "IQ3_XS": GgufType("MOSTLY_IQ3_XS", "IQ3_S", needs_importance=True),
-    "IQ3_XXS": GgufType("MOSTLY_IQ3_XXS", "IQ3_XXS", needs_importance=True),
+    "IQ3_XS": GgufType("MOSTLY_IQ3_XS", "IQ3_S", needs_imatrix=True),
+    "IQ3_XXS": GgufType("MOSTLY_IQ3_XXS", "IQ3_XXS", needs_imatrix=True),
     "Q2_K": GgufType("MOSTLY_Q2_K", "Q2_K"),
-    "Q2_K_S": GgufType("MOSTLY_Q2_K_S", "Q2_K", needs_importance=True),
-    "IQ2_M": GgufType("MOSTLY_IQ2_M", "IQ2_S", needs_importance=True),
-    "IQ2_S": GgufType("MOSTLY_IQ2_S", "IQ2_XS", needs_importance=True),
-    "IQ2_XS": GgufType("MOSTLY_IQ2_XS", "IQ2_XS", needs_importance=True),
-    "IQ2_XXS": GgufType("MOSTLY_IQ2_XXS", "IQ2_XXS", needs_importance=True),
+    "Q2_K_S": GgufType("MOSTLY_Q2_K_S", "Q2_K", needs_imatrix=True),
+    "IQ2_M": GgufType("MOSTLY_IQ2_M", "IQ2_S", needs_imatrix=True),
+    "IQ2_S": GgufType("MOSTLY_IQ2_S", "IQ2_XS", needs_imatrix=True),
+    "IQ2_XS": GgufType("MOSTLY_IQ2_XS", "IQ2_XS", needs_imatrix=True),
+    "IQ2_XXS": GgufType("MOSTLY_IQ2_XXS", "IQ2_XXS", needs_imatrix=True),
     "TQ2_0": GgufType("MOSTLY_TQ2_0", "TQ2_0"),
     "TQ1_0": GgufType("MOSTLY_TQ1_0", "TQ1_0"),
     "Q1_0": GgufType("MOSTLY_Q1_0", "Q1_0"),
-    "IQ1_M": GgufType("MOSTLY_IQ1_M", "IQ1_M", needs_importance=True),
-    "IQ1_S": GgufType("MOSTLY_IQ1_S", "IQ1_S", needs_importance=True),
+    "IQ1_M": GgufType("MOSTLY_IQ1_M", "IQ1_M", needs_imatrix=True),
+    "IQ1_S": GgufType("MOSTLY_IQ1_S", "IQ1_S", needs_imatrix=True),
 }
 # those that the converter writes itself; llama.cpp makes the others from 16 bits
-WRITTEN = ("F32", "F16", "BF16", "Q8_0")
-_SHORT = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+DIRECT_TYPES = ("F32", "F16", "BF16", "Q8_0")
+_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
-def type_name(text: str) -> str:
+def resolve_gguf_type(text: str) -> str:
     """The name of a type however it is written: q4_k_m, Q4_K. InvalidRequest: there is none."""
     name = text.upper()
-    name = _SHORT.get(name, name)
-    if name not in TYPES:
+    name = _ALIASES.get(name, name)
+    if name not in GGUF_TYPES:
         raise InvalidRequest(
-            f"unknown file type {text}: use one of {', '.join(TYPES)}", param="type"
+            f"unknown file type {text}: use one of {', '.join(GGUF_TYPES)}", param="type"
         )
     return name

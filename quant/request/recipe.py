@@ -8,12 +8,12 @@ from typing import Literal
 
 from localgen.backends.errors import InvalidRequest
 
-Method = Literal["rtn", "awq", "gptq", "smoothquant", "fp8"]
-# what a job does with a layer: as of Job
-Mode = Literal["round", "fold", "observe"]
+QuantizeMethod = Literal["rtn", "awq", "gptq", "smoothquant", "fp8"]
+# what a job does with a layer: as of QuantizeJob
+LayerMode = Literal["round", "fold", "observe"]
 
 # widths that a method can write, its usual one first
-_BITS: dict[Method, tuple[int, ...]] = {
+_SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
     "rtn": (4, 3, 8),
     "awq": (4, 3, 8),
     "gptq": (4, 3, 8),
@@ -22,17 +22,17 @@ _BITS: dict[Method, tuple[int, ...]] = {
 }
 
 
-METHODS = tuple(_BITS)
+METHODS = tuple(_SUPPORTED_BITS)
 
 
-def widths_of(method: Method) -> tuple[int, ...]:
+def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
     """Bits that a method can make, its usual ones first."""
-    return _BITS[method]
+    return _SUPPORTED_BITS[method]
 
 
-def bits_of(method: Method) -> int:
+def default_bits(method: QuantizeMethod) -> int:
     """What a method usually makes."""
-    return _BITS[method][0]
+    return _SUPPORTED_BITS[method][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Recipe:
     into the weights.
     """
 
-    method: Method
+    method: QuantizeMethod
     bits: int = 4
     group_size: int | None = 128
     clip: bool = True
@@ -56,28 +56,28 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """InvalidRequest: values that no format can hold, or that exclude each other."""
-        widths = _BITS[self.method]
+        widths = _SUPPORTED_BITS[self.method]
         if self.bits not in widths:
             known = " or ".join(map(str, widths))
             raise InvalidRequest(f"{self.method} makes {known} bits, not {self.bits}", param="bits")
-        if self.grouped and self.group_size is not None and self.group_size % 8:
+        if self.has_groups and self.group_size is not None and self.group_size % 8:
             raise InvalidRequest(
                 f"a group size is a multiple of 8, {self.group_size} is not", param="group_size"
             )
 
     @property
-    def grouped(self) -> bool:
+    def has_groups(self) -> bool:
         """Whether inputs share scales in groups."""
         return self.method in ("rtn", "awq", "gptq")
 
     @property
-    def calibrated(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether it looks at activations."""
         return self.method in ("awq", "gptq", "smoothquant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class CalibrationConfig:
     """Text that activations are taken from. path: a user's file; None: what ships with localgen.
 
     samples: most sequences of seq_len tokens, drawn by the seed where the text has more.

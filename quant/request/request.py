@@ -10,49 +10,55 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.hub.resolve import is_path
-from localgen.quant.request.recipe import METHODS, Calibration, Mode, Recipe, bits_of
+from localgen.quant.request.recipe import (
+    METHODS,
+    CalibrationConfig,
+    LayerMode,
+    Recipe,
+    default_bits,
+)
 
 # what the search for scales rounds with in place of a GGUF file's type: its groups are of 32 or
 # less
-FOR_GGUF = Recipe(method="awq", bits=4, group_size=32)
+GGUF_CALIBRATION_RECIPE = Recipe(method="awq", bits=4, group_size=32)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class EvalSet:
     """What to measure on. path: None: the text that ships with localgen."""
 
     path: Path | None = None
-    windows: int = 16
-    length: int = 512
+    samples: int = 16
+    seq_len: int = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class QuantizeRequest:
     """One run. recipe: None: a GGUF file without calibration. mode: what the streamed job does.
-    held_out: None: nothing is measured."""
+    eval_set: None: nothing is measured."""
 
     model: str | None
     recipe: Recipe | None
     gguf: str | None
-    mode: Mode
-    calibration: Calibration
-    out: Path | None
+    mode: LayerMode
+    calibration: CalibrationConfig
+    output: Path | None
     device: str | None
     resume: bool
-    held_out: HeldOut | None
+    eval_set: EvalSet | None
 
 
-def to_json(asked: Asked) -> bytes:
+def encode_request(request: QuantizeRequest) -> bytes:
     """For another process, in one line."""
-    return msgspec.json.encode(asked, enc_hook=str)
+    return msgspec.json.encode(request, enc_hook=str)
 
 
-def from_json(line: bytes) -> Asked:
+def decode_request(line: bytes) -> QuantizeRequest:
     """InvalidRequest: a recipe that no format can hold."""
-    return msgspec.json.decode(line, type=Asked, dec_hook=lambda kind, value: kind(value))
+    return msgspec.json.decode(line, type=QuantizeRequest, dec_hook=lambda kind, value: kind(value))
 
 
-def usual_out(model: str, recipe: Recipe | None, gguf: str | None) -> Path:
+def default_output(model: str, recipe: Recipe | None, gguf: str | None) -> Path:
     """Where the result is written if nothing is said, in the folder that one is in.
 
     model: a name or a path. gguf: a type of GGUF files, if the result is one.
@@ -64,11 +70,11 @@ def usual_out(model: str, recipe: Recipe | None, gguf: str | None) -> Path:
     if gguf is not None:
         return Path(f"{base}-{gguf}.gguf")
     assert recipe is not None
-    bits = f"-{recipe.bits}bit" if recipe.grouped else ""
+    bits = f"-{recipe.bits}bit" if recipe.has_groups else ""
     return Path(f"{base}-{recipe.method}{bits}")
 
 
-def recipe(
+def recipe_from_flags(
     flags: Mapping[str, bool],
     gguf: str | None,
     bits: int | None,
@@ -94,15 +100,15 @@ def recipe(
     if gguf is not None and chosen not in ([], ["awq"]):
         raise InvalidRequest(f"--{chosen[0]} and --gguf exclude each other; --awq goes with it")
     if gguf is not None:
-        return FOR_GGUF
+        return GGUF_CALIBRATION_RECIPE
     return Recipe(
         method=chosen[0],
-        bits=bits_of(chosen[0]) if bits is None else bits,
+        bits=default_bits(chosen[0]) if bits is None else bits,
         group_size=128 if group_size is None else group_size if group_size > 0 else None,
         desc_act=act_order is not False,
     )
 
 
-def mode_of(gguf: str | None, *, folds: bool) -> Mode:
-    """What is done to each layer. folds: awq's scales are to be folded in."""
-    return "round" if gguf is None else "fold" if folds else "observe"
+def job_mode(gguf: str | None, *, fold_scales: bool) -> LayerMode:
+    """What is done to each layer. fold_scales: awq's scales are to be folded in."""
+    return "round" if gguf is None else "fold" if fold_scales else "observe"

@@ -15,99 +15,100 @@ from localgen.backends.terminal_text import one_line
 from localgen.chat import commands
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import Progress, Session
-from localgen.chat.session_store import Kept, SessionBusy, SessionChanged, Sessions
+from localgen.chat.session import ChatSession, OnProgress
+from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord, SessionStore
 from localgen.client import ModelClient
-from localgen.tui.chat.answer_stream import Answering
+from localgen.tui.chat.answer_stream import AnswerStream
 
-UNNAMED = "New session"
+UNNAMED_SESSION = "New session"
 # settings that are no sampling parameters
-SYSTEM, CTX = "system", "ctx"
+SYSTEM_SETTING, CTX_SETTING = "system", "ctx"
 _NAME_CHARS = 48
 # commands that change what is kept
-_CHANGING = ("/set", "/load", "/clear", "/undo")
+_MUTATING_COMMANDS = ("/set", "/load", "/clear", "/undo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class House:
+class AppContext:
     """What all sessions of a program share.
 
     make_client: one for each, as each may be cut off; it gets where to tell its user something.
-    url: the server it leads to; empty: ours. model: that of new sessions; None: the built-in one.
+    server_url: the server it leads to; empty: ours. model: that of new sessions; None: the built-in
+    one.
     """
 
-    store: Sessions
+    store: SessionStore
     make_client: Callable[[Callable[[str], None]], ModelClient]
     options: ModelOptions
     state_dir: Path
-    url: str = ""
+    server_url: str = ""
     model: str | None = None
     clock: Callable[[], float] = time.monotonic
 
 
-class Stopped(Exception):
+class CommandStopped(Exception):
     """The user has ended it."""
 
 
-class OpenSession:
+class ActiveSession:
     """Its methods may be called from any thread; those that ask or keep take their time.
 
-    unkept: why the last try to keep it failed; nothing is lost as long as the program runs.
-    draft: what is typed and not sent. busy: the command that runs; load_share: how much of the
-    model it needs is loaded. news: what the client has told since it was last asked something;
-    said: the same and more, until somebody takes it out to tell the user.
+    save_error: why the last try to keep it failed; nothing is lost as long as the program runs.
+    draft: what is typed and not sent. running_command: the command that runs; load_progress: how
+    much of the model it needs is loaded. client_message: what the client has told since it was last
+    asked something; messages: the same and more, until somebody takes it out to tell the user.
     """
 
-    def __init__(self, kept: Kept, house: House) -> None:
-        self.kept = kept
-        self.answering: Answering | None = None
-        self.last: Answering | None = None
-        self.unkept = ""
-        self.busy = ""
-        self.load_share: float | None = None
-        self.news = ""
-        self.said: deque[str] = deque()
-        self.draft = house.store.draft(kept.id)
-        self._kept_draft = self.draft
-        self._house = house
+    def __init__(self, record: SessionRecord, context: AppContext) -> None:
+        self.record = record
+        self.answer_stream: AnswerStream | None = None
+        self.last_stream: AnswerStream | None = None
+        self.save_error = ""
+        self.running_command = ""
+        self.load_progress: float | None = None
+        self.client_message = ""
+        self.messages: deque[str] = deque()
+        self.draft = context.store.load_draft(record.id)
+        self._saved_draft = self.draft
+        self._context = context
         self._lock = threading.RLock()
-        self._begun = self._is_stopping = False
-        self._ended: Turn | None = None
-        self._is_foreign = False
-        self.session = Session(self._client(), house.state_dir, house.options)
-        self._take(kept)
+        self._is_turn_begun = self._is_stopping = False
+        self._ended_turn: Turn | None = None
+        self._is_other_server = False
+        self.chat = ChatSession(self._new_client(), context.state_dir, context.options)
+        self._apply_record(record)
 
     @property
     def id(self) -> int:
-        return self.kept.id
+        return self.record.id
 
     @property
     def name(self) -> str:
-        return self.kept.name or UNNAMED
+        return self.record.name or UNNAMED_SESSION
 
     @property
     def is_answering(self) -> bool:
-        answering = self.answering  # another thread may settle it meanwhile
+        answering = self.answer_stream  # another thread may settle it meanwhile
         return answering is not None and not answering.ended.is_set()
 
     def ask(self, prompt: str) -> None:
         """Begin an answer. SessionChanged, SessionBusy, SessionGone: it is another's turn."""
         with self._lock:
             self._require_idle()
-            self._start(prompt)
+            self._start_answer(prompt)
 
-    def ask_again(self) -> None:
+    def regenerate(self) -> None:
         """The last prompt once more; the answer there is stays until there is a whole new one."""
         with self._lock:
             self._require_idle()
-            turns = self.session.conversation.turns
+            turns = self.chat.conversation.turns
             if not turns:
                 raise InvalidRequest("nothing has been asked yet")
-            self._start(turns[-1].prompt, again=True)
+            self._start_answer(turns[-1].prompt, regenerate=True)
 
     def stop(self) -> bool:
         """End what runs, an answer where it is; whether there was anything. Returns at once."""
-        answering = self.answering
+        answering = self.answer_stream
         if answering is not None and not answering.ended.is_set():
             answering.stop()
             return True
@@ -115,232 +116,238 @@ class OpenSession:
 
     def stop_command(self) -> bool:
         """The same, but for answers."""
-        if not self.busy:
+        if not self.running_command:
             return False
         self._is_stopping = True
-        self.session.client.cut()
+        self.chat.client.abort()
         return True
 
-    def settle(self) -> None:
+    def finalize_answer(self) -> None:
         """Make a turn of an answer that has ended."""
         with self._lock:
-            done = self.answering
+            done = self.answer_stream
             if done is None or not done.ended.is_set():
                 return
-            self._keep_turn(done)
-            self.answering = None
+            self._record_turn(done)
+            self.answer_stream = None
             self._is_stopping = done.is_stopping
             self._renew_client()
             self.save()
 
-    def obey(self, line: str) -> commands.Outcome:
+    def run_command(self, line: str) -> commands.CommandResult:
         """Carry out one of the commands that the chat in a terminal has too."""
-        with self._working(line):
-            if line.split()[0] in _CHANGING:
-                self._require_ours()
+        with self._command_running(line):
+            if line.split()[0] in _MUTATING_COMMANDS:
+                self._require_not_generating()
             if commands.needs_model(line):
-                self.session.ensure_loaded(self._loading)
-            return commands.run(self.session, line, self._loading)
+                self.chat.ensure_loaded(self._on_load_progress)
+            return commands.run_command(self.chat, line, self._on_load_progress)
 
-    def set(self, setting: str, text: str) -> None:
-        """SYSTEM, CTX or a sampling parameter, from the next prompt on; empty: as the model does.
+    def apply_setting(self, setting: str, text: str) -> None:
+        """SYSTEM_SETTING, CTX_SETTING or a sampling parameter, from the next prompt on.
 
-        InvalidRequest: it does not fit.
+        text: empty: as the model does. InvalidRequest: it does not fit.
         """
         with self._lock:
-            self._require_ours()
-            if setting == SYSTEM:
-                self._require_unbusy()
-                self.session.change(self.session.conversation.with_system(text))
-            elif setting == CTX:
-                self.session.set(ctx=commands.ctx_of(self.session, text or "default"))
+            self._require_not_generating()
+            if setting == SYSTEM_SETTING:
+                self._require_no_command()
+                self.chat.set_conversation(self.chat.conversation.with_system(text))
+            elif setting == CTX_SETTING:
+                self.chat.set_options(ctx=commands.parse_ctx(self.chat, text or "default"))
             else:
-                self.session.set_parameter(setting, text or "default")
+                self.chat.set_parameter(setting, text or "default")
             self.save()
 
-    def use_model(self, name: str | None, on_progress: Progress) -> None:
+    def load_model(self, name: str | None, on_progress: OnProgress) -> None:
         """Load a model and go on with it; on an error the old one stays."""
-        with self._working(f"/model {name or ''}"):
-            self._require_ours()
-            self.session.client.connect()
-            self.session.load(name, on_progress)
-            self._is_foreign = False
+        with self._command_running(f"/model {name or ''}"):
+            self._require_not_generating()
+            self.chat.client.connect()
+            self.chat.load(name, on_progress)
+            self._is_other_server = False
 
     def rename(self, name: str) -> None:
         with self._lock:
-            self._house.store.rename(self.id, name)
-            self.kept = replace(self.kept, name=name)
+            self._context.store.rename(self.id, name)
+            self.record = replace(self.record, name=name)
 
-    def put_back(self, before: Kept, after: Kept) -> bool:
+    def undo_command(self, before: SessionRecord, after: SessionRecord) -> bool:
         """Take back what a command did; False: something has been said since."""
         with self._lock:
             self._require_idle()
-            if self.session.conversation != after.conversation:
+            if self.chat.conversation != after.conversation:
                 return False
-            self.session.change(before.conversation)
-            self.session.set(params=before.params)
+            self.chat.set_conversation(before.conversation)
+            self.chat.set_options(params=before.params)
             self.save()
             return True
 
     def save(self) -> None:
-        """Keep what is not kept yet; `unkept` says why that failed."""
+        """Keep what is not kept yet; `save_error` says why that failed."""
         with self._lock:
             try:
                 self._save()
-                self.unkept = ""
+                self.save_error = ""
             except LocalgenError as error:
-                self.unkept = error.message
+                self.save_error = error.message
 
     def refresh(self) -> bool:
         """Take over what another program has written; whether there was anything."""
         with self._lock:
-            if self.answering is not None or self.busy or self.unkept:
+            if self.answer_stream is not None or self.running_command or self.save_error:
                 return False
-            fresh = self._house.store.read(self.id)
-            if fresh == self.kept:
+            fresh = self._context.store.read(self.id)
+            if fresh == self.record:
                 return False
-            if fresh.revision != self.kept.revision:
-                self._take(fresh)
-            self.kept = fresh
+            if fresh.revision != self.record.revision:
+                self._apply_record(fresh)
+            self.record = fresh
             return True
 
-    def copy(self) -> Kept:
+    def to_record(self) -> SessionRecord:
         """What it is now, with the settings in force."""
-        options, model, server = self.session.options, self.session.asked, self._house.url
-        if self._is_foreign:  # it was only looked at
-            model, server = self.kept.model, self.kept.server
+        options, model, server = (
+            self.chat.options,
+            self.chat.requested_model,
+            self._context.server_url,
+        )
+        if self._is_other_server:  # it was only looked at
+            model, server = self.record.model, self.record.server_url
         return replace(
-            self.kept,
+            self.record,
             model=model,
-            server=server,
+            server_url=server,
             params=options.params,
             ctx=options.ctx,
-            conversation=self.session.conversation,
+            conversation=self.chat.conversation,
         )
 
     def close(self) -> None:
         """Let the connections go; an answer that grows is stopped and kept as far as it is."""
-        answering = self.answering
+        answering = self.answer_stream
         self.stop()
         if answering is not None:
             answering.ended.wait(2.0)
-            self.settle()
+            self.finalize_answer()
         self.save()
-        self.session.client.close()
+        self.chat.client.close()
 
     @contextlib.contextmanager
-    def _working(self, what: str) -> Iterator[None]:
-        """While a command runs. Stopped: the user has ended it."""
+    def _command_running(self, command: str) -> Iterator[None]:
+        """While a command runs. CommandStopped: the user has ended it."""
         with self._lock:
             self._require_idle()
-            self.busy, self.news = what, ""
+            self.running_command, self.client_message = command, ""
         try:
             yield
         except LocalgenError as error:
             if self._is_stopping:
-                raise Stopped("stopped") from error
+                raise CommandStopped("stopped") from error
             raise
         finally:
             with self._lock:
-                self.busy, self.load_share = "", None
+                self.running_command, self.load_progress = "", None
                 self._renew_client()
                 self.save()
 
-    def _loading(self, share: float) -> None:
-        self.load_share = share
+    def _on_load_progress(self, fraction: float) -> None:
+        self.load_progress = fraction
 
-    def _start(self, prompt: str, *, again: bool = False) -> None:
-        self._is_foreign, self.news = False, ""
-        self._begin(prompt)
-        answering = Answering(self.session, prompt, self._house.clock, again=again)
-        self.last = self.answering = answering
+    def _start_answer(self, prompt: str, *, regenerate: bool = False) -> None:
+        self._is_other_server, self.client_message = False, ""
+        self._begin_turn(prompt)
+        answering = AnswerStream(self.chat, prompt, self._context.clock, regenerate=regenerate)
+        self.last_stream = self.answer_stream = answering
         answering.start()
 
-    def _begin(self, prompt: str) -> None:
-        wanted = replace(self.copy(), name=self.kept.name or one_line(prompt)[:_NAME_CHARS])
-        self._ended = None
+    def _begin_turn(self, prompt: str) -> None:
+        wanted = replace(self.to_record(), name=self.record.name or one_line(prompt)[:_NAME_CHARS])
+        self._ended_turn = None
         try:
-            self.kept = self._house.store.begin(wanted, prompt)
-            self._begun, self.unkept = True, ""
+            self.record = self._context.store.begin_turn(wanted, prompt)
+            self._is_turn_begun, self.save_error = True, ""
         except InvalidRequest:  # another program has changed it, or writes in it
             raise
         except LocalgenError as error:  # a full disk is no reason not to answer
-            self.kept = replace(self.kept, name=wanted.name)
-            self._begun, self.unkept = False, error.message
+            self.record = replace(self.record, name=wanted.name)
+            self._is_turn_begun, self.save_error = False, error.message
 
-    def _keep_turn(self, done: Answering) -> None:
-        turn = self._ended = done.turn()
-        if not done.again:
-            self.session.answered(turn, done.answer)
+    def _record_turn(self, stream: AnswerStream) -> None:
+        turn = self._ended_turn = stream.to_turn()
+        if not stream.is_regeneration:
+            self.chat.add_turn(turn, stream.completion)
             return
-        is_better = not turn.stopped or self.session.conversation.turns[-1].is_unanswered
+        is_better = not turn.stopped or self.chat.conversation.turns[-1].is_unanswered
         if is_better or not turn.is_unanswered:  # a half stands below what there was
-            self.session.answered(turn, done.answer, again=is_better)
+            self.chat.add_turn(turn, stream.completion, replace_last=is_better)
 
     def _save(self) -> None:
-        store = self._house.store
-        if self.draft != self._kept_draft:
-            store.keep_draft(self.id, self.draft)
-            self._kept_draft = self.draft
-        if self.answering is not None:
-            if self._begun:
-                store.grow(self.kept, self.answering.turn())
+        store = self._context.store
+        if self.draft != self._saved_draft:
+            store.save_draft(self.id, self.draft)
+            self._saved_draft = self.draft
+        if self.answer_stream is not None:
+            if self._is_turn_begun:
+                store.update_turn(self.record, self.answer_stream.to_turn())
             return
-        if self._begun and self._ended is not None:
-            self.kept = store.end(self.kept, self._ended)
-            self._begun = False
-        now = self.copy()
-        if now != self.kept:
+        if self._is_turn_begun and self._ended_turn is not None:
+            self.record = store.finish_turn(self.record, self._ended_turn)
+            self._is_turn_begun = False
+        now = self.to_record()
+        if now != self.record:
             try:
-                self.kept = store.change(now)
+                self.record = store.update(now)
             except SessionChanged:
-                self._part(now)
+                self._fork_on_conflict(now)
 
-    def _part(self, now: Kept) -> None:
+    def _fork_on_conflict(self, record: SessionRecord) -> None:
         """Go on as another session: both versions are worth keeping."""
         theirs, name = self.id, self.name
-        self.kept = self._house.store.create(replace(now, name=f"{name} (2)"))
-        self.said.append(
+        self.record = self._context.store.create(replace(record, name=f"{name} (2)"))
+        self.messages.append(
             f"another localgen tui has changed {one_line(name)} meanwhile: "
             f"what you see goes on as {one_line(self.name)}"
         )
-        self._kept_draft = ""
+        self._saved_draft = ""
         with contextlib.suppress(LocalgenError):  # else it stands in both
-            self._house.store.keep_draft(theirs, "")
+            self._context.store.save_draft(theirs, "")
 
-    def _take(self, kept: Kept) -> None:
+    def _apply_record(self, record: SessionRecord) -> None:
         """Make the session what was read."""
-        self._is_foreign = kept.server != self._house.url
-        model = self._house.model if self._is_foreign else kept.model
-        self.session.change(kept.conversation)
-        self.session.set(params=kept.params, ctx=kept.ctx, system=kept.conversation.system)
-        if model != self.session.asked:
-            self.session.info, self.session.asked = None, model
+        self._is_other_server = record.server_url != self._context.server_url
+        model = self._context.model if self._is_other_server else record.model
+        self.chat.set_conversation(record.conversation)
+        self.chat.set_options(
+            params=record.params, ctx=record.ctx, system=record.conversation.system
+        )
+        if model != self.chat.requested_model:
+            self.chat.model_info, self.chat.requested_model = None, model
 
-    def _client(self) -> ModelClient:
-        return self._house.make_client(self._hear)
+    def _new_client(self) -> ModelClient:
+        return self._context.make_client(self._on_client_message)
 
-    def _hear(self, line: str) -> None:
-        self.news = line
-        self.said.append(line)
+    def _on_client_message(self, line: str) -> None:
+        self.client_message = line
+        self.messages.append(line)
 
     def _renew_client(self) -> None:
         """One that was cut asks nothing any more."""
         if self._is_stopping:
             self._is_stopping = False
-            self.session.client.close()
-            self.session.client = self._client()
+            self.chat.client.close()
+            self.chat.client = self._new_client()
 
     def _require_idle(self) -> None:
-        if self.answering is not None:
+        if self.answer_stream is not None:
             raise InvalidRequest("an answer is being written: Ctrl+C stops it")
-        self._require_unbusy()
+        self._require_no_command()
         self._renew_client()
 
-    def _require_unbusy(self) -> None:
-        if self.busy:
-            raise InvalidRequest(f"{self.busy} is not done yet")
+    def _require_no_command(self) -> None:
+        if self.running_command:
+            raise InvalidRequest(f"{self.running_command} is not done yet")
 
-    def _require_ours(self) -> None:
-        if self.kept.growing is not None:
+    def _require_not_generating(self) -> None:
+        if self.record.unfinished_turn is not None:
             raise SessionBusy("another localgen tui writes an answer here: wait for it")

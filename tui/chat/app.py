@@ -16,37 +16,38 @@ from textual.screen import Screen
 from textual.widgets import TextArea
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import inert, one_line
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.chat import commands, saved_chats
-from localgen.tui.base_app import Shell
+from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.compare import CompareScreen
-from localgen.tui.chat.editor import edited
+from localgen.tui.chat.editor import edit_in_editor
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.prompt import Prompt
-from localgen.tui.chat.server_status import seen
-from localgen.tui.chat.session_actions import Acts
+from localgen.tui.chat.server_status import live_server_status
+from localgen.tui.chat.session_actions import SessionActions
 from localgen.tui.chat.session_list import SessionList
-from localgen.tui.chat.session_manager import Desk
-from localgen.tui.chat.settings import SettingsPanel, Typed
-from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
-from localgen.tui.gauges.panel import Gauges
-from localgen.tui.quantize.runner import Workshop
+from localgen.tui.chat.session_manager import SessionManager
+from localgen.tui.chat.settings import SettingEdit, SettingsPanel
+from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
+from localgen.tui.gauges.panel import GaugePanel
+from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.themes import ThemeChoice
-from localgen.tui.widgets.dialog import Confirm
+from localgen.tui.widgets.dialog import ConfirmDialog
 
-TICK_S, KEEP_S = 1 / 15, 1.0
-_TWICE_S = 2.0
-_HISTORY = 500
-_ON_THE_MAIN_SCREEN = (
+TICK_S, SYNC_PERIOD_S = 1 / 15, 1.0
+_DOUBLE_PRESS_S = 2.0
+_MAX_HISTORY = 500
+_MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
-    *("step", "rename", "fork", "delete", "restore", "copy", "again", "quantize"),
+    *("step", "rename", "fork", "delete", "restore", "copy", "regenerate", "quantize"),
 )
 
 
-class ChatApp(Shell):
-    """desk: the sessions. watch: makes the way to look at the server. where: what it is called."""
+class ChatApp(BaseApp):
+    """session_manager: the sessions. make_monitor: makes the way to look at the server.
+    server_label: what it is called."""
 
     TITLE = "localgen tui"
     HELP_NOTES = (
@@ -55,7 +56,7 @@ class ChatApp(Shell):
         "Ctrl+A and Ctrl+E go to the ends of a line, Ctrl+W, Ctrl+U and Ctrl+K delete a word,\n"
         "what is before and what is behind; Ctrl+Z undoes.\n"
         "In the list of sessions: r renames, f forks, d deletes.\n\n"
-        + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash_commands.table())
+        + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash_commands.command_table())
     )
     # but for Ctrl+C no key has priority: it would overtake what was typed before it
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -65,7 +66,7 @@ class ChatApp(Shell):
         Binding("ctrl+f", "search", "Search"),
         Binding("ctrl+b", "compare", "Compare"),
         Binding("ctrl+c", "stop", "Stop", priority=True),
-        Binding("ctrl+r", "again", "Ask again", show=False),
+        Binding("ctrl+r", "regenerate", "Ask again", show=False),
         Binding("ctrl+s", "export", "Save as a file", show=False),
         Binding("ctrl+g", "editor", "Prompt in $EDITOR", show=False),
         Binding("ctrl+up", "step(-1)", "Session above", show=False),
@@ -81,47 +82,47 @@ class ChatApp(Shell):
 
     def __init__(
         self,
-        desk: Desk,
-        watch: Callable[[], Watch],
-        where: str,
-        choice: ThemeChoice | None = None,
+        session_manager: SessionManager,
+        make_monitor: Callable[[], ServerMonitor],
+        server_label: str,
+        theme_choice: ThemeChoice | None = None,
         *,
         first_retry_s: float = FIRST_RETRY_S,
-        workshop: Workshop | None = None,
+        quantize_runner: QuantizeRunner | None = None,
     ) -> None:
-        super().__init__(choice)
-        self.desk = desk
-        self._feed = Feed(watch, self.post_message, first_retry_s=first_retry_s)
-        self._stopped_s = float("-inf")
-        self._is_leaving = False
-        self._settling, self._keeping, self._setting = Lock(), Lock(), Lock()
-        names = slash_commands.Names(
-            models=lambda: self.acts.models,
-            chats=lambda: saved_chats.names(desk.house.state_dir),
-            sessions=lambda: [listed.name for listed in desk.listed if listed.name],
+        super().__init__(theme_choice)
+        self.session_manager = session_manager
+        self._feed = SampleFeed(make_monitor, self.post_message, first_retry_s=first_retry_s)
+        self._last_stop_s = float("-inf")
+        self._is_quitting = False
+        self._finalize_lock, self._sync_lock, self._settings_lock = Lock(), Lock(), Lock()
+        names = slash_commands.CompletionSources(
+            models=lambda: self.session_actions.model_names,
+            saved_chats=lambda: saved_chats.saved_chat_names(session_manager.context.state_dir),
+            sessions=lambda: [listed.name for listed in session_manager.summaries if listed.name],
         )
-        self.main = MainScreen(desk, where, names)
-        self.workshop = workshop or Workshop(
-            desk.house.state_dir, is_elsewhere=bool(desk.house.url)
+        self.main_screen = MainScreen(session_manager, server_label, names)
+        self.quantize_runner = quantize_runner or QuantizeRunner(
+            session_manager.context.state_dir, is_remote=bool(session_manager.context.server_url)
         )
-        self.acts = Acts(self.main, desk, self.tell)
+        self.session_actions = SessionActions(self.main_screen, session_manager, self.show_message)
 
     def get_default_screen(self) -> Screen[None]:
         """The only one that is no dialog, but for comparisons."""
-        return self.main
+        return self.main_screen
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """What is about the session on the main screen is offered there only."""
-        is_there = self.main.is_shown and self.main.opened is not None
-        return action not in _ON_THE_MAIN_SCREEN or is_there
+        is_there = self.main_screen.is_shown and self.main_screen.current_session is not None
+        return action not in _MAIN_SCREEN_ACTIONS or is_there
 
     def on_ready(self) -> None:
         """Paint first, then look at the server."""
         self.set_interval(TICK_S, self.tick)
-        self.set_interval(KEEP_S, self.keep)
+        self.set_interval(SYNC_PERIOD_S, self.sync_store)
         self._feed.start()
-        self.keep()
-        self._remember()
+        self.sync_store()
+        self._load_prompt_history()
 
     def on_unmount(self) -> None:
         self._feed.stop()
@@ -129,175 +130,195 @@ class ChatApp(Shell):
     # the store may be locked for seconds: whatever waits for it does so in a worker, as keys would
     # wait for what the app waits for
 
-    @work(group="remember")
-    async def _remember(self) -> None:
+    @work(group="prompt_history")
+    async def _load_prompt_history(self) -> None:
         with contextlib.suppress(LocalgenError):  # there is a prompt without a history
-            prompts = await asyncio.to_thread(self.desk.house.store.prompts, _HISTORY)
-            self.main.query_one(Prompt).remember(prompts)
+            prompts = await asyncio.to_thread(
+                self.session_manager.context.store.recent_prompts, _MAX_HISTORY
+            )
+            self.main_screen.query_one(Prompt).set_history(prompts)
 
     async def tick(self) -> None:
         """What has grown since the last time, on whatever screen is shown."""
-        if self._is_leaving or not self.screen_stack:
+        if self._is_quitting or not self.screen_stack:
             return
-        for opened, line in self.desk.hear():
-            name = "" if opened is self.main.opened else f"{opened.name}: "
+        for opened, line in self.session_manager.drain_messages():
+            name = "" if opened is self.main_screen.current_session else f"{opened.name}: "
             self.notify(one_line(f"{name}{line}"), timeout=10, markup=False)
-        if any(not each.is_answering for each in self.desk.answering):
-            self._settle()
+        if any(not each.is_answering for each in self.session_manager.answering_sessions):
+            self._finalize_answers()
         if isinstance(self.screen, CompareScreen):
             await self.screen.sync()
         elif isinstance(self.screen, QuantizeScreen):
             self.screen.sync()
-        elif self.main.is_shown:
-            await self.main.sync()
-        self._tell_of_work()
+        elif self.main_screen.is_shown:
+            await self.main_screen.sync()
+        self._show_quantize_status()
 
-    def _tell_of_work(self) -> None:
-        if self.main.is_shown:
-            run = self.workshop.run if self.workshop.is_running else None
-            self.main.show_work("" if run is None else f"{run.line()} · F10")
-        if not isinstance(self.screen, QuantizeScreen) and (news := self.workshop.news()):
-            self.tell(news)
+    def _show_quantize_status(self) -> None:
+        if self.main_screen.is_shown:
+            run = self.quantize_runner.current_run if self.quantize_runner.is_running else None
+            self.main_screen.show_quantize_status(
+                "" if run is None else f"{run.status_line()} · F10"
+            )
+        if not isinstance(self.screen, QuantizeScreen) and (
+            news := self.quantize_runner.take_end_message()
+        ):
+            self.show_message(news)
 
-    @work(group="settle")
-    async def _settle(self) -> None:
-        if not self._settling.locked():
-            async with self._settling:
-                await self.acts.do(self.desk.settle)
+    @work(group="finalize")
+    async def _finalize_answers(self) -> None:
+        if not self._finalize_lock.locked():
+            async with self._finalize_lock:
+                await self.session_actions.run_in_thread(self.session_manager.finalize_answers)
 
-    @work(group="keep")
-    async def keep(self) -> None:
+    @work(group="sync")
+    async def sync_store(self) -> None:
         """Write what has grown; take over what other programs have written."""
-        if self._is_leaving or self._keeping.locked():
+        if self._is_quitting or self._sync_lock.locked():
             return
-        async with self._keeping:
-            await self.acts.do(self.desk.keep)
-            opened = self.main.opened
-            if opened is None or opened.id not in self.desk.open:
-                await self.acts.show(self.desk.first)
+        async with self._sync_lock:
+            await self.session_actions.run_in_thread(self.session_manager.sync_store)
+            opened = self.main_screen.current_session
+            if opened is None or opened.id not in self.session_manager.active_by_id:
+                await self.session_actions.show_session(self.session_manager.open_empty)
 
-    def tell(self, message: str, *, fault: bool = False, title: str = "") -> None:
+    def show_message(self, message: str, *, is_error: bool = False, title: str = "") -> None:
         """Say it where the user looks. title: of a long one."""
-        if self.main.is_shown:
-            self.main.tell(inert(message), fault=fault, title=title)
+        if self.main_screen.is_shown:
+            self.main_screen.show_message(
+                escape_control_chars(message), is_error=is_error, title=title
+            )
         else:
-            severe: Literal["error", "information"] = "error" if fault else "information"
+            severe: Literal["error", "information"] = "error" if is_error else "information"
             self.notify(one_line(message), severity=severe, timeout=6, markup=False)
 
     # --- what widgets ask for ---
 
-    def on_prompt_sent(self, event: Prompt.Sent) -> None:
-        if self.main.holds_back():
+    def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
+        if self.main_screen.defer_submit():
             return
-        self.main.tell("")
+        self.main_screen.show_message("")
         if commands.is_command(event.text):
-            self._command(event.text)
+            self._dispatch_command(event.text)
         else:
             self._ask(event.text)
 
     @work(group="ask")
     async def _ask(self, text: str) -> None:
-        opened = self.acts.opened
-        if await self.acts.do(lambda: opened.ask(text)):
-            self.main.query_one(Prompt).sent(text)
+        opened = self.session_actions.current_session
+        if await self.session_actions.run_in_thread(lambda: opened.ask(text)):
+            self.main_screen.query_one(Prompt).mark_submitted(text)
             opened.draft = ""
-            await self.acts.do(self.desk.reload)
+            await self.session_actions.run_in_thread(self.session_manager.reload_summaries)
             await self.tick()
 
-    def _command(self, line: str) -> None:
+    def _dispatch_command(self, line: str) -> None:
         try:
-            own = slash_commands.own(line)
+            own = slash_commands.parse_screen_command(line)
         except InvalidRequest as error:
-            self.tell(error.message, fault=True)
+            self.show_message(error.message, is_error=True)
             return
-        self.main.query_one(Prompt).sent(line)
+        self.main_screen.query_one(Prompt).mark_submitted(line)
         if own is None:
-            self._later(self.acts.obey(self.acts.opened, line))
+            self._run_in_worker(
+                self.session_actions.run_command(self.session_actions.current_session, line)
+            )
         else:
-            self._later(self.acts.obey_own(*own))
+            self._run_in_worker(self.session_actions.run_screen_command(*own))
 
-    def on_session_list_wanted(self, event: SessionList.Wanted) -> None:
+    def on_session_list_action_requested(self, event: SessionList.ActionRequested) -> None:
         match event.action:
             case "open":
-                self._later(self.acts.open(event.session))
-                self.main.query_one(Prompt).focus()
+                self._run_in_worker(self.session_actions.open(event.session_id))
+                self.main_screen.query_one(Prompt).focus()
             case "rename":
-                self._later(self.acts.rename(event.session))
+                self._run_in_worker(self.session_actions.rename(event.session_id))
             case "fork":
-                self._later(self.acts.fork(event.session))
+                self._run_in_worker(self.session_actions.fork(event.session_id))
             case "delete":
-                self._later(self.acts.delete(event.session))
+                self._run_in_worker(self.session_actions.delete(event.session_id))
 
     def on_settings_panel_changed(self, event: SettingsPanel.Changed) -> None:
-        self._set(event.typed)
+        self._apply_setting(event.edit)
 
     @work(group="set")
-    async def _set(self, typed: Typed) -> None:
-        panel = self.main.query_one(SettingsPanel)
-        async with self._setting:  # in the order in which they were left
-            opened = self.desk.open.get(typed.session)
+    async def _apply_setting(self, edit: SettingEdit) -> None:
+        panel = self.main_screen.query_one(SettingsPanel)
+        async with self._settings_lock:  # in the order in which they were left
+            opened = self.session_manager.active_by_id.get(edit.session_id)
             if opened is None:
                 return
             try:
-                await asyncio.to_thread(opened.set, typed.setting, typed.text)
+                await asyncio.to_thread(opened.apply_setting, edit.setting, edit.text)
             except LocalgenError as error:
-                panel.refused(typed, inert(error.message))
+                panel.mark_rejected(edit, escape_control_chars(error.message))
             else:
-                panel.taken(typed)
-            self.main.show_settings()
+                panel.mark_applied(edit)
+            self.main_screen.show_settings()
 
-    def on_seen(self, message: Seen) -> None:
-        """A reading of the server, at most four times a second."""
-        if self.main.server.status == "LOST":
+    def on_sample_received(self, message: SampleReceived) -> None:
+        """A sample of the server, at most four times a second."""
+        if self.main_screen.server_status.label == "LOST":
             self.notify("The server is back.", timeout=4)
-        is_elsewhere = bool(self.desk.house.url)
-        self.main.server = seen(message.reading.snapshot, is_elsewhere=is_elsewhere)
-        if self.main.is_whole:
-            self.main.query_one(Gauges).reading = message.reading
+        is_elsewhere = bool(self.session_manager.context.server_url)
+        self.main_screen.server_status = live_server_status(
+            message.sample.snapshot, is_remote=is_elsewhere
+        )
+        if self.main_screen.is_composed:
+            self.main_screen.query_one(GaugePanel).sample = message.sample
 
-    def on_lost(self, message: Lost) -> None:
+    def on_server_lost(self, message: ServerLost) -> None:
         """Nothing was heard of it; the feed tries again."""
-        is_elsewhere = bool(self.desk.house.url)
-        self.main.server = self.main.server.after(message, is_elsewhere=is_elsewhere)
+        is_elsewhere = bool(self.session_manager.context.server_url)
+        self.main_screen.server_status = self.main_screen.server_status.after_loss(
+            message, is_remote=is_elsewhere
+        )
 
     # --- keys ---
 
     def action_new(self) -> None:
-        self._on_main(self.acts.new)
+        self._run_on_main_screen(self.session_actions.new)
 
     def action_model(self) -> None:
-        self._on_main(self.acts.pick_model)
+        self._run_on_main_screen(self.session_actions.pick_model)
 
     def action_quantize(self) -> None:
-        self._on_main(lambda: self.acts.quantize(self.workshop))
+        self._run_on_main_screen(lambda: self.session_actions.quantize(self.quantize_runner))
 
     def action_search(self) -> None:
-        self._on_main(self.acts.search)
+        self._run_on_main_screen(self.session_actions.search)
 
     def action_compare(self) -> None:
-        self._on_main(self.acts.compare)
+        self._run_on_main_screen(self.session_actions.compare)
 
     def action_export(self) -> None:
-        self._on_main(self.acts.export)
+        self._run_on_main_screen(self.session_actions.export)
 
     def action_restore(self) -> None:
-        self._on_main(self.acts.restore)
+        self._run_on_main_screen(self.session_actions.restore)
 
     def action_rename(self) -> None:
-        self._on_main(lambda: self.acts.rename(self.acts.opened.id))
+        self._run_on_main_screen(
+            lambda: self.session_actions.rename(self.session_actions.current_session.id)
+        )
 
     def action_fork(self) -> None:
-        self._on_main(lambda: self.acts.fork(self.acts.opened.id))
+        self._run_on_main_screen(
+            lambda: self.session_actions.fork(self.session_actions.current_session.id)
+        )
 
     def action_delete(self) -> None:
-        self._on_main(lambda: self.acts.delete(self.acts.opened.id))
+        self._run_on_main_screen(
+            lambda: self.session_actions.delete(self.session_actions.current_session.id)
+        )
 
     def action_step(self, by: int) -> None:
-        self._on_main(lambda: self.acts.step(by))
+        self._run_on_main_screen(lambda: self.session_actions.step(by))
 
     def action_settings(self) -> None:
-        if self.main.is_shown:
-            self.main.toggle_settings()
+        if self.main_screen.is_shown:
+            self.main_screen.toggle_settings()
 
     def action_retry(self) -> None:
         self._feed.retry()
@@ -307,88 +328,92 @@ class ChatApp(Shell):
         if isinstance(self.screen, CompareScreen | QuantizeScreen):
             self.screen.action_stop()
             return
-        selected = self.screen.get_selected_text() or _selected_in(self.focused)
+        selected = self.screen.get_selected_text() or _selected_text(self.focused)
         if selected:
             self.copy_to_clipboard(selected)
             self.notify("Copied.", timeout=2)
-        elif self.main.opened is not None and self.main.opened.stop():
-            self._stopped_s = float("-inf")
-        elif time.monotonic() - self._stopped_s < _TWICE_S:
+        elif (
+            self.main_screen.current_session is not None and self.main_screen.current_session.stop()
+        ):
+            self._last_stop_s = float("-inf")
+        elif time.monotonic() - self._last_stop_s < _DOUBLE_PRESS_S:
             self.call_later(self.action_quit)
         else:
-            self._stopped_s = time.monotonic()
-            self.tell("nothing is being written here; Ctrl+C again or Ctrl+Q leaves")
+            self._last_stop_s = time.monotonic()
+            self.show_message("nothing is being written here; Ctrl+C again or Ctrl+Q leaves")
 
     @work(group="ask")
-    async def action_again(self) -> None:
+    async def action_regenerate(self) -> None:
         """Ask the last prompt again."""
-        if not self.main.is_shown:
+        if not self.main_screen.is_shown:
             return
-        opened = self.acts.opened
-        session = opened.session
-        self.main.tell("")
-        if await self.acts.do(opened.ask_again):
-            same = session.info is not None and session.why_same_again()
+        opened = self.session_actions.current_session
+        session = opened.chat
+        self.main_screen.show_message("")
+        if await self.session_actions.run_in_thread(opened.regenerate):
+            same = session.model_info is not None and session.deterministic_reason()
             if same:
-                self.tell(f"{same}, so the answer will be the same")
+                self.show_message(f"{same}, so the answer will be the same")
         await self.tick()
 
     def action_copy(self) -> None:
-        turns = self.acts.opened.session.conversation.turns
+        turns = self.session_actions.current_session.chat.conversation.turns
         if turns:
             self.copy_to_clipboard(turns[-1].answer)
             self.notify("The last answer is copied.", timeout=3)
 
     def action_editor(self) -> None:
         """The prompt in $EDITOR, as in the chat in a terminal."""
-        if not self.main.is_shown:
+        if not self.main_screen.is_shown:
             return
-        prompt = self.main.query_one(Prompt)
+        prompt = self.main_screen.query_one(Prompt)
         try:
-            with self.suspend(), self.desk.keeping(KEEP_S):
-                text = edited(prompt.whole)
+            with self.suspend(), self.session_manager.syncing_in_background(SYNC_PERIOD_S):
+                text = edit_in_editor(prompt.full_text)
         except SuspendNotSupported:
-            self.tell("this terminal cannot be lent to an editor", fault=True)
+            self.show_message("this terminal cannot be lent to an editor", is_error=True)
         except InvalidRequest as error:
-            self.tell(error.message, fault=True)
+            self.show_message(error.message, is_error=True)
         else:
-            prompt.put(text)
+            prompt.set_text(text)
 
     async def action_quit(self) -> None:
         """Leave; ask first if that ends or loses something."""
-        question = quit_confirmation.question(self.desk, self.screen_stack, self.workshop)
+        question = quit_confirmation.quit_question(
+            self.session_manager, self.screen_stack, self.quantize_runner
+        )
         if not question:
-            self._leave()
-        elif not isinstance(self.screen, Confirm):
-            self._leave_if_sure(question)
+            self._save_and_exit()
+        elif not isinstance(self.screen, ConfirmDialog):
+            self._confirm_quit(question)
 
     @work(group="leave")
-    async def _leave_if_sure(self, question: str) -> None:
-        if await self.push_screen_wait(Confirm(question, yes="Leave", no="Stay")):
-            self._leave()
+    async def _confirm_quit(self, question: str) -> None:
+        if await self.push_screen_wait(ConfirmDialog(question, yes="Leave", no="Stay")):
+            self._save_and_exit()
 
     @work(group="leave", exclusive=True)
-    async def _leave(self) -> None:
-        self._is_leaving = True
-        opened = self.main.opened
+    async def _save_and_exit(self) -> None:
+        self._is_quitting = True
+        opened = self.main_screen.current_session
         if opened is not None:
-            opened.draft = self.main.query_one(Prompt).whole
-            for typed in self.main.query_one(SettingsPanel).changed():
-                if opened.id == typed.session:
+            opened.draft = self.main_screen.query_one(Prompt).full_text
+            for typed in self.main_screen.query_one(SettingsPanel).pending_edits():
+                if opened.id == typed.session_id:
                     with contextlib.suppress(LocalgenError):
-                        await asyncio.to_thread(opened.set, typed.setting, typed.text)
-        self.workshop.stop()
-        await asyncio.to_thread(self.desk.close)
+                        await asyncio.to_thread(opened.apply_setting, typed.setting, typed.text)
+        self.quantize_runner.stop()
+        await asyncio.to_thread(self.session_manager.close)
         self.exit()
 
-    def _on_main(self, act: Callable[[], Coroutine[object, object, None]]) -> None:
+    def _run_on_main_screen(self, act: Callable[[], Coroutine[object, object, None]]) -> None:
         """Only where there is nothing before the main screen."""
-        if self.main.is_shown and self.main.opened is not None:
-            self._later(act())
+        if self.main_screen.is_shown and self.main_screen.current_session is not None:
+            self._run_in_worker(act())
 
-    def _later(self, act: Coroutine[object, object, None]) -> None:
-        self.run_worker(act, group="acts")
+    def _run_in_worker(self, act: Coroutine[object, object, None]) -> None:
+        self.run_worker(act, group="session_actions")
 
 
-def _selected_in(widget: object) -> str:
+def _selected_text(widget: object) -> str:
     return widget.selected_text if isinstance(widget, TextArea) else ""

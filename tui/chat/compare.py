@@ -18,23 +18,23 @@ from textual.widgets import Button, Static, TextArea
 
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import inert, one_line
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.types import SamplingParams
 from localgen.chat import parameters
-from localgen.chat.session import BUILT_IN
-from localgen.chat.session_store import Kept
-from localgen.tui.chat.active_session import OpenSession
+from localgen.chat.session import BUILT_IN_MODEL
+from localgen.chat.session_store import SessionRecord
+from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import Prompt
-from localgen.tui.chat.transcript import READING, Transcript
+from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript
 from localgen.tui.widgets.dialog import Dialog
-from localgen.tui.widgets.footer import Keys
+from localgen.tui.widgets.footer import KeyFooter
 from localgen.tui.widgets.text_field import TextField
 
-MOST = 8
+MAX_VARIANTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class CompareVariant:
     """model: None for the built-in one. settings: what is set on top, as typed."""
 
     model: str | None
@@ -42,40 +42,44 @@ class Variant:
     label: str
 
 
-def variants(text: str, params: SamplingParams, *, is_elsewhere: bool = False) -> list[Variant]:
+def parse_variants(
+    text: str, params: SamplingParams, *, is_remote: bool = False
+) -> list[CompareVariant]:
     """One of each line: a model, then NAME=VALUE settings. params: what they start from.
 
-    is_elsewhere: the models are another server's. InvalidRequest names the line.
+    is_remote: the models are another server's. InvalidRequest names the line.
     """
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not 2 <= len(lines) <= MOST:
-        raise InvalidRequest(f"give 2 to {MOST} lines, a model each; there are {len(lines)}")
+    if not 2 <= len(lines) <= MAX_VARIANTS:
+        raise InvalidRequest(
+            f"give 2 to {MAX_VARIANTS} lines, a model each; there are {len(lines)}"
+        )
     found = []
     for number, line in lines:
         try:
-            found.append(_variant(line, params, is_elsewhere))
+            found.append(_parse_variant(line, params, is_remote))
         except InvalidRequest as error:
             raise InvalidRequest(f"line {number}: {error.message}") from error
     return found
 
 
-def sessions(base: Kept, compared: list[Variant]) -> list[Kept]:
+def variant_records(record: SessionRecord, variants: list[CompareVariant]) -> list[SessionRecord]:
     """A session for each, which goes on from the same conversation."""
-    name = base.name or "Comparison"
+    name = record.name or "Comparison"
     return [
         replace(
-            base,
+            record,
             name=f"{name} · {variant.label}",
             model=variant.model,
             params=variant.params,
-            ctx=base.ctx if variant.model == base.model else None,
-            growing=None,
+            ctx=record.ctx if variant.model == record.model else None,
+            unfinished_turn=None,
         )
-        for variant in compared
+        for variant in variants
     ]
 
 
-def _variant(line: str, params: SamplingParams, is_elsewhere: bool) -> Variant:
+def _parse_variant(line: str, params: SamplingParams, is_remote: bool) -> CompareVariant:
     try:
         model, *settings = shlex.split(line)
     except ValueError as error:
@@ -84,33 +88,33 @@ def _variant(line: str, params: SamplingParams, is_elsewhere: bool) -> Variant:
         name, equals, value = setting.partition("=")
         if not equals or not value:
             raise InvalidRequest(f"{setting}: give NAME=VALUE, such as temperature=0")
-        params = parameters.with_parameter(params, name, value, checked=not is_elsewhere)
-    named = None if model == BUILT_IN and not is_elsewhere else model
-    return Variant(named, params, " ".join([model, *settings]))
+        params = parameters.with_parameter(params, name, value, validate=not is_remote)
+    named = None if model == BUILT_IN_MODEL and not is_remote else model
+    return CompareVariant(named, params, " ".join([model, *settings]))
 
 
-class CompareSetup(Dialog[list[Variant] | None]):
+class CompareDialog(Dialog[list[CompareVariant] | None]):
     """Asks what is to be compared."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss(None)", "Never mind"),
-        Binding("ctrl+s", "go", "Compare these", priority=True),
+        Binding("ctrl+s", "compare", "Compare these", priority=True),
     ]
     DEFAULT_CSS = """
-    CompareSetup > Vertical {
+    CompareDialog > Vertical {
         width: 76; max-width: 95%; height: auto; max-height: 90%; padding: 0 1;
         border: round $primary; background: $surface; border-title-color: $primary;
         border-subtitle-color: $text-muted;
     }
-    CompareSetup TextArea { height: 8; margin: 1 0; border: none; padding: 0; background: $panel; }
-    CompareSetup #fault { height: auto; color: $error; }
-    CompareSetup Horizontal { height: auto; align-horizontal: right; }
-    CompareSetup Button { margin-left: 2; }
+    CompareDialog TextArea { height: 8; margin: 1 0; border: none; padding: 0; background: $panel; }
+    CompareDialog #error { height: auto; color: $error; }
+    CompareDialog Horizontal { height: auto; align-horizontal: right; }
+    CompareDialog Button { margin-left: 2; }
     """
 
-    def __init__(self, text: str, params: SamplingParams, *, is_elsewhere: bool = False) -> None:
+    def __init__(self, text: str, params: SamplingParams, *, is_remote: bool = False) -> None:
         super().__init__()
-        self._text, self._params, self._is_elsewhere = text, params, is_elsewhere
+        self._text, self._params, self._is_remote = text, params, is_remote
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -122,7 +126,7 @@ class CompareSetup(Dialog[list[Variant] | None]):
                 markup=False,
             )
             yield TextField(self._text, compact=True, show_line_numbers=False)
-            yield Static("", id="fault", markup=False)
+            yield Static("", id="error", markup=False)
             with Horizontal():
                 yield Button("Never mind", id="no", compact=True)
                 yield Button("Compare", id="yes", variant="primary", compact=True)
@@ -132,69 +136,69 @@ class CompareSetup(Dialog[list[Variant] | None]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         if event.button.id == "yes":
-            self.action_go()
+            self.action_compare()
         else:
             self.dismiss(None)
 
-    def action_go(self) -> None:
+    def action_compare(self) -> None:
         try:
             text = self.query_one(TextArea).text
-            self.dismiss(variants(text, self._params, is_elsewhere=self._is_elsewhere))
+            self.dismiss(parse_variants(text, self._params, is_remote=self._is_remote))
         except LocalgenError as error:
-            self.query_one("#fault", Static).update(Content(one_line(error.message)))
+            self.query_one("#error", Static).update(Content(one_line(error.message)))
 
 
-class Column(Vertical):
+class CompareColumn(Vertical):
     """One session of a comparison."""
 
     DEFAULT_CSS = """
-    Column {
+    CompareColumn {
         width: 1fr; min-width: 28; height: 1fr; border: round $border;
         border-title-color: $primary; border-title-style: bold;
     }
-    Column:focus-within { border: round $primary; }
-    Column > .speed { height: 1; padding: 0 1; color: $success; text-wrap: nowrap; }
-    Column > .speed.-fault { color: $error; }
+    CompareColumn:focus-within { border: round $primary; }
+    CompareColumn > .speed { height: 1; padding: 0 1; color: $success; text-wrap: nowrap; }
+    CompareColumn > .speed.-error { color: $error; }
     """
 
-    def __init__(self, opened: OpenSession, label: str) -> None:
+    def __init__(self, active: ActiveSession, label: str) -> None:
         super().__init__()
-        self.opened = opened
+        self.active = active
         self.transcript = Transcript()
         self._speed_line = Static("ready", classes="speed", markup=False)
         self.border_title = Content(one_line(label))
-        self._said = ""
+        self._speed_text = ""
 
     def compose(self) -> ComposeResult:
         yield self.transcript
         yield self._speed_line
 
     async def on_mount(self) -> None:
-        await self.transcript.show(self.opened)
+        await self.transcript.show_session(self.active)
 
     async def sync(self) -> None:
         await self.transcript.sync()
-        said = self._speed()
-        if said != self._said:
-            self._said = said
+        said = self._current_speed_text()
+        if said != self._speed_text:
+            self._speed_text = said
             line = self._speed_line
             line.update(Content(said))
-            last = self.opened.last
-            line.set_class(bool(last and last.error and not last.is_stopping), "-fault")
+            last = self.active.last_stream
+            line.set_class(bool(last and last.error and not last.is_stopping), "-error")
 
-    def _speed(self) -> str:
-        last = self.opened.last
+    def _current_speed_text(self) -> str:
+        last = self.active.last_stream
         if last is None:
             return "ready"
         if last.is_stopping:
             return "stopped"
         if last.error:
             return one_line(last.error)
-        if last.load_share is not None:
-            return f"loading {last.load_share:.0%}"
-        mark = "▸ " if self.opened.is_answering else ""
-        tokens = last.answer.completion_tokens if last.answer else last.tokens
-        return f"{mark}{last.speed()} · {units.count(tokens, 'token')}"
+        if last.load_progress is not None:
+            return f"loading {last.load_progress:.0%}"
+        mark = "▸ " if self.active.is_answering else ""
+        tokens = last.completion.completion_tokens if last.completion else last.num_tokens
+        return f"{mark}{last.speed_text()} · {units.format_count(tokens, 'token')}"
 
 
 class CompareScreen(Screen[None]):
@@ -203,28 +207,30 @@ class CompareScreen(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back"),
         Binding("ctrl+c", "stop", "Stop all", priority=True),
-        Binding("ctrl+r", "again", "Ask again"),
-        *READING,
+        Binding("ctrl+r", "regenerate", "Ask again"),
+        *TRANSCRIPT_BINDINGS,
     ]
     DEFAULT_CSS = """
     CompareScreen HorizontalScroll { height: 1fr; }
     """
 
-    def __init__(self, opened: list[tuple[OpenSession, str]], tell: Callable[..., None]) -> None:
+    def __init__(
+        self, labelled_sessions: list[tuple[ActiveSession, str]], show_message: Callable[..., None]
+    ) -> None:
         super().__init__()
-        self._opened = opened
-        self._tell = tell
+        self._labelled_sessions = labelled_sessions
+        self._show_message = show_message
 
     def compose(self) -> ComposeResult:
         with HorizontalScroll(can_focus=False):
-            for opened, label in self._opened:
-                yield Column(opened, label)
+            for opened, label in self._labelled_sessions:
+                yield CompareColumn(opened, label)
         yield Prompt(lambda text: [])
-        yield Keys(compact=True)
+        yield KeyFooter(compact=True)
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)
-        prompt.placeholder = f"Ask all {len(self._opened)}"
+        prompt.placeholder = f"Ask all {len(self._labelled_sessions)}"
         prompt.focus()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -235,54 +241,54 @@ class CompareScreen(Screen[None]):
         self.refresh_bindings()  # those of the main screen are gone only now
 
     async def sync(self) -> None:
-        for column in self.query(Column):
+        for column in self.query(CompareColumn):
             await column.sync()
 
-    def on_prompt_sent(self, event: Prompt.Sent) -> None:
+    def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
         event.stop()
         self.ask(event.text)
 
     @work(group="ask")
     async def ask(self, text: str) -> None:
         """Ask all of them, unless one still answers."""
-        if any(opened.answering is not None for opened, _ in self._opened):
-            self._tell("an answer is being written: Ctrl+C stops all")
+        if any(opened.answer_stream is not None for opened, _ in self._labelled_sessions):
+            self._show_message("an answer is being written: Ctrl+C stops all")
             return
-        self.query_one(Prompt).sent(text)
-        await self._each(lambda opened: opened.ask(text))
+        self.query_one(Prompt).mark_submitted(text)
+        await self._for_each_session(lambda opened: opened.ask(text))
 
     @work(group="ask")
-    async def action_again(self) -> None:
-        await self._each(lambda opened: opened.ask_again())
+    async def action_regenerate(self) -> None:
+        await self._for_each_session(lambda opened: opened.regenerate())
 
     def action_stop(self) -> None:
-        stopped = [opened.stop() for opened, _ in self._opened]
+        stopped = [opened.stop() for opened, _ in self._labelled_sessions]
         if not any(stopped):
-            self._tell("nothing is being written; Esc goes back, Ctrl+Q leaves")
+            self._show_message("nothing is being written; Esc goes back, Ctrl+Q leaves")
 
-    def action_thought(self) -> None:
+    def action_toggle_reasoning(self) -> None:
         for transcript in self.query(Transcript):
-            transcript.toggle_thought()
+            transcript.toggle_reasoning()
 
     def action_scroll(self, by: int) -> None:
         """All of them, as they are compared; by its own keys the one that has the focus."""
         for transcript in self.query(Transcript):
-            transcript.page(by)
+            transcript.scroll_pages(by)
 
-    async def action_earlier(self) -> None:
+    async def action_show_earlier(self) -> None:
         for transcript in self.query(Transcript):
-            await transcript.to_beginning()
+            await transcript.scroll_to_start()
 
-    async def action_latest(self) -> None:
+    async def action_show_latest(self) -> None:
         for transcript in self.query(Transcript):
             await transcript.show_latest()
 
     def action_back(self) -> None:
         self.dismiss(None)
 
-    async def _each(self, work: Callable[[OpenSession], None]) -> None:
-        for opened, _ in self._opened:
+    async def _for_each_session(self, work: Callable[[ActiveSession], None]) -> None:
+        for opened, _ in self._labelled_sessions:
             try:
                 await asyncio.to_thread(work, opened)
             except LocalgenError as error:
-                self._tell(inert(error.message), fault=True)
+                self._show_message(escape_control_chars(error.message), is_error=True)

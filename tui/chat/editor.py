@@ -11,7 +11,7 @@ from pathlib import Path
 from localgen.backends.errors import InvalidRequest
 
 
-def edited(text: str) -> str:
+def edit_in_editor(text: str) -> str:
     """The text as $VISUAL or $EDITOR leaves it. InvalidRequest: it did not run."""
     try:
         editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")

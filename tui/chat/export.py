@@ -7,25 +7,25 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
 from localgen.chat import saved_chats
-from localgen.tui.chat.active_session import OpenSession
+from localgen.tui.chat.active_session import ActiveSession
 
 
-def export(opened: OpenSession, name: str) -> Path:
+def export_transcript(active: ActiveSession, target: str) -> Path:
     """Write the session to a path: `.json` as `/load` reads it, Markdown otherwise.
 
     InvalidRequest: it cannot be written, or there is a file already that is no chat.
     """
-    path = Path(name).expanduser()
-    session = opened.session
+    path = Path(target).expanduser()
+    session = active.chat
     if path.suffix == ".json":
-        saved_chats.save(
+        saved_chats.save_chat(
             path, saved_chats.SavedChat(session.name, session.options.params, session.conversation)
         )
         return path.absolute()
     try:
         with open(path, "x", encoding="utf-8", errors="replace") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(markdown(opened))
+            file.write(transcript_markdown(active))
     except FileExistsError as error:
         raise InvalidRequest(f"{path} is there already: give another name") from error
     except OSError as error:
@@ -33,12 +33,12 @@ def export(opened: OpenSession, name: str) -> Path:
     return path.absolute()
 
 
-def markdown(opened: OpenSession) -> str:
+def transcript_markdown(active: ActiveSession) -> str:
     """The transcript, what was thought folded away."""
-    conversation = opened.session.conversation
-    parts = [f"# {opened.name}\n"]
+    conversation = active.chat.conversation
+    parts = [f"# {active.name}\n"]
     if conversation.system:
-        parts.append(f"System prompt:\n\n{_quoted(conversation.system)}\n")
+        parts.append(f"System prompt:\n\n{_blockquote(conversation.system)}\n")
     for turn in conversation.turns:
         parts.append(f"## You\n\n{turn.prompt}\n")
         thought = (
@@ -46,10 +46,10 @@ def markdown(opened: OpenSession) -> str:
             if turn.reasoning
             else ""
         )
-        served = f"\n\n*{' · '.join(turn.served.splitlines())}*" if turn.served else ""
+        served = f"\n\n*{' · '.join(turn.summary.splitlines())}*" if turn.summary else ""
         parts.append(f"## Answer\n\n{thought}{turn.answer}{served}\n")
     return "\n".join(parts)
 
 
-def _quoted(text: str) -> str:
+def _blockquote(text: str) -> str:
     return "\n".join(f"> {line}" for line in text.splitlines())

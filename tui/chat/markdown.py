@@ -6,19 +6,19 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 from textual.widgets import Markdown
 
-from localgen.backends.terminal_text import inert
+from localgen.backends.terminal_text import escape_control_chars
 from localgen.chat import markup
 
 # the widget counts these as ends of lines, its parser does not
 _LINE_ENDS = str.maketrans({"\u2028": "\n", "\u2029": "\n"})
 
 
-def harmless(text: str) -> str:
+def sanitize_markdown(text: str) -> str:
     """Nothing that a terminal obeys, and lines that the parser and the widget agree on.
 
     Character by character, so a stream may be cut anywhere.
     """
-    return inert(text).translate(_LINE_ENDS)
+    return escape_control_chars(text).translate(_LINE_ENDS)
 
 
 class ModelMarkdown(Markdown):
@@ -38,12 +38,14 @@ class ModelMarkdown(Markdown):
 
     def __init__(self, text: str | None = None) -> None:
         super().__init__(
-            None if text is None else harmless(text), parser_factory=_parser, open_links=False
+            None if text is None else sanitize_markdown(text),
+            parser_factory=_parser,
+            open_links=False,
         )
 
 
 def _parser() -> MarkdownIt:
-    made = markup.parser().disable(["link", "autolink"])
+    made = markup.create_markdown_parser().disable(["link", "autolink"])
     made.core.ruler.push("hard_breaks", _hard_breaks)
     return made
 

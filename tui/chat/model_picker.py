@@ -18,32 +18,32 @@ from textual.widgets import Input, OptionList, ProgressBar, Static
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.terminal_text import one_line
-from localgen.chat.session import BUILT_IN
+from localgen.chat.session import BUILT_IN_MODEL
 from localgen.client import ModelCard, pullable_models
-from localgen.client.pullable_models import Offer
-from localgen.tui.chat.active_session import OpenSession, Stopped
-from localgen.tui.widgets.picker import Picker, has_words, named_row
+from localgen.client.pullable_models import PullableModel
+from localgen.tui.chat.active_session import ActiveSession, CommandStopped
+from localgen.tui.widgets.picker import Picker, matches_query, name_row
 
-_LOOKING, _NONE_SO = "looking", "None of the list is called so."
+_LOADING_TEXT, _NO_MATCH_TEXT = "looking", "None of the list is called so."
 
 
-class Cancelled(Exception):
+class PullCancelled(Exception):
     """The user has stopped a download; what is here stays here."""
 
 
-class Shelf(Protocol):
+class ModelService(Protocol):
     """Where models come from. Methods take their time and raise LocalgenError."""
 
-    def cards(self) -> list[ModelCard]:
+    def list_models(self) -> list[ModelCard]:
         """What can be named."""
 
-    def offers(self) -> list[Offer]:
+    def pullable_models(self) -> list[PullableModel]:
         """What can be fetched."""
 
     def can_pull(self, name: str) -> bool:
         """Whether a name means something that can be fetched and is not here."""
 
-    def pull(self, name: str, on_bytes: Callable[[int, int], None]) -> str:
+    def pull(self, name: str, on_progress: Callable[[int, int], None]) -> str:
         """Fetch it; what it is called then."""
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:
@@ -54,229 +54,243 @@ class Shelf(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A row of the list. is_here: it need not be fetched."""
+class ModelPickerRow:
+    """A row of the list. is_installed: it need not be fetched."""
 
     name: str
-    about: str
-    is_here: bool
+    description: str
+    is_installed: bool
 
 
 class ModelPicker(Picker[str]):
     """Closes with the name of the model that was loaded. is_busy: one is loaded or fetched."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Stop, or close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Stop, or close")]
     DEFAULT_CSS = """
     ModelPicker > Vertical { max-width: 90; }
-    ModelPicker #told { height: auto; color: $text-muted; }
-    ModelPicker #told.-fault { color: $error; }
+    ModelPicker #message { height: auto; color: $text-muted; }
+    ModelPicker #message.-error { color: $error; }
     ModelPicker ProgressBar { display: none; width: 1fr; }
     ModelPicker.-busy ProgressBar { display: block; }
     ModelPicker Bar { width: 1fr; }
     """
 
-    def __init__(self, shelf: Shelf, wanted: str = "", current: str = "") -> None:
+    def __init__(self, model_service: ModelService, requested: str = "", current: str = "") -> None:
         super().__init__()
-        self._shelf, self._wanted, self._current = shelf, wanted, current
-        self._choices: list[Choice] = []
+        self._model_service, self._requested, self._current = model_service, requested, current
+        self._rows: list[ModelPickerRow] = []
         self._cancelled = threading.Event()
         self.is_busy = False
-        self._loaded: str | None = None
-        self._asked_to_pull = ""
+        self._loaded_model: str | None = None
+        self._offered_pull = ""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Models"
             box.border_subtitle = "Enter takes one, Esc closes"
             yield Input(
-                self._wanted,
+                self._requested,
                 placeholder="part of a name, a path, or user/repo[:QUANT]",
                 compact=True,
                 select_on_focus=False,
             )
             yield OptionList(markup=False)
-            yield Static(_LOOKING, id="told", markup=False)
+            yield Static(_LOADING_TEXT, id="message", markup=False)
             yield ProgressBar(total=1.0, show_eta=False)
 
     def on_mount(self) -> None:
-        self.look()
-        if self._wanted:
-            self.take(self._wanted)
+        self.refresh_models()
+        if self._requested:
+            self.select_item(self._requested)
 
-    @work(exclusive=True, group="look")
-    async def look(self) -> None:
+    @work(exclusive=True, group="refresh")
+    async def refresh_models(self) -> None:
         """Fill the list."""
         try:
-            cards = await asyncio.to_thread(self._shelf.cards)
-            offers = await asyncio.to_thread(self._shelf.offers)
+            cards = await asyncio.to_thread(self._model_service.list_models)
+            offers = await asyncio.to_thread(self._model_service.pullable_models)
         except LocalgenError as error:
-            self._tell(error.message, fault=True)
+            self._show_message(error.message, is_error=True)
             return
         if not self.is_open:
             return
-        self._choices = [*_here(cards), *_elsewhere(cards, offers)]
+        self._rows = [*_installed_rows(cards), *_pullable_rows(cards, offers)]
         # why the model that was wanted cannot be had is not to be wiped away
-        if str(self.query_one("#told", Static).content) == _LOOKING:
-            self._tell("")
-        self._fill(self.query_one(Input).value)
+        if str(self.query_one("#message", Static).content) == _LOADING_TEXT:
+            self._show_message("")
+        self._filter_rows(self.query_one(Input).value)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        self._fill(event.value)
+        self._filter_rows(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         typed = event.value.strip()
-        exact = any(choice.name == typed for choice in self._choices)
+        exact = any(choice.name == typed for choice in self._rows)
         if self.highlighted is not None and not exact:
-            self.take(self.highlighted)
+            self.select_item(self.highlighted)
         elif typed:
-            self.take(typed)
+            self.select_item(typed)
 
     def on_screen_resume(self) -> None:
         """What stood before it is gone."""
-        if self._loaded is not None:
-            self.dismiss(self._loaded)
+        if self._loaded_model is not None:
+            self.dismiss(self._loaded_model)
 
-    def action_leave(self) -> None:
+    def action_cancel(self) -> None:
         if self.is_busy:
             self._stop()
         else:
             self.dismiss(None)
 
-    def take(self, chosen: str) -> None:
+    def select_item(self, item: str) -> None:
         """Load a model, fetched first where it is in the list as one to be fetched."""
         if self.is_busy:
             return
-        offered = next((each for each in self._choices if each.name == chosen), None)
-        is_sure = self._asked_to_pull == chosen or (offered is not None and not offered.is_here)
+        offered = next((each for each in self._rows if each.name == item), None)
+        is_sure = self._offered_pull == item or (offered is not None and not offered.is_installed)
         self.is_busy = True
         self.add_class("-busy")
         self._cancelled.clear()
-        self._fetch_and_load(chosen, is_sure)
+        self._pull_and_load(item, is_sure)
 
-    @work(exclusive=True, group="take")
-    async def _fetch_and_load(self, name: str, pull: bool) -> None:
+    @work(exclusive=True, group="pull")
+    async def _pull_and_load(self, name: str, pull: bool) -> None:
         try:
-            await asyncio.to_thread(self._get, name, pull)
+            await asyncio.to_thread(self._pull_and_load_in_thread, name, pull)
         except asyncio.CancelledError:  # the program ends, and would wait for the thread
             self._stop()
             raise
-        except Cancelled:
-            self._tell(f"stopped: {one_line(name)} goes on from there when it is fetched again")
+        except PullCancelled:
+            self._show_message(
+                f"stopped: {one_line(name)} goes on from there when it is fetched again"
+            )
         except ModelNotFound as error:
-            await self._offer(name, error)
+            await self._offer_pull(name, error)
         except LocalgenError as error:
             said = "stopped" if self._cancelled.is_set() else error.message
-            self._tell(said, fault=not self._cancelled.is_set())
+            self._show_message(said, is_error=not self._cancelled.is_set())
         else:
-            self._loaded = name
+            self._loaded_model = name
         finally:
             self.is_busy = False
             self.remove_class("-busy")
         # only what stands before everything can be closed
-        if self._loaded is not None and self.app.screen is self:
-            self.dismiss(self._loaded)
+        if self._loaded_model is not None and self.app.screen is self:
+            self.dismiss(self._loaded_model)
 
     def _stop(self) -> None:
         self._cancelled.set()
-        self._shelf.stop_loading()
+        self._model_service.stop_loading()
 
-    async def _offer(self, name: str, error: ModelNotFound) -> None:
-        if await asyncio.to_thread(self._shelf.can_pull, name):
-            self._asked_to_pull = name
-            self._tell(f"{one_line(name)} is not here: Enter again fetches it")
+    async def _offer_pull(self, name: str, error: ModelNotFound) -> None:
+        if await asyncio.to_thread(self._model_service.can_pull, name):
+            self._offered_pull = name
+            self._show_message(f"{one_line(name)} is not here: Enter again fetches it")
         else:
-            self._tell(error.message, fault=True)
+            self._show_message(error.message, is_error=True)
 
-    def _get(self, name: str, pull: bool) -> None:
+    def _pull_and_load_in_thread(self, name: str, pull: bool) -> None:
         """In a thread."""
-        if pull and self._shelf.can_pull(name):
-            self.call_later(self._tell, f"asking the hub for {one_line(name)}")
-            self._shelf.pull(name, lambda here, total: self._on_bytes(name, here, total))
+        if pull and self._model_service.can_pull(name):
+            self.call_later(self._show_message, f"asking the hub for {one_line(name)}")
+            self._model_service.pull(
+                name, lambda here, total: self._on_pull_progress(name, here, total)
+            )
         if self._cancelled.is_set():
-            raise Cancelled
-        self.call_later(self._tell, f"loading {one_line(name)}")
-        self._shelf.load(name, self._on_share)
+            raise PullCancelled
+        self.call_later(self._show_message, f"loading {one_line(name)}")
+        self._model_service.load(name, self._on_load_progress)
 
-    def _on_bytes(self, name: str, here: int, total: int) -> None:
+    def _on_pull_progress(self, name: str, downloaded_bytes: int, total_bytes: int) -> None:
         if self._cancelled.is_set():
-            raise Cancelled
-        share = here / total if total else 1.0
-        line = f"fetching {one_line(name)}: {units.size(here)} of {units.size(total)}"
-        self.call_later(self._progress, share, line)
+            raise PullCancelled
+        share = downloaded_bytes / total_bytes if total_bytes else 1.0
+        size = f"{units.format_size(downloaded_bytes)} of {units.format_size(total_bytes)}"
+        self.call_later(self._show_progress, share, f"fetching {one_line(name)}: {size}")
 
-    def _on_share(self, share: float) -> None:
-        self.call_later(self._progress, share, None)
+    def _on_load_progress(self, fraction: float) -> None:
+        self.call_later(self._show_progress, fraction, None)
 
-    def _progress(self, share: float, line: str | None) -> None:
+    def _show_progress(self, fraction: float, line: str | None) -> None:
         if not self.is_busy:  # it was on its way when the work ended
             return
-        self.query_one(ProgressBar).update(progress=share)
+        self.query_one(ProgressBar).update(progress=fraction)
         if line is not None:
-            self._tell(line)
+            self._show_message(line)
 
-    def _fill(self, typed: str) -> None:
+    def _filter_rows(self, query: str) -> None:
         found = [
-            choice for choice in self._choices if has_words(f"{choice.name} {choice.about}", typed)
+            choice
+            for choice in self._rows
+            if matches_query(f"{choice.name} {choice.description}", query)
         ]
-        self.show(((choice.name, self._drawn(choice)) for choice in found), self._current)
-        told = str(self.query_one("#told", Static).content)
-        if self._choices and (not told or told.startswith(_NONE_SO)):
-            self._tell("" if found else f"{_NONE_SO} Enter looks for {one_line(typed.strip())}")
+        self.show_rows(
+            ((choice.name, self._row_content(choice)) for choice in found), self._current
+        )
+        told = str(self.query_one("#message", Static).content)
+        if self._rows and (not told or told.startswith(_NO_MATCH_TEXT)):
+            self._show_message(
+                "" if found else f"{_NO_MATCH_TEXT} Enter looks for {one_line(query.strip())}"
+            )
 
-    def _drawn(self, choice: Choice) -> Content:
-        style = "bold" if choice.is_here else "dim"
-        is_current = choice.name == self._current
-        return named_row(choice.name, choice.about, is_current=is_current, style=style)
+    def _row_content(self, row: ModelPickerRow) -> Content:
+        style = "bold" if row.is_installed else "dim"
+        is_current = row.name == self._current
+        return name_row(row.name, row.description, is_current=is_current, style=style)
 
-    def _tell(self, message: str, *, fault: bool = False) -> None:
-        told = self.query_one("#told", Static)
+    def _show_message(self, message: str, *, is_error: bool = False) -> None:
+        told = self.query_one("#message", Static)
         told.update(Content(one_line(message)))
-        told.set_class(fault, "-fault")
+        told.set_class(is_error, "-error")
 
 
-def _here(cards: list[ModelCard]) -> Iterator[Choice]:
+def _installed_rows(cards: list[ModelCard]) -> Iterator[ModelPickerRow]:
     for card in cards:
-        size = units.size(card.size_bytes) if card.size_bytes else ""
+        size = units.format_size(card.size_bytes) if card.size_bytes else ""
         parts = (size, card.state, card.source)
-        yield Choice(card.name, " · ".join(part for part in parts if part), is_here=True)
+        yield ModelPickerRow(
+            card.name, " · ".join(part for part in parts if part), is_installed=True
+        )
 
 
-def _elsewhere(cards: list[ModelCard], offers: list[Offer]) -> Iterator[Choice]:
+def _pullable_rows(cards: list[ModelCard], offers: list[PullableModel]) -> Iterator[ModelPickerRow]:
     names = {card.name for card in cards}
     for offer in offers:
         if offer.name not in names:
-            size = f" · {units.size(offer.size_bytes)}" if offer.size_bytes else ""
-            yield Choice(offer.name, f"{offer.title}{size} · to be fetched", is_here=False)
+            size = f" · {units.format_size(offer.size_bytes)}" if offer.size_bytes else ""
+            yield ModelPickerRow(
+                offer.name, f"{offer.title}{size} · to be fetched", is_installed=False
+            )
 
 
-class SessionShelf:
+class SessionModelService:
     """Another server fetches its models itself."""
 
-    def __init__(self, opened: OpenSession) -> None:
-        self._opened = opened
-        self._is_elsewhere = opened.session.is_elsewhere
+    def __init__(self, active: ActiveSession) -> None:
+        self._active = active
+        self._is_remote = active.chat.is_remote
 
-    def cards(self) -> list[ModelCard]:
-        return self._opened.session.client.models()
+    def list_models(self) -> list[ModelCard]:
+        return self._active.chat.client.models()
 
-    def offers(self) -> list[Offer]:
-        return [] if self._is_elsewhere else pullable_models.offers()
+    def pullable_models(self) -> list[PullableModel]:
+        return [] if self._is_remote else pullable_models.pullable_models()
 
     def can_pull(self, name: str) -> bool:
-        return not self._is_elsewhere and pullable_models.can_pull(name)
+        return not self._is_remote and pullable_models.can_pull(name)
 
-    def pull(self, name: str, on_bytes: Callable[[int, int], None]) -> str:
-        if self._is_elsewhere:
+    def pull(self, name: str, on_progress: Callable[[int, int], None]) -> str:
+        if self._is_remote:
             raise InvalidRequest("another server fetches its models itself")
-        return pullable_models.pull(name, on_bytes)
+        return pullable_models.pull_model(name, on_progress)
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:
         """InvalidRequest: the user has ended it."""
-        built_in = name == BUILT_IN and not self._is_elsewhere
+        built_in = name == BUILT_IN_MODEL and not self._is_remote
         try:
-            self._opened.use_model(None if built_in else name, on_progress)
-        except Stopped as stopped:
+            self._active.load_model(None if built_in else name, on_progress)
+        except CommandStopped as stopped:
             raise InvalidRequest("stopped") from stopped
 
     def stop_loading(self) -> None:
-        self._opened.stop_command()
+        self._active.stop_command()

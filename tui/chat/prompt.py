@@ -15,25 +15,25 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localgen.backends.terminal_text import inert
+from localgen.backends.terminal_text import escape_control_chars
 from localgen.tui.widgets.text_field import TextField
 
 # Alt+Enter as terminals send it; Textual would take it for Enter
 cast(dict[str, object], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (Keys.ControlJ,)
 # what is pasted and longer than this is folded: the editor would redraw all of it at every key
-FOLDED_CHARS = 4_000
-_FOLD = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
+FOLD_PASTE_CHARS = 4_000
+_FOLDED_PASTE = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
 
 
 class Prompt(TextField):
-    """Posts Sent at Enter. completions: what may follow a text that begins with a slash."""
+    """Posts Submitted at Enter. completions: what may follow a text that begins with a slash."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False),
         Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
         Binding("tab", "complete", "Complete a command", show=False),
-        Binding("up", "earlier", "Earlier prompt, on the first line", show=False),
-        Binding("down", "later", "Later prompt, on the last line", show=False),
+        Binding("up", "previous_prompt", "Earlier prompt, on the first line", show=False),
+        Binding("down", "next_prompt", "Later prompt, on the last line", show=False),
         # an editor has other uses for these keys, a prompt has none
         Binding("ctrl+f", "app.search", "Search"),
         Binding("ctrl+y", "app.copy", "Copy the last answer", show=False),
@@ -50,7 +50,7 @@ class Prompt(TextField):
     Prompt:focus { border: round $primary; }
     """
 
-    class Sent(Message):
+    class Submitted(Message):
         """A prompt or a command, with its pastes in full."""
 
         def __init__(self, text: str) -> None:
@@ -68,35 +68,35 @@ class Prompt(TextField):
         self._completions = completions
         self._pastes: dict[int, str] = {}
         self._history: list[str] = []
-        self._place = 0
-        self._unsent = ""
+        self._history_index = 0
+        self._draft_text = ""
 
     @property
-    def whole(self) -> str:
+    def full_text(self) -> str:
         """What is typed, with its pastes in full."""
-        return _FOLD.sub(self._unfolded, self.text)
+        return _FOLDED_PASTE.sub(self._expand_paste, self.text)
 
-    def put(self, text: str) -> None:
+    def set_text(self, text: str) -> None:
         """Replace what is typed; a long text is folded."""
         self._pastes.clear()
-        self.text = text if len(text) <= FOLDED_CHARS else self._folded(text)
+        self.text = text if len(text) <= FOLD_PASTE_CHARS else self._fold_paste(text)
         self.move_cursor(self.document.end)
 
-    def remember(self, prompts: list[str]) -> None:
+    def set_history(self, prompts: list[str]) -> None:
         """What was asked before, the oldest first."""
         self._history = prompts
-        self._place = len(prompts)
+        self._history_index = len(prompts)
 
     def action_send(self) -> None:
-        text = self.whole
+        text = self.full_text
         if text.strip():
-            self.post_message(self.Sent(text))
+            self.post_message(self.Submitted(text))
 
-    def sent(self, text: str) -> None:
+    def mark_submitted(self, text: str) -> None:
         """It was taken: make room for the next."""
         self._history = [*(said for said in self._history if said != text), text]
-        self._place = len(self._history)
-        self.put("")
+        self._history_index = len(self._history)
+        self.set_text("")
 
     def action_newline(self) -> None:
         self.insert("\n")
@@ -106,10 +106,10 @@ class Prompt(TextField):
         found = self._completions(self.text)
         if not found:
             return
-        begin = _common(found)
-        self.put(begin + (" " if len(found) == 1 else ""))
+        begin = _common_prefix(found)
+        self.set_text(begin + (" " if len(found) == 1 else ""))
 
-    def action_earlier(self) -> None:
+    def action_previous_prompt(self) -> None:
         row, column = self.cursor_location
         if (
             row > 0
@@ -118,29 +118,29 @@ class Prompt(TextField):
         ):
             self.action_cursor_up()
             return
-        if self._place == len(self._history):
-            self._unsent = self.whole
-        self._recall(max(0, self._place - 1))
+        if self._history_index == len(self._history):
+            self._draft_text = self.full_text
+        self._show_history_entry(max(0, self._history_index - 1))
 
-    def action_later(self) -> None:
+    def action_next_prompt(self) -> None:
         at_end = self.cursor_location[0] == self.document.line_count - 1
-        if not at_end or self._place >= len(self._history):
+        if not at_end or self._history_index >= len(self._history):
             self.action_cursor_down()
             return
-        self._recall(self._place + 1)
+        self._show_history_entry(self._history_index + 1)
 
     def check_consume_key(self, key: str, character: str | None = None) -> bool:
         """Characters are typed; but what asks for the keys does so where nothing is typed yet."""
-        return not self._asks_for_keys(key) and super().check_consume_key(key, character)
+        return not self._is_help_key(key) and super().check_consume_key(key, character)
 
-    def _asks_for_keys(self, key: str) -> bool:
+    def _is_help_key(self, key: str) -> bool:
         return key == "question_mark" and not self.text
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
             event.prevent_default().stop()
             self.action_send()
-        elif self._asks_for_keys(event.key):
+        elif self._is_help_key(event.key):
             event.prevent_default().stop()
             await self.run_action("app.keys")
         elif event.key == "shift+\r":  # how xterm and tmux spell Shift+Enter where they tell it
@@ -152,49 +152,49 @@ class Prompt(TextField):
     async def _on_paste(self, event: events.Paste) -> None:
         text = event.text.replace("\r\n", "\n").replace("\r", "\n")
         event.prevent_default().stop()
-        self.insert(text if len(text) <= FOLDED_CHARS else self._folded(text))
+        self.insert(text if len(text) <= FOLD_PASTE_CHARS else self._fold_paste(text))
         self.focus()
 
-    def _recall(self, place: int) -> None:
-        self._place = place
-        self.put(self._history[place] if place < len(self._history) else self._unsent)
+    def _show_history_entry(self, index: int) -> None:
+        self._history_index = index
+        self.set_text(self._history[index] if index < len(self._history) else self._draft_text)
 
-    def _folded(self, text: str) -> str:
+    def _fold_paste(self, text: str) -> str:
         number = len(self._pastes) + 1
         self._pastes[number] = text
         return f"⟦paste {number}: {len(text):,} characters⟧"
 
-    def _unfolded(self, found: re.Match[str]) -> str:
+    def _expand_paste(self, found: re.Match[str]) -> str:
         return self._pastes.get(int(found[1]), found[0])
 
 
-class Suggestions(OptionList):
+class CommandSuggestions(OptionList):
     """The commands that may be meant, above the prompt. Click takes one; so does Tab."""
 
     can_focus = False
     DEFAULT_CSS = """
-    Suggestions {
+    CommandSuggestions {
         height: auto; max-height: 8; border: none; padding: 0 2; margin: 0;
         background: $panel; color: $text-muted; display: none;
         text-wrap: nowrap; text-overflow: ellipsis;
     }
     """
 
-    def offer(self, rows: list[tuple[str, str]]) -> None:
+    def show_suggestions(self, rows: list[tuple[str, str]]) -> None:
         """Texts and what they mean; none: hide."""
         self.display = bool(rows)
         self.clear_options()
         width = max((len(text) for text, _ in rows), default=0)
         for text, meaning in rows:
-            self.add_option(Option(_row(text, meaning, width), id=text))
+            self.add_option(Option(_suggestion_content(text, meaning, width), id=text))
 
 
-def _row(text: str, meaning: str, width: int) -> Content:
-    name = (f"{inert(text):<{width}}", "bold $foreground")
+def _suggestion_content(text: str, meaning: str, width: int) -> Content:
+    name = (f"{escape_control_chars(text):<{width}}", "bold $foreground")
     return Content.assemble(name, f"  {meaning}")
 
 
-def _common(found: list[str]) -> str:
+def _common_prefix(found: list[str]) -> str:
     first, last = min(found), max(found)
     same = (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
     return first[: next(same, min(len(first), len(last)))]

@@ -8,40 +8,44 @@ from textual.screen import Screen
 
 from localgen.backends.terminal_text import one_line
 from localgen.tui.chat.model_picker import ModelPicker
-from localgen.tui.chat.session_manager import Desk
-from localgen.tui.quantize.runner import Workshop
+from localgen.tui.chat.session_manager import SessionManager
+from localgen.tui.quantize.runner import QuantizeRunner
 
 
-def question(desk: Desk, screens: Sequence[Screen[object]], workshop: Workshop) -> str:
+def quit_question(
+    manager: SessionManager, screens: Sequence[Screen[object]], runner: QuantizeRunner
+) -> str:
     """To be asked before; empty: nothing is at stake."""
     parts = [
-        *_answers(len(desk.answering)),
-        *_work(desk, screens),
-        *_quantization(workshop),
-        *_unkept(desk),
+        *_unfinished_answers(len(manager.answering_sessions)),
+        *_running_commands(manager, screens),
+        *_running_quantization(runner),
+        *_unsaved_sessions(manager),
     ]
     return "\n".join([*parts, "Leave?"]) if parts else ""
 
 
-def _answers(count: int) -> Iterator[str]:
+def _unfinished_answers(count: int) -> Iterator[str]:
     if count:
         what = "1 answer is" if count == 1 else f"{count} answers are"
         yield f"{what} still being written: what is there is kept."
 
 
-def _work(desk: Desk, screens: Sequence[Screen[object]]) -> Iterator[str]:
-    for each in desk.busy:
-        yield f"{one_line(each.name)}: {one_line(each.busy)} is not done yet."
-    if not desk.busy and any(each.is_busy for each in screens if isinstance(each, ModelPicker)):
+def _running_commands(manager: SessionManager, screens: Sequence[Screen[object]]) -> Iterator[str]:
+    for each in manager.busy_sessions:
+        yield f"{one_line(each.name)}: {one_line(each.running_command)} is not done yet."
+    if not manager.busy_sessions and any(
+        each.is_busy for each in screens if isinstance(each, ModelPicker)
+    ):
         yield "A model is being fetched: it goes on from there the next time."
 
 
-def _quantization(workshop: Workshop) -> Iterator[str]:
-    if workshop.run is not None and workshop.run.is_running:
-        name, place = one_line(workshop.run.name), workshop.run.place
+def _running_quantization(runner: QuantizeRunner) -> Iterator[str]:
+    if runner.current_run is not None and runner.current_run.is_running:
+        name, place = one_line(runner.current_run.name), runner.current_run.step_position
         yield f"{name} is being made ({place}): what is done is kept, and can be gone on with."
 
 
-def _unkept(desk: Desk) -> Iterator[str]:
-    for each in desk.unkept:
-        yield f"{one_line(each.name)} is not saved and would be lost: {one_line(each.unkept)}."
+def _unsaved_sessions(manager: SessionManager) -> Iterator[str]:
+    for each in manager.unsaved_sessions:
+        yield f"{one_line(each.name)} is not saved and would be lost: {one_line(each.save_error)}."

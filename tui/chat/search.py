@@ -15,14 +15,15 @@ from textual.widgets import Input, OptionList, Static
 from localgen.backends import units
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.tui.chat.session_manager import MOST_HITS, Hit
+from localgen.tui.chat.session_manager import MAX_HITS, SearchHit
 from localgen.tui.widgets.picker import Picker
 
-_PAUSE_S = 0.15
+_DEBOUNCE_S = 0.15
 
 
-class SearchScreen(Picker[Hit]):
-    """find: what there is, in a thread, until it is over. Closes with the place that was chosen."""
+class SearchScreen(Picker[SearchHit]):
+    """search_sessions: what there is, in a thread, until it is over. Closes with the place that was
+    chosen."""
 
     DEFAULT_CSS = """
     SearchScreen > Vertical { max-width: 110; }
@@ -30,10 +31,10 @@ class SearchScreen(Picker[Hit]):
     """
 
     def __init__(
-        self, find: Callable[[str, Callable[[], bool]], list[Hit]], text: str = ""
+        self, search_sessions: Callable[[str, Callable[[], bool]], list[SearchHit]], text: str = ""
     ) -> None:
         super().__init__()
-        self._find, self._text = find, text
+        self._search_sessions, self._text = search_sessions, text
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -51,15 +52,15 @@ class SearchScreen(Picker[Hit]):
 
     def on_input_submitted(self) -> None:
         if self.highlighted is not None:
-            self.take(self.highlighted)
+            self.select_item(self.highlighted)
 
     @work(exclusive=True)
     async def search(self, text: str) -> None:
         """Look when the typing pauses."""
         is_over = threading.Event()
         try:
-            await asyncio.sleep(_PAUSE_S if text else 0)
-            hits = await asyncio.to_thread(self._find, text, is_over.is_set)
+            await asyncio.sleep(_DEBOUNCE_S if text else 0)
+            hits = await asyncio.to_thread(self._search_sessions, text, is_over.is_set)
         except LocalgenError as error:
             self.query_one("#count", Static).update(Content(one_line(error.message)))
             return
@@ -67,15 +68,19 @@ class SearchScreen(Picker[Hit]):
             is_over.set()
         if not self.is_open:
             return
-        self.show((hit, _drawn(hit, text)) for hit in hits)
-        more = " or more" if len(hits) >= MOST_HITS else ""
-        count = units.count(len(hits), "place") + more if text.strip() else ""
+        self.show_rows((hit, _hit_content(hit, text)) for hit in hits)
+        more = " or more" if len(hits) >= MAX_HITS else ""
+        count = units.format_count(len(hits), "place") + more if text.strip() else ""
         self.query_one("#count", Static).update(Content(count))
 
 
-def _drawn(hit: Hit, text: str) -> Content:
+def _hit_content(hit: SearchHit, text: str) -> Content:
     name = one_line(hit.name) or "New session"
-    where = f"{name} · turn {hit.place + 1}" if hit.place is not None else f"{name} · its name"
+    where = (
+        f"{name} · turn {hit.turn_index + 1}"
+        if hit.turn_index is not None
+        else f"{name} · its name"
+    )
     excerpt = Content(hit.excerpt)
     at = hit.excerpt.casefold().find(text.casefold().strip())
     if at >= 0:

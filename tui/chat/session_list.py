@@ -13,31 +13,34 @@ from textual.widgets.option_list import Option
 
 from localgen.backends import units
 from localgen.backends.terminal_text import one_line
-from localgen.tui.chat.active_session import UNNAMED
+from localgen.tui.chat.active_session import UNNAMED_SESSION
 
 # for the mouse, at the foot of the list
-_ACTIONS = " ".join(f"[@click=ask('{act}')][u]{act}[/][/]" for act in ("rename", "fork", "delete"))
+_ACTION_LINKS = " ".join(
+    f"[@click=request('{act}')][u]{act}[/][/]" for act in ("rename", "fork", "delete")
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A session as it is listed. state: what it does; empty: nothing."""
+class SessionRow:
+    """A session as it is listed. activity: what it does; empty: nothing."""
 
     id: int
     name: str
     model: str
-    turns: int
-    state: str = ""
+    num_turns: int
+    activity: str = ""
 
 
 class SessionList(OptionList):
-    """Set rows and current by show(). Posts Wanted when the user does something to one."""
+    """Set rows and current by show_sessions(). Posts ActionRequested when the user does something
+    to one."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select", "Open the session", show=False),
-        Binding("r", "ask('rename')", "Rename", show=False),
-        Binding("f", "ask('fork')", "Fork", show=False),
-        Binding("delete,d", "ask('delete')", "Delete", show=False),
+        Binding("r", "request('rename')", "Rename", show=False),
+        Binding("f", "request('fork')", "Fork", show=False),
+        Binding("delete,d", "request('delete')", "Delete", show=False),
     ]
     DEFAULT_CSS = """
     SessionList {
@@ -51,36 +54,36 @@ class SessionList(OptionList):
 
     FOCUS_ON_CLICK = False  # what is typed next is a prompt
 
-    class Wanted(Message):
+    class ActionRequested(Message):
         """action: open, rename, fork or delete."""
 
-        def __init__(self, action: str, session: int) -> None:
+        def __init__(self, action: str, session_id: int) -> None:
             super().__init__()
             self.action = action
-            self.session = session
+            self.session_id = session_id
 
     def __init__(self) -> None:
         super().__init__(id="sessions", markup=False)
         self.border_title = "Sessions"
-        self.border_subtitle = _ACTIONS
-        self._rows: list[Row] = []
+        self.border_subtitle = _ACTION_LINKS
+        self._rows: list[SessionRow] = []
         self._current = 0
 
-    def show(self, rows: list[Row], current: int) -> None:
+    def show_sessions(self, rows: list[SessionRow], current: int) -> None:
         """These, with one of them marked as the one on the screen."""
         if (rows, current) == (self._rows, self._current):
             return
         same_ids = [row.id for row in rows] == [row.id for row in self._rows]
         moved = current != self._current
-        under = self._id_under_cursor()
+        under = self._cursor_session_id()
         self._rows, self._current = rows, current
         self.border_title = f"Sessions {len(rows):,}" if len(rows) > 9 else "Sessions"
         if same_ids:
             for row in rows:
-                self.replace_option_prompt(str(row.id), self._drawn(row))
+                self.replace_option_prompt(str(row.id), self._row_content(row))
         else:
             self.clear_options()
-            self.add_options([Option(self._drawn(row), id=str(row.id)) for row in rows])
+            self.add_options([Option(self._row_content(row), id=str(row.id)) for row in rows])
         wanted = current if moved or under is None else under
         if not self.has_focus:
             wanted = current
@@ -90,23 +93,26 @@ class SessionList(OptionList):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         if event.option.id is not None:
-            self.post_message(self.Wanted("open", int(event.option.id)))
+            self.post_message(self.ActionRequested("open", int(event.option.id)))
 
-    def action_ask(self, action: str) -> None:
+    def action_request(self, action: str) -> None:
         """Do something to the session under the cursor."""
-        session = self._id_under_cursor()
+        session = self._cursor_session_id()
         if session is not None:
-            self.post_message(self.Wanted(action, session))
+            self.post_message(self.ActionRequested(action, session))
 
-    def _id_under_cursor(self) -> int | None:
+    def _cursor_session_id(self) -> int | None:
         at = self.highlighted
         return self._rows[at].id if at is not None and at < len(self._rows) else None
 
-    def _drawn(self, row: Row) -> Content:
+    def _row_content(self, row: SessionRow) -> Content:
         mark = "▌" if row.id == self._current else " "
-        about = [one_line(row.model), *([units.count(row.turns, "turn")] if row.turns else [])]
-        second = (f"▸ {row.state}", "$success") if row.state else (" · ".join(about), "dim")
-        name = one_line(row.name) or UNNAMED
+        about = [
+            one_line(row.model),
+            *([units.format_count(row.num_turns, "turn")] if row.num_turns else []),
+        ]
+        second = (f"▸ {row.activity}", "$success") if row.activity else (" · ".join(about), "dim")
+        name = one_line(row.name) or UNNAMED_SESSION
         return Content.assemble(
             (mark, "$primary"), (name, "bold" if row.id == self._current else ""), "\n",
             (mark, "$primary"), second,

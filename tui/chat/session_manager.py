@@ -10,174 +10,178 @@ from dataclasses import dataclass, replace
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.chat.conversation import Conversation, Turn
-from localgen.chat.session_store import Kept, Listed, SessionGone
-from localgen.tui.chat.active_session import House, OpenSession
-from localgen.tui.chat.compare import Variant, sessions
+from localgen.chat.session_store import SessionGone, SessionRecord, SessionSummary
+from localgen.tui.chat.active_session import ActiveSession, AppContext
+from localgen.tui.chat.compare import CompareVariant, variant_records
 
-_AROUND_CHARS = 40
-MOST_HITS = 200
+_EXCERPT_CHARS = 40
+MAX_HITS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
-    """A place where a text was found. place: the turn; None: the session's name."""
+class SearchHit:
+    """A place where a text was found. turn_index: the turn; None: the session's name."""
 
-    session: int
+    session_id: int
     name: str
-    place: int | None
+    turn_index: int | None
     excerpt: str
 
 
-class Desk:
+class SessionManager:
     """Its methods may be called from any thread, and take their time."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.listed: list[Listed] = []
-        self._opened: list[OpenSession] = []
-        self._opening = threading.Lock()
-        self._changes = -1
-        self.reload()
+    def __init__(self, context: AppContext) -> None:
+        self.context = context
+        self.summaries: list[SessionSummary] = []
+        self._active_sessions: list[ActiveSession] = []
+        self._open_lock = threading.Lock()
+        self._data_version = -1
+        self.reload_summaries()
 
     @property
-    def open(self) -> dict[int, OpenSession]:
+    def active_by_id(self) -> dict[int, ActiveSession]:
         """The open ones by their ids; a session may get another one when it is kept."""
-        return {each.id: each for each in tuple(self._opened)}
+        return {each.id: each for each in tuple(self._active_sessions)}
 
     @property
-    def answering(self) -> list[OpenSession]:
+    def answering_sessions(self) -> list[ActiveSession]:
         """Those in which an answer is being written."""
-        return [each for each in tuple(self._opened) if each.answering is not None]
+        return [each for each in tuple(self._active_sessions) if each.answer_stream is not None]
 
     @property
-    def busy(self) -> list[OpenSession]:
+    def busy_sessions(self) -> list[ActiveSession]:
         """Those in which a command runs, or a model is loaded for one."""
-        return [each for each in tuple(self._opened) if each.busy]
+        return [each for each in tuple(self._active_sessions) if each.running_command]
 
     @property
-    def unkept(self) -> list[OpenSession]:
+    def unsaved_sessions(self) -> list[ActiveSession]:
         """Those of which something is not on the disk."""
-        return [each for each in tuple(self._opened) if each.unkept]
+        return [each for each in tuple(self._active_sessions) if each.save_error]
 
-    def reload(self) -> None:
+    def reload_summaries(self) -> None:
         """Read the list again."""
-        self.listed = self.house.store.all()
+        self.summaries = self.context.store.list_sessions()
 
-    def first(self) -> OpenSession:
+    def open_empty(self) -> ActiveSession:
         """Where a program begins: a session that is still empty, or a new one."""
-        options = self.house.options
-        blank = Kept(
+        options = self.context.options
+        blank = SessionRecord(
             0,
-            model=self.house.model,
-            server=self.house.url,
+            model=self.context.model,
+            server_url=self.context.server_url,
             params=options.params,
             ctx=options.ctx,
             conversation=Conversation(options.system),
         )
-        for listed in self.listed:
-            if listed.turns or listed.name or listed.is_growing:
+        for listed in self.summaries:
+            if listed.num_turns or listed.name or listed.is_generating:
                 continue
             found = self.get(listed.id)
-            if found.copy() == replace(blank, id=found.id, revision=found.kept.revision):
+            if found.to_record() == replace(blank, id=found.id, revision=found.record.revision):
                 return found
         return self._create(blank)
 
-    def get(self, session: int) -> OpenSession:
+    def get(self, session_id: int) -> ActiveSession:
         """A session by its id, opened if it is not. SessionGone."""
-        with self._opening:
-            found = self.open.get(session)
+        with self._open_lock:
+            found = self.active_by_id.get(session_id)
             if found is None:
-                found = OpenSession(self.house.store.read(session), self.house)
-                self._opened.append(found)
+                found = ActiveSession(self.context.store.read(session_id), self.context)
+                self._active_sessions.append(found)
             return found
 
-    def fork(self, source: OpenSession, name: str = "") -> OpenSession:
+    def fork(self, source: ActiveSession, name: str = "") -> ActiveSession:
         """A copy to go on in."""
-        called = name or self._free_name(source.name)
-        return self._create(replace(source.copy(), name=called, growing=None))
+        called = name or self._unique_name(source.name)
+        return self._create(replace(source.to_record(), name=called, unfinished_turn=None))
 
-    def compare(self, source: OpenSession, compared: list[Variant]) -> list[OpenSession]:
+    def compare(self, source: ActiveSession, variants: list[CompareVariant]) -> list[ActiveSession]:
         """A session for each, which goes on from what was said in one."""
-        base = replace(source.copy(), server=self.house.url)
-        return [self._create(kept) for kept in sessions(base, compared)]
+        base = replace(source.to_record(), server_url=self.context.server_url)
+        return [self._create(kept) for kept in variant_records(base, variants)]
 
-    def put_back(self, opened: OpenSession, before: Kept, after: Kept) -> OpenSession:
+    def undo_command(
+        self, active: ActiveSession, before: SessionRecord, after: SessionRecord
+    ) -> ActiveSession:
         """Take back what a command did; where the talk went on, as a session of its own."""
-        if opened.id in self.open and opened.put_back(before, after):
-            return opened
-        return self._create(replace(before, name=self._free_name(opened.name), growing=None))
+        if active.id in self.active_by_id and active.undo_command(before, after):
+            return active
+        return self._create(
+            replace(before, name=self._unique_name(active.name), unfinished_turn=None)
+        )
 
-    def rename(self, session: int, name: str) -> None:
+    def rename(self, session_id: int, name: str) -> None:
         """InvalidRequest: a name without a letter."""
         name = one_line(name)
         if not name:
             raise InvalidRequest("a session needs a name")
-        found = self.open.get(session)
+        found = self.active_by_id.get(session_id)
         if found is not None:
             found.rename(name)
         else:
-            self.house.store.rename(session, name)
-        self.reload()
+            self.context.store.rename(session_id, name)
+        self.reload_summaries()
 
-    def delete(self, session: int) -> None:
+    def delete(self, session_id: int) -> None:
         """Out of the list; restore() brings it back. InvalidRequest: an answer grows in it."""
-        found = self.open.get(session)
-        if found is not None and (found.answering is not None or found.busy):
+        found = self.active_by_id.get(session_id)
+        if found is not None and (found.answer_stream is not None or found.running_command):
             raise InvalidRequest("an answer is being written in it: stop it first")
-        self.house.store.delete(session)
+        self.context.store.delete(session_id)
         if found is not None:
-            self._forget(found)
-            found.session.client.close()
-        self.reload()
+            self._drop(found)
+            found.chat.client.close()
+        self.reload_summaries()
 
-    def restore(self, session: int) -> None:
-        self.house.store.restore(session)
-        self.reload()
+    def restore(self, session_id: int) -> None:
+        self.context.store.restore(session_id)
+        self.reload_summaries()
 
-    def settle(self) -> list[OpenSession]:
+    def finalize_answers(self) -> list[ActiveSession]:
         """Make turns of answers that have ended; the sessions of those."""
-        done = [each for each in self.answering if not each.is_answering]
+        done = [each for each in self.answering_sessions if not each.is_answering]
         for each in done:
-            each.settle()
+            each.finalize_answer()
         if done:
-            self.reload()
+            self.reload_summaries()
         return done
 
-    def keep(self) -> bool:
+    def sync_store(self) -> bool:
         """Write what has grown, see what other programs have written; whether they have.
 
         To be called about once a second: that is as much as a killed program loses.
         """
-        for each in tuple(self._opened):
+        for each in tuple(self._active_sessions):
             each.save()
-        changes = self.house.store.changes()
-        listed = {each.id for each in self.listed}
+        changes = self.context.store.data_version()
+        listed = {each.id for each in self.summaries}
         if (
-            changes == self._changes
-            and self.open.keys() <= listed
+            changes == self._data_version
+            and self.active_by_id.keys() <= listed
             # a program that is killed writes no change
-            and not any(each.is_growing for each in self.listed)
+            and not any(each.is_generating for each in self.summaries)
         ):
             return False
-        self._changes = changes
-        self.reload()
-        for each in tuple(self._opened):
+        self._data_version = changes
+        self.reload_summaries()
+        for each in tuple(self._active_sessions):
             try:
                 each.refresh()
             except SessionGone:
-                self._forget(each)
+                self._drop(each)
         return True
 
     @contextlib.contextmanager
-    def keeping(self, every_s: float) -> Iterator[None]:
+    def syncing_in_background(self, interval_s: float) -> Iterator[None]:
         """Keep what grows from another thread, while this one waits for something."""
         over = threading.Event()
 
         def run() -> None:
-            while not over.wait(every_s):
+            while not over.wait(interval_s):
                 with contextlib.suppress(LocalgenError):
-                    self.settle()
-                    self.keep()
+                    self.finalize_answers()
+                    self.sync_store()
 
         thread = threading.Thread(target=run, name="keep", daemon=True)
         thread.start()
@@ -187,70 +191,72 @@ class Desk:
             over.set()
             thread.join()
 
-    def hear(self) -> list[tuple[OpenSession, str]]:
+    def drain_messages(self) -> list[tuple[ActiveSession, str]]:
         """What sessions have to say by now, and which."""
         heard = []
-        for each in tuple(self._opened):
-            while each.said:
-                heard.append((each, each.said.popleft()))
+        for each in tuple(self._active_sessions):
+            while each.messages:
+                heard.append((each, each.messages.popleft()))
         return heard
 
-    def search(self, text: str, is_over: Callable[[], bool] = lambda: False) -> list[Hit]:
+    def search(
+        self, text: str, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> list[SearchHit]:
         """Where a text occurs, in any letter case: names, prompts, answers.
 
-        is_over: whether nobody waits for it any more.
+        is_cancelled: whether nobody waits for it any more.
         """
         wanted = text.casefold().strip()
         if not wanted:
             return []
         hits = [
-            Hit(listed.id, listed.name, None, listed.name)
-            for listed in self.listed
+            SearchHit(listed.id, listed.name, None, listed.name)
+            for listed in self.summaries
             if wanted in listed.name.casefold()
         ]
         # a session at a time: whoever writes need not wait for the whole
-        for listed in self.listed:
-            if len(hits) >= MOST_HITS or is_over():
+        for listed in self.summaries:
+            if len(hits) >= MAX_HITS or is_cancelled():
                 break
-            for place, turn in enumerate(self.house.store.turns(listed.id)):
+            for place, turn in enumerate(self.context.store.turns(listed.id)):
                 excerpt = _excerpt(turn, wanted)
                 if excerpt is not None:
-                    hits.append(Hit(listed.id, listed.name, place, excerpt))
-        return hits[:MOST_HITS]
+                    hits.append(SearchHit(listed.id, listed.name, place, excerpt))
+        return hits[:MAX_HITS]
 
     def close(self) -> None:
         """Stop what runs, keep everything."""
-        for each in tuple(self._opened):
+        for each in tuple(self._active_sessions):
             each.stop()
-        for each in tuple(self._opened):
+        for each in tuple(self._active_sessions):
             try:
                 each.close()
             except LocalgenError:
                 continue  # it was said while the program ran
 
-    def _forget(self, opened: OpenSession) -> None:
+    def _drop(self, active: ActiveSession) -> None:
         with contextlib.suppress(ValueError):  # another thread was faster
-            self._opened.remove(opened)
+            self._active_sessions.remove(active)
 
-    def _create(self, kept: Kept) -> OpenSession:
-        made = OpenSession(self.house.store.create(kept), self.house)
-        self._opened.append(made)
-        self.reload()
+    def _create(self, record: SessionRecord) -> ActiveSession:
+        made = ActiveSession(self.context.store.create(record), self.context)
+        self._active_sessions.append(made)
+        self.reload_summaries()
         return made
 
-    def _free_name(self, name: str) -> str:
-        taken = {listed.name for listed in self.listed}
+    def _unique_name(self, name: str) -> str:
+        taken = {listed.name for listed in self.summaries}
         base, number = name, 2
         while f"{base} ({number})" in taken:
             number += 1
         return f"{base} ({number})"
 
 
-def _excerpt(turn: Turn, wanted: str) -> str | None:
+def _excerpt(turn: Turn, query: str) -> str | None:
     for said in (turn.prompt, turn.answer):
-        at = said.casefold().find(wanted)
+        at = said.casefold().find(query)
         if at >= 0:
             # casefold may change lengths a little: an excerpt need not be exact
-            start = max(0, at - _AROUND_CHARS)
-            return one_line(said[start : at + len(wanted) + 2 * _AROUND_CHARS])
+            start = max(0, at - _EXCERPT_CHARS)
+            return one_line(said[start : at + len(query) + 2 * _EXCERPT_CHARS])
     return None

@@ -15,11 +15,11 @@ from textual.widget import Widget
 from textual.widgets import Input, Label, Static, TextArea
 
 from localgen.chat import parameters
-from localgen.tui.chat.active_session import CTX, SYSTEM
+from localgen.tui.chat.active_session import CTX_SETTING, SYSTEM_SETTING
 from localgen.tui.widgets.text_field import TextField
 
 
-class Setting(Horizontal):
+class SettingField(Horizontal):
     """A name and its field. The field is empty where nothing of the user's is set."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -27,10 +27,12 @@ class Setting(Horizontal):
         Binding("up", "app.focus_previous", "Setting before", show=False),
     ]
     DEFAULT_CSS = """
-    Setting { height: 1; }
-    Setting Label { width: 20; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
-    Setting Input { width: 1fr; }
-    Setting.-yours Label { color: $foreground; text-style: bold; }
+    SettingField { height: 1; }
+    SettingField Label {
+        width: 20; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    SettingField Input { width: 1fr; }
+    SettingField.-set Label { color: $foreground; text-style: bold; }
     """
 
     def __init__(self, name: str) -> None:
@@ -41,17 +43,17 @@ class Setting(Horizontal):
         yield Label(self.setting, markup=False)
         yield Input(compact=True, select_on_focus=False)
 
-    def show(self, value: str, usual: str) -> None:
-        """value: the user's; usual: what holds without."""
-        self.query_one(Input).placeholder = usual
-        self.set_class(bool(value), "-yours")
+    def show_value(self, value: str, default: str) -> None:
+        """value: the user's; default: what holds without."""
+        self.query_one(Input).placeholder = default
+        self.set_class(bool(value), "-set")
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class SettingEdit:
     """What stands in the field of a setting of a session."""
 
-    session: int
+    session_id: int
     setting: str
     text: str
 
@@ -75,16 +77,16 @@ class SettingsPanel(Widget):
     SettingsPanel TextArea {
         height: 5; border: none; padding: 0; background: $panel; margin-bottom: 1;
     }
-    SettingsPanel #fault { height: auto; color: $error; display: none; }
-    SettingsPanel #fault.-shown { display: block; }
+    SettingsPanel #error { height: auto; color: $error; display: none; }
+    SettingsPanel #error.-shown { display: block; }
     """
 
     class Changed(Message):
-        """A setting that is to be taken over; then call taken() or refused()."""
+        """A setting that is to be taken over; then call mark_applied() or mark_rejected()."""
 
-        def __init__(self, typed: Typed) -> None:
+        def __init__(self, edit: SettingEdit) -> None:
             super().__init__()
-            self.typed = typed
+            self.edit = edit
 
     class Closed(Message):
         """The user has done."""
@@ -93,89 +95,97 @@ class SettingsPanel(Widget):
         super().__init__(id="settings")
         self.border_title = "Settings of this session"
         self.border_subtitle = "empty: as the model does"
-        self._session = 0
+        self._session_id = 0
         self._values: dict[str, str] = {}
-        self._refused: dict[tuple[int, str], tuple[str, str]] = {}
+        self._rejected_edits: dict[tuple[int, str], tuple[str, str]] = {}
 
     def compose(self) -> ComposeResult:
-        yield Static(id="fault", markup=False)
+        yield Static(id="error", markup=False)
         with VerticalScroll(can_focus=False):
             yield Label("system prompt", markup=False)
             yield TextField(id="system", show_line_numbers=False, compact=True)
-            yield Setting(CTX)
-            for name in parameters.NAMES:
-                yield Setting(name)
+            yield SettingField(CTX_SETTING)
+            for name in parameters.PARAMETER_NAMES:
+                yield SettingField(name)
 
-    def show(
-        self, session: int, system: str, ctx: str | None, rows: list[tuple[str, str, str]]
+    def show_settings(
+        self, session_id: int, system: str, ctx: str | None, rows: list[tuple[str, str, str]]
     ) -> None:
-        """System prompt, context (None: it is not ours to say), and rows of parameters.rows()."""
-        edited = {typed.setting for typed in self.changed()} if session == self._session else ()
-        self._session = session
-        self.query_one(f"#set-{CTX}").display = ctx is not None
-        shown = {CTX: (ctx or "", "as the model has")}
+        """System prompt, context (None: it is not ours to say), and effective_parameter_rows()."""
+        edited = (
+            {typed.setting for typed in self.pending_edits()}
+            if session_id == self._session_id
+            else ()
+        )
+        self._session_id = session_id
+        self.query_one(f"#set-{CTX_SETTING}").display = ctx is not None
+        shown = {CTX_SETTING: (ctx or "", "as the model has")}
         for name, value, whose in rows:
             usual = f"{value}, {whose or 'localgen'}" if value != "-" else ""
             shown[name] = (value, "") if whose == "yours" else ("", usual)
-        self._values = {SYSTEM: system} | {name: value for name, (value, _) in shown.items()}
+        self._values = {SYSTEM_SETTING: system} | {
+            name: value for name, (value, _) in shown.items()
+        }
         for name, value_and_usual in shown.items():
-            self.query_one(f"#set-{name}", Setting).show(*value_and_usual)
+            self.query_one(f"#set-{name}", SettingField).show_value(*value_and_usual)
         for name in self._values:
             if name not in edited:
-                self._fill(name)
-        self._tell()
+                self._fill_field(name)
+        self._show_errors()
 
-    def changed(self) -> list[Typed]:
+    def pending_edits(self) -> list[SettingEdit]:
         """Every field whose text is not in force."""
         fields = ((name, self._text(name)) for name in self._values)
         return [
-            Typed(self._session, name, text) for name, text in fields if text != self._values[name]
+            SettingEdit(self._session_id, name, text)
+            for name, text in fields
+            if text != self._values[name]
         ]
 
-    def leave(self) -> None:
+    def submit_edits(self) -> None:
         """Have what stands in the fields taken over before they show something else."""
-        for typed in self.changed():
+        for typed in self.pending_edits():
             self.post_message(self.Changed(typed))
 
-    def taken(self, typed: Typed) -> None:
+    def mark_applied(self, edit: SettingEdit) -> None:
         """The setting is in force."""
-        if typed.session == self._session:
-            self._values[typed.setting] = typed.text
-        self._refused.pop((typed.session, typed.setting), None)
-        self._tell()
+        if edit.session_id == self._session_id:
+            self._values[edit.setting] = edit.text
+        self._rejected_edits.pop((edit.session_id, edit.setting), None)
+        self._show_errors()
 
-    def refused(self, typed: Typed, why: str) -> None:
+    def mark_rejected(self, edit: SettingEdit, reason: str) -> None:
         """It is not, and its text stays in the field."""
-        self._refused[typed.session, typed.setting] = (typed.text, why)
-        self._tell()
+        self._rejected_edits[edit.session_id, edit.setting] = (edit.text, reason)
+        self._show_errors()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        self._left(event.input)
+        self._submit_field(event.input)
 
     def on_input_blurred(self, event: Input.Blurred) -> None:
         event.stop()
-        self._left(event.input)
+        self._submit_field(event.input)
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
         if isinstance(event.widget, TextArea):
-            self._left(event.widget)
+            self._submit_field(event.widget)
 
     def action_close(self) -> None:
         self.post_message(self.Closed())
 
     def _field(self, setting: str) -> TextArea | Input:
-        if setting == SYSTEM:
-            return self.query_one(f"#{SYSTEM}", TextArea)
+        if setting == SYSTEM_SETTING:
+            return self.query_one(f"#{SYSTEM_SETTING}", TextArea)
         return self.query_one(f"#set-{setting} Input", Input)
 
     def _text(self, setting: str) -> str:
         field = self._field(setting)
         return field.text if isinstance(field, TextArea) else field.value.strip()
 
-    def _fill(self, setting: str) -> None:
+    def _fill_field(self, setting: str) -> None:
         value = self._values[setting]
-        text, _ = self._refused.get((self._session, setting), (value, ""))
+        text, _ = self._rejected_edits.get((self._session_id, setting), (value, ""))
         field = self._field(setting)
         if isinstance(field, Input):
             field.value = text
@@ -184,16 +194,20 @@ class SettingsPanel(Widget):
         if text == value:
             self._values[setting] = self._text(setting)  # a field may spell it in its own way
 
-    def _left(self, field: TextArea | Input) -> None:
-        setting = field.parent.setting if isinstance(field.parent, Setting) else SYSTEM
-        typed = Typed(self._session, setting, self._text(setting))
+    def _submit_field(self, field: TextArea | Input) -> None:
+        setting = field.parent.setting if isinstance(field.parent, SettingField) else SYSTEM_SETTING
+        typed = SettingEdit(self._session_id, setting, self._text(setting))
         if typed.text != self._values.get(setting, typed.text):
             self.post_message(self.Changed(typed))
         else:  # as it was: nothing is refused any more
-            self.taken(typed)
+            self.mark_applied(typed)
 
-    def _tell(self) -> None:
-        whys = [why for (session, _), (_, why) in self._refused.items() if session == self._session]
-        fault = self.query_one("#fault", Static)
+    def _show_errors(self) -> None:
+        whys = [
+            why
+            for (session, _), (_, why) in self._rejected_edits.items()
+            if session == self._session_id
+        ]
+        fault = self.query_one("#error", Static)
         fault.update(Content("\n".join(whys)))
         fault.set_class(bool(whys), "-shown")

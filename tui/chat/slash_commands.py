@@ -9,7 +9,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.chat import commands, parameters
 
 # what is done by the screen rather than by a session
-OWN = {
+SCREEN_COMMANDS = {
     "/new": ("", "begins a session"),
     "/rename": ("NAME", "renames this session"),
     "/fork": ("[NAME]", "goes on in a copy, keeps this session as it is"),
@@ -27,33 +27,33 @@ OWN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class CompletionSources:
     """What can be named: looked up when a completion asks for it."""
 
     models: Callable[[], Iterable[str]]
-    chats: Callable[[], Iterable[str]]
+    saved_chats: Callable[[], Iterable[str]]
     sessions: Callable[[], Iterable[str]]
 
 
-def table() -> list[tuple[str, str, str]]:
+def command_table() -> list[tuple[str, str, str]]:
     """Name, usage and meaning of every command."""
-    shared = {name: (each.usage, each.help) for name, each in commands.COMMANDS.items()}
-    return [(name, *row) for name, row in sorted((shared | OWN).items())]
+    shared = {name: (each.usage, each.help) for name, each in commands.SLASH_COMMANDS.items()}
+    return [(name, *row) for name, row in sorted((shared | SCREEN_COMMANDS).items())]
 
 
-def own(line: str) -> tuple[str, str] | None:
+def parse_screen_command(line: str) -> tuple[str, str] | None:
     """Name and argument of a command that the screen obeys; None: it is the session's.
 
     InvalidRequest: there is no such command.
     """
     word, _, argument = line.strip().partition(" ")
-    name = commands.ALIASES.get(word, word)
-    if name in OWN:
+    name = commands.COMMAND_ALIASES.get(word, word)
+    if name in SCREEN_COMMANDS:
         return name, argument.strip()
     try:
-        commands.find(name)
+        commands.find_command(name)
     except LocalgenError:
-        close = [known for known in OWN if known.startswith(name)]
+        close = [known for known in SCREEN_COMMANDS if known.startswith(name)]
         if close:
             message = f"no command {word}: did you mean {close[0]}?"
             raise InvalidRequest(message) from None
@@ -61,36 +61,36 @@ def own(line: str) -> tuple[str, str] | None:
     return None
 
 
-def completions(text: str, names: Names) -> list[str]:
+def command_completions(text: str, sources: CompletionSources) -> list[str]:
     """Whole texts that this one may become."""
     if not text.startswith("/") or "\n" in text:
         return []
     word, space, argument = text.partition(" ")
     if not space:
-        return [name for name, _, _ in table() if name.startswith(word)]
+        return [name for name, _, _ in command_table() if name.startswith(word)]
     head, _, last = argument.rpartition(" ")
     start = f"{word} {head} " if head else f"{word} "
-    choices = _choices(word, head, names)
+    choices = _argument_choices(word, head, sources)
     return [start + each for each in choices if each.startswith(last)]
 
 
-def suggestions(text: str, names: Names) -> list[tuple[str, str]]:
+def command_suggestions(text: str, sources: CompletionSources) -> list[tuple[str, str]]:
     """The same with what each means."""
-    meanings = {name: f"{usage}  {meaning}".strip() for name, usage, meaning in table()}
-    return [(each, meanings.get(each, "")) for each in completions(text, names)]
+    meanings = {name: f"{usage}  {meaning}".strip() for name, usage, meaning in command_table()}
+    return [(each, meanings.get(each, "")) for each in command_completions(text, sources)]
 
 
-def _choices(word: str, head: str, names: Names) -> Iterable[str]:
+def _argument_choices(word: str, head: str, sources: CompletionSources) -> Iterable[str]:
     if word == "/set" and head == "parameter":
-        return parameters.NAMES
+        return parameters.PARAMETER_NAMES
     if head:
         return ()
     match word:
         case "/model":
-            return names.models()
+            return sources.models()
         case "/save" | "/load":
-            return names.chats()
+            return sources.saved_chats()
         case "/switch":
-            return names.sessions()
-    shared = commands.COMMANDS.get(word)
+            return sources.sessions()
+    shared = commands.SLASH_COMMANDS.get(word)
     return shared.choices if shared else ()

@@ -13,16 +13,16 @@ from textual.widgets import Input, Static
 from localgen.tui.widgets.dialog import Dialog
 
 
-class AskText(Dialog[str | None]):
+class TextInputDialog(Dialog[str | None]):
     """None: never mind."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Never mind")]
     DEFAULT_CSS = """
-    AskText > Vertical {
+    TextInputDialog > Vertical {
         width: 60; max-width: 95%; height: auto; padding: 1 2;
         border: round $primary; background: $surface; border-subtitle-color: $text-muted;
     }
-    AskText Input { margin-top: 1; }
+    TextInputDialog Input { margin-top: 1; }
     """
 
     def __init__(self, question: str, text: str = "") -> None:

@@ -11,23 +11,23 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from localgen.chat.conversation import Turn
-from localgen.tui.chat.active_session import OpenSession
-from localgen.tui.chat.answer_stream import Answering, Position
+from localgen.tui.chat.active_session import ActiveSession
+from localgen.tui.chat.answer_stream import AnswerStream, StreamPosition
 from localgen.tui.chat.turn_view import TurnView
 
 # what screens with transcripts bind
-READING = (
-    Binding("f5", "thought", "Thoughts of the last answer", show=False),
+TRANSCRIPT_BINDINGS = (
+    Binding("f5", "toggle_reasoning", "Thoughts of the last answer", show=False),
     Binding("pageup", "scroll(-1)", "Scroll back", show=False),
     Binding("pagedown", "scroll(1)", "Scroll on", show=False),
-    Binding("ctrl+home", "earlier", "Earlier turns", show=False),
-    Binding("ctrl+end", "latest", "The latest turn", show=False),
+    Binding("ctrl+home", "show_earlier", "Earlier turns", show=False),
+    Binding("ctrl+end", "show_latest", "The latest turn", show=False),
 )
 # a long conversation is drawn from here on, the rest when it is asked for
 _TURNS_SHOWN = 12
 # long answers take longer to draw: so many more characters, so much longer between two repaints
 _CHARS_PER_PAUSE = 10_000
-_PAUSE_S = 0.066
+_REPAINT_PAUSE_S = 0.066
 
 
 class Transcript(VerticalScroll):
@@ -41,16 +41,18 @@ class Transcript(VerticalScroll):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._opened: OpenSession | None = None
+        self._active: ActiveSession | None = None
         self._views: list[TurnView] = []
-        self._first = 0
-        self._shows_end = True
-        self._live: TurnView | None = None
-        self._answering: Answering | None = None
-        self._begun: Answering | None = None  # which has been on the screen, and may be no more
-        self._read = Position()
-        self._next_s = 0.0
-        self._chars = self._height = 0
+        self._first_turn = 0
+        self._is_at_end = True
+        self._live_view: TurnView | None = None
+        self._answer_stream: AnswerStream | None = None
+        self._last_shown_stream: AnswerStream | None = (
+            None  # which has been on the screen, and may be no more
+        )
+        self._position = StreamPosition()
+        self._next_repaint_s = 0.0
+        self._num_chars = self._height = 0
         self._lock = asyncio.Lock()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -59,39 +61,39 @@ class Transcript(VerticalScroll):
             self._height = event.container_size.height
             self.refresh(layout=True)
 
-    async def show(self, opened: OpenSession) -> None:
+    async def show_session(self, active: ActiveSession) -> None:
         """Another session."""
         async with self._lock:
-            self._opened, self._begun = opened, None
-            await self._rebuild(max(0, len(_turns(opened)) - _TURNS_SHOWN))
+            self._active, self._last_shown_stream = active, None
+            await self._rebuild(max(0, len(_turns_of(active)) - _TURNS_SHOWN))
         await self.sync()
 
     async def sync(self) -> None:
         """What is new since the last time."""
         async with self._lock:
-            if self._opened is None or not self.is_attached:
+            if self._active is None or not self.is_attached:
                 return
-            await self._follow_answer(self._opened)
-            await self._follow_turns(self._opened)
+            await self._sync_answer(self._active)
+            await self._sync_turns(self._active)
 
     async def show_earlier(self) -> bool:
         """Turns before those that are drawn; whether there were any."""
         async with self._lock:
-            if self._first == 0:
+            if self._first_turn == 0:
                 return False
-            last = None if self._shows_end else self._count
-            await self._rebuild(max(0, self._first - _TURNS_SHOWN), last)
+            last = None if self._is_at_end else self._end_turn
+            await self._rebuild(max(0, self._first_turn - _TURNS_SHOWN), last)
             self.release_anchor()
             self.scroll_home(animate=False)
             return True
 
-    async def go_to(self, place: int) -> None:
+    async def scroll_to_turn(self, turn_index: int) -> None:
         """Scroll to a turn of the session."""
         async with self._lock:
-            if not self._first <= place < self._count:
+            if not self._first_turn <= turn_index < self._end_turn:
                 # a long conversation is not drawn as a whole for one turn of it
-                await self._rebuild(max(0, place - 1), place + _TURNS_SHOWN)
-            at = place - self._first
+                await self._rebuild(max(0, turn_index - 1), turn_index + _TURNS_SHOWN)
+            at = turn_index - self._first_turn
             if at < len(self._views):
                 self.release_anchor()
                 self.call_after_refresh(self._views[at].scroll_visible, animate=False, top=True)
@@ -102,109 +104,122 @@ class Transcript(VerticalScroll):
             await self._show_end()
             self.anchor()
 
-    def toggle_thought(self) -> None:
+    def toggle_reasoning(self) -> None:
         """Open or close what was thought before the last answer."""
-        views = [*self._views, *([self._live] if self._live else [])]
+        views = [*self._views, *([self._live_view] if self._live_view else [])]
         if views:
-            views[-1].toggle_thought()
+            views[-1].toggle_reasoning()
 
-    async def to_beginning(self) -> None:
+    async def scroll_to_start(self) -> None:
         """To the first turn that is drawn, or to some before it if there are any."""
         if not await self.show_earlier():
             self.scroll_home(animate=False)
 
-    def page(self, by: int) -> None:
+    def scroll_pages(self, by: int) -> None:
         """Scroll so many pages on."""
         page = self.scrollable_content_region.height
         self.scroll_to(y=self.scroll_y + by * page, animate=False)
 
-    async def _follow_answer(self, opened: OpenSession) -> None:
-        answering = opened.answering
-        if answering is not self._answering and answering is not None:
-            is_new = answering is not self._begun
+    async def _sync_answer(self, active: ActiveSession) -> None:
+        answering = active.answer_stream
+        if answering is not self._answer_stream and answering is not None:
+            is_new = answering is not self._last_shown_stream
             if is_new:
                 await self._show_end()
-            elif not self._shows_end:  # what is read stands before it
+            elif not self._is_at_end:  # what is read stands before it
                 return
-            self._begun = answering
-            await self._follow_turns(opened)
-            await self._end_live(None)
-            self._answering, self._read, self._chars, self._next_s = answering, Position(), 0, 0.0
-            self._live = TurnView(Turn(answering.prompt, ""))
+            self._last_shown_stream = answering
+            await self._sync_turns(active)
+            await self._finish_live_view(None)
+            self._answer_stream, self._position, self._num_chars, self._next_repaint_s = (
+                answering,
+                StreamPosition(),
+                0,
+                0.0,
+            )
+            self._live_view = TurnView(Turn(answering.prompt, ""))
             await self._clear_notes()
-            await self.mount(self._live)
+            await self.mount(self._live_view)
             if is_new:
                 self.anchor()
-        if self._live is None or self._answering is None:
+        if self._live_view is None or self._answer_stream is None:
             return
-        if time.monotonic() < self._next_s and not self._answering.ended.is_set():
+        if time.monotonic() < self._next_repaint_s and not self._answer_stream.ended.is_set():
             return
-        thought, text, self._read = self._answering.since(self._read)
-        self._chars += len(text) + len(thought)
-        self._next_s = time.monotonic() + _PAUSE_S * (self._chars // _CHARS_PER_PAUSE)
-        await self._live.add(thought, text)
+        thought, text, self._position = self._answer_stream.chunks_since(self._position)
+        self._num_chars += len(text) + len(thought)
+        self._next_repaint_s = time.monotonic() + _REPAINT_PAUSE_S * (
+            self._num_chars // _CHARS_PER_PAUSE
+        )
+        await self._live_view.append(thought, text)
 
-    async def _follow_turns(self, opened: OpenSession) -> None:
-        turns = _turns(opened)
-        if opened.answering is None and self._live is not None and self._answering is not None:
-            done = self._answering.turn()
-            is_kept = bool(turns) and turns[-1] == done and len(turns) == self._count + 1
-            await self._end_live(done if is_kept else None)
-            self._answering = None
-        same = [view.turn for view in self._views] == list(turns[self._first : self._count])
-        if len(turns) < self._count or not same:
+    async def _sync_turns(self, active: ActiveSession) -> None:
+        turns = _turns_of(active)
+        if (
+            active.answer_stream is None
+            and self._live_view is not None
+            and self._answer_stream is not None
+        ):
+            done = self._answer_stream.to_turn()
+            is_kept = bool(turns) and turns[-1] == done and len(turns) == self._end_turn + 1
+            await self._finish_live_view(done if is_kept else None)
+            self._answer_stream = None
+        same = [view.turn for view in self._views] == list(turns[self._first_turn : self._end_turn])
+        if len(turns) < self._end_turn or not same:
             await self._rebuild(max(0, len(turns) - _TURNS_SHOWN))
-        elif len(turns) > self._count and self._shows_end:
-            new = [TurnView(turn) for turn in turns[self._count :]]
+        elif len(turns) > self._end_turn and self._is_at_end:
+            new = [TurnView(turn) for turn in turns[self._end_turn :]]
             self._views += new
             await self._clear_notes()
-            await self.mount_all(new, before=self._live)
+            await self.mount_all(new, before=self._live_view)
             self.anchor()
 
     @property
-    def _count(self) -> int:
+    def _end_turn(self) -> int:
         """Turns of the session that are drawn, or left out before them."""
-        return self._first + len(self._views)
+        return self._first_turn + len(self._views)
 
-    async def _end_live(self, turn: Turn | None) -> None:
+    async def _finish_live_view(self, turn: Turn | None) -> None:
         """Make a turn of the answer that grew; None: take it away, it is drawn anew."""
-        live, self._live = self._live, None
+        live, self._live_view = self._live_view, None
         if live is None:
             return
         if turn is None:
             await live.remove()
             return
-        assert self._answering is not None
-        thought, text, self._read = self._answering.since(self._read)
-        await live.add(thought, text)
+        assert self._answer_stream is not None
+        thought, text, self._position = self._answer_stream.chunks_since(self._position)
+        await live.append(thought, text)
         await live.finish(turn)
         self._views.append(live)
 
     async def _show_end(self) -> None:
-        if self._opened is not None and not self._shows_end:
-            await self._rebuild(max(0, len(_turns(self._opened)) - _TURNS_SHOWN))
+        if self._active is not None and not self._is_at_end:
+            await self._rebuild(max(0, len(_turns_of(self._active)) - _TURNS_SHOWN))
 
     async def _rebuild(self, first: int, last: int | None = None) -> None:
         """Draw the turns from first on, to before last; None: to the end, and what comes there."""
-        assert self._opened is not None
-        turns = _turns(self._opened)
-        self._live, self._answering, self._first = None, None, first
-        self._shows_end = last is None or last >= len(turns)
+        assert self._active is not None
+        turns = _turns_of(self._active)
+        self._live_view, self._answer_stream, self._first_turn = None, None, first
+        self._is_at_end = last is None or last >= len(turns)
         self._views = [TurnView(turn) for turn in turns[first:last]]
-        later = len(turns) - self._count
+        later = len(turns) - self._end_turn
         above = f"{first:,} earlier turns: Ctrl+Home shows them" if first else ""
         below = f"{later:,} later turns: Ctrl+End shows them" if later else ""
         with self.app.batch_update():
             await self.remove_children()
-            await self.mount_all([*_note(above if turns else _EMPTY), *self._views, *_note(below)])
+            await self.mount_all(
+                [*_note(above if turns else _EMPTY_TEXT), *self._views, *_note(below)]
+            )
         self.anchor()
 
     async def _clear_notes(self) -> None:
-        if self._first == 0:
+        if self._first_turn == 0:
             await self.query(".note").remove()
 
 
-_EMPTY = (
+_EMPTY_TEXT = (
     "Nothing has been said yet. Type below, Enter sends. /help lists the commands, F1 the keys."
 )
 
@@ -213,7 +228,7 @@ def _note(text: str) -> list[Static]:
     return [Static(text, classes="note", markup=False)] if text else []
 
 
-def _turns(opened: OpenSession) -> tuple[Turn, ...]:
-    growing = opened.kept.growing
-    said = opened.session.conversation.turns
-    return said if growing is None or opened.answering is not None else (*said, growing)
+def _turns_of(active: ActiveSession) -> tuple[Turn, ...]:
+    growing = active.record.unfinished_turn
+    said = active.chat.conversation.turns
+    return said if growing is None or active.answer_stream is not None else (*said, growing)

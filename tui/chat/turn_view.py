@@ -8,56 +8,56 @@ from textual.content import Content
 from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
-from localgen.backends.terminal_text import inert
+from localgen.backends.terminal_text import escape_control_chars
 from localgen.chat.conversation import Turn
-from localgen.tui.chat.markdown import ModelMarkdown, harmless
+from localgen.tui.chat.markdown import ModelMarkdown, sanitize_markdown
 
 _PROMPT_LINES = 12
 _PROMPT_CHARS = 2_000
 
 
 class TurnView(Vertical):
-    """A turn that is whole, or one that grows by add() and ends with finish()."""
+    """A turn that is whole, or one that grows by append() and ends with finish()."""
 
     DEFAULT_CSS = """
     TurnView { height: auto; margin: 0 0 1 0; }
-    TurnView > .asked { height: auto; padding: 0 1; background: $panel; }
+    TurnView > .prompt { height: auto; padding: 0 1; background: $panel; }
     TurnView > Collapsible { border: none; padding: 0; margin: 0; background: transparent; }
     TurnView > Collapsible > CollapsibleTitle { padding: 0 1; color: $text-muted; }
     TurnView > Collapsible > Contents { padding: 0 0 0 3; }
     TurnView > Collapsible Static { color: $text-muted; }
     TurnView > ModelMarkdown { padding: 0 1; margin: 0; }
-    TurnView > .served { height: auto; padding: 0 1; color: $text-muted; }
+    TurnView > .summary { height: auto; padding: 0 1; color: $text-muted; }
     TurnView > .cut { color: $warning; }
     """
 
     def __init__(self, turn: Turn) -> None:
         super().__init__()
         self.turn = turn
-        self._thought = turn.reasoning
+        self._reasoning = turn.reasoning
         self._stream: MarkdownStream | None = None
-        self._thought_text = Static(markup=False)
-        self._thinking = Collapsible(self._thought_text, collapsed=True)
-        self._answer = ModelMarkdown(turn.answer)
-        self._served = Static(classes="served", markup=False)
-        self._show_thought()
-        self._show_served()
+        self._reasoning_text = Static(markup=False)
+        self._reasoning_box = Collapsible(self._reasoning_text, collapsed=True)
+        self._answer_markdown = ModelMarkdown(turn.answer)
+        self._summary = Static(classes="summary", markup=False)
+        self._show_reasoning()
+        self._show_summary()
 
     def compose(self) -> ComposeResult:
-        yield Static(_asked(self.turn.prompt), classes="asked", markup=False)
-        yield self._thinking
-        yield self._answer
-        yield self._served
+        yield Static(_prompt_content(self.turn.prompt), classes="prompt", markup=False)
+        yield self._reasoning_box
+        yield self._answer_markdown
+        yield self._summary
 
-    async def add(self, thought: str, text: str) -> None:
+    async def append(self, reasoning: str, text: str) -> None:
         """More of an answer that grows."""
-        if thought:
-            self._thought += thought
-            self._show_thought()
+        if reasoning:
+            self._reasoning += reasoning
+            self._show_reasoning()
         if text:
             if self._stream is None:
-                self._stream = Markdown.get_stream(self._answer)
-            await self._stream.write(harmless(text))
+                self._stream = Markdown.get_stream(self._answer_markdown)
+            await self._stream.write(sanitize_markdown(text))
 
     async def finish(self, turn: Turn) -> None:
         """Nothing is added any more; this is how it was served."""
@@ -65,30 +65,30 @@ class TurnView(Vertical):
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
-        self._show_served()
+        self._show_summary()
 
-    def toggle_thought(self) -> None:
-        if self._thinking.display:
-            self._thinking.collapsed = not self._thinking.collapsed
+    def toggle_reasoning(self) -> None:
+        if self._reasoning_box.display:
+            self._reasoning_box.collapsed = not self._reasoning_box.collapsed
 
     async def on_unmount(self) -> None:
         if self._stream is not None:
             await self._stream.stop()
 
-    def _show_thought(self) -> None:
-        self._thinking.display = bool(self._thought)
-        self._thinking.title = f"thought, {len(self._thought.split()):,} words"
-        self._thought_text.update(Content(inert(self._thought)))
+    def _show_reasoning(self) -> None:
+        self._reasoning_box.display = bool(self._reasoning)
+        self._reasoning_box.title = f"thought, {len(self._reasoning.split()):,} words"
+        self._reasoning_text.update(Content(escape_control_chars(self._reasoning)))
 
-    def _show_served(self) -> None:
-        self._served.update(Content(inert(self.turn.served)))
-        self._served.set_class(self.turn.stopped, "cut")
-        self._served.display = bool(self.turn.served)
+    def _show_summary(self) -> None:
+        self._summary.update(Content(escape_control_chars(self.turn.summary)))
+        self._summary.set_class(self.turn.stopped, "cut")
+        self._summary.display = bool(self.turn.summary)
 
 
-def _asked(prompt: str) -> Content:
+def _prompt_content(prompt: str) -> Content:
     """The prompt, or the beginning of a long one."""
-    shown = inert(prompt)
+    shown = escape_control_chars(prompt)
     lines = shown.split("\n")
     begin = "\n".join(lines[:_PROMPT_LINES])[:_PROMPT_CHARS]
     rest = len(shown) - len(begin)

@@ -1,1 +1,1 @@
-"""Gauges of a server: each draws a part of a Reading."""
+"""Gauges of a server: each draws a part of a ServerSample."""

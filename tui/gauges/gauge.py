@@ -1,4 +1,4 @@
-"""What every gauge is: a frame, a reading, and lines that are drawn of it."""
+"""What every gauge is: a frame, a sample, and lines that are drawn of it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from localgen.tui.gauges.plots import highest, plot
-from localgen.tui.gauges.samples import History
+from localgen.tui.gauges.plots import plot, plot_maximum
+from localgen.tui.gauges.samples import TimeSeries
 
 # half seconds: a minute
-_SAMPLES = 120
-_SCALE = 7
-_Reading = TypeVar("_Reading")
+_PLOT_POINTS = 120
+_SCALE_COLUMNS = 7
+_Sample = TypeVar("_Sample")
 
 
-class Gauge(Widget, Generic[_Reading]):
-    """Draws its reading, anew only when it is another one."""
+class Gauge(Widget, Generic[_Sample]):
+    """Draws its sample, anew only when it is another one."""
 
     ALLOW_SELECT = False
     DEFAULT_CSS = """
@@ -29,64 +29,67 @@ class Gauge(Widget, Generic[_Reading]):
         text-wrap: nowrap; text-overflow: ellipsis;
     }
     """
-    reading: reactive[_Reading | None] = reactive(None, repaint=False)
+    sample: reactive[_Sample | None] = reactive(None, repaint=False)
 
     def __init__(self, title: str, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.border_title = self._title = title
-        self._framed = ("", "")
-        self._drawn = ""
+        self._border_texts = ("", "")
+        self._drawn_text = ""
 
-    def watch_reading(self) -> None:
+    def watch_sample(self) -> None:
         """Repaint if it looks otherwise: painting takes longer than finding out."""
-        if self.reading is not None and (frame := self.frame(self.reading)) != self._framed:
-            self._framed = frame
+        if (
+            self.sample is not None
+            and (frame := self.border_texts(self.sample)) != self._border_texts
+        ):
+            self._border_texts = frame
             of, foot = frame
             title = Content.assemble(self._title, (f" of {of}" if of else "", "not bold $muted"))
             self.border_title, self.border_subtitle = title, Content(foot)
-        if self._drawing().plain != self._drawn:
+        if self._draw().plain != self._drawn_text:
             self.refresh()
 
     def render(self) -> Content:
         """As many lines as there is room for."""
-        drawing = self._drawing()
-        self._drawn = drawing.plain
+        drawing = self._draw()
+        self._drawn_text = drawing.plain
         return drawing
 
-    def _drawing(self) -> Content:
+    def _draw(self) -> Content:
         width, height = self.content_size
-        if self.reading is None or not width * height:  # not laid out yet
+        if self.sample is None or not width * height:  # not laid out yet
             return Content("")
-        lines = self.lines(self.reading, width, height)
+        lines = self.lines(self.sample, width, height)
         return Content("\n").join(lines[:height])
 
-    def frame(self, reading: _Reading) -> tuple[str, str]:
-        """What the reading is of, and what stands at the foot of the frame; inert."""
+    def border_texts(self, sample: _Sample) -> tuple[str, str]:
+        """What the sample is of, and what stands at the foot of the frame; inert."""
         return "", ""
 
-    def lines(self, reading: _Reading, width: int, height: int) -> Sequence[Content]:
-        """The reading in so many columns and rows; plots take the rows that are left."""
+    def lines(self, sample: _Sample, width: int, height: int) -> Sequence[Content]:
+        """The sample in so many columns and rows; plots take the rows that are left."""
         return ()
 
 
-def history(
-    values: History, width: int, rows: int, style: str, text: Callable[[float], str]
+def series_plot(
+    values: TimeSeries, width: int, rows: int, style: str, format_value: Callable[[float], str]
 ) -> list[Content]:
     """A plot of the last minute, or of more where it is wide.
 
-    text: of a value. At the left of the plot stands what its top is, and its bottom, zero.
+    format_value: of a value. At the left of the plot stands what its top is, and its bottom, zero.
     """
     if rows < 1:
         return []
-    room = max(1, width - _SCALE - 1)
-    most = highest(values, room, samples=_SAMPLES)
+    room = max(1, width - _SCALE_COLUMNS - 1)
+    most = plot_maximum(values, room, min_points=_PLOT_POINTS)
     scale = [""] * rows
     if most is not None:
         scale[-1] = "0"
         if most:
-            scale[0] = text(most)
-    plotted = plot(values, room, rows, samples=_SAMPLES)
+            scale[0] = format_value(most)
+    plotted = plot(values, room, rows, min_points=_PLOT_POINTS)
     return [
-        Content.assemble((f"{mark:>{_SCALE}} ", "$muted"), (line, style))
+        Content.assemble((f"{mark:>{_SCALE_COLUMNS}} ", "$muted"), (line, style))
         for mark, line in zip(scale, plotted, strict=True)
     ]

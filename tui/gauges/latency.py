@@ -4,42 +4,48 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from localgen.client.snapshot import Latency
-from localgen.tui.gauges.gauge import Gauge, history
-from localgen.tui.gauges.samples import Latencies
-from localgen.tui.widgets import numbers
+from localgen.client.snapshot import LatencyStats
+from localgen.tui.gauges.gauge import Gauge, series_plot
+from localgen.tui.gauges.samples import LatencySample
+from localgen.tui.widgets.numbers import format_duration_ms
 
-_NAME, _LEAST, _MOST = 5, 9, 10
+_NAME_COLUMNS, _MIN_COLUMNS, _MAX_COLUMNS = 5, 9, 10
 
 
-class LatencyGauge(Gauge[Latencies]):
+class LatencyGauge(Gauge[LatencySample]):
     """The last one, the median and the 99th percentile; a minute of the last ones."""
 
     def __init__(self) -> None:
         super().__init__("Latency", id="latency")
 
-    def frame(self, reading: Latencies) -> tuple[str, str]:
+    def border_texts(self, sample: LatencySample) -> tuple[str, str]:
         """Which model it is of."""
-        return reading.model, ""
+        return sample.model, ""
 
-    def lines(self, reading: Latencies, width: int, height: int) -> list[Content]:
+    def lines(self, sample: LatencySample, width: int, height: int) -> list[Content]:
         """The plots share what the table leaves."""
         rows = max(0, height - 3)
         # where there is no room for all three, the last one is the one that can be missed
-        names = ("last", "p50", "p99") if width >= _NAME + 3 * _LEAST else ("p50", "p99")
-        each = min(_MOST, (width - _NAME) // len(names))
-        heading = " " * _NAME + "".join(f"{name:>{each}}" for name in names)
+        names = (
+            ("last", "p50", "p99") if width >= _NAME_COLUMNS + 3 * _MIN_COLUMNS else ("p50", "p99")
+        )
+        each = min(_MAX_COLUMNS, (width - _NAME_COLUMNS) // len(names))
+        heading = " " * _NAME_COLUMNS + "".join(f"{name:>{each}}" for name in names)
         return [
             Content.styled(heading, "$muted"),
-            _row("TTFT", reading.ttft, names, each, "$accent"),
-            *history(reading.ttft_ms, width, rows // 2, "$accent", numbers.duration),
-            _row("ITL", reading.itl, names, each, "$primary"),
-            *history(reading.itl_ms, width, (rows + 1) // 2, "$primary", numbers.duration),
+            _row("TTFT", sample.ttft, names, each, "$accent"),
+            *series_plot(sample.ttft_series_ms, width, rows // 2, "$accent", format_duration_ms),
+            _row("ITL", sample.itl, names, each, "$primary"),
+            *series_plot(
+                sample.itl_series_ms, width, (rows + 1) // 2, "$primary", format_duration_ms
+            ),
         ]
 
 
-def _row(name: str, latency: Latency, names: tuple[str, ...], each: int, style: str) -> Content:
+def _row(
+    name: str, latency: LatencyStats, names: tuple[str, ...], each: int, style: str
+) -> Content:
     told = {"last": latency.last_ms, "p50": latency.p50_ms, "p99": latency.p99_ms}
-    cells = [f"{numbers.duration(told[column]):>{each}}" for column in names]
-    head = Content.assemble((f"{name:<{_NAME}}", "$muted"), (cells[0], f"bold {style}"))
+    cells = [f"{format_duration_ms(told[column]):>{each}}" for column in names]
+    head = Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), (cells[0], f"bold {style}"))
     return Content.assemble(head, *cells[1:])

@@ -6,58 +6,67 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
-from localgen.backends.machine_stats import GpuUse, MachineUse
+from localgen.backends.machine_stats import GpuStats, MachineStats
 from localgen.backends.terminal_text import one_line
 from localgen.tui.gauges.gauge import Gauge
-from localgen.tui.gauges.plots import EMPTY, FILLS, bar, spread, stacked
-from localgen.tui.gauges.samples import Memory, ModelMemory
-from localgen.tui.widgets import numbers
+from localgen.tui.gauges.plots import BAR_EMPTY, BAR_FILLS, align_ends, bar, stacked_bar
+from localgen.tui.gauges.samples import MemorySample, ModelMemory
+from localgen.tui.widgets.numbers import (
+    format_bytes,
+    format_bytes_of,
+    format_integer,
+    format_number,
+    format_percent,
+)
 
-_LEAST_BAR = 6
+_MIN_BAR_COLUMNS = 6
 
 
-class MemoryGauge(Gauge[Memory]):
+class MemoryGauge(Gauge[MemorySample]):
     """Models, then main memory and CPU, then GPUs."""
 
     def __init__(self) -> None:
         super().__init__("Memory", id="memory")
 
-    def frame(self, reading: Memory) -> tuple[str, str]:
+    def border_texts(self, sample: MemorySample) -> tuple[str, str]:
         """What the server itself takes, beside the processes of its models."""
-        known = reading.server_bytes is not None
-        return "", f"server {numbers.size(reading.server_bytes)}" if known else ""
+        known = sample.server_bytes is not None
+        return "", f"server {format_bytes(sample.server_bytes)}" if known else ""
 
-    def lines(self, reading: Memory, width: int, height: int) -> list[Content]:
+    def lines(self, sample: MemorySample, width: int, height: int) -> list[Content]:
         """Models, each in three lines or fewer; the machine below them."""
-        models = reading.models or ()
+        models = sample.models or ()
         # a line for each model at least, as far as that leaves one for the machine
-        machine = _machine(reading, width, max(1, height - max(1, len(models))))
+        machine = _machine_lines(sample, width, max(1, height - max(1, len(models))))
         room = height - len(machine)
         if not models:
-            says = "no model is loaded" if reading.models is not None else ""
+            says = "no model is loaded" if sample.models is not None else ""
             return [Content.styled(says, "$muted"), *machine]
         each = max(1, min(3, room // len(models)))
-        lines = [line for model in models for line in _model(model, width)[:each]]
+        lines = [line for model in models for line in _model_lines(model, width)[:each]]
         if len(lines) > room:
             hidden = len(models) - max(0, room - 1)
             lines = [*lines[: max(0, room - 1)], Content.styled(f"… {hidden} more", "$muted")]
         return [*lines, *machine]
 
 
-def _model(model: ModelMemory, width: int) -> list[Content]:
+def _model_lines(model: ModelMemory, width: int) -> list[Content]:
     if model.state == "loading":
-        share = f" {numbers.percent(model.progress)}"
+        share = f" {format_percent(model.progress)}"
         name = Content.assemble((model.name, "bold"), (" loading", "$warning"), share)
         return [name, Content.styled(bar(model.progress, width), "$warning")]
     taken = model.gpu_bytes if model.gpu_bytes is not None else model.rss_bytes
     weights = Content.assemble(
-        ("weights ", "$muted"), numbers.size(model.weights_bytes),
-        ("  process ", "$muted"), numbers.size(taken),
+        ("weights ", "$muted"), format_bytes(model.weights_bytes),
+        ("  process ", "$muted"), format_bytes(taken),
     )  # fmt: skip
-    return [spread(Content.styled(model.name, "bold"), weights, width), *_cache(model, width)]
+    return [
+        align_ends(Content.styled(model.name, "bold"), weights, width),
+        *_kv_cache_lines(model, width),
+    ]
 
 
-def _cache(model: ModelMemory, width: int) -> list[Content]:
+def _kv_cache_lines(model: ModelMemory, width: int) -> list[Content]:
     used, cached, free = model.kv_used, model.kv_cached, model.kv_free
     if used is None:
         return [Content.styled("KV —", "$muted")]
@@ -65,10 +74,10 @@ def _cache(model: ModelMemory, width: int) -> list[Content]:
         return [
             Content.assemble(
                 ("KV ", "$muted"), (bar(used, max(1, width - 9)), "$primary"),
-                f" {numbers.percent(used):>5}",
+                f" {format_percent(used):>5}",
             )
         ]  # fmt: skip
-    pieces = stacked((used, cached), used + cached + free, max(_LEAST_BAR, width - 3))
+    pieces = stacked_bar((used, cached), used + cached + free, max(_MIN_BAR_COLUMNS, width - 3))
     return [
         Content.assemble(
             ("KV ", "$muted"), (pieces[0], "$primary"), (pieces[1], "$secondary"),
@@ -80,72 +89,74 @@ def _cache(model: ModelMemory, width: int) -> list[Content]:
 
 def _legend(used: float, cached: float, free: float, width: int) -> Content:
     """Which characters mean what, in words where there is room for them."""
-    sizes = [numbers.size(each) for each in (used, cached, free)]
+    sizes = [format_bytes(each) for each in (used, cached, free)]
     for words in (("used ", "prefixes ", "free "), ("used ", "kept ", "")):
         if sum(map(len, (*sizes, *words))) + 8 <= width:
             break
     else:
         words = ("", "", "")
     return Content.assemble(
-        (FILLS[0], "$primary"), f" {words[0]}{sizes[0]} ",
-        (FILLS[1], "$secondary"), f" {words[1]}{sizes[1]} ",
-        (EMPTY, "$muted"), f" {words[2]}{sizes[2]}",
+        (BAR_FILLS[0], "$primary"), f" {words[0]}{sizes[0]} ",
+        (BAR_FILLS[1], "$secondary"), f" {words[1]}{sizes[1]} ",
+        (BAR_EMPTY, "$muted"), f" {words[2]}{sizes[2]}",
     )  # fmt: skip
 
 
-def _machine(reading: Memory, width: int, rows: int) -> list[Content]:
+def _machine_lines(sample: MemorySample, width: int, rows: int) -> list[Content]:
     """Main memory, then each GPU in two lines, or in one; those without room together."""
-    machine = reading.machine
+    machine = sample.machine
     if machine is None:
         return []
     gpus, room = machine.gpus, rows - 1
     each = 2 if 2 * len(gpus) <= room else 1
     shown = len(gpus) if len(gpus) <= room else max(0, room - 1)
-    lines = [_ram(machine, width)]
-    lines += [line for gpu in gpus[:shown] for line in _gpu(gpu, width)[:each]]
+    lines = [_ram_line(machine, width)]
+    lines += [line for gpu in gpus[:shown] for line in _gpu_lines(gpu, width)[:each]]
     if shown < len(gpus) and room:
         count = f"{len(gpus) - shown} more" if shown else f"{len(gpus)}"
-        lines.append(_together(gpus[shown:], f"{count} GPU{'s' if len(gpus) > 1 else ''} ", width))
+        lines.append(
+            _combined_gpus(gpus[shown:], f"{count} GPU{'s' if len(gpus) > 1 else ''} ", width)
+        )
     return lines
 
 
-def _ram(machine: MachineUse, width: int) -> Content:
+def _ram_line(machine: MachineStats, width: int) -> Content:
     total, free = machine.ram_bytes, machine.ram_free_bytes
     used = total - free if total is not None and free is not None else None
-    cpu = Content.assemble((" CPU ", "$muted"), f"{numbers.percent(machine.cpu):>4}")
+    cpu = Content.assemble((" CPU ", "$muted"), f"{format_percent(machine.cpu):>4}")
     if used is None or total is None:
-        return Content.assemble(("RAM ", "$muted"), f"{numbers.size(free)} free", cpu)
-    text = Content(f" {numbers.part_of(used, total)}")
-    if width - 4 - text.cell_length - cpu.cell_length >= _LEAST_BAR:
+        return Content.assemble(("RAM ", "$muted"), f"{format_bytes(free)} free", cpu)
+    text = Content(f" {format_bytes_of(used, total)}")
+    if width - 4 - text.cell_length - cpu.cell_length >= _MIN_BAR_COLUMNS:
         text = Content.assemble(text, cpu)
-    return _filled("RAM ", used / total, text, width)
+    return _labelled_bar("RAM ", used / total, text, width)
 
 
-def _gpu(gpu: GpuUse, width: int) -> list[Content]:
+def _gpu_lines(gpu: GpuStats, width: int) -> list[Content]:
     share = gpu.used_bytes / gpu.total_bytes if gpu.total_bytes else None
-    text = Content(f" {numbers.part_of(gpu.used_bytes, gpu.total_bytes)}")
+    text = Content(f" {format_bytes_of(gpu.used_bytes, gpu.total_bytes)}")
     facts = [
-        f"busy {numbers.percent(gpu.busy)}",
-        f"{numbers.number(gpu.power_w)}/{numbers.number(gpu.power_limit_w)} W",
-        f"{numbers.count(gpu.temperature_c)} °C",
-        f"{numbers.count(gpu.clock_mhz)} MHz",
+        f"busy {format_percent(gpu.busy)}",
+        f"{format_number(gpu.power_w)}/{format_number(gpu.power_limit_w)} W",
+        f"{format_integer(gpu.temperature_c)} °C",
+        f"{format_integer(gpu.clock_mhz)} MHz",
     ]
     while len("  ".join(facts)) > width:
         facts.pop()
     named = Content.styled(one_line(gpu.name), "$muted")
     return [
-        _filled(f"GPU {gpu.index} ", share, text, width),
-        spread(Content("  ".join(facts)), named, width),
+        _labelled_bar(f"GPU {gpu.index} ", share, text, width),
+        align_ends(Content("  ".join(facts)), named, width),
     ]
 
 
-def _together(gpus: Sequence[GpuUse], name: str, width: int) -> Content:
+def _combined_gpus(gpus: Sequence[GpuStats], name: str, width: int) -> Content:
     """The memory of several."""
     used, total = sum(gpu.used_bytes for gpu in gpus), sum(gpu.total_bytes for gpu in gpus)
-    text = Content(f" {numbers.part_of(used, total)}")
-    return _filled(name, used / total if total else None, text, width)
+    text = Content(f" {format_bytes_of(used, total)}")
+    return _labelled_bar(name, used / total if total else None, text, width)
 
 
-def _filled(name: str, share: float | None, text: Content, width: int) -> Content:
-    room = max(_LEAST_BAR // 2, width - len(name) - text.cell_length)
-    return Content.assemble((name, "$muted"), (bar(share, room), "$accent"), text)
+def _labelled_bar(name: str, fraction: float | None, text: Content, width: int) -> Content:
+    room = max(_MIN_BAR_COLUMNS // 2, width - len(name) - text.cell_length)
+    return Content.assemble((name, "$muted"), (bar(fraction, room), "$accent"), text)

@@ -9,42 +9,43 @@ from textual.reactive import var
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
-from localgen.tui.gauges.samples import Reading
-from localgen.tui.gauges.speculation import DraftsGauge
+from localgen.tui.gauges.samples import ServerSample
+from localgen.tui.gauges.speculation import SpeculationGauge
 from localgen.tui.gauges.speed import SpeedGauge
 
 
-class Gauges(Vertical):
-    """Set `reading`: each gauge takes its part of it. 34 columns at least."""
+class GaugePanel(Vertical):
+    """Set `sample`: each gauge takes its part of it. 34 columns at least."""
 
     DEFAULT_CSS = """
-    Gauges { width: 40; height: 1fr; min-width: 34; }
-    Gauges > #speed { height: 2fr; min-height: 5; }
-    Gauges > #latency { height: 2fr; min-height: 5; }
-    Gauges > #bandwidth { height: 1fr; min-height: 4; }
-    Gauges > #memory { height: 2fr; min-height: 5; }
-    Gauges > #drafts { height: 5; }
-    .-mid Gauges > #drafts, .-short Gauges > #drafts, .-short Gauges > #bandwidth { display: none; }
+    GaugePanel { width: 40; height: 1fr; min-width: 34; }
+    GaugePanel > #speed { height: 2fr; min-height: 5; }
+    GaugePanel > #latency { height: 2fr; min-height: 5; }
+    GaugePanel > #bandwidth { height: 1fr; min-height: 4; }
+    GaugePanel > #memory { height: 2fr; min-height: 5; }
+    GaugePanel > #speculation { height: 5; }
+    .-mid GaugePanel > #speculation, .-short GaugePanel > #speculation { display: none; }
+    .-short GaugePanel > #bandwidth { display: none; }
     """
-    reading: var[Reading] = var(Reading())
+    sample: var[ServerSample] = var(ServerSample())
 
     def compose(self) -> ComposeResult:
         yield SpeedGauge()
         yield LatencyGauge()
         yield BandwidthGauge()
         yield MemoryGauge()
-        yield DraftsGauge()
+        yield SpeculationGauge()
 
-    def watch_reading(self, reading: Reading) -> None:
+    def watch_sample(self, sample: ServerSample) -> None:
         """Hand each gauge its part."""
         if not self.children:
             return
-        self.query_one(SpeedGauge).reading = reading.rates
-        self.query_one(LatencyGauge).reading = reading.latencies
-        self.query_one(BandwidthGauge).reading = reading.bandwidth
-        self.query_one(MemoryGauge).reading = reading.memory
-        self.query_one(DraftsGauge).reading = reading.drafts
+        self.query_one(SpeedGauge).sample = sample.throughput
+        self.query_one(LatencyGauge).sample = sample.latency
+        self.query_one(BandwidthGauge).sample = sample.bandwidth
+        self.query_one(MemoryGauge).sample = sample.memory
+        self.query_one(SpeculationGauge).sample = sample.speculation
 
     def on_mount(self) -> None:
-        """A reading may have been set before."""
-        self.watch_reading(self.reading)
+        """A sample may have been set before."""
+        self.watch_sample(self.sample)

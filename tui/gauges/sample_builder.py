@@ -1,4 +1,4 @@
-"""Snapshots to readings: rates from counters that grow, and the last minutes of each figure."""
+"""Snapshots to samples: rates from counters that grow, and the last minutes of each figure."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import fields
 from typing import TypeVar
 
 from localgen.backends.terminal_text import one_line
-from localgen.client.snapshot import ModelSnapshot, Snapshot, Totals
+from localgen.client.snapshot import ModelCounters, ModelSnapshot, ServerSnapshot
 from localgen.tui.gauges.samples import (
-    BandwidthUse,
-    Drafts,
-    Latencies,
-    Memory,
-    Rates,
-    Reading,
-    memory_of,
+    BandwidthSample,
+    LatencySample,
+    MemorySample,
+    ServerSample,
+    SpeculationSample,
+    ThroughputSample,
+    model_memory,
 )
 
 # a rate is over this: shorter and it jumps with each step of a slow model
-RATE_S = 2.0
+RATE_WINDOW_S = 2.0
 # one sample of a plot
-SAMPLE_S = 0.5
-SAMPLES = 240
-_SLOW_S = 20.0
+PLOT_INTERVAL_S = 0.5
+MAX_PLOT_POINTS = 240
+_LONG_WINDOW_S = 20.0
 _Number = TypeVar("_Number", int, float)
-_NAMES = tuple(field.name for field in fields(Totals))
+_COUNTER_NAMES = tuple(field.name for field in fields(ModelCounters))
 
 
-class Track:
+class TimeSeriesBuffer:
     """Samples of one figure, oldest first."""
 
     def __init__(self) -> None:
-        self._values: deque[float | None] = deque(maxlen=SAMPLES)
+        self._values: deque[float | None] = deque(maxlen=MAX_PLOT_POINTS)
 
     def add(self, value: float | None) -> None:
         self._values.append(value)
@@ -43,186 +43,198 @@ class Track:
         return tuple(self._values)
 
 
-class Growth:
+class CounterRates:
     """How fast the counters of a model grow."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, Totals]] = deque()
+        self._points: deque[tuple[float, ModelCounters]] = deque()
 
-    def add(self, now_s: float, totals: Totals) -> None:
+    def add(self, now_s: float, counters: ModelCounters) -> None:
         """Enter the counters. An engine that has started anew begins a new series."""
-        if self._seen and _is_less(totals, self._seen[-1][1]):
-            self._seen.clear()
-        self._seen.append((now_s, totals))
-        while len(self._seen) > 2 and self._seen[0][0] < now_s - _SLOW_S:
-            self._seen.popleft()
+        if self._points and _was_reset(counters, self._points[-1][1]):
+            self._points.clear()
+        self._points.append((now_s, counters))
+        while len(self._points) > 2 and self._points[0][0] < now_s - _LONG_WINDOW_S:
+            self._points.popleft()
 
-    def since(self, name: str, period_s: float = RATE_S) -> tuple[float, float] | None:
+    def increase(self, counter: str, period_s: float = RATE_WINDOW_S) -> tuple[float, float] | None:
         """How much a counter has grown lately, and in how many seconds; None: not known."""
-        if len(self._seen) < 2:
+        if len(self._points) < 2:
             return None
-        now_s, last = self._seen[-1]
+        now_s, last = self._points[-1]
         before_s, before = next(
-            (each for each in reversed(self._seen) if each[0] <= now_s - period_s), self._seen[0]
+            (each for each in reversed(self._points) if each[0] <= now_s - period_s),
+            self._points[0],
         )
-        new, old = getattr(last, name), getattr(before, name)
+        new, old = getattr(last, counter), getattr(before, counter)
         if new is None or old is None or now_s <= before_s:
             return None
         return new - old, now_s - before_s
 
-    def per_s(self, name: str) -> float | None:
+    def rate(self, counter: str) -> float | None:
         """Its rate."""
-        grown = self.since(name)
+        grown = self.increase(counter)
         return None if grown is None else grown[0] / grown[1]
 
-    def ratio(self, part: str, whole: str, period_s: float = RATE_S) -> float | None:
+    def ratio(
+        self, numerator: str, denominator: str, period_s: float = RATE_WINDOW_S
+    ) -> float | None:
         """How much one has grown for each of the other; None: the other has not."""
-        parts, wholes = self.since(part, period_s), self.since(whole, period_s)
+        parts, wholes = self.increase(numerator, period_s), self.increase(denominator, period_s)
         if parts is None or wholes is None or not wholes[0]:
             return None
         return parts[0] / wholes[0]
 
 
-class Record:
+class SampleBuilder:
     """Everything that was seen of a server since it was last found."""
 
     def __init__(self) -> None:
-        self._growth: dict[str, Growth] = {}
-        self._sampled_s: float | None = None
-        self._decode, self._prefill = Track(), Track()
-        self._share = Track()
+        self._counter_rates: dict[str, CounterRates] = {}
+        self._last_point_s: float | None = None
+        self._decode_series, self._prefill_series = TimeSeriesBuffer(), TimeSeriesBuffer()
+        self._utilization_series = TimeSeriesBuffer()
         # TTFT and ITL of each model: those of two are no history of one
-        self._latency: dict[str, tuple[Track, Track]] = {}
+        self._latency_series: dict[str, tuple[TimeSeriesBuffer, TimeSeriesBuffer]] = {}
 
-    def read(self, now_s: float, snapshot: Snapshot) -> Reading:
+    def add_snapshot(self, now_s: float, snapshot: ServerSnapshot) -> ServerSample:
         """Enter a snapshot; what the gauges draw now. now_s: a clock that never goes back."""
         models = snapshot.models
         for model in models:
-            self._growth.setdefault(_key(model), Growth()).add(now_s, model.totals)
+            self._counter_rates.setdefault(_key(model), CounterRates()).add(now_s, model.counters)
         decode, prefill = (
-            self._per_s(models, "generated_tokens"),
-            self._per_s(models, "prompt_tokens"),
+            self._total_rate(models, "generated_tokens"),
+            self._total_rate(models, "prompt_tokens"),
         )
-        busiest = max(models, key=self._business, default=None)
-        bandwidth = self._bandwidth(models)
-        if self._is_time(now_s):
-            self._decode.add(decode)
-            self._prefill.add(prefill)
-            self._sample_latency(models)
-            self._share.add(bandwidth.share)
-        return Reading(
+        busiest = max(models, key=self._activity, default=None)
+        bandwidth = self._bandwidth_sample(models)
+        if self._is_point_due(now_s):
+            self._decode_series.add(decode)
+            self._prefill_series.add(prefill)
+            self._add_latency_points(models)
+            self._utilization_series.add(bandwidth.utilization)
+        return ServerSample(
             snapshot=snapshot,
-            rates=Rates(
+            throughput=ThroughputSample(
                 decode_per_s=decode,
                 prefill_per_s=prefill,
-                running=_sum(model.running for model in models),
-                waiting=_sum(model.waiting for model in models),
-                batch=self._of(busiest, lambda each: each.ratio("step_sequences", "steps")),
-                decode=self._decode.values,
-                prefill=self._prefill.values,
+                running=_sum_known(model.running for model in models),
+                waiting=_sum_known(model.waiting for model in models),
+                batch_size=self._from_rates(
+                    busiest, lambda each: each.ratio("step_sequences", "steps")
+                ),
+                decode_series=self._decode_series.values,
+                prefill_series=self._prefill_series.values,
             ),
-            latencies=self._latencies(busiest),
+            latency=self._latency_sample(busiest),
             bandwidth=bandwidth,
-            memory=Memory(
-                models=tuple(map(memory_of, models)),
+            memory=MemorySample(
+                models=tuple(map(model_memory, models)),
                 machine=snapshot.machine,
                 server_bytes=snapshot.rss_bytes,
             ),
-            drafts=self._drafts(busiest),
+            speculation=self._speculation_sample(busiest),
         )
 
-    def _is_time(self, now_s: float) -> bool:
+    def _is_point_due(self, now_s: float) -> bool:
         """Whether the plots get another sample."""
-        if self._sampled_s is not None and now_s < self._sampled_s + SAMPLE_S * 0.9:
+        if self._last_point_s is not None and now_s < self._last_point_s + PLOT_INTERVAL_S * 0.9:
             return False
-        self._sampled_s = now_s
+        self._last_point_s = now_s
         return True
 
-    def _sample_latency(self, models: Iterable[ModelSnapshot]) -> None:
-        before, self._latency = self._latency, {}
+    def _add_latency_points(self, models: Iterable[ModelSnapshot]) -> None:
+        before, self._latency_series = self._latency_series, {}
         for model in models:
-            tracks = before.get(_key(model)) or (Track(), Track())
+            tracks = before.get(_key(model)) or (TimeSeriesBuffer(), TimeSeriesBuffer())
             tracks[0].add(model.ttft.last_ms)
             tracks[1].add(model.itl.last_ms)
-            self._latency[_key(model)] = tracks
+            self._latency_series[_key(model)] = tracks
 
-    def _latencies(self, model: ModelSnapshot | None) -> Latencies:
+    def _latency_sample(self, model: ModelSnapshot | None) -> LatencySample:
         if model is None:
-            return Latencies()
-        ttft, itl = self._latency.get(_key(model)) or (Track(), Track())
-        return Latencies(
+            return LatencySample()
+        ttft, itl = self._latency_series.get(_key(model)) or (
+            TimeSeriesBuffer(),
+            TimeSeriesBuffer(),
+        )
+        return LatencySample(
             model=one_line(model.name),
             ttft=model.ttft,
             itl=model.itl,
-            ttft_ms=ttft.values,
-            itl_ms=itl.values,
+            ttft_series_ms=ttft.values,
+            itl_series_ms=itl.values,
         )
 
-    def _growth_of(self, model: ModelSnapshot) -> Growth:
-        return self._growth[_key(model)]
+    def _rates_of(self, model: ModelSnapshot) -> CounterRates:
+        return self._counter_rates[_key(model)]
 
-    def _business(self, model: ModelSnapshot) -> tuple[float, float, float]:
-        grown = self._growth_of(model).since("generated_tokens", _SLOW_S)
+    def _activity(self, model: ModelSnapshot) -> tuple[float, float, float]:
+        grown = self._rates_of(model).increase("generated_tokens", _LONG_WINDOW_S)
         lately = grown[0] if grown else 0.0
-        return (model.running or 0, lately, model.totals.generated_tokens or 0)
+        return (model.running or 0, lately, model.counters.generated_tokens or 0)
 
-    def _of(
-        self, model: ModelSnapshot | None, figure: Callable[[Growth], float | None]
+    def _from_rates(
+        self, model: ModelSnapshot | None, compute: Callable[[CounterRates], float | None]
     ) -> float | None:
-        return None if model is None else figure(self._growth_of(model))
+        return None if model is None else compute(self._rates_of(model))
 
-    def _per_s(self, models: Iterable[ModelSnapshot], name: str) -> float | None:
-        return _sum(self._growth_of(model).per_s(name) for model in models)
+    def _total_rate(self, models: Iterable[ModelSnapshot], counter: str) -> float | None:
+        return _sum_known(self._rates_of(model).rate(counter) for model in models)
 
-    def _bandwidth(self, models: Iterable[ModelSnapshot]) -> BandwidthUse:
+    def _bandwidth_sample(self, models: Iterable[ModelSnapshot]) -> BandwidthSample:
         """Of the medium that is used most: models in the same memory share it."""
-        found: dict[str, BandwidthUse] = {}
+        found: dict[str, BandwidthSample] = {}
         for model in models:
-            use = self._reads(model)
+            use = self._model_bandwidth(model)
             if use is None:
                 continue
             before = found.get(use.medium)
-            read = (use.read_per_s or 0.0) + (before.read_per_s or 0.0 if before else 0.0)
-            found[use.medium] = BandwidthUse(
-                share=read / use.limit_per_s if use.limit_per_s else None,
-                read_per_s=read,
-                limit_per_s=use.limit_per_s,
-                medium=use.medium,
-                why=use.why,
+            read = (use.read_bytes_per_s or 0.0) + (
+                before.read_bytes_per_s or 0.0 if before else 0.0
             )
-        most = max(found.values(), key=lambda use: use.share or 0.0, default=BandwidthUse())
-        return BandwidthUse(
-            share=most.share,
-            read_per_s=most.read_per_s,
-            limit_per_s=most.limit_per_s,
+            found[use.medium] = BandwidthSample(
+                utilization=read / use.limit_bytes_per_s if use.limit_bytes_per_s else None,
+                read_bytes_per_s=read,
+                limit_bytes_per_s=use.limit_bytes_per_s,
+                medium=use.medium,
+                reason=use.reason,
+            )
+        most = max(
+            found.values(), key=lambda use: use.utilization or 0.0, default=BandwidthSample()
+        )
+        return BandwidthSample(
+            utilization=most.utilization,
+            read_bytes_per_s=most.read_bytes_per_s,
+            limit_bytes_per_s=most.limit_bytes_per_s,
             medium=most.medium,
-            why=most.why,
-            shares=self._share.values,
+            reason=most.reason,
+            utilization_series=self._utilization_series.values,
         )
 
-    def _reads(self, model: ModelSnapshot) -> BandwidthUse | None:
+    def _model_bandwidth(self, model: ModelSnapshot) -> BandwidthSample | None:
         """What a model reads a second: weights once a step, the cache for each sequence in it."""
-        growth, cost = self._growth_of(model), model.read
+        growth, cost = self._rates_of(model), model.read_cost
         if cost is None:
             return None
-        steps, contexts = growth.per_s("steps"), growth.per_s("context_tokens")
+        steps, contexts = growth.rate("steps"), growth.rate("context_tokens")
         read = (steps or 0.0) * cost.weights_bytes + (contexts or 0.0) * cost.kv_token_bytes
-        return BandwidthUse(
-            read_per_s=None if steps is None else read,
-            limit_per_s=cost.bytes_per_s,
+        return BandwidthSample(
+            read_bytes_per_s=None if steps is None else read,
+            limit_bytes_per_s=cost.bytes_per_s,
             medium=cost.medium,
-            why=cost.how,
+            reason=cost.how,
         )
 
-    def _drafts(self, model: ModelSnapshot | None) -> Drafts:
+    def _speculation_sample(self, model: ModelSnapshot | None) -> SpeculationSample:
         if model is None:
-            return Drafts()
-        growth = self._growth_of(model)
-        return Drafts(
+            return SpeculationSample()
+        growth = self._rates_of(model)
+        return SpeculationSample(
             stats=model.speculation,
-            acceptance=growth.ratio("accepted_tokens", "draft_tokens", _SLOW_S),
-            prefix_hits=growth.ratio("prefix_hits", "prefix_queries", _SLOW_S),
-            preemptions=model.totals.preemptions,
+            acceptance_rate=growth.ratio("accepted_tokens", "draft_tokens", _LONG_WINDOW_S),
+            prefix_hit_rate=growth.ratio("prefix_hits", "prefix_queries", _LONG_WINDOW_S),
+            preemptions=model.counters.preemptions,
         )
 
 
@@ -230,12 +242,12 @@ def _key(model: ModelSnapshot) -> str:
     return model.id or model.name
 
 
-def _sum(values: Iterable[_Number | None]) -> _Number | None:
+def _sum_known(values: Iterable[_Number | None]) -> _Number | None:
     """None where nobody tells."""
     known = [value for value in values if value is not None]
     return sum(known[1:], start=known[0]) if known else None
 
 
-def _is_less(new: Totals, old: Totals) -> bool:
-    pairs = ((getattr(new, name), getattr(old, name)) for name in _NAMES)
+def _was_reset(new: ModelCounters, old: ModelCounters) -> bool:
+    pairs = ((getattr(new, name), getattr(old, name)) for name in _COUNTER_NAMES)
     return any(a is not None and b is not None and a < b for a, b in pairs)

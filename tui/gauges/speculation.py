@@ -6,43 +6,43 @@ from textual.content import Content
 
 from localgen.backends.terminal_text import one_line
 from localgen.tui.gauges.gauge import Gauge
-from localgen.tui.gauges.samples import Drafts as DraftsReading
-from localgen.tui.widgets import numbers
+from localgen.tui.gauges.samples import SpeculationSample
+from localgen.tui.widgets.numbers import UNKNOWN_TEXT, format_integer, format_number, format_percent
 
 
-class DraftsGauge(Gauge[DraftsReading]):
+class SpeculationGauge(Gauge[SpeculationSample]):
     """Speculation, prefix cache and preemptions."""
 
     def __init__(self) -> None:
-        super().__init__("Drafts and prefixes", id="drafts")
+        super().__init__("Drafts and prefixes", id="speculation")
 
-    def lines(self, reading: DraftsReading, width: int, height: int) -> list[Content]:
+    def lines(self, sample: SpeculationSample, width: int, height: int) -> list[Content]:
         """Where nothing is drafted it says why, as far as the server does."""
-        stats = reading.stats
+        stats = sample.stats
         who = one_line(", ".join(stats.drafters)) if stats else ""
-        lines = [_line("drafts", who or ("none" if stats else numbers.UNKNOWN))]
+        lines = [_line("drafts", who or ("none" if stats else UNKNOWN_TEXT))]
         if stats and (stats.share or not stats.reason):
             lines.append(
                 Content.assemble(
                     ("right ", "$muted"),
-                    (numbers.percent(reading.acceptance), "bold"),
+                    (format_percent(sample.acceptance_rate), "bold"),
                     (" a step ", "$muted"),
-                    (numbers.number(stats.tokens_per_step or None), "bold"),
+                    (format_number(stats.tokens_per_step or None), "bold"),
                     (" speed ×", "$muted"),
-                    (numbers.number(stats.speedup or None), "bold"),
+                    (format_number(stats.speedup or None), "bold"),
                 )
             )
         elif stats:
             lines.append(Content.styled(f"not now: {one_line(stats.reason)}", "$muted"))
-        elif reading.acceptance is not None:
-            right = (numbers.percent(reading.acceptance), "bold")
+        elif sample.acceptance_rate is not None:
+            right = (format_percent(sample.acceptance_rate), "bold")
             lines.append(Content.assemble(("right ", "$muted"), right))
         lines.append(
             Content.assemble(
                 ("prefix hits ", "$muted"),
-                (numbers.percent(reading.prefix_hits), "bold"),
+                (format_percent(sample.prefix_hit_rate), "bold"),
                 ("  preempted ", "$muted"),
-                (numbers.count(reading.preemptions), "bold"),
+                (format_integer(sample.preemptions), "bold"),
             )
         )
         return lines

@@ -15,12 +15,12 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, OptionList
 
-from localgen.tui.widgets.picker import Picker, has_words, named_row
+from localgen.tui.widgets.picker import Picker, matches_query, name_row
 
-_CHOSEN, _OTHER, _REFUSED, _GAP = "●", "○", "·", 2
+_SELECTED_MARK, _UNSELECTED_MARK, _DISABLED_MARK, _GAP = "●", "○", "·", 2
 
 
-class Choices(Widget, can_focus=True):
+class RadioChoices(Widget, can_focus=True):
     """options: values and what stands for them. Posts Changed when the user takes another."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -28,45 +28,45 @@ class Choices(Widget, can_focus=True):
         Binding("right,space", "step(1)", "Next value", show=False),
     ]
     DEFAULT_CSS = """
-    Choices { width: 1fr; height: auto; }
+    RadioChoices { width: 1fr; height: auto; }
     """
 
     class Changed(Message):
         """The user has taken a value."""
 
-        def __init__(self, choices: Choices, value: object) -> None:
+        def __init__(self, radio_choices: RadioChoices, value: object) -> None:
             super().__init__()
-            self.choices = choices
+            self.radio_choices = radio_choices
             self.value = value
 
         @property
-        def control(self) -> Choices:
-            return self.choices
+        def control(self) -> RadioChoices:
+            return self.radio_choices
 
     def __init__(self, options: Sequence[tuple[object, str]], *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._options = options
         self._value = options[0][0]
-        self._refused: Mapping[object, str] = {}
+        self._disabled_reasons: Mapping[object, str] = {}
 
-    def show(self, value: object, refused: Mapping[object, str]) -> None:
-        """refused: values that cannot be taken, and why."""
-        if (value, refused) != (self._value, self._refused):
-            self._value, self._refused = value, refused
+    def show_value(self, value: object, disabled_reasons: Mapping[object, str]) -> None:
+        """disabled_reasons: values that cannot be taken, and why."""
+        if (value, disabled_reasons) != (self._value, self._disabled_reasons):
+            self._value, self._disabled_reasons = value, disabled_reasons
             self.refresh(layout=True)
 
     @property
-    def tooltip_of_refused(self) -> str:
+    def disabled_reason_text(self) -> str:
         """Why values cannot be taken."""
-        return "; ".join(dict.fromkeys(self._refused.values()))
+        return "; ".join(dict.fromkeys(self._disabled_reasons.values()))
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self._rows(width))
+        return len(self._wrapped_options(width))
 
     def render(self) -> Content:
-        rows = self._rows(self.content_size.width)
+        rows = self._wrapped_options(self.content_size.width)
         return Content("\n").join(
-            Content(" " * _GAP).join(self._drawn(value, label) for _, value, label in row)
+            Content(" " * _GAP).join(self._option_content(value, label) for _, value, label in row)
             for row in rows
         )
 
@@ -74,11 +74,11 @@ class Choices(Widget, can_focus=True):
         at = event.get_content_offset(self)
         if at is None:
             return
-        rows = self._rows(self.content_size.width)
+        rows = self._wrapped_options(self.content_size.width)
         row = rows[at.y] if at.y < len(rows) else []
         for x, value, label in row:
             if x <= at.x < x + len(label) + 2:
-                self._take(value)
+                self._select(value)
 
     def action_step(self, by: int) -> None:
         """The next value that can be taken; the ends are ends."""
@@ -86,15 +86,15 @@ class Choices(Widget, can_focus=True):
         at = values.index(self._value)
         able = values[at + 1 :] if by > 0 else values[:at][::-1]
         for value in able:
-            if not self._refused.get(value):
-                self._take(value)
+            if not self._disabled_reasons.get(value):
+                self._select(value)
                 return
 
-    def _take(self, value: object) -> None:
-        if value != self._value and not self._refused.get(value):
+    def _select(self, value: object) -> None:
+        if value != self._value and not self._disabled_reasons.get(value):
             self.post_message(self.Changed(self, value))
 
-    def _rows(self, width: int) -> list[list[tuple[int, object, str]]]:
+    def _wrapped_options(self, width: int) -> list[list[tuple[int, object, str]]]:
         """Column, value and label of each, as many in a row as there is room for."""
         rows: list[list[tuple[int, object, str]]] = [[]]
         x = 0
@@ -106,13 +106,13 @@ class Choices(Widget, can_focus=True):
             x += len(label) + 2 + _GAP
         return rows
 
-    def _drawn(self, value: object, label: str) -> Content:
-        if self._refused.get(value):
-            return Content.styled(f"{_REFUSED} {label}", "dim")
+    def _option_content(self, value: object, label: str) -> Content:
+        if self._disabled_reasons.get(value):
+            return Content.styled(f"{_DISABLED_MARK} {label}", "dim")
         if value != self._value:
-            return Content(f"{_OTHER} {label}")
+            return Content(f"{_UNSELECTED_MARK} {label}")
         style = "bold reverse" if self.has_focus else "bold $primary"
-        return Content.assemble((f"{_CHOSEN} {label}", style))
+        return Content.assemble((f"{_SELECTED_MARK} {label}", style))
 
 
 class NamePicker(Picker[str]):
@@ -138,22 +138,22 @@ class NamePicker(Picker[str]):
             yield OptionList(markup=False)
 
     def on_mount(self) -> None:
-        self._fill("")
+        self._filter_rows("")
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        self._fill(event.value)
+        self._filter_rows(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         typed = event.value.strip()
         if self.highlighted is not None:
-            self.take(self.highlighted)
+            self.select_item(self.highlighted)
         elif typed and self._hint:
-            self.take(typed)
+            self.select_item(typed)
 
-    def _fill(self, typed: str) -> None:
+    def _filter_rows(self, query: str) -> None:
         rows = [
-            (name, named_row(name, about, is_current=name == self._current))
+            (name, name_row(name, about, is_current=name == self._current))
             for name, about in self._rows
-            if has_words(f"{name} {about}", typed)
+            if matches_query(f"{name} {about}", query)
         ]
-        self.show(rows, self._current)
+        self.show_rows(rows, self._current)

@@ -10,44 +10,51 @@ from textual.reactive import reactive
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.quant.events import Advice, Advised, Event, Needs, Unfinished, both
-from localgen.tui.widgets import numbers
+from localgen.quant.events import (
+    EstimateEvent,
+    MethodEstimate,
+    QuantizeEvent,
+    RecommendationEvent,
+    UnfinishedEvent,
+    combine_estimates,
+)
+from localgen.tui.widgets.numbers import format_bytes, format_bytes_of
 
 _NAME_COLUMNS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Reckoning:
-    """What a look has told so far. is_whole: it has come to its end. error: why it could not.
+class QuantizeEstimate:
+    """What a look has told so far. is_complete: it has come to its end. error: why it could not.
     option: what is chosen, as advice calls it."""
 
     option: str = ""
-    needs: Needs | None = None
-    unfinished: Unfinished | None = None
-    advised: Advised | None = None
-    is_whole: bool = False
+    resources: EstimateEvent | None = None
+    unfinished: UnfinishedEvent | None = None
+    recommendation: RecommendationEvent | None = None
+    is_complete: bool = False
     error: str = ""
 
     @property
-    def is_possible(self) -> bool:
+    def can_run(self) -> bool:
         """Whether the run can begin."""
-        return self.is_whole and not self.error
+        return self.is_complete and not self.error
 
 
-def with_event(reckoning: Reckoning, event: Event) -> Reckoning:
+def apply_event(estimate: QuantizeEstimate, event: QuantizeEvent) -> QuantizeEstimate:
     """What is known after one more event."""
     match event:
-        case Needs():
-            return replace(reckoning, needs=both(reckoning.needs, event))
-        case Unfinished():
-            return replace(reckoning, unfinished=event)
-        case Advised():
-            return replace(reckoning, advised=event)
-    return reckoning
+        case EstimateEvent():
+            return replace(estimate, resources=combine_estimates(estimate.resources, event))
+        case UnfinishedEvent():
+            return replace(estimate, unfinished=event)
+        case RecommendationEvent():
+            return replace(estimate, recommendation=event)
+    return estimate
 
 
 class EstimatePanel(Static):
-    """Draws a reckoning."""
+    """Draws an estimate."""
 
     DEFAULT_CSS = """
     EstimatePanel {
@@ -55,48 +62,49 @@ class EstimatePanel(Static):
         border-title-style: bold; text-wrap: wrap;
     }
     """
-    reckoning: reactive[Reckoning] = reactive(Reckoning, init=False)
+    estimate: reactive[QuantizeEstimate] = reactive(QuantizeEstimate, init=False)
 
     def __init__(self) -> None:
         super().__init__(markup=False)
         self.border_title = "About what it takes"
 
     def on_mount(self) -> None:
-        self.watch_reckoning()
+        self.watch_estimate()
 
     def on_resize(self) -> None:
-        self.watch_reckoning()
+        self.watch_estimate()
 
-    def watch_reckoning(self) -> None:
+    def watch_estimate(self) -> None:
         width = self.content_size.width
-        self.update(Content("\n").join(_lines(self.reckoning, width)))
+        self.update(Content("\n").join(_lines(self.estimate, width)))
 
 
-def _lines(reckoning: Reckoning, width: int) -> Iterable[Content]:
-    if reckoning.error:
-        yield Content.styled(f"✗ {one_line(reckoning.error)}", "$error")
-    elif not reckoning.is_whole:
+def _lines(estimate: QuantizeEstimate, width: int) -> Iterable[Content]:
+    if estimate.error:
+        yield Content.styled(f"✗ {one_line(estimate.error)}", "$error")
+    elif not estimate.is_complete:
         yield Content.styled("reckoning …", "$muted")
-    if reckoning.needs is not None:
-        yield from _need_lines(reckoning.needs)
-    if reckoning.unfinished is not None:
-        done, total = reckoning.unfinished.done, reckoning.unfinished.total
+    if estimate.resources is not None:
+        yield from _resource_lines(estimate.resources)
+    if estimate.unfinished is not None:
+        done, total = estimate.unfinished.done, estimate.unfinished.total
         yield Content.styled(
             f"▸ an unfinished run lies there, {done} of {total} layers: Ctrl+R goes on with it",
             "$accent",
         )
-    if reckoning.advised is not None:
+    if estimate.recommendation is not None:
         yield Content("")
-        yield from _advice_lines(reckoning.advised, reckoning.option, width)
+        yield from _recommendation_lines(estimate.recommendation, estimate.option, width)
 
 
-def _need_lines(needs: Needs) -> Iterable[Content]:
-    yield _line("result", numbers.part_of(needs.output_bytes, needs.source_bytes))
-    memory = f"{numbers.size(needs.memory_bytes)}, {numbers.size(needs.free_bytes)} free"
-    is_much = needs.memory_bytes is not None and needs.memory_bytes > needs.free_bytes
+def _resource_lines(resources: EstimateEvent) -> Iterable[Content]:
+    yield _line("result", format_bytes_of(resources.output_bytes, resources.source_bytes))
+    memory = f"{format_bytes(resources.memory_bytes)}, {format_bytes(resources.free_bytes)} free"
+    is_much = resources.memory_bytes is not None and resources.memory_bytes > resources.free_bytes
     yield _line("memory", memory, "$warning" if is_much else "")
     yield _line(
-        "disk", f"{numbers.size(needs.disk_bytes)}, {numbers.size(needs.disk_free_bytes)} free"
+        "disk",
+        f"{format_bytes(resources.disk_bytes)}, {format_bytes(resources.disk_free_bytes)} free",
     )
     if is_much:
         yield Content.styled(
@@ -104,30 +112,34 @@ def _need_lines(needs: Needs) -> Iterable[Content]:
         )
 
 
-def _advice_lines(advised: Advised, option: str, width: int) -> Iterable[Content]:
-    ways = [(_words(way.option), way) for way in advised.ways]
+def _recommendation_lines(
+    recommendation: RecommendationEvent, option: str, width: int
+) -> Iterable[Content]:
+    ways = [(_option_label(way.option), way) for way in recommendation.estimates]
     name_width = max((len(name) for name, _ in ways), default=0)
     head = f"  {'WAY':<{name_width}}  {'SIZE':>8}  FITS"
     yield Content.styled(head, "bold $muted")
     for name, way in ways:
-        text = f"{name:<{name_width}}  {numbers.size(way.size_bytes):>8}  {way.place or 'no'}"
+        text = f"{name:<{name_width}}  {format_bytes(way.size_bytes):>8}  {way.place or 'no'}"
         if width - len(text) - 4 > len(way.trade):
             text = f"{text:<{len(head)}}  {way.trade}"
         is_chosen = way.option == option
-        yield Content.styled(f"{'▸' if is_chosen else ' '} {text}", _style(way, is_chosen))
-    if advised.best is not None:
-        yield Content.styled(f"suits this machine best: {_words(advised.best)}", "$muted")
+        yield Content.styled(f"{'▸' if is_chosen else ' '} {text}", _option_style(way, is_chosen))
+    if recommendation.best_option is not None:
+        yield Content.styled(
+            f"suits this machine best: {_option_label(recommendation.best_option)}", "$muted"
+        )
     else:
         yield Content.styled("none of these fits this machine", "$warning")
 
 
-def _style(way: Advice, is_chosen: bool) -> str:
+def _option_style(way: MethodEstimate, is_chosen: bool) -> str:
     if is_chosen:
         return "bold"
     return "" if way.place else "$muted"
 
 
-def _words(option: str) -> str:
+def _option_label(option: str) -> str:
     return option.replace("--gguf", "GGUF").replace("--bits 3", "3 bits").replace("--", "")
 
 

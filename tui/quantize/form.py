@@ -1,4 +1,4 @@
-"""What is to be made of which model: a line for each part of the choice."""
+"""What is to be made of which model: a line for each field of the form."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.quant.request.form import (
     BITS,
+    GGUF_CALIBRATIONS,
     GROUP_SIZES,
-    METHOD_NAMES,
-    WEIGHED,
-    Choice,
-    why_not,
-    why_not_value,
+    METHOD_CHOICES,
+    QuantizeForm,
+    invalid_value_reason,
+    unavailable_reason,
 )
-from localgen.tui.quantize.choices import Choices
+from localgen.tui.quantize.choices import RadioChoices
 
-_ROWS = [(size, "row" if size < 0 else str(size)) for size in GROUP_SIZES]
-_WEIGHED_LABELS = ("nothing", "matrix", "matrix+awq")
+_GROUP_SIZE_OPTIONS = [(size, "row" if size < 0 else str(size)) for size in GROUP_SIZES]
+_CALIBRATION_LABELS = ("nothing", "matrix", "matrix+awq")
 _LABELS = {
     "model": "Model",
     "method": "Method",
@@ -41,27 +41,27 @@ _LABELS = {
     "out": "Result",
 }
 _OPTIONS: dict[str, list[tuple[object, str]]] = {
-    "method": [(name, name) for name in METHOD_NAMES],
-    "weighed": list(zip(WEIGHED, _WEIGHED_LABELS, strict=True)),
+    "method": [(name, name) for name in METHOD_CHOICES],
+    "weighed": list(zip(GGUF_CALIBRATIONS, _CALIBRATION_LABELS, strict=True)),
     "bits": [(bits, str(bits)) for bits in BITS],
-    "group_size": [(value, label) for value, label in _ROWS],
+    "group_size": [(value, label) for value, label in _GROUP_SIZE_OPTIONS],
     "is_measured": [(True, "yes"), (False, "no")],
 }
 # what is chosen from a list of its own
-LISTED = ("model", "gguf")
+PICKER_FIELDS = ("model", "gguf")
 
 
-class Opener(Widget, can_focus=True):
-    """A value that is chosen elsewhere. Posts Wanted."""
+class PickerButton(Widget, can_focus=True):
+    """A value that is chosen elsewhere. Posts Pressed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,space", "open", "Choose from a list", show=False)
     ]
     DEFAULT_CSS = """
-    Opener { width: 1fr; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    PickerButton { width: 1fr; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
-    class Wanted(Message):
+    class Pressed(Message):
         """The list of a field is to be shown."""
 
         def __init__(self, field: str) -> None:
@@ -72,7 +72,7 @@ class Opener(Widget, can_focus=True):
         super().__init__(id=f"control-{field}")
         self._field, self._value = field, ""
 
-    def show(self, value: str) -> None:
+    def show_value(self, value: str) -> None:
         self._value = value
         self.refresh()
 
@@ -84,10 +84,10 @@ class Opener(Widget, can_focus=True):
         self.action_open()
 
     def action_open(self) -> None:
-        self.post_message(self.Wanted(self._field))
+        self.post_message(self.Pressed(self._field))
 
 
-class Field(Horizontal):
+class FormField(Horizontal):
     """A name, and what sets the value; or why there is nothing to be set."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -95,100 +95,104 @@ class Field(Horizontal):
         Binding("up", "app.focus_previous", "Line before", show=False),
     ]
     DEFAULT_CSS = """
-    Field { height: auto; }
-    Field Label { width: 11; color: $text-muted; }
-    Field:focus-within Label { color: $foreground; text-style: bold; }
-    Field Input { width: 1fr; }
-    Field .closed { display: none; width: 1fr; height: auto; color: $text-disabled; }
-    Field.-closed .closed { display: block; }
-    Field.-closed .control { display: none; }
+    FormField { height: auto; }
+    FormField Label { width: 11; color: $text-muted; }
+    FormField:focus-within Label { color: $foreground; text-style: bold; }
+    FormField Input { width: 1fr; }
+    FormField .disabled-reason { display: none; width: 1fr; height: auto; color: $text-disabled; }
+    FormField.-disabled .disabled-reason { display: block; }
+    FormField.-disabled .control { display: none; }
     """
 
     def __init__(self, name: str, control: Widget) -> None:
         super().__init__(id=f"field-{name}")
-        self.field, self._control = name, control
+        self.field_name, self._control = name, control
         control.add_class("control")
 
     def compose(self) -> ComposeResult:
-        yield Label(_LABELS[self.field], markup=False)
+        yield Label(_LABELS[self.field_name], markup=False)
         yield self._control
-        yield Static(classes="closed", markup=False)
+        yield Static(classes="disabled-reason", markup=False)
 
-    def show(self, choice: Choice, usual_out: str) -> None:
-        """usual_out: what the result is called if nothing is said."""
-        why = why_not(choice, self.field)
-        self.set_class(bool(why), "-closed")
-        self.query_one(".closed", Static).update(Content(f"– {why}"))
-        is_weighed = self.field == "weighed"
-        value: Any = choice.calibrated_for if is_weighed else getattr(choice, self.field)
+    def show_value(self, form: QuantizeForm, default_out: str) -> None:
+        """default_out: what the result is called if nothing is said."""
+        why = unavailable_reason(form, self.field_name)
+        self.set_class(bool(why), "-disabled")
+        self.query_one(".disabled-reason", Static).update(Content(f"– {why}"))
+        is_weighed = self.field_name == "weighed"
+        value: Any = form.effective_calibration if is_weighed else getattr(form, self.field_name)
         match self._control:
-            case Choices() as choices:
-                values = [each for each, _ in _OPTIONS[self.field]]
-                refused = {} if why else {v: why_not_value(choice, self.field, v) for v in values}
-                choices.show(value, {v: said for v, said in refused.items() if said})
+            case RadioChoices() as choices:
+                values = [each for each, _ in _OPTIONS[self.field_name]]
+                refused = (
+                    {}
+                    if why
+                    else {v: invalid_value_reason(form, self.field_name, v) for v in values}
+                )
+                choices.show_value(value, {v: said for v, said in refused.items() if said})
             case Input() as field:
-                field.placeholder = usual_out if self.field == "out" else "localgen's own"
+                field.placeholder = default_out if self.field_name == "out" else "localgen's own"
                 if field.value.strip() != value:
                     field.value = value
-            case Opener() as opener:
-                opener.show(str(value))
+            case PickerButton() as opener:
+                opener.show_value(str(value))
 
 
-class Form(Vertical):
-    """Holds a choice. Posts Changed with each new one."""
+class QuantizeFormPanel(Vertical):
+    """Holds a QuantizeForm. Posts Changed with each new one."""
 
     DEFAULT_CSS = """
-    Form {
+    QuantizeFormPanel {
         border: round $border; border-title-color: $primary; border-title-style: bold;
         padding: 0 1; overflow-y: auto; scrollbar-size-vertical: 1;
     }
-    Form:focus-within { border: round $primary; }
-    Form:disabled { opacity: 60%; }
+    QuantizeFormPanel:focus-within { border: round $primary; }
+    QuantizeFormPanel:disabled { opacity: 60%; }
     """
 
     class Changed(Message):
-        """The choice is another one."""
+        """The form is another one."""
 
-        def __init__(self, choice: Choice) -> None:
+        def __init__(self, form: QuantizeForm) -> None:
             super().__init__()
-            self.choice = choice
+            self.form = form
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, form: QuantizeForm) -> None:
         super().__init__()
-        self.choice = choice
+        self.form = form
         self.border_title = "What to make"
 
     def compose(self) -> ComposeResult:
         for name in _LABELS:
-            yield Field(name, _control(name))
+            yield FormField(name, _control(name))
 
     def on_mount(self) -> None:
-        self.show(self.choice)
+        self.show_values(self.form)
 
-    def show(self, choice: Choice) -> None:
-        """Take over a choice."""
-        self.choice = choice
+    def show_values(self, form: QuantizeForm) -> None:
+        """Take over a form."""
+        self.form = form
         try:
-            usual = str(replace(choice, out="").out_path)
+            usual = str(replace(form, out="").output_path)
         except LocalgenError:
             usual = ""
-        for field in self.query(Field):
-            field.show(choice, usual)
+        for field in self.query(FormField):
+            field.show_value(form, usual)
 
-    def take(self, **parts: Any) -> None:
-        """Change parts of the choice as if the user had."""
-        changed = replace(self.choice, **parts)
-        if changed != self.choice:
-            self.show(changed)
+    def set_values(self, **changes: Any) -> None:
+        """Change fields of the form as if the user had."""
+        changed = replace(self.form, **changes)
+        if changed != self.form:
+            self.show_values(changed)
             self.post_message(self.Changed(changed))
 
-    def on_choices_changed(self, event: Choices.Changed) -> None:
+    def on_radio_choices_changed(self, event: RadioChoices.Changed) -> None:
         event.stop()
-        self.take(**{_field_of(event.choices): event.value})
+        self.set_values(**{_field_name_of(event.radio_choices): event.value})
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
-        self.take(**{_field_of(event.input): event.value.strip()})
+        self.set_values(**{_field_name_of(event.input): event.value.strip()})
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
@@ -197,19 +201,19 @@ class Form(Vertical):
     def on_click(self, event: events.Click) -> None:
         """A click on a line's name means the line."""
         field = event.widget.parent if isinstance(event.widget, Label) else None
-        if isinstance(field, Field):
+        if isinstance(field, FormField):
             field.query_one(".control").focus()
 
 
 def _control(name: str) -> Widget:
-    if name in LISTED:
-        return Opener(name)
+    if name in PICKER_FIELDS:
+        return PickerButton(name)
     if name in _OPTIONS:
-        return Choices(_OPTIONS[name], id=f"control-{name}")
+        return RadioChoices(_OPTIONS[name], id=f"control-{name}")
     return Input(compact=True, select_on_focus=False, id=f"control-{name}")
 
 
-def _field_of(control: Widget) -> str:
+def _field_name_of(control: Widget) -> str:
     field = control.parent
-    assert isinstance(field, Field)
-    return field.field
+    assert isinstance(field, FormField)
+    return field.field_name

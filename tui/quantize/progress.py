@@ -8,9 +8,9 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui.gauges.plots import bar, spread
-from localgen.tui.quantize.run import Run
-from localgen.tui.widgets import numbers
+from localgen.tui.gauges.plots import align_ends, bar
+from localgen.tui.quantize.run import QuantizeRun
+from localgen.tui.widgets.numbers import format_bytes, format_duration_s, format_percent
 
 _NAME_COLUMNS = 10
 _LATEST_NOTES = 6
@@ -29,37 +29,41 @@ class ProgressPanel(Static):
     def __init__(self) -> None:
         super().__init__(markup=False)
         self.border_title = "Quantizing"
-        self._drawn = Content("")
+        self._shown_content = Content("")
 
-    def show(self, run: Run) -> None:
+    def show_run(self, run: QuantizeRun) -> None:
         drawing = Content("\n").join(_lines(run, self.content_size.width))
-        if drawing.plain != self._drawn.plain:
-            self._drawn = drawing
+        if drawing.plain != self._shown_content.plain:
+            self._shown_content = drawing
             self.update(drawing)
 
 
-def _lines(run: Run, width: int) -> Iterable[Content]:
-    yield Content.styled(f"{one_line(run.choice.model)} → {one_line(run.name)}", "bold")
+def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
+    yield Content.styled(f"{one_line(run.form.model)} → {one_line(run.name)}", "bold")
     yield Content("")
-    step = "stopping" if run.is_stopping else run.step
-    left = "" if run.left_s is None else f"{numbers.clock(run.left_s)} left"
-    yield spread(Content(one_line(step)), Content.styled(left, "bold"), width)
-    share = None if run.at is None or not run.at.total else run.at.done / run.at.total
-    percent = numbers.percent(share) if share is not None else ""
+    step = "stopping" if run.is_stopping else run.step_status
+    left = "" if run.remaining_s is None else f"{format_duration_s(run.remaining_s)} left"
+    yield align_ends(Content(one_line(step)), Content.styled(left, "bold"), width)
+    share = (
+        None
+        if run.progress is None or not run.progress.total
+        else run.progress.done / run.progress.total
+    )
+    percent = format_percent(share) if share is not None else ""
     yield Content.assemble((bar(share, max(4, width - 5)), "$primary"), f"{percent:>5}")
     yield Content("")
     yield from _memory_lines(run)
-    yield _line("so far", numbers.clock(run.took_s))
+    yield _line("so far", format_duration_s(run.elapsed_s))
     for note in run.notes[-_LATEST_NOTES:]:
         yield Content.styled(one_line(note), "$muted")
 
 
-def _memory_lines(run: Run) -> Iterable[Content]:
-    estimated = None if run.needs is None else run.needs.memory_bytes
+def _memory_lines(run: QuantizeRun) -> Iterable[Content]:
+    estimated = None if run.estimate is None else run.estimate.memory_bytes
     if estimated is None:  # as llama.cpp does it: a tensor at a time
         return
     memory = run.memory_bytes()
-    text = f"{numbers.size(memory)}, about {numbers.size(estimated)} at most"
+    text = f"{format_bytes(memory)}, about {format_bytes(estimated)} at most"
     yield _line("memory", text)
 
 

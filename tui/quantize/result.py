@@ -8,74 +8,76 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.quant.report import Row, table
-from localgen.tui.quantize.run import Run
-from localgen.tui.widgets import numbers
+from localgen.quant.report import EvalRow, eval_table
+from localgen.tui.quantize.run import QuantizeRun
+from localgen.tui.widgets.numbers import format_bytes, format_duration_s
 
-_NAME_COLUMNS, _FIGURE_COLUMNS = 13, 11
+_NAME_COLUMNS, _VALUE_COLUMNS = 13, 11
 
 
-class VerdictPanel(Static):
+class QuantizeResultPanel(Static):
     """Draws a run that has ended."""
 
     DEFAULT_CSS = """
-    VerdictPanel {
+    QuantizeResultPanel {
         height: auto; border: round $success; padding: 0 1; border-title-color: $success;
         border-title-style: bold; display: none;
     }
-    VerdictPanel.-unmade { border: round $warning; border-title-color: $warning; }
+    QuantizeResultPanel.-failed { border: round $warning; border-title-color: $warning; }
     """
 
     def __init__(self) -> None:
         super().__init__(markup=False)
 
-    def show(self, run: Run) -> None:
-        if run.made is not None:
+    def show_run(self, run: QuantizeRun) -> None:
+        if run.result is not None:
             self.border_title = "Verdict"
         else:
             self.border_title = "It was not made" if run.error else "Stopped"
-        self.set_class(run.made is None, "-unmade")
+        self.set_class(run.result is None, "-failed")
         self.update(Content("\n").join(_lines(run)))
 
 
-def _lines(run: Run) -> Iterable[Content]:
-    if run.made is None:
-        yield from _unmade_lines(run)
+def _lines(run: QuantizeRun) -> Iterable[Content]:
+    if run.result is None:
+        yield from _failure_lines(run)
         return
-    yield Content.styled(f"✓ {one_line(run.made.path)}", "bold $success")
+    yield Content.styled(f"✓ {one_line(run.result.path)}", "bold $success")
     if run.rows:
         yield Content("")
-        yield from table_lines(run.rows)
+        yield from eval_table_lines(run.rows)
     elif run.error:
         yield Content.styled(f"✗ not measured: {one_line(run.error)}", "$error")
     else:
         yield Content("It is whole; it was stopped before it was measured.")
     yield Content("")
-    yield Content.styled(_took(run), "$muted")
+    yield Content.styled(_elapsed_line(run), "$muted")
     for note in run.notes:
         yield Content.styled(one_line(note), "$muted")
 
 
-def _unmade_lines(run: Run) -> Iterable[Content]:
+def _failure_lines(run: QuantizeRun) -> Iterable[Content]:
     if run.error:
         yield Content.styled(f"✗ {one_line(run.error)}", "$error")
         return
     stopped = run.stopped
     yield Content(
-        "Nothing of it is kept." if stopped is None else _done(stopped.done, stopped.total)
+        "Nothing of it is kept."
+        if stopped is None
+        else _layers_done_line(stopped.done, stopped.total)
     )
 
 
-def _done(done: int, total: int) -> str:
+def _layers_done_line(done: int, total: int) -> str:
     return f"{done} of {total} layers are done, and can be gone on with."
 
 
-def table_lines(rows: Sequence[Row]) -> Iterable[Content]:
+def eval_table_lines(rows: Sequence[EvalRow]) -> Iterable[Content]:
     """The table of `localgen quantize`, a line for each figure: names are long."""
-    head, *cells = table(rows)
+    head, *cells = eval_table(rows)
     titles = ("original", "result")
     yield Content.styled(
-        " " * _NAME_COLUMNS + "".join(f"{title:<{_FIGURE_COLUMNS}}" for title in titles),
+        " " * _NAME_COLUMNS + "".join(f"{title:<{_VALUE_COLUMNS}}" for title in titles),
         "bold $muted",
     )
     for name, *figures_of in zip(head[1:], *(row[1:] for row in cells), strict=True):
@@ -87,17 +89,17 @@ def table_lines(rows: Sequence[Row]) -> Iterable[Content]:
 
 
 def _line(name: str, cells: Sequence[str]) -> Content:
-    text = "".join(f"{cell:<{_FIGURE_COLUMNS}}" for cell in cells)
+    text = "".join(f"{cell:<{_VALUE_COLUMNS}}" for cell in cells)
     return Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), text.rstrip())
 
 
-def _took(run: Run) -> str:
-    took = f"took {numbers.clock(run.took_s)}"
-    made = run.made
+def _elapsed_line(run: QuantizeRun) -> str:
+    took = f"took {format_duration_s(run.elapsed_s)}"
+    made = run.result
     if made is None or made.layers is None:
         return took
     resumed = f", {made.resumed} were there" if made.resumed else ""
     return (
-        f"{took}: {made.layers} layers in {numbers.clock(made.seconds)}{resumed}; at most "
-        f"{numbers.size(made.peak_bytes)} of memory, {numbers.size(made.estimated_bytes)} estimated"
+        f"{took}: {made.layers} layers in {format_duration_s(made.seconds)}{resumed}; at most "
+        f"{format_bytes(made.peak_bytes)} of memory, {format_bytes(made.estimated_bytes)} estimated"
     )

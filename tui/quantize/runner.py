@@ -8,41 +8,47 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
 from localgen.quant.originals import require_packages
-from localgen.quant.process import Child, Work
-from localgen.quant.request import form as choices
-from localgen.quant.request.form import Choice
-from localgen.quant.request.request import Asked
-from localgen.tui.quantize.run import Run
+from localgen.quant.process import QuantizeProcess, QuantizeWorker
+from localgen.quant.request.form import (
+    QuantizeForm,
+    has_unfinished_run,
+    load_form,
+    save_form,
+    with_absolute_output,
+    with_relative_output,
+)
+from localgen.quant.request.request import QuantizeRequest
+from localgen.tui.quantize.run import QuantizeRun
 
 # begins to make what is asked for, or only looks at what that would take
-Start = Callable[[Asked, bool], Work]
+StartProcess = Callable[[QuantizeRequest, bool], QuantizeWorker]
 
 
-def child(asked: Asked, looks: bool) -> Work:
+def start_process(request: QuantizeRequest, dry_run: bool) -> QuantizeWorker:
     """In a process of its own."""
-    return Child(asked, looks=looks)
+    return QuantizeProcess(request, dry_run=dry_run)
 
 
-class Workshop:
-    """state_dir: where what was chosen last is remembered. is_elsewhere: the program talks to a
-    server of another machine. run: the one that goes on, or the last one."""
+class QuantizeRunner:
+    """state_dir: where what was chosen last is remembered. is_remote: the program talks to a
+    server of another machine. current_run: the one that goes on, or the last one."""
 
     def __init__(
         self,
         state_dir: Path,
-        start: Start = child,
+        start_process: StartProcess = start_process,
         clock: Callable[[], float] = time.monotonic,
         *,
-        is_elsewhere: bool = False,
+        is_remote: bool = False,
     ) -> None:
-        self.run: Run | None = None
-        self._kept = state_dir / "quantize.json"
-        self._start, self._clock, self._is_elsewhere = start, clock, is_elsewhere
-        self._announced: Run | None = None
+        self.current_run: QuantizeRun | None = None
+        self._saved_path = state_dir / "quantize.json"
+        self._start_process, self._clock, self._is_remote = start_process, clock, is_remote
+        self._announced_run: QuantizeRun | None = None
 
-    def require(self) -> None:
+    def require_available(self) -> None:
         """InvalidRequest, LoadFailed: nothing can be quantized from here."""
-        if self._is_elsewhere:
+        if self._is_remote:
             raise InvalidRequest(
                 "a model is quantized on the machine where it lies: localgen tui without --url, "
                 "or localgen quantize there"
@@ -51,42 +57,48 @@ class Workshop:
 
     @property
     def is_running(self) -> bool:
-        return self.run is not None and self.run.is_running
+        return self.current_run is not None and self.current_run.is_running
 
-    def first(self) -> Choice:
+    def initial_form(self) -> QuantizeForm:
         """What a form begins with: what there is to be gone on with, else the usual."""
-        if self.run is not None:
-            return self.run.choice
-        kept = choices.kept(self._kept)
-        if kept is None or not choices.is_unfinished(kept):
-            return Choice()
-        return choices.seen_from_here(kept)
+        if self.current_run is not None:
+            return self.current_run.form
+        kept = load_form(self._saved_path)
+        if kept is None or not has_unfinished_run(kept):
+            return QuantizeForm()
+        return with_relative_output(kept)
 
-    def look(self, asked: Asked) -> Work:
+    def dry_run(self, request: QuantizeRequest) -> QuantizeWorker:
         """Find out what it would take. LoadFailed: no process can be started."""
-        return self._start(asked, True)
+        return self._start_process(request, True)
 
-    def begin(self, choice: Choice, *, resume: bool) -> Run:
+    def start(self, form: QuantizeForm, *, resume: bool) -> QuantizeRun:
         """InvalidRequest: one is going on. LoadFailed: no process can be started."""
         if self.is_running:
             raise InvalidRequest("a model is being quantized: one at a time")
-        run = Run(choice, self._start(choice.asked(resume=resume), False), self._clock)
-        choices.keep(choices.placed(choice), self._kept)
-        self.run = run
+        run = QuantizeRun(
+            form, self._start_process(form.to_request(resume=resume), False), self._clock
+        )
+        save_form(with_absolute_output(form), self._saved_path)
+        self.current_run = run
         run.start()
         return run
 
     def stop(self) -> None:
-        if self.run is not None and self.run.is_running:
-            self.run.stop()
+        if self.current_run is not None and self.current_run.is_running:
+            self.current_run.stop()
 
-    def seen(self) -> None:
+    def mark_announced(self) -> None:
         """Whoever asked has seen how the last run ended."""
-        self._announced = self.run
+        self._announced_run = self.current_run
 
-    def news(self) -> str:
+    def take_end_message(self) -> str:
         """How the run ended, said once; empty while there is nothing to say."""
-        if self.run is None or self.run.is_running or self.run is self._announced:
+        if (
+            self.current_run is None
+            or self.current_run.is_running
+            or self.current_run is self._announced_run
+        ):
             return ""
-        self.seen()
-        return f"{self.run.line()} · F10 shows it"
+        self.mark_announced()
+        return f"{self.current_run.status_line()} · F10 shows it"

@@ -16,27 +16,27 @@ from textual.widgets import Button, Static
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.quant.originals import originals
-from localgen.quant.request.form import Choice, option
-from localgen.quant.request.gguf_types import TYPES
-from localgen.quant.request.request import Asked
+from localgen.quant.originals import scan_originals
+from localgen.quant.request.form import QuantizeForm, method_option
+from localgen.quant.request.gguf_types import GGUF_TYPES
+from localgen.quant.request.request import QuantizeRequest
 from localgen.tui.quantize.choices import NamePicker
-from localgen.tui.quantize.estimate import EstimatePanel, Reckoning, with_event
-from localgen.tui.quantize.form import Form, Opener
+from localgen.tui.quantize.estimate import EstimatePanel, QuantizeEstimate, apply_event
+from localgen.tui.quantize.form import PickerButton, QuantizeFormPanel
 from localgen.tui.quantize.progress import ProgressPanel
-from localgen.tui.quantize.result import VerdictPanel
-from localgen.tui.quantize.run import on_screen
-from localgen.tui.quantize.runner import Workshop
-from localgen.tui.widgets import numbers
-from localgen.tui.widgets.dialog import Confirm
-from localgen.tui.widgets.footer import Keys
+from localgen.tui.quantize.result import QuantizeResultPanel
+from localgen.tui.quantize.run import replace_cli_options
+from localgen.tui.quantize.runner import QuantizeRunner
+from localgen.tui.widgets.dialog import ConfirmDialog
+from localgen.tui.widgets.footer import KeyFooter
+from localgen.tui.widgets.numbers import format_bytes
 
-PAUSE_S = 0.4
+DEBOUNCE_S = 0.4
 _WIDE_COLUMNS = 76
 
 
 class QuantizeScreen(Screen[str | None]):
-    """Shows what the workshop does. sync() is called many times a second.
+    """Shows what the runner does. sync() is called many times a second.
 
     Closes with the result that is to be talked with, or None; the run goes on.
     """
@@ -44,7 +44,7 @@ class QuantizeScreen(Screen[str | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+r", "run", "Run"),
         Binding("ctrl+c", "stop", "Stop", priority=True),
-        Binding("ctrl+t", "talk", "Chat with it"),
+        Binding("ctrl+t", "chat", "Chat with it"),
         Binding("ctrl+o", "model", "Model"),
         Binding("escape", "back", "Back"),
         Binding("pageup", "scroll(-1)", "Scroll back", show=False),
@@ -53,37 +53,39 @@ class QuantizeScreen(Screen[str | None]):
     DEFAULT_CSS = """
     QuantizeScreen #title { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap; }
     QuantizeScreen #body { height: 1fr; overflow-y: auto; scrollbar-size-vertical: 1; }
-    QuantizeScreen Form { height: auto; width: 1fr; }
+    QuantizeScreen QuantizeFormPanel { height: auto; width: 1fr; }
     QuantizeScreen #side { height: auto; width: 1fr; }
     QuantizeScreen.-wide #body { layout: horizontal; overflow-y: hidden; }
-    QuantizeScreen.-wide Form { height: 1fr; max-width: 56; }
+    QuantizeScreen.-wide QuantizeFormPanel { height: 1fr; max-width: 56; }
     QuantizeScreen.-wide #side {
         height: 1fr; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1;
     }
-    QuantizeScreen #acts { height: 1; margin: 0 1; }
-    QuantizeScreen #acts Button { margin-right: 2; }
-    QuantizeScreen #told { height: auto; max-height: 4; padding: 0 2; display: none; }
-    QuantizeScreen #told.-shown { display: block; color: $error; }
+    QuantizeScreen #actions { height: 1; margin: 0 1; }
+    QuantizeScreen #actions Button { margin-right: 2; }
+    QuantizeScreen #message { height: auto; max-height: 4; padding: 0 2; display: none; }
+    QuantizeScreen #message.-shown { display: block; color: $error; }
     """
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, runner: QuantizeRunner) -> None:
         super().__init__()
-        self._workshop = workshop
-        self._form = Form(workshop.first())
-        self._estimate, self._progress = EstimatePanel(), ProgressPanel()
-        self._verdict = VerdictPanel()
-        self._run = Button("Run", id="run", variant="primary", compact=True)
-        self._stop = Button("Stop (Ctrl+C)", id="stop", variant="warning", compact=True)
-        self._talk = Button("Chat with it (Ctrl+T)", id="talk", variant="success", compact=True)
+        self._runner = runner
+        self._form_panel = QuantizeFormPanel(runner.initial_form())
+        self._estimate_panel, self._progress_panel = EstimatePanel(), ProgressPanel()
+        self._result_panel = QuantizeResultPanel()
+        self._run_button = Button("Run", id="run", variant="primary", compact=True)
+        self._stop_button = Button("Stop (Ctrl+C)", id="stop", variant="warning", compact=True)
+        self._chat_button = Button(
+            "Chat with it (Ctrl+T)", id="chat", variant="success", compact=True
+        )
         # whether the form has changed since the run that is shown began
-        self._is_anew = workshop.run is None
+        self._is_form_changed = runner.current_run is None
         # the last run whose end is known here
-        self._ended = None if workshop.is_running else workshop.run
-        self._looked_at = ""
-        self._had_stop: bool | None = None
+        self._last_ended_run = None if runner.is_running else runner.current_run
+        self._estimated_model = ""
+        self._was_running: bool | None = None
         # the beat of the program may come before all parts are there
-        self._is_whole = False
-        self._shown: tuple[object, ...] = ()
+        self._is_composed = False
+        self._shown_state: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
         yield Static(
@@ -91,80 +93,80 @@ class QuantizeScreen(Screen[str | None]):
             id="title",
         )
         with Vertical(id="body"):
-            yield self._form
+            yield self._form_panel
             with Vertical(id="side"):
-                yield self._progress
-                yield self._verdict
-                yield self._estimate
-        yield Static(id="told", markup=False)
-        with Horizontal(id="acts"):
-            yield self._run
-            yield self._stop
-            yield self._talk
-        yield Keys(compact=True)
+                yield self._progress_panel
+                yield self._result_panel
+                yield self._estimate_panel
+        yield Static(id="message", markup=False)
+        with Horizontal(id="actions"):
+            yield self._run_button
+            yield self._stop_button
+            yield self._chat_button
+        yield KeyFooter(compact=True)
 
     def on_mount(self) -> None:
-        self._is_whole = True
+        self._is_composed = True
         self.sync()
-        if not self._workshop.is_running and not self._is_made:
-            self.reckon()
+        if not self._runner.is_running and not self._has_result:
+            self.update_estimate()
 
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.width >= _WIDE_COLUMNS, "-wide")
 
     def sync(self) -> None:
         """What is new in the run."""
-        if not self._is_whole:
+        if not self._is_composed:
             return
-        run, is_running = self._workshop.run, self._workshop.is_running
+        run, is_running = self._runner.current_run, self._runner.is_running
         if run is not None and is_running:
-            self._progress.show(run)
-        state = (run, is_running, self._is_anew, self._estimate.reckoning)
-        if state == self._shown:
+            self._progress_panel.show_run(run)
+        state = (run, is_running, self._is_form_changed, self._estimate_panel.estimate)
+        if state == self._shown_state:
             return
-        self._shown = state
-        self._show()
-        if run is not None and not is_running and run is not self._ended:
-            self._ended = run
-            self._has_ended()
+        self._shown_state = state
+        self._update_panels()
+        if run is not None and not is_running and run is not self._last_ended_run:
+            self._last_ended_run = run
+            self._handle_run_end()
 
-    def tell(self, message: str) -> None:
+    def show_message(self, message: str) -> None:
         """Something that did not do, below everything; nothing: it does."""
-        told = self.query_one("#told", Static)
+        told = self.query_one("#message", Static)
         told.update(Content(one_line(message)))
         told.set_class(bool(message), "-shown")
 
-    @work(exclusive=True, group="reckon")
-    async def reckon(self) -> None:
-        """Look at what the choice takes, once it has been left alone for a moment."""
-        choice = self._form.choice
+    @work(exclusive=True, group="estimate")
+    async def update_estimate(self) -> None:
+        """Look at what the form takes, once it has been left alone for a moment."""
+        choice = self._form_panel.form
         # what suits the machine stays while it is the same model
-        is_same = self._looked_at == choice.model
-        advised = self._estimate.reckoning.advised if is_same else None
-        self._looked_at = choice.model
-        found = Reckoning(option=option(choice), advised=advised)
-        self._estimate.reckoning = found
+        is_same = self._estimated_model == choice.model
+        advised = self._estimate_panel.estimate.recommendation if is_same else None
+        self._estimated_model = choice.model
+        found = QuantizeEstimate(option=method_option(choice), recommendation=advised)
+        self._estimate_panel.estimate = found
         self.sync()
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(DEBOUNCE_S)
         try:
-            found = await self._looked(found, choice.asked())
+            found = await self._dry_run(found, choice.to_request())
         except LocalgenError as error:
-            found = replace(found, error=on_screen(error.message), is_whole=True)
-        self._estimate.reckoning = found
+            found = replace(found, error=replace_cli_options(error.message), is_complete=True)
+        self._estimate_panel.estimate = found
         self.sync()
 
-    def on_form_changed(self, event: Form.Changed) -> None:
+    def on_quantize_form_panel_changed(self, event: QuantizeFormPanel.Changed) -> None:
         event.stop()
-        self.tell("")
-        self._is_anew = True
-        self.reckon()
+        self.show_message("")
+        self._is_form_changed = True
+        self.update_estimate()
 
-    def on_opener_wanted(self, event: Opener.Wanted) -> None:
+    def on_picker_button_pressed(self, event: PickerButton.Pressed) -> None:
         event.stop()
         if event.field == "model":
             self.action_model()
         else:
-            self._pick_type()
+            self._pick_gguf_type()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
@@ -173,31 +175,33 @@ class QuantizeScreen(Screen[str | None]):
                 self.action_run()
             case "stop":
                 self.action_stop()
-            case "talk":
-                self.action_talk()
+            case "chat":
+                self.action_chat()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys are offered while they do something."""
         match action:
             case "run":
-                return not self._workshop.is_running and (self._is_anew or not self._is_made)
+                return not self._runner.is_running and (
+                    self._is_form_changed or not self._has_result
+                )
             case "model":
-                return not self._workshop.is_running
-            case "talk":
-                return self._is_made and not self._is_anew
+                return not self._runner.is_running
+            case "chat":
+                return self._has_result and not self._is_form_changed
         return True
 
     @work(group="run")
     async def action_run(self) -> None:
         """Begin, or go on with what lies there."""
-        reckoning = self._estimate.reckoning
+        reckoning = self._estimate_panel.estimate
         if reckoning.error:
-            self.tell(reckoning.error)
-        elif not reckoning.is_possible:
-            self.tell("not yet: what it takes is still being reckoned")
+            self.show_message(reckoning.error)
+        elif not reckoning.can_run:
+            self.show_message("not yet: what it takes is still being reckoned")
         else:
-            self.tell("")
-            await self._begin(self._form.choice, resume=reckoning.unfinished is not None)
+            self.show_message("")
+            await self._start_run(self._form_panel.form, resume=reckoning.unfinished is not None)
 
     def action_stop(self) -> None:
         """Copy what is selected; or stop the run, after a question."""
@@ -205,15 +209,15 @@ class QuantizeScreen(Screen[str | None]):
         if selected:
             self.app.copy_to_clipboard(selected)
             self.notify("Copied.", timeout=2)
-        elif self._workshop.is_running:
-            self._stop_if_sure()
+        elif self._runner.is_running:
+            self._confirm_stop()
         else:
-            self.tell("nothing is being quantized; Esc goes back, Ctrl+Q leaves")
+            self.show_message("nothing is being quantized; Esc goes back, Ctrl+Q leaves")
 
-    def action_talk(self) -> None:
-        run = self._workshop.run
-        if run is not None and run.made is not None:
-            self.dismiss(run.made.path)
+    def action_chat(self) -> None:
+        run = self._runner.current_run
+        if run is not None and run.result is not None:
+            self.dismiss(run.result.path)
 
     def action_back(self) -> None:
         self.dismiss(None)
@@ -229,33 +233,37 @@ class QuantizeScreen(Screen[str | None]):
     @work(group="pick")
     async def action_model(self) -> None:
         """Choose one of the models that are here, or type one."""
-        found = await asyncio.to_thread(originals)
-        rows = [(one.name, f"{numbers.size(one.size_bytes)} · {one.source}") for one in found]
+        found = await asyncio.to_thread(scan_originals)
+        rows = [(one.name, f"{format_bytes(one.size_bytes)} · {one.source}") for one in found]
         hint = "a folder with config.json and safetensors"
-        picker = NamePicker("Models in 16 bits", rows, self._form.choice.model, hint)
+        picker = NamePicker("Models in 16 bits", rows, self._form_panel.form.model, hint)
         name = await self.app.push_screen_wait(picker)
         if name is not None:
-            self._form.take(model=name)
+            self._form_panel.set_values(model=name)
 
     @work(group="pick")
-    async def _pick_type(self) -> None:
+    async def _pick_gguf_type(self) -> None:
         rows = [
-            (name, "needs calibration" if kind.needs_importance else "")
-            for name, kind in TYPES.items()
+            (name, "needs calibration" if kind.needs_imatrix else "")
+            for name, kind in GGUF_TYPES.items()
         ]
-        picker = NamePicker("Types of GGUF files, the largest first", rows, self._form.choice.gguf)
+        picker = NamePicker(
+            "Types of GGUF files, the largest first", rows, self._form_panel.form.gguf
+        )
         name = await self.app.push_screen_wait(picker)
         if name is not None:
-            self._form.take(gguf=name)
+            self._form_panel.set_values(gguf=name)
 
     @property
-    def _is_made(self) -> bool:
-        run = self._workshop.run
-        return run is not None and not run.is_running and run.made is not None
+    def _has_result(self) -> bool:
+        run = self._runner.current_run
+        return run is not None and not run.is_running and run.result is not None
 
-    async def _looked(self, found: Reckoning, asked: Asked) -> Reckoning:
+    async def _dry_run(
+        self, estimate: QuantizeEstimate, request: QuantizeRequest
+    ) -> QuantizeEstimate:
         """What is found out; cancelled: the one who looks is ended."""
-        looking = await asyncio.to_thread(self._workshop.look, asked)
+        looking = await asyncio.to_thread(self._runner.dry_run, request)
         told = []
 
         def listen() -> None:
@@ -265,58 +273,60 @@ class QuantizeScreen(Screen[str | None]):
         try:
             await asyncio.to_thread(listen)
         except LocalgenError as error:
-            found = replace(found, error=on_screen(error.message))
+            estimate = replace(estimate, error=replace_cli_options(error.message))
         except Exception as error:  # a user sees a sentence, and the chats go on
             defect = f"a defect of localgen ({type(error).__name__}: {error})"
-            found = replace(found, error=defect)
+            estimate = replace(estimate, error=defect)
         finally:
-            looking.end()
+            looking.kill()
         for event in told:
-            found = with_event(found, event)
-        return replace(found, is_whole=True)
+            estimate = apply_event(estimate, event)
+        return replace(estimate, is_complete=True)
 
-    async def _begin(self, choice: Choice, *, resume: bool) -> None:
+    async def _start_run(self, form: QuantizeForm, *, resume: bool) -> None:
         try:
-            await asyncio.to_thread(self._workshop.begin, choice, resume=resume)
+            await asyncio.to_thread(self._runner.start, form, resume=resume)
         except LocalgenError as error:
-            self.tell(on_screen(error.message))
+            self.show_message(replace_cli_options(error.message))
             return
-        self._is_anew = False
+        self._is_form_changed = False
         self.sync()
 
     @work(group="stop", exclusive=True)
-    async def _stop_if_sure(self) -> None:
-        run = self._workshop.run
+    async def _confirm_stop(self) -> None:
+        run = self._runner.current_run
         stays = "The layers that are done stay, and can be gone on with."
-        if run is not None and not run.choice.goes_by_layers:
+        if run is not None and not run.form.is_resumable:
             stays = "A file without calibration is begun anew the next time."
         question = f"Stop quantizing? {stays}"
-        if await self.app.push_screen_wait(Confirm(question, yes="Stop", no="Go on")):
-            self._workshop.stop()
+        if await self.app.push_screen_wait(ConfirmDialog(question, yes="Stop", no="Go on")):
+            self._runner.stop()
 
-    def _has_ended(self) -> None:
-        self._workshop.seen()
-        if not self._is_made:
-            self.reckon()  # what is done can be gone on with
+    def _handle_run_end(self) -> None:
+        self._runner.mark_announced()
+        if not self._has_result:
+            self.update_estimate()  # what is done can be gone on with
 
-    def _show(self) -> None:
+    def _update_panels(self) -> None:
         """The parts that say something now."""
-        run, is_running = self._workshop.run, self._workshop.is_running
-        has_verdict = run is not None and not is_running and not self._is_anew
-        self._form.disabled = is_running
-        self._progress.display = is_running
-        self._verdict.display = has_verdict
+        run, is_running = self._runner.current_run, self._runner.is_running
+        has_verdict = run is not None and not is_running and not self._is_form_changed
+        self._form_panel.disabled = is_running
+        self._progress_panel.display = is_running
+        self._result_panel.display = has_verdict
         if run is not None and has_verdict:
-            self._verdict.show(run)
-        self._estimate.display = not is_running and not (has_verdict and self._is_made)
-        reckoning = self._estimate.reckoning
+            self._result_panel.show_run(run)
+        self._estimate_panel.display = not is_running and not (has_verdict and self._has_result)
+        reckoning = self._estimate_panel.estimate
         label = "Go on" if reckoning.unfinished is not None else "Run"
-        self._run.label = f"{label} (Ctrl+R)"
-        self._run.display = self._estimate.display
-        self._run.disabled = not reckoning.is_possible
-        self._stop.display = is_running
-        self._talk.display = has_verdict and self._is_made
-        if is_running != self._had_stop:
-            self._had_stop = is_running
-            self.set_focus(self._stop if is_running else self._form.query_one("#control-model"))
+        self._run_button.label = f"{label} (Ctrl+R)"
+        self._run_button.display = self._estimate_panel.display
+        self._run_button.disabled = not reckoning.can_run
+        self._stop_button.display = is_running
+        self._chat_button.display = has_verdict and self._has_result
+        if is_running != self._was_running:
+            self._was_running = is_running
+            self.set_focus(
+                self._stop_button if is_running else self._form_panel.query_one("#control-model")
+            )
         self.refresh_bindings()

@@ -10,27 +10,27 @@ from textual.reactive import var
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.tui.base_app import Shell
-from localgen.tui.feed import FIRST_RETRY_S, Feed, Lost, Seen, Watch
-from localgen.tui.gauges.samples import Reading
+from localgen.tui.base_app import BaseApp
+from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
+from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.requests import RequestRow
 from localgen.tui.top.table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
-from localgen.tui.widgets.dialog import Confirm
+from localgen.tui.widgets.dialog import ConfirmDialog
 
 
-class TopWatch(Watch, Protocol):
+class TopServerMonitor(ServerMonitor, Protocol):
     """A way to look at a server that can also end a request."""
 
     def cancel(self, request_id: str) -> bool:
         """End it; False: it has ended."""
 
 
-class TopApp(Shell):
-    """watch: makes the way to the server, in a thread. where: what the user calls it; way_out:
-    what to do while none answers."""
+class TopApp(BaseApp):
+    """make_monitor: makes the way to the server, in a thread. server_label: what the user calls it;
+    start_hint: what to do while none answers."""
 
     TITLE = "localgen top"
     HELP_NOTES = (
@@ -42,24 +42,24 @@ class TopApp(Shell):
         Binding("ctrl+c", "quit", "Quit", show=False, priority=True)
     ]
     # not a reactive: that would repaint the whole screen each time
-    reading: var[Reading] = var(Reading(), init=False)
+    sample: var[ServerSample] = var(ServerSample(), init=False)
 
     def __init__(
         self,
-        watch: Callable[[], TopWatch],
-        where: str,
-        way_out: str,
-        choice: ThemeChoice | None = None,
+        make_monitor: Callable[[], TopServerMonitor],
+        server_label: str,
+        start_hint: str,
+        theme_choice: ThemeChoice | None = None,
         *,
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
-        super().__init__(choice)
-        self._make_watch = watch
-        self._way_out = way_out
-        self._watch: TopWatch | None = None
-        self._was_seen = self._is_lost = self._is_paused = False
-        self._dashboard = Dashboard(where)
-        self._feed = Feed(self._open, self.post_message, first_retry_s=first_retry_s)
+        super().__init__(theme_choice)
+        self._make_monitor = make_monitor
+        self._start_hint = start_hint
+        self._monitor: TopServerMonitor | None = None
+        self._has_connected = self._is_lost = self._is_paused = False
+        self._dashboard = Dashboard(server_label)
+        self._feed = SampleFeed(self._open_monitor, self.post_message, first_retry_s=first_retry_s)
 
     def get_default_screen(self) -> Dashboard:
         """The only one that is no dialog."""
@@ -72,32 +72,34 @@ class TopApp(Shell):
     def on_unmount(self) -> None:
         self._feed.stop()
 
-    def _open(self) -> TopWatch:
-        self._watch = self._make_watch()
-        return self._watch
+    def _open_monitor(self) -> TopServerMonitor:
+        self._monitor = self._make_monitor()
+        return self._monitor
 
-    def on_seen(self, message: Seen) -> None:
-        """A new reading."""
-        back = self._is_lost and self._was_seen
-        self._was_seen, self._is_lost = True, False
+    def on_sample_received(self, message: SampleReceived) -> None:
+        """A new sample."""
+        back = self._is_lost and self._has_connected
+        self._has_connected, self._is_lost = True, False
         if back:
             self.notify("The server is back.", timeout=4)
         if not self._is_paused:
-            self.reading = message.reading
-        self._dashboard.say("PAUSED" if self._is_paused else "LIVE")
+            self.sample = message.sample
+        self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE")
 
-    def on_lost(self, message: Lost) -> None:
+    def on_server_lost(self, message: ServerLost) -> None:
         """Nobody answers: said, and tried again."""
         self._is_lost = True
         again = f"Trying again in {message.retry_s:.3g} s, t: now."
-        status = "LOST" if self._was_seen else "WAITING"
-        self._dashboard.say(status, f"{one_line(message.why)}. {self._way_out} {again}")
+        status = "LOST" if self._has_connected else "WAITING"
+        self._dashboard.show_status(
+            status, f"{one_line(message.reason)}. {self._start_hint} {again}"
+        )
 
     def action_pause(self) -> None:
         """Hold what is shown, or go on."""
         self._is_paused = not self._is_paused
         if not self._is_lost:
-            self._dashboard.say("PAUSED" if self._is_paused else "LIVE")
+            self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE")
 
     def action_retry(self) -> None:
         """Try at once."""
@@ -105,7 +107,7 @@ class TopApp(Shell):
 
     def action_cancel_request(self) -> None:
         """Cancel the request under the cursor, or the one whose timeline is open, when sure."""
-        row = self._meant()
+        row = self._target_request()
         if row is None or not row.is_live:
             said = "It has ended already." if row else "There is no request under the cursor."
             self.notify(said, severity="warning", timeout=4)
@@ -117,18 +119,18 @@ class TopApp(Shell):
 
         question = f"Cancel this request to {row.model}, {row.generated_tokens:,} tokens in? "
         question += "Its client gets what is written so far."
-        self.push_screen(Confirm(question, yes="Cancel it", no="Leave it"), answered)
+        self.push_screen(ConfirmDialog(question, yes="Cancel it", no="Leave it"), answered)
 
-    def _meant(self) -> RequestRow | None:
+    def _target_request(self) -> RequestRow | None:
         if isinstance(self.screen, TimelineScreen):
             return self.screen.row
-        return self._dashboard.query_one(RequestTable).under_cursor
+        return self._dashboard.query_one(RequestTable).cursor_request
 
     def _cancel(self, row: RequestRow) -> None:
         """In a thread: the server may take its time."""
         try:
-            assert self._watch is not None
-            done = self._watch.cancel(row.id)
+            assert self._monitor is not None
+            done = self._monitor.cancel(row.id)
             said, severity = ("Cancelled.", "information") if done else ("It has ended.", "warning")
         except LocalgenError as error:
             said, severity = one_line(error.message), "error"

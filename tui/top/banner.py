@@ -8,9 +8,9 @@ from textual.widget import Widget
 
 import localgen
 from localgen.backends.terminal_text import one_line
-from localgen.client.snapshot import Snapshot
-from localgen.tui.gauges.plots import spread
-from localgen.tui.widgets import numbers
+from localgen.client.snapshot import ServerSnapshot
+from localgen.tui.gauges.plots import align_ends
+from localgen.tui.widgets.numbers import format_duration_s
 
 _STYLES = {
     "LIVE": "bold $success",
@@ -21,47 +21,47 @@ _STYLES = {
 
 
 class Banner(Widget):
-    """where: the server as the user called it. status: LIVE, WAITING, LOST or PAUSED."""
+    """server_label: the server as the user called it. status: LIVE, WAITING, LOST or PAUSED."""
 
     ALLOW_SELECT = False
     DEFAULT_CSS = """
     Banner { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap;
              text-overflow: ellipsis; }
     """
-    text: reactive[tuple[str, ...]] = reactive(())
+    facts: reactive[tuple[str, ...]] = reactive(())
     status: reactive[str] = reactive("WAITING")
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, server_label: str) -> None:
         super().__init__()
-        self._where = where
+        self._server_label = server_label
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: ServerSnapshot) -> None:
         """A word on the server."""
-        self.text = facts_of(snapshot)
+        self.facts = server_facts(snapshot)
 
     def render(self) -> Content:
         status = Content.styled(f"● {self.status}", _STYLES[self.status])
         parts: list[tuple[str, str]] = [("localgen top", "bold $primary")]
-        parts += [(f"  {fact}", "") for fact in (self._where, *self.text)]
+        parts += [(f"  {fact}", "") for fact in (self._server_label, *self.facts)]
         # how it stands is never cut off: what matters least makes room
         while len(parts) > 1 and self._width(parts) + status.cell_length >= self.content_size.width:
             parts.pop()
-        return spread(Content.assemble(*parts), status, self.content_size.width)
+        return align_ends(Content.assemble(*parts), status, self.content_size.width)
 
     def _width(self, parts: list[tuple[str, str]]) -> int:
         return Content.assemble(*parts).cell_length
 
 
-def facts_of(snapshot: Snapshot) -> tuple[str, ...]:
+def server_facts(snapshot: ServerSnapshot) -> tuple[str, ...]:
     """What is worth a place in the first line, the most important first."""
-    name = f"{snapshot.kind} {one_line(snapshot.version or '')}".strip()
-    if snapshot.kind == "localgen" and snapshot.version not in (None, localgen.__version__):
+    name = f"{snapshot.server_type} {one_line(snapshot.version or '')}".strip()
+    if snapshot.server_type == "localgen" and snapshot.version not in (None, localgen.__version__):
         name += f" (this is {localgen.__version__})"
     facts = [name] if name else []
     if snapshot.status != "ok":
         facts.append(one_line(snapshot.status))
     if snapshot.uptime_s is not None:
-        facts.append(f"up {numbers.clock(snapshot.uptime_s)}")
+        facts.append(f"up {format_duration_s(snapshot.uptime_s)}")
     count = len(snapshot.models)
     facts.append("1 model" if count == 1 else f"{count} models")
     return (*facts, *map(one_line, snapshot.notes))

@@ -13,16 +13,16 @@ from textual.widgets import Static
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
-from localgen.tui.gauges.samples import Reading
-from localgen.tui.gauges.speculation import DraftsGauge
+from localgen.tui.gauges.samples import ServerSample
+from localgen.tui.gauges.speculation import SpeculationGauge
 from localgen.tui.gauges.speed import SpeedGauge
 from localgen.tui.top.banner import Banner
-from localgen.tui.top.requests import rows_of
+from localgen.tui.top.requests import request_rows
 from localgen.tui.top.table import RequestTable
-from localgen.tui.widgets.footer import Keys
+from localgen.tui.widgets.footer import KeyFooter
 from localgen.tui.widgets.notice import Notice
 
-_NO_LIST = "this server does not list its requests"
+_REQUESTS_NOT_LISTED = "this server does not list its requests"
 _NO_REQUESTS = "no requests yet"
 
 
@@ -34,8 +34,8 @@ class Dashboard(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c,delete", "app.cancel_request", "Cancel"),
         Binding("s", "sort", "Sort"),
-        Binding("S,r", "reverse", "Sort the other way round", show=False),
-        Binding("e", "ended", "Ended"),
+        Binding("S,r", "reverse_sort", "Sort the other way round", show=False),
+        Binding("e", "toggle_ended", "Ended"),
         Binding("space", "app.pause", "Pause"),
         Binding("t", "app.retry", "Try the server again now", show=False),
         Binding("q", "app.quit", "Quit"),
@@ -43,12 +43,12 @@ class Dashboard(Screen[None]):
     DEFAULT_CSS = """
     Dashboard #gauges { layout: grid; grid-size: 2; grid-rows: 5 5; height: 10; }
     Dashboard #gauges > * { height: 100%; }
-    Dashboard #drafts { display: none; }
+    Dashboard #speculation { display: none; }
     Dashboard.-mid #gauges { grid-rows: 6 6; height: 12; }
     Dashboard.-tall #gauges { grid-rows: 9 8; height: 17; }
     Dashboard.-wide #gauges { grid-size: 3; }
     Dashboard.-wide #memory { row-span: 2; }
-    Dashboard.-wide #drafts { display: block; }
+    Dashboard.-wide #speculation { display: block; }
     Dashboard.-high #gauges { grid-rows: 14 10; height: 24; }
     Dashboard.-wide.-tall #gauges { grid-rows: 11 6; height: 17; }
     Dashboard.-wide.-high #gauges { grid-rows: 16 8; height: 24; }
@@ -60,14 +60,14 @@ class Dashboard(Screen[None]):
     Dashboard.-stale #gauges, Dashboard.-stale #list { opacity: 60%; }
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, server_label: str) -> None:
         super().__init__()
-        self._where = where
-        self._with_ended = True
-        self._told: tuple[str, str] = (_NO_REQUESTS, "")
+        self._server_label = server_label
+        self._includes_ended = True
+        self._list_texts: tuple[str, str] = (_NO_REQUESTS, "")
 
     def compose(self) -> ComposeResult:
-        yield Banner(self._where)
+        yield Banner(self._server_label)
         yield Notice()
         with Container(id="gauges"):
             # in the order in which a grid of three columns is filled
@@ -75,56 +75,58 @@ class Dashboard(Screen[None]):
             yield LatencyGauge()
             yield MemoryGauge()
             yield BandwidthGauge()
-            yield DraftsGauge()
+            yield SpeculationGauge()
         with Vertical(id="list") as box:
             box.border_title = "Requests"
             yield RequestTable()
             yield Static(_NO_REQUESTS, id="empty", markup=False)
-        yield Keys()
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         """Follow what the application reads."""
-        self.watch(self.app, "reading", self.read)
+        self.watch(self.app, "sample", self.show_sample)
         self.query_one(RequestTable).focus()
 
-    def read(self, reading: Reading) -> None:
+    def show_sample(self, sample: ServerSample) -> None:
         """Hand everybody his part."""
-        self.query_one(SpeedGauge).reading = reading.rates
-        self.query_one(LatencyGauge).reading = reading.latencies
-        self.query_one(MemoryGauge).reading = reading.memory
-        self.query_one(BandwidthGauge).reading = reading.bandwidth
-        self.query_one(DraftsGauge).reading = reading.drafts
-        if reading.snapshot.kind:
-            self.query_one(Banner).show(reading.snapshot)
-        self._list(reading)
+        self.query_one(SpeedGauge).sample = sample.throughput
+        self.query_one(LatencyGauge).sample = sample.latency
+        self.query_one(MemoryGauge).sample = sample.memory
+        self.query_one(BandwidthGauge).sample = sample.bandwidth
+        self.query_one(SpeculationGauge).sample = sample.speculation
+        if sample.snapshot.server_type:
+            self.query_one(Banner).show(sample.snapshot)
+        self._show_requests(sample)
 
-    def say(self, status: str, notice: str = "") -> None:
+    def show_status(self, status: str, notice: str = "") -> None:
         """How it stands with the server. Figures of one that is gone are dimmed."""
         self.query_one(Banner).status = status
-        self.query_one(Notice).say(notice)
+        self.query_one(Notice).show_message(notice)
         self.set_class(status == "LOST", "-stale")
 
-    def _list(self, reading: Reading) -> None:
-        rows = rows_of(reading.snapshot, with_ended=self._with_ended)
+    def _show_requests(self, sample: ServerSample) -> None:
+        rows = request_rows(sample.snapshot, include_ended=self._includes_ended)
         table, empty = self.query_one(RequestTable), self.query_one("#empty", Static)
-        table.show(rows or [])
+        table.show_requests(rows or [])
         live = sum(row.is_live for row in rows or ())
         counts = f"{live} live"
-        if self._with_ended:
+        if self._includes_ended:
             counts += f", {len(rows or ()) - live} ended"
-        told = (_NO_LIST if rows is None else _NO_REQUESTS, counts if rows else "")
-        if table.display != bool(rows) or told != self._told:  # or all is laid out for nothing
-            self._told = told
+        told = (_REQUESTS_NOT_LISTED if rows is None else _NO_REQUESTS, counts if rows else "")
+        if (
+            table.display != bool(rows) or told != self._list_texts
+        ):  # or all is laid out for nothing
+            self._list_texts = told
             table.display, empty.display = bool(rows), not rows
             empty.update(told[0])
             self.query_one("#list").border_subtitle = told[1]
 
-    def on_request_table_chosen(self, event: RequestTable.Chosen) -> None:
+    def on_request_table_request_selected(self, event: RequestTable.RequestSelected) -> None:
         self.action_timeline()
 
     def action_timeline(self) -> None:
         """Show where the time of the request under the cursor goes."""
-        row = self.query_one(RequestTable).under_cursor
+        row = self.query_one(RequestTable).cursor_request
         if row is not None:
             from localgen.tui.top.timeline import TimelineScreen
 
@@ -132,13 +134,13 @@ class Dashboard(Screen[None]):
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        self.query_one(RequestTable).sort_by_next()
+        self.query_one(RequestTable).sort_by_next_column()
 
-    def action_reverse(self) -> None:
+    def action_reverse_sort(self) -> None:
         """Sort the other way round."""
-        self.query_one(RequestTable).reverse()
+        self.query_one(RequestTable).reverse_sort()
 
-    def action_ended(self) -> None:
+    def action_toggle_ended(self) -> None:
         """Show or hide the requests that have ended."""
-        self._with_ended = not self._with_ended
-        self._list(getattr(self.app, "reading"))  # noqa: B009 - the application's type is above us
+        self._includes_ended = not self._includes_ended
+        self._show_requests(getattr(self.app, "sample"))  # noqa: B009 - the application's type is above us

@@ -7,17 +7,24 @@ from dataclasses import dataclass
 
 from localgen.backends.machine_stats import EndedRequest
 from localgen.backends.terminal_text import one_line
-from localgen.backends.types import Phases, SequenceStats
-from localgen.client.snapshot import Snapshot
-from localgen.tui.widgets import numbers
+from localgen.backends.types import RequestPhases, SequenceStats
+from localgen.client.snapshot import ServerSnapshot
+from localgen.tui.widgets.numbers import (
+    format_duration_ms,
+    format_duration_s,
+    format_integer,
+    format_percent,
+    format_rate,
+)
 
-_STATES = {"queued": 0, "prefill": 1, "decode": 2}
-_ENDED = 3
+_STATE_ORDER = {"queued": 0, "prefill": 1, "decode": 2}
+_ENDED_ORDER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow:
-    """state: queued, prefill, decode, or how it ended. new_tokens: of the prompt, computed so far.
+    """state: queued, prefill, decode, or how it ended. prefilled_tokens: of the prompt, computed so
+    far.
 
     age_s: since it arrived, or since it ended.
     """
@@ -29,17 +36,17 @@ class RequestRow:
     is_live: bool
     prompt_tokens: int
     cached_tokens: int
-    new_tokens: int
+    prefilled_tokens: int
     generated_tokens: int
     ttft_ms: float | None
     tokens_per_s: float | None
-    acceptance: float | None
+    acceptance_rate: float | None
     ctx: int
     age_s: float
-    phases: Phases
+    phases: RequestPhases
 
     @property
-    def context(self) -> float | None:
+    def context_fraction(self) -> float | None:
         """Share of its context that is used."""
         return (self.prompt_tokens + self.generated_tokens) / self.ctx if self.ctx else None
 
@@ -49,126 +56,135 @@ class RequestRow:
         match self.state:
             case "prefill":
                 owed = max(1, self.prompt_tokens - self.cached_tokens)
-                return f"prefill {numbers.percent(min(1.0, self.new_tokens / owed))}"
+                return f"prefill {format_percent(min(1.0, self.prefilled_tokens / owed))}"
             case "decode":
                 return "decoding"
         return self.state if self.is_live else f"({self.state})"
 
     @property
-    def rank(self) -> int:
+    def state_order(self) -> int:
         """Order of states: what waits first, what has ended last."""
-        return _STATES.get(self.state, _ENDED) if self.is_live else _ENDED
+        return _STATE_ORDER.get(self.state, _ENDED_ORDER) if self.is_live else _ENDED_ORDER
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """least: columns of the terminal from which on it is shown. width 0: takes what is left."""
+class RequestColumn:
+    """min_terminal_columns: columns of the terminal from which on it is shown. width 0: takes what
+    is left."""
 
     key: str
     title: str
     width: int
-    least: int
-    text: Callable[[RequestRow], str]
-    order: Callable[[RequestRow], float | str]
-    is_number: bool = True
+    min_terminal_columns: int
+    format_cell: Callable[[RequestRow], str]
+    sort_key: Callable[[RequestRow], float | str]
+    is_numeric: bool = True
 
 
-def _known(value: float | None) -> float:
+def _unknown_as_minus_one(value: float | None) -> float:
     return -1.0 if value is None else value
 
 
-COLUMNS = (
-    Column("model", "Model", 0, 0, lambda r: r.model, lambda r: r.model, is_number=False),
-    Column("state", "State", 12, 0, lambda r: r.state_text, lambda r: r.rank, is_number=False),
-    Column(
+REQUEST_COLUMNS = (
+    RequestColumn("model", "Model", 0, 0, lambda r: r.model, lambda r: r.model, is_numeric=False),
+    RequestColumn(
+        "state", "State", 12, 0, lambda r: r.state_text, lambda r: r.state_order, is_numeric=False
+    ),
+    RequestColumn(
         "prompt",
         "Prompt",
         7,
         0,
-        lambda r: numbers.count(r.prompt_tokens),
+        lambda r: format_integer(r.prompt_tokens),
         lambda r: r.prompt_tokens,
     ),
-    Column(
+    RequestColumn(
         "cached",
         "Cached",
         7,
         72,
-        lambda r: numbers.count(r.cached_tokens),
+        lambda r: format_integer(r.cached_tokens),
         lambda r: r.cached_tokens,
     ),
-    Column(
+    RequestColumn(
         "answer",
         "Answer",
         7,
         0,
-        lambda r: numbers.count(r.generated_tokens),
+        lambda r: format_integer(r.generated_tokens),
         lambda r: r.generated_tokens,
     ),
-    Column(
+    RequestColumn(
         "ttft",
         "TTFT",
         8,
         72,
-        lambda r: numbers.duration(r.ttft_ms),
-        lambda r: _known(r.ttft_ms),
+        lambda r: format_duration_ms(r.ttft_ms),
+        lambda r: _unknown_as_minus_one(r.ttft_ms),
     ),
-    Column(
+    RequestColumn(
         "rate",
         "tok/s",
         7,
         0,
-        lambda r: numbers.rate(r.tokens_per_s),
-        lambda r: _known(r.tokens_per_s),
+        lambda r: format_rate(r.tokens_per_s),
+        lambda r: _unknown_as_minus_one(r.tokens_per_s),
     ),
-    Column(
+    RequestColumn(
         "drafts",
         "Drafts",
         6,
         100,
-        lambda r: numbers.percent(r.acceptance),
-        lambda r: _known(r.acceptance),
+        lambda r: format_percent(r.acceptance_rate),
+        lambda r: _unknown_as_minus_one(r.acceptance_rate),
     ),
-    Column(
+    RequestColumn(
         "context",
         "Ctx",
         5,
         90,
-        lambda r: numbers.percent(r.context),
-        lambda r: _known(r.context),
+        lambda r: format_percent(r.context_fraction),
+        lambda r: _unknown_as_minus_one(r.context_fraction),
     ),
-    Column("age", "Age", 7, 104, lambda r: numbers.clock(r.age_s), lambda r: r.age_s),
-    Column("client", "Client", 18, 120, lambda r: r.client, lambda r: r.client, is_number=False),
-    Column("id", "Id", 14, 160, lambda r: one_line(r.id)[:12], lambda r: r.id, is_number=False),
+    RequestColumn("age", "Age", 7, 104, lambda r: format_duration_s(r.age_s), lambda r: r.age_s),
+    RequestColumn(
+        "client", "Client", 18, 120, lambda r: r.client, lambda r: r.client, is_numeric=False
+    ),
+    RequestColumn(
+        "id", "Id", 14, 160, lambda r: one_line(r.id)[:12], lambda r: r.id, is_numeric=False
+    ),
 )
 
 
-def rows_of(snapshot: Snapshot, *, with_ended: bool) -> list[RequestRow] | None:
+def request_rows(snapshot: ServerSnapshot, *, include_ended: bool) -> list[RequestRow] | None:
     """Live requests, then ended ones; None: the server does not list them."""
-    models = [model for model in snapshot.models if model.sessions is not None]
-    if snapshot.models and not models and snapshot.ended is None:
+    models = [model for model in snapshot.models if model.sequences is not None]
+    if snapshot.models and not models and snapshot.finished_requests is None:
         return None
     rows = [
-        _live(sequence, one_line(model.name))
+        _live_row(sequence, one_line(model.name))
         for model in models
-        for sequence in model.sessions or ()
+        for sequence in model.sequences or ()
     ]
     live = {row.id for row in rows}
-    ended = (snapshot.ended or ()) if with_ended else ()
-    return rows + [_ended(each) for each in ended if each.request_id not in live]
+    ended = (snapshot.finished_requests or ()) if include_ended else ()
+    return rows + [_ended_row(each) for each in ended if each.request_id not in live]
 
 
-def sorted_rows(rows: list[RequestRow], column: Column, *, descending: bool) -> list[RequestRow]:
+def sort_request_rows(
+    rows: list[RequestRow], column: RequestColumn, *, descending: bool
+) -> list[RequestRow]:
     """Ordered by a column, those that have ended always behind those that live."""
 
     def order(row: RequestRow) -> float | str:
-        return column.order(row)
+        return column.sort_key(row)
 
     live = sorted((row for row in rows if row.is_live), key=order, reverse=descending)
     ended = sorted((row for row in rows if not row.is_live), key=order, reverse=descending)
     return live + ended
 
 
-def _live(sequence: SequenceStats, model: str) -> RequestRow:
+def _live_row(sequence: SequenceStats, model: str) -> RequestRow:
     phases = sequence.phases
     gaps = sequence.generated_tokens - 1
     return RequestRow(
@@ -179,18 +195,18 @@ def _live(sequence: SequenceStats, model: str) -> RequestRow:
         is_live=True,
         prompt_tokens=sequence.prompt_tokens,
         cached_tokens=sequence.cached_tokens,
-        new_tokens=max(0, sequence.computed_tokens - sequence.cached_tokens),
+        prefilled_tokens=max(0, sequence.computed_tokens - sequence.cached_tokens),
         generated_tokens=sequence.generated_tokens,
         ttft_ms=sequence.ttft_ms,
         tokens_per_s=gaps / phases.decode_ms * 1e3 if gaps > 0 and phases.decode_ms else None,
-        acceptance=_share(sequence.accepted_tokens, sequence.draft_tokens),
+        acceptance_rate=_ratio(sequence.accepted_tokens, sequence.draft_tokens),
         ctx=sequence.ctx,
         age_s=sequence.age_s,
         phases=phases,
     )
 
 
-def _ended(ended: EndedRequest) -> RequestRow:
+def _ended_row(ended: EndedRequest) -> RequestRow:
     return RequestRow(
         id=ended.request_id,
         model=one_line(ended.model),
@@ -199,16 +215,16 @@ def _ended(ended: EndedRequest) -> RequestRow:
         is_live=False,
         prompt_tokens=ended.prompt_tokens,
         cached_tokens=ended.cached_tokens,
-        new_tokens=ended.prompt_tokens - ended.cached_tokens,
+        prefilled_tokens=ended.prompt_tokens - ended.cached_tokens,
         generated_tokens=ended.generated_tokens,
         ttft_ms=ended.ttft_ms,
         tokens_per_s=ended.tokens_per_s,
-        acceptance=_share(ended.accepted_tokens, ended.draft_tokens),
+        acceptance_rate=_ratio(ended.accepted_tokens, ended.draft_tokens),
         ctx=ended.ctx,
         age_s=ended.ended_ago_s,
         phases=ended.phases,
     )
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _ratio(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None

@@ -16,45 +16,45 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable
 
-from localgen.tui.top.requests import COLUMNS, Column, RequestRow, sorted_rows
+from localgen.tui.top.requests import REQUEST_COLUMNS, RequestColumn, RequestRow, sort_request_rows
 
-_CUT = "…"
+_ELLIPSIS = "…"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TextCell:
     """Renders in a fraction of what rich.text.Text takes, which looks for words and spans: a table
     draws hundreds of them for a key. style: as rich names it; empty: none."""
 
     text: str
     style: str = ""
-    is_right: bool = False
+    is_right_aligned: bool = False
 
-    def fitted(self, width: int) -> str:
+    def fit_to_width(self, width: int) -> str:
         """In exactly so many columns."""
         missing = width - cell_len(self.text)
         if missing < 0:
-            return set_cell_size(self.text, width - 1) + _CUT if width else ""
-        return " " * missing + self.text if self.is_right else self.text + " " * missing
+            return set_cell_size(self.text, width - 1) + _ELLIPSIS if width else ""
+        return " " * missing + self.text if self.is_right_aligned else self.text + " " * missing
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         style = console.get_style(self.style) if self.style else None
-        yield Segment(self.fitted(options.max_width), style)
+        yield Segment(self.fit_to_width(options.max_width), style)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         width = cell_len(self.text)
         return Measurement(width, width)
 
 
-_LEAST_MODEL = 12
-_MOST_MODEL = 40
-_FIGURES_S = 0.95
+_MIN_MODEL_COLUMNS = 12
+_MAX_MODEL_COLUMNS = 40
+_UPDATE_PERIOD_S = 0.95
 
 
-class RequestTable(DataTable[Cell]):
+class RequestTable(DataTable[TextCell]):
     """Rows of requests. The cursor stays on its request, wherever that moves."""
 
-    class Chosen(Message):
+    class RequestSelected(Message):
         """Enter or a click on the row of the cursor."""
 
         def __init__(self, row: RequestRow) -> None:
@@ -66,61 +66,61 @@ class RequestTable(DataTable[Cell]):
     def __init__(self) -> None:
         super().__init__(cursor_type="row", zebra_stripes=False, id="requests")
         self._rows: dict[str, RequestRow] = {}
-        self._shown: dict[str, tuple[str, ...]] = {}
-        self._shown_at_s = 0.0
-        self._shown_columns: tuple[Column, ...] = ()
-        self._sort, self._descending = COLUMNS[1], False
+        self._shown_texts: dict[str, tuple[str, ...]] = {}
+        self._last_update_s = 0.0
+        self._shown_columns: tuple[RequestColumn, ...] = ()
+        self._sort_column, self._descending = REQUEST_COLUMNS[1], False
 
     @property
-    def under_cursor(self) -> RequestRow | None:
+    def cursor_request(self) -> RequestRow | None:
         """The request that the cursor is on."""
         if not self.row_count or not self.is_valid_row_index(self.cursor_row):
             return None
         key = self.ordered_rows[self.cursor_row].key.value
         return self._rows.get(key or "")
 
-    def show(self, rows: list[RequestRow]) -> None:
+    def show_requests(self, rows: list[RequestRow]) -> None:
         """These requests from now on. Figures alone are changed once a second."""
-        if not self._is_time(rows):
+        if not self._is_update_due(rows):
             return
-        rows = sorted_rows(rows, self._sort, descending=self._descending)
+        rows = sort_request_rows(rows, self._sort_column, descending=self._descending)
         self._rows = {row.id: row for row in rows}
-        shown = {row.id: tuple(c.text(row) for c in self._shown_columns) for row in rows}
-        if list(shown) != list(self._shown):
+        shown = {row.id: tuple(c.format_cell(row) for c in self._shown_columns) for row in rows}
+        if list(shown) != list(self._shown_texts):
             self._rebuild(shown)
         else:
             self._update(shown)
-        self._shown = shown
+        self._shown_texts = shown
 
-    def _is_time(self, rows: list[RequestRow]) -> bool:
+    def _is_update_due(self, rows: list[RequestRow]) -> bool:
         """A DataTable draws all of its cells anew for each that changes, which takes long."""
         before, now_s = self._rows, time.monotonic()
-        if now_s < self._shown_at_s + _FIGURES_S and len(self._shown) == len(rows):
+        if now_s < self._last_update_s + _UPDATE_PERIOD_S and len(self._shown_texts) == len(rows):
             states = {each.id: each.state for each in before.values()}
             if all(states.get(row.id) == row.state for row in rows):
                 return False
-        self._shown_at_s = now_s
+        self._last_update_s = now_s
         return True
 
     def sort_by(self, key: str) -> None:
         """Sort by this column; by the other direction if it is sorted by it."""
-        column = next(each for each in COLUMNS if each.key == key)
-        if column is self._sort:
+        column = next(each for each in REQUEST_COLUMNS if each.key == key)
+        if column is self._sort_column:
             self._descending = not self._descending
         else:
             # of numbers the large ones are of interest
-            self._sort, self._descending = column, column.is_number
+            self._sort_column, self._descending = column, column.is_numeric
         self._make_columns()
 
-    def sort_by_next(self) -> None:
+    def sort_by_next_column(self) -> None:
         """Sort by the column right of the one it is sorted by."""
-        shown = self._shown_columns or COLUMNS
-        at = shown.index(self._sort) if self._sort in shown else -1
+        shown = self._shown_columns or REQUEST_COLUMNS
+        at = shown.index(self._sort_column) if self._sort_column in shown else -1
         self.sort_by(shown[(at + 1) % len(shown)].key)
 
-    def reverse(self) -> None:
+    def reverse_sort(self) -> None:
         """Sort the other way round."""
-        self.sort_by(self._sort.key)
+        self.sort_by(self._sort_column.key)
 
     def on_resize(self, event: events.Resize) -> None:
         self._make_columns()
@@ -133,28 +133,30 @@ class RequestTable(DataTable[Cell]):
         event.stop()
         row = self._rows.get(str(event.row_key.value))
         if row is not None:
-            self.post_message(self.Chosen(row))
+            self.post_message(self.RequestSelected(row))
 
     def _make_columns(self) -> None:
         """The columns that there is room for."""
         room, screen = self.content_size.width, self.app.size.width
-        columns = tuple(column for column in COLUMNS if column.least <= screen)
+        columns = tuple(
+            column for column in REQUEST_COLUMNS if column.min_terminal_columns <= screen
+        )
         fixed = sum(column.width + 2 * self.cell_padding for column in columns)
-        model = min(_MOST_MODEL, max(_LEAST_MODEL, room - fixed - 1))
+        model = min(_MAX_MODEL_COLUMNS, max(_MIN_MODEL_COLUMNS, room - fixed - 1))
         self.clear(columns=True)
         for column in columns:
             self.add_column(self._title(column), key=column.key, width=column.width or model)
-        self._shown_columns, self._shown = columns, {}
-        self.show(list(self._rows.values()))
+        self._shown_columns, self._shown_texts = columns, {}
+        self.show_requests(list(self._rows.values()))
 
-    def _title(self, column: Column) -> Text:
-        arrow = ("↓" if self._descending else "↑") if column is self._sort else ""
+    def _title(self, column: RequestColumn) -> Text:
+        arrow = ("↓" if self._descending else "↑") if column is self._sort_column else ""
         # the arrow must not be cut off
         title = f"{column.title}{arrow}"
-        return Text(title, justify="right" if column.is_number else "left", no_wrap=True)
+        return Text(title, justify="right" if column.is_numeric else "left", no_wrap=True)
 
     def _rebuild(self, shown: dict[str, tuple[str, ...]]) -> None:
-        under = self.under_cursor_key
+        under = self.cursor_request_id
         scroll = self.scroll_y
         self.clear()
         for key, texts in shown.items():
@@ -164,7 +166,7 @@ class RequestTable(DataTable[Cell]):
         self.scroll_y = min(scroll, self.max_scroll_y)
 
     @property
-    def under_cursor_key(self) -> str:
+    def cursor_request_id(self) -> str:
         """The id of the row that the cursor is on; empty: none."""
         if not self.row_count or not self.is_valid_row_index(self.cursor_row):
             return ""
@@ -172,17 +174,17 @@ class RequestTable(DataTable[Cell]):
 
     def _update(self, shown: dict[str, tuple[str, ...]]) -> None:
         for key, texts in shown.items():
-            if texts == self._shown[key]:
+            if texts == self._shown_texts[key]:
                 continue
             cells = self._cells(key, texts)
-            pairs = zip(self._shown_columns, cells, self._shown[key], texts, strict=True)
+            pairs = zip(self._shown_columns, cells, self._shown_texts[key], texts, strict=True)
             for column, cell, before, now in pairs:
                 if before != now:
                     self.update_cell(key, column.key, cell)
 
-    def _cells(self, key: str, texts: tuple[str, ...]) -> list[Cell]:
+    def _cells(self, key: str, texts: tuple[str, ...]) -> list[TextCell]:
         style = "" if self._rows[key].is_live else "dim"
         return [
-            Cell(text, style, column.is_number)
+            TextCell(text, style, column.is_numeric)
             for column, text in zip(self._shown_columns, texts, strict=True)
         ]

@@ -11,84 +11,98 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui.gauges.samples import Reading
-from localgen.tui.top.requests import RequestRow, rows_of
-from localgen.tui.widgets import numbers
+from localgen.tui.gauges.samples import ServerSample
+from localgen.tui.top.requests import RequestRow, request_rows
 from localgen.tui.widgets.dialog import Dialog
+from localgen.tui.widgets.numbers import (
+    UNKNOWN_TEXT,
+    format_duration_ms,
+    format_integer,
+    format_percent,
+    format_rate,
+)
 
-_NAME, _FIGURE, _TOLD, _LEAST_BAR = 15, 10, 28, 10
+_NAME_COLUMNS, _DURATION_COLUMNS, _DETAIL_COLUMNS, _MIN_BAR_COLUMNS = 15, 10, 28, 10
 # from so many columns on, figures stand beside the bars
-_WIDE = 84
+_WIDE_COLUMNS = 84
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def phases_of(row: RequestRow) -> list[tuple[str, float, str]]:
+def phase_rows(row: RequestRow) -> list[tuple[str, float, str]]:
     """Name, milliseconds and figures of each phase, in order."""
     phases = row.phases
     total_ms = phases.prefill_ms + phases.first_step_ms
-    rate = row.new_tokens / total_ms * 1e3 if total_ms and row.generated_tokens else None
-    prefill = f"{numbers.count(row.new_tokens)} tokens"
+    rate = row.prefilled_tokens / total_ms * 1e3 if total_ms and row.generated_tokens else None
+    prefill = f"{format_integer(row.prefilled_tokens)} tokens"
     if rate:
-        prefill += f", {numbers.rate(rate)} tok/s"
-    decode = f"{numbers.count(row.generated_tokens)} tokens"
+        prefill += f", {format_rate(rate)} tok/s"
+    decode = f"{format_integer(row.generated_tokens)} tokens"
     if row.tokens_per_s:
-        decode += f", {numbers.rate(row.tokens_per_s)} tok/s"
+        decode += f", {format_rate(row.tokens_per_s)} tok/s"
     return [
         ("template", phases.template_ms, ""),
         ("queue", phases.queue_ms, ""),
-        ("cached prefill", phases.cached_ms, f"{numbers.count(row.cached_tokens)} tokens"),
+        ("cached prefill", phases.cached_ms, f"{format_integer(row.cached_tokens)} tokens"),
         ("new prefill", phases.prefill_ms, prefill),
-        ("first step", phases.first_step_ms, f"TTFT {numbers.duration(row.ttft_ms)}"),
+        ("first step", phases.first_step_ms, f"TTFT {format_duration_ms(row.ttft_ms)}"),
         ("decode", phases.decode_ms, decode),
     ]
 
 
-def timeline(row: RequestRow, width: int) -> list[Content]:
+def timeline_lines(row: RequestRow, width: int) -> list[Content]:
     """A line for each phase: its bar begins where that of the one before ends."""
-    phases = phases_of(row)
+    phases = phase_rows(row)
     whole_ms = sum(ms for _, ms, _ in phases)
-    beside = width >= _WIDE
-    room = max(_LEAST_BAR, width - _NAME - _FIGURE - 1 - (_TOLD if beside else 0))
+    beside = width >= _WIDE_COLUMNS
+    room = max(
+        _MIN_BAR_COLUMNS,
+        width - _NAME_COLUMNS - _DURATION_COLUMNS - 1 - (_DETAIL_COLUMNS if beside else 0),
+    )
     lines, before_ms = [], 0.0
     for name, ms, told in phases:
         bar = _bar(before_ms, ms, whole_ms, room)
         before_ms += ms
         lines.append(
             Content.assemble(
-                (f"{name:<{_NAME}}", "$muted"),
-                (f"{numbers.duration(ms):>{_FIGURE}} ", "bold"),
-                (f"{told:<{_TOLD}}" if beside else "", "$muted"),
+                (f"{name:<{_NAME_COLUMNS}}", "$muted"),
+                (f"{format_duration_ms(ms):>{_DURATION_COLUMNS}} ", "bold"),
+                (f"{told:<{_DETAIL_COLUMNS}}" if beside else "", "$muted"),
                 (bar, "$success" if name == "decode" else "$primary"),
             )
         )
         if told and not beside:
-            lines.append(Content.styled(" " * (_NAME + _FIGURE + 1) + told, "$muted"))
+            lines.append(
+                Content.styled(" " * (_NAME_COLUMNS + _DURATION_COLUMNS + 1) + told, "$muted")
+            )
     return [*lines, Content(""), *_summary(row, whole_ms)]
 
 
-def _bar(before_ms: float, ms: float, whole_ms: float, width: int) -> str:
+def _bar(before_ms: float, ms: float, total_ms: float, width: int) -> str:
     """To an eighth of a character at its end; what is not nothing is seen."""
-    if whole_ms <= 0 or ms <= 0:
+    if total_ms <= 0 or ms <= 0:
         return ""
-    start = min(width - 1, int(before_ms / whole_ms * width))
-    eighths = max(1, round((before_ms + ms) / whole_ms * width * 8) - start * 8)
+    start = min(width - 1, int(before_ms / total_ms * width))
+    eighths = max(1, round((before_ms + ms) / total_ms * width * 8) - start * 8)
     full, rest = divmod(eighths, 8)
     return " " * start + "█" * full + (_EIGHTHS[rest] if rest else "")
 
 
-def _summary(row: RequestRow, whole_ms: float) -> list[Content]:
+def _summary(row: RequestRow, total_ms: float) -> list[Content]:
     used = row.prompt_tokens + row.generated_tokens
     facts = [
-        ("total", numbers.duration(whole_ms)),
+        ("total", format_duration_ms(total_ms)),
         ("state", row.state_text),
-        ("prompt", f"{numbers.count(row.prompt_tokens)} ({row.cached_tokens:,} cached)"),
-        ("answer", numbers.count(row.generated_tokens)),
-        ("context", f"{numbers.count(used)} of {numbers.count(row.ctx or None)}"),
-        ("drafts right", numbers.percent(row.acceptance)),
-        ("client", row.client or numbers.UNKNOWN),
+        ("prompt", f"{format_integer(row.prompt_tokens)} ({row.cached_tokens:,} cached)"),
+        ("answer", format_integer(row.generated_tokens)),
+        ("context", f"{format_integer(used)} of {format_integer(row.ctx or None)}"),
+        ("drafts right", format_percent(row.acceptance_rate)),
+        ("client", row.client or UNKNOWN_TEXT),
         ("id", one_line(row.id)),
     ]
-    return [Content.assemble((f"{name:<{_NAME}}", "$muted"), (value, "")) for name, value in facts]
+    return [
+        Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), (value, ""))
+        for name, value in facts
+    ]
 
 
 class TimelineScreen(Dialog[None]):
@@ -119,13 +133,13 @@ class TimelineScreen(Dialog[None]):
 
     def on_mount(self) -> None:
         """Follow what the application reads."""
-        self.watch(self.app, "reading", self._read)
+        self.watch(self.app, "sample", self._follow_sample)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._draw)
 
-    def _read(self, reading: Reading) -> None:
-        rows = rows_of(reading.snapshot, with_ended=True) or []
+    def _follow_sample(self, sample: ServerSample) -> None:
+        rows = request_rows(sample.snapshot, include_ended=True) or []
         found = next((row for row in rows if row.id == self.row.id), None)
         if found is not None and found != self.row:
             self.row = found
@@ -133,4 +147,4 @@ class TimelineScreen(Dialog[None]):
 
     def _draw(self) -> None:
         static = self.query_one(Static)
-        static.update(Content("\n").join(timeline(self.row, static.content_size.width)))
+        static.update(Content("\n").join(timeline_lines(self.row, static.content_size.width)))

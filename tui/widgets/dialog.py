@@ -38,14 +38,14 @@ class Dialog(ModalScreen[_Result]):
             await self.app.run_action(leave.binding.action, leave.node)
 
 
-class Sheet(Dialog[None]):
+class ScrollableTextDialog(Dialog[None]):
     """A text of any length, to be scrolled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter", "dismiss", "Close", show=False)
     ]
     DEFAULT_CSS = """
-    Sheet VerticalScroll {
+    ScrollableTextDialog VerticalScroll {
         width: 90%; max-width: 110; height: auto; max-height: 90%; padding: 0 1;
         border: round $primary; background: $surface; border-title-color: $primary;
         border-subtitle-color: $text-muted; scrollbar-size-vertical: 1;
@@ -63,7 +63,7 @@ class Sheet(Dialog[None]):
             yield Static(self._text)
 
 
-class Confirm(Dialog[bool]):
+class ConfirmDialog(Dialog[bool]):
     """Yes or no. The key that takes nothing away has the focus."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -72,12 +72,12 @@ class Confirm(Dialog[bool]):
         Binding("left,right", "app.focus_next", "Other button", show=False),
     ]
     DEFAULT_CSS = """
-    Confirm > Vertical {
+    ConfirmDialog > Vertical {
         width: 56; max-width: 95%; height: auto; padding: 1 2;
         border: round $warning; background: $surface;
     }
-    Confirm Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
-    Confirm Button { margin-left: 2; min-width: 14; }
+    ConfirmDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
+    ConfirmDialog Button { margin-left: 2; min-width: 14; }
     """
 
     def __init__(self, question: str, *, yes: str, no: str) -> None:

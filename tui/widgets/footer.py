@@ -11,7 +11,7 @@ from textual.widgets._footer import FooterKey
 _PALETTE = "-command-palette"
 
 
-class Keys(Footer):
+class KeyFooter(Footer):
     """Textual's footer, with as many keys as there is room for: none is cut.
 
     The palette, at the right, has all of them.
@@ -21,9 +21,9 @@ class Keys(Footer):
         keys = [key for key in super().compose() if isinstance(key, FooterKey)]
         fixed = [key for key in keys if key.has_class(_PALETTE)]
         # a border stands before it, a space between its texts and one behind it
-        left = self.app.size.width - sum(_texts(key) + 3 for key in fixed)
+        left = self.app.size.width - sum(_label_width(key) + 3 for key in fixed)
         for key in keys:
-            columns = self._columns(key)
+            columns = self._key_width(key)
             # the space behind it may be the border's
             if key not in fixed and columns - 1 <= left:
                 left -= columns
@@ -34,10 +34,10 @@ class Keys(Footer):
         if self.query(FooterKey):
             self.call_after_refresh(self.recompose)
 
-    def _columns(self, key: FooterKey) -> int:
+    def _key_width(self, key: FooterKey) -> int:
         """As wide as its two texts and what stands between and behind them."""
-        return _texts(key) + (2 if self.compact else 3)
+        return _label_width(key) + (2 if self.compact else 3)
 
 
-def _texts(key: FooterKey) -> int:
+def _label_width(key: FooterKey) -> int:
     return cell_len(key.key_display) + cell_len(key.description)

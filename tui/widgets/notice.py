@@ -16,12 +16,12 @@ class Notice(Static):
 
     def __init__(self) -> None:
         super().__init__(markup=False)
-        self._said = ""
+        self._shown_text = ""
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """This; nothing: all is well."""
-        if text == self._said:  # an update lays the whole screen out anew
+        if text == self._shown_text:  # an update lays the whole screen out anew
             return
-        self._said = text
+        self._shown_text = text
         self.update(Content(text))
         self.set_class(bool(text), "-shown")

@@ -13,10 +13,10 @@ from textual.widgets.option_list import Option
 from localgen.backends.terminal_text import one_line
 from localgen.tui.widgets.dialog import Dialog
 
-_Chosen = TypeVar("_Chosen")
+_Item = TypeVar("_Item")
 
 
-class Picker(Dialog[_Chosen | None]):
+class Picker(Dialog[_Item | None]):
     """A box with an Input, which has the keys, and below it an OptionList of what was found."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -35,19 +35,19 @@ class Picker(Dialog[_Chosen | None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shown: list[_Chosen] = []
+        self._items: list[_Item] = []
 
     @property
-    def highlighted(self) -> _Chosen | None:
+    def highlighted(self) -> _Item | None:
         """What the highlighted row stands for."""
         at = self.query_one(OptionList).highlighted
-        return None if at is None else self._shown[at]
+        return None if at is None else self._items[at]
 
     def on_mount(self) -> None:
         self.query_one(OptionList).can_focus = False
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.take(self._shown[event.option_index])
+        self.select_item(self._items[event.option_index])
 
     def action_move(self, by: int) -> None:
         """Highlight the row below (1) or above (-1)."""
@@ -57,27 +57,29 @@ class Picker(Dialog[_Chosen | None]):
         else:
             found.action_cursor_up()
 
-    def take(self, chosen: _Chosen) -> None:
+    def select_item(self, item: _Item) -> None:
         """What choosing a row does: close with it."""
-        self.dismiss(chosen)
+        self.dismiss(item)
 
-    def show(self, rows: Iterable[tuple[_Chosen, Content]], current: _Chosen | None = None) -> None:
+    def show_rows(
+        self, rows: Iterable[tuple[_Item, Content]], current: _Item | None = None
+    ) -> None:
         """List these, each with how it is drawn. Highlighted is current, or else the first."""
         listed = list(rows)
-        self._shown = [chosen for chosen, _ in listed]
+        self._items = [chosen for chosen, _ in listed]
         found = self.query_one(OptionList)
         found.clear_options()
         found.add_options([Option(drawn) for _, drawn in listed])
-        at = self._shown.index(current) if current in self._shown else 0
+        at = self._items.index(current) if current in self._items else 0
         found.highlighted = at if listed else None
 
 
-def has_words(text: str, typed: str) -> bool:
+def matches_query(text: str, query: str) -> bool:
     """Whether each word that was typed is in a text, in any letter case."""
-    return all(word in text.casefold() for word in typed.casefold().split())
+    return all(word in text.casefold() for word in query.casefold().split())
 
 
-def named_row(name: str, about: str, *, is_current: bool, style: str = "bold") -> Content:
+def name_row(name: str, description: str, *, is_current: bool, style: str = "bold") -> Content:
     """A name and what is said of it; a mark is at the current one."""
     mark = "● " if is_current else "  "
-    return Content.assemble(mark, (one_line(name), style), (f"  {one_line(about)}", "dim"))
+    return Content.assemble(mark, (one_line(name), style), (f"  {one_line(description)}", "dim"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 from textual.widgets import TextArea
 
-from localgen.backends.terminal_text import inert
+from localgen.backends.terminal_text import escape_control_chars
 
 
 class TextField(TextArea):
@@ -14,5 +14,5 @@ class TextField(TextArea):
     def get_line(self, line_index: int) -> Text:
         """As it is drawn."""
         line = super().get_line(line_index)
-        line.plain = inert(line.plain)
+        line.plain = escape_control_chars(line.plain)
         return line

@@ -7,96 +7,108 @@ from dataclasses import replace
 
 import torch
 
-from localgen.backends.cuda.device.options import CACHE_NAMES, Settings
+from localgen.backends.cuda.device.options import CACHE_DTYPE_NAMES, CudaOptions
 from localgen.backends.errors import OutOfMemory
-from localgen.backends.formats.architecture.model_shape import LayerCache, ModelShape, token_bytes
+from localgen.backends.formats.architecture.model_shape import (
+    LayerCacheShape,
+    ModelShape,
+    kv_cache_bytes_per_token,
+)
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.compute_buffers import cuda_work_bytes
-from localgen.backends.memory.kv_sizing import Size, Wanted
-from localgen.backends.memory.system import available_bytes
+from localgen.backends.memory.kv_sizing import KVSize, KVSizeRequest
+from localgen.backends.memory.system import available_memory_bytes
 
 # a pool that turns out too large is made this much smaller, so often
-_SMALLER, _TRIES = 0.9, 4
+_SHRINK_FACTOR, _MAX_ATTEMPTS = 0.9, 4
 
 
-def shape_of(spec: ModelSpec) -> ModelShape:
+def shape_from_spec(spec: ModelSpec) -> ModelShape:
     """The figures that a model's memory follows from."""
     moe = spec.moe
     return ModelShape(
-        layers=spec.layers,
-        hidden=spec.hidden,
-        inner=moe.intermediate * moe.top_k if moe else spec.intermediate,
-        heads=spec.heads,
-        vocab=spec.vocab,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        active_intermediate_size=moe.intermediate_size * moe.top_k
+        if moe
+        else spec.intermediate_size,
+        num_heads=spec.num_heads,
+        vocab_size=spec.vocab_size,
         ctx_train=spec.max_len,
-        caches=tuple(
-            LayerCache(spec.kv_heads, spec.head_dim, spec.head_dim, window)
-            for window in spec.windows
+        layer_caches=tuple(
+            LayerCacheShape(spec.num_kv_heads, spec.head_dim, spec.head_dim, window)
+            for window in spec.sliding_windows
         ),
-        experts=moe.experts if moe else 0,
-        experts_used=moe.top_k if moe else 0,
+        num_experts=moe.num_experts if moe else 0,
+        num_active_experts=moe.top_k if moe else 0,
     )
 
 
-def kv_bytes_per_token(spec: ModelSpec, cache: torch.dtype) -> int:
+def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
     """Bytes of one token in the cache, over all layers."""
-    kind = CACHE_NAMES[cache]
-    return int(token_bytes(shape_of(spec).caches, kind, kind))
+    kind = CACHE_DTYPE_NAMES[cache_dtype]
+    return int(kv_cache_bytes_per_token(shape_from_spec(spec).layer_caches, kind, kind))
 
 
-def work_bytes(spec: ModelSpec, options: Settings, dtype: torch.dtype) -> int:
+def step_work_bytes(spec: ModelSpec, options: CudaOptions, dtype: torch.dtype) -> int:
     """Bytes that a step of the largest size needs beside weights and cache, about."""
     return cuda_work_bytes(
-        shape_of(spec),
-        step_tokens=options.max_batch_tokens,
-        sequences=options.parallel,
+        shape_from_spec(spec),
+        max_batch_tokens=options.max_batch_tokens,
+        num_seqs=options.parallel,
         element_bytes=dtype.itemsize,
     )
 
 
-def free_bytes(device: torch.device, limit: int | None) -> int:
-    """Memory of the device that nobody uses. limit: what there is for this model on a CPU."""
+def device_free_bytes(device: torch.device, limit_bytes: int | None) -> int:
+    """Memory of the device that nobody uses. limit_bytes: what there is for this model on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = available_bytes()
-    return available if limit is None else min(available, limit)
+    available = available_memory_bytes()
+    return available if limit_bytes is None else min(available, limit_bytes)
 
 
-def choose(spec: ModelSpec, options: Settings, *, free: int, draft_token_bytes: int = 0) -> Size:
+def choose_cuda_kv_size(
+    spec: ModelSpec, options: CudaOptions, *, free_bytes: int, draft_token_bytes: int = 0
+) -> KVSize:
     """The context and pool asked for, or the largest that fit.
 
-    free: bytes left beside weights and working memory. draft_token_bytes: of a token in a draft
-    model's pool, which is as large. InvalidRequest, OutOfMemory: with both
-    numbers.
+    free_bytes: bytes left beside weights and working memory. draft_token_bytes: of a token in a
+    draft model's pool, which is as large. InvalidRequest, OutOfMemory: with both numbers.
     """
     on_cpu = options.device == "cpu"
     rules = (
-        kv_sizing.CUDA_ON_CPU if on_cpu else replace(kv_sizing.CUDA, place=f" on {options.device}")
+        kv_sizing.CUDA_ON_CPU_POOL
+        if on_cpu
+        else replace(kv_sizing.CUDA_POOL, memory_location=f" on {options.device}")
     )
-    wanted = Wanted(ctx=options.ctx, kv_tokens=options.kv_tokens, trained=spec.max_len)
+    wanted = KVSizeRequest(ctx=options.ctx, kv_tokens=options.kv_tokens, ctx_train=spec.max_len)
     per_token = kv_bytes_per_token(spec, options.cache_dtype) + draft_token_bytes
-    return kv_sizing.choose(wanted, rules, token_bytes=per_token, free_bytes=free)
+    return kv_sizing.resolve_kv_size(wanted, rules, token_bytes=per_token, free_bytes=free_bytes)
 
 
-def fit(
+def fit_kv_cache(
     spec: ModelSpec,
-    options: Settings,
+    options: CudaOptions,
     *,
-    free: int,
-    allocate: Callable[[Size], bool],
+    free_bytes: int,
+    allocate: Callable[[KVSize], bool],
     draft_token_bytes: int = 0,
-) -> Size:
-    """The size of `choose`, allocated; smaller where the driver's books turn out too good.
+) -> KVSize:
+    """The size of `choose_cuda_kv_size`, allocated; smaller where the driver's books turn out too
+    good.
 
     allocate: says whether there was room. InvalidRequest, OutOfMemory.
     """
-    for _ in range(_TRIES):
-        size = choose(spec, options, free=free, draft_token_bytes=draft_token_bytes)
+    for _ in range(_MAX_ATTEMPTS):
+        size = choose_cuda_kv_size(
+            spec, options, free_bytes=free_bytes, draft_token_bytes=draft_token_bytes
+        )
         if allocate(size):
             return size
-        free = int(free * _SMALLER)
+        free_bytes = int(free_bytes * _SHRINK_FACTOR)
     raise OutOfMemory(
         f"a KV pool of {size.kv_tokens:,} tokens does not fit on {options.device}, though "
-        f"{free / 1e9:.1f} GB seemed free: ask for a smaller --kv-tokens"
+        f"{free_bytes / 1e9:.1f} GB seemed free: ask for a smaller --kv-tokens"
     )

@@ -13,38 +13,46 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.device import has_kernels, wide
+from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # a load of 16 bytes a thread
 _BLOCK, _WARPS = 1024, 4
 
 
-def gated(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
+def gated_activation(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
     """x: [rows, 2 * size], gate then up -> [rows, size], computed in float32."""
-    return gated_triton(x, kind) if has_kernels(x) else gated_reference(x, kind)
+    return (
+        gated_activation_triton(x, activation)
+        if can_use_triton(x)
+        else gated_activation_reference(x, activation)
+    )
 
 
-def gated_reference(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
+def gated_activation_reference(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
     """The same in plain torch."""
-    gate, up = wide(x).chunk(2, -1)
-    acted = functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate="tanh")
+    gate, up = upcast(x).chunk(2, -1)
+    acted = (
+        functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    )
     return (acted * up).to(x.dtype)
 
 
-def gated_triton(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
+def gated_activation_triton(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
     """The same in one launch."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     grid = (rows, triton.cdiv(size, _BLOCK))
-    launch(_gated, grid)(
-        x.contiguous(), out, size=size, is_silu=kind == "silu", block=_BLOCK, num_warps=_WARPS
+    launch(_gated_activation_kernel, grid)(
+        x.contiguous(), out, size=size, is_silu=activation == "silu", block=_BLOCK, num_warps=_WARPS
     )
     return out
 
 
 @triton.jit
-def _gated(x, out, size: tl.constexpr, is_silu: tl.constexpr, block: tl.constexpr):
+def _gated_activation_kernel(
+    x, out, size: tl.constexpr, is_silu: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
@@ -62,8 +70,8 @@ def variants() -> Iterator[Variant]:
     """Both kinds, at the sizes of an 8B and of a mixture's small experts."""
     for size, kind in ((768, "silu"), (14336, "silu"), (14336, "gelu_tanh"), (8960, "silu")):
         yield Variant(
-            name=f"gated-{size}-{kind}",
-            kernel=_gated,
+            name=f"gated_activation-{size}-{kind}",
+            kernel=_gated_activation_kernel,
             signature={
                 "x": "*bf16",
                 "out": "*bf16",

@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ragged:
+class AttentionMetadata:
     """Rows are tokens, sequence after sequence; those of a sequence are its last ones.
 
-    tables: int32 [sequences, pages]. starts: int32 [sequences + 1], first row of each.
-    lengths: int32 [sequences], tokens in the cache with these rows.
-    max_rows: no sequence has more rows. max_len: none is longer. Both may be more than that.
+    page_tables: int32 [sequences, pages]. query_starts: int32 [sequences + 1], first row of each.
+    seq_lens: int32 [sequences], tokens in the cache with these rows. max_query_len: no sequence has
+    more rows. max_seq_len: none is longer. Both may be more than that.
     """
 
-    tables: Tensor
-    starts: Tensor
-    lengths: Tensor
-    max_rows: int
-    max_len: int
+    page_tables: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+    max_seq_len: int

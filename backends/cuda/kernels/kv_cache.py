@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import wide
+from localgen.backends.cuda.kernels.device import upcast
 
 # the largest magnitude that each eight-bit type holds
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class LayerKV:
         """An empty one. shape: as that of keys."""
 
         def scales() -> Tensor | None:
-            small = dtype in LARGEST
+            small = dtype in QUANTIZED_MAX
             return torch.zeros(shape[:3], device=device, dtype=torch.float32) if small else None
 
         keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
@@ -46,15 +46,15 @@ class LayerKV:
         return [part for part in parts if part is not None]
 
 
-def shrink(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x, float32 [..., size], in eight bits: [..., size] of dtype and scales, float32 [...]."""
-    scales = x.abs().amax(-1).clamp(min=1e-8) / LARGEST[dtype]
+    scales = x.abs().amax(-1).clamp(min=1e-8) / QUANTIZED_MAX[dtype]
     scaled = x / scales[..., None]
     if dtype is torch.int8:
         scaled = scaled.round().clamp(-127, 127)
     return scaled.to(dtype), scales
 
 
-def widen(x: Tensor, scales: Tensor | None) -> Tensor:
+def dequantize_kv(x: Tensor, scales: Tensor | None) -> Tensor:
     """What was stored, float32 or float64."""
-    return wide(x) if scales is None else x.float() * scales[..., None]
+    return upcast(x) if scales is None else x.float() * scales[..., None]

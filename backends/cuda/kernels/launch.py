@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-_planned: ContextVar[Planned | None] = ContextVar("planned", default=None)
+_recording: ContextVar[LaunchRecording | None] = ContextVar("recording", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Variant:
     """kernel: a triton.jit function. signature: Triton's type of each argument, as `*bf16`, `i32`
     or `constexpr`. constants: values of those that are constexpr. min_arch: compute capability
     below which it is not used (80, 89, 90, 100, 120). archs: those that it is chosen for; None:
-    all of these. registers: most of a thread; None: as the compiler has it.
+    all of these. max_registers: most of a thread; None: as the compiler has it.
     """
 
     name: str
@@ -27,13 +27,13 @@ class Variant:
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
-    registers: int | None = None
+    max_registers: int | None = None
     min_arch: int = 80
     archs: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class KernelLaunch:
     """A kernel and what it is compiled for. args: numbers, None, and dtypes in place of tensors.
 
     options: constants by name, num_warps and the like.
@@ -45,43 +45,43 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class LaunchRecording:
     """Launches on meta tensors, in order, and the GPU that they are for.
 
-    arch: compute capability as in sm_90. units: multiprocessors.
+    arch: compute capability as in sm_90. num_sms: multiprocessors.
     """
 
     arch: int
-    units: int
-    launches: list[Launch] = field(default_factory=list)
+    num_sms: int
+    launches: list[KernelLaunch] = field(default_factory=list)
 
 
 @contextmanager
-def planning(arch: int, units: int) -> Iterator[Planned]:
+def record_launches(arch: int, num_sms: int) -> Iterator[LaunchRecording]:
     """In this thread, launches are listed and not made. For meta tensors."""
-    planned = Planned(arch, units)
-    token = _planned.set(planned)
+    planned = LaunchRecording(arch, num_sms)
+    token = _recording.set(planned)
     try:
         yield planned
     finally:
-        _planned.reset(token)
+        _recording.reset(token)
 
 
-def planned_for() -> Planned:
+def current_recording() -> LaunchRecording:
     """What is being planned."""
-    planned = _planned.get()
+    planned = _recording.get()
     assert planned is not None, "meta tensors have kernels only while these are planned"
     return planned
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """What to call with the kernel's arguments."""
-    planned = _planned.get()
+    planned = _recording.get()
     if planned is None:
         return kernel[grid]  # type: ignore[no-any-return]
 
     def listed(*args: Any, **options: Any) -> None:
         kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
-        planned.launches.append(Launch(kernel, kinds, options))
+        planned.launches.append(KernelLaunch(kernel, kinds, options))
 
     return listed

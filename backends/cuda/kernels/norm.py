@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import has_kernels, wide
+from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # a row is held in the registers of one program
@@ -25,7 +25,7 @@ def rms_norm(
 
     offset: multiply by 1 + weight, as Gemma does. Sums are taken in float32. size: up to MAX_SIZE.
     """
-    chosen = rms_norm_triton if has_kernels(x) else rms_norm_reference
+    chosen = rms_norm_triton if can_use_triton(x) else rms_norm_reference
     return chosen(x, weight, eps, offset=offset, residual=residual)
 
 
@@ -33,10 +33,10 @@ def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
-    summed = x if residual is None else (wide(x) + wide(residual)).to(x.dtype)
-    normed = wide(summed)
+    summed = x if residual is None else (upcast(x) + upcast(residual)).to(x.dtype)
+    normed = upcast(summed)
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
-    by = 1 + wide(weight) if offset else wide(weight)
+    by = 1 + upcast(weight) if offset else upcast(weight)
     return (normed * by).to(x.dtype), summed
 
 
@@ -49,8 +49,8 @@ def rms_norm_triton(
     x = x.contiguous()
     normed = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
-    block, num_warps = _shape(size)
-    launch(_rms_norm, (x.numel() // size,))(
+    block, num_warps = _block_and_warps(size)
+    launch(_rms_norm_kernel, (x.numel() // size,))(
         x,
         x if residual is None else residual.contiguous(),
         weight,
@@ -59,21 +59,21 @@ def rms_norm_triton(
         eps,
         size=size,
         offset=offset,
-        adds=residual is not None,
+        has_residual=residual is not None,
         block=block,
         num_warps=num_warps,
     )
     return normed, summed
 
 
-def _shape(size: int) -> tuple[int, int]:
+def _block_and_warps(size: int) -> tuple[int, int]:
     """Elements and warps of a program: a load of 16 bytes a thread while warps last."""
     block = triton.next_power_of_2(size)
     return block, min(max(block // 256, 1), 16)
 
 
 @triton.jit
-def _rms_norm(
+def _rms_norm_kernel(
     x,
     residual,
     weight,
@@ -82,7 +82,7 @@ def _rms_norm(
     eps,
     size: tl.constexpr,
     offset: tl.constexpr,
-    adds: tl.constexpr,
+    has_residual: tl.constexpr,
     block: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * size
@@ -90,7 +90,7 @@ def _rms_norm(
     inside = at < size
     by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     values = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
-    if adds:
+    if has_residual:
         values += tl.load(residual + start + at, mask=inside, other=0.0).to(tl.float32)
         # the norm is that of what the residual stream holds, rounding included
         rounded = values.to(summed.dtype.element_ty)
@@ -104,7 +104,7 @@ def _rms_norm(
 
 def variants() -> Iterator[Variant]:
     """Hidden sizes of real models, and one that is no power of two."""
-    for size, adds, offset in (
+    for size, has_residual, offset in (
         (1024, True, False),
         (3584, True, True),
         (4096, False, False),
@@ -112,15 +112,17 @@ def variants() -> Iterator[Variant]:
         (8192, True, False),
         (MAX_SIZE, True, True),
     ):
-        block, num_warps = _shape(size)
+        block, num_warps = _block_and_warps(size)
+        constants = {"size": size, "offset": offset, "has_residual": has_residual, "block": block}
         yield Variant(
-            name=f"rms_norm-{size}-{'add' if adds else 'plain'}{'-offset' if offset else ''}",
-            kernel=_rms_norm,
+            name=f"rms_norm-{size}-{'add' if has_residual else 'plain'}"
+            + ("-offset" if offset else ""),
+            kernel=_rms_norm_kernel,
             signature={
                 **dict.fromkeys(("x", "residual", "weight", "normed", "summed"), "*bf16"),
                 "eps": "fp32",
-                **dict.fromkeys(("size", "offset", "adds", "block"), "constexpr"),
+                **dict.fromkeys(constants, "constexpr"),
             },
-            constants={"size": size, "offset": offset, "adds": adds, "block": block},
+            constants=constants,
             num_warps=num_warps,
         )

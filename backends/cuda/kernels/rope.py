@@ -12,126 +12,134 @@ import triton
 import triton.language as tl
 from torch import Tensor, cat
 
-from localgen.backends.cuda.kernels.device import has_kernels, wide
-from localgen.backends.cuda.kernels.kv_cache import LARGEST, LayerKV, shrink
+from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, quantize_kv
 from localgen.backends.cuda.kernels.launch import Variant, launch
 from localgen.backends.cuda.kernels.norm import rms_norm_reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadNorms:
+class QKNorm:
     """RMSNorm of each head of q and k before the rotation (Qwen3, Gemma 3).
 
-    q, k: [size]. offset: multiply by 1 + weight.
+    q_weight, k_weight: [size]. offset: multiply by 1 + weight.
     """
 
-    q: Tensor
-    k: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
     eps: float
     offset: bool
 
 
-def rope_and_store(
+def rope_and_store_kv(
     qkv: Tensor,
     positions: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    norms: HeadNorms | None,
-    cache: LayerKV,
-    slots: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    qk_norm: QKNorm | None,
+    layer_kv: LayerKV,
+    slot_mapping: Tensor,
 ) -> Tensor:
     """Rotated queries, [rows, heads, size]; keys and values go to their slots.
 
-    qkv: [rows, (heads + 2 * kv heads) * size]. positions: int32 [rows]. rotation: cos and sin,
-    float32 [positions, rotated / 2]; the rest of a head is left as it is. slots: int64 [rows],
-    page * page tokens + offset; -1: neither key nor value is stored. A cache in float8_e4m3fn
-    needs compute capability 8.9.
+    qkv: [rows, (heads + 2 * kv heads) * size]. positions: int32 [rows]. cos_sin: cos and sin,
+    float32 [positions, rotated / 2]; the rest of a head is left as it is. slot_mapping: int64
+    [rows], page * page tokens + offset; -1: neither key nor value is stored. A cache in
+    float8_e4m3fn needs compute capability 8.9.
     """
-    chosen = rope_and_store_triton if has_kernels(qkv) else rope_and_store_reference
-    return chosen(qkv, positions, rotation, norms, cache, slots)
+    chosen = rope_and_store_kv_triton if can_use_triton(qkv) else rope_and_store_kv_reference
+    return chosen(qkv, positions, cos_sin, qk_norm, layer_kv, slot_mapping)
 
 
-def rope_and_store_reference(
+def rope_and_store_kv_reference(
     qkv: Tensor,
     positions: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    norms: HeadNorms | None,
-    cache: LayerKV,
-    slots: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    qk_norm: QKNorm | None,
+    layer_kv: LayerKV,
+    slot_mapping: Tensor,
 ) -> Tensor:
     """The same in plain torch."""
-    _, kv_heads, _, size = cache.keys.shape
+    _, kv_heads, _, size = layer_kv.keys.shape
     heads = qkv.shape[1] // size - 2 * kv_heads
     parts = qkv.view(len(qkv), -1, size)
     q, k, v = parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
-    if norms is not None:
-        q, _ = rms_norm_reference(q, norms.q, norms.eps, offset=norms.offset, residual=None)
-        k, _ = rms_norm_reference(k, norms.k, norms.eps, offset=norms.offset, residual=None)
-    cos, sin = (table[positions.long(), None] for table in rotation)
-    stored = slots >= 0
-    _store(cache.keys, cache.key_scales, _rotated(k, cos, sin)[stored], slots[stored])
-    _store(cache.values, cache.value_scales, v[stored], slots[stored])
-    return _rotated(q, cos, sin)
+    if qk_norm is not None:
+        q, _ = rms_norm_reference(
+            q, qk_norm.q_weight, qk_norm.eps, offset=qk_norm.offset, residual=None
+        )
+        k, _ = rms_norm_reference(
+            k, qk_norm.k_weight, qk_norm.eps, offset=qk_norm.offset, residual=None
+        )
+    cos, sin = (table[positions.long(), None] for table in cos_sin)
+    stored = slot_mapping >= 0
+    _store_kv(
+        layer_kv.keys, layer_kv.key_scales, _apply_rope(k, cos, sin)[stored], slot_mapping[stored]
+    )
+    _store_kv(layer_kv.values, layer_kv.value_scales, v[stored], slot_mapping[stored])
+    return _apply_rope(q, cos, sin)
 
 
-def _store(pages: Tensor, scales: Tensor | None, x: Tensor, slots: Tensor) -> None:
-    page, offset = slots // pages.shape[2], slots % pages.shape[2]
+def _store_kv(pages: Tensor, scales: Tensor | None, x: Tensor, slot_mapping: Tensor) -> None:
+    page, offset = slot_mapping // pages.shape[2], slot_mapping % pages.shape[2]
     if scales is None:
         pages[page, :, offset] = x.to(pages.dtype)
         return
-    small, by = shrink(wide(x), pages.dtype)
+    small, by = quantize_kv(upcast(x), pages.dtype)
     pages[page, :, offset] = small
     scales[page, :, offset] = by.to(scales.dtype)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Hugging Face's layout: element i turns with element i + rotated / 2."""
     half = cos.shape[-1]
-    exact = wide(x)
+    exact = upcast(x)
     first, second, rest = exact[..., :half], exact[..., half : 2 * half], exact[..., 2 * half :]
     turned = cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
     return turned.to(x.dtype)
 
 
-def rope_and_store_triton(
+def rope_and_store_kv_triton(
     qkv: Tensor,
     positions: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    norms: HeadNorms | None,
-    cache: LayerKV,
-    slots: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    qk_norm: QKNorm | None,
+    layer_kv: LayerKV,
+    slot_mapping: Tensor,
 ) -> Tensor:
     """The same in one launch, a program for a few heads of each row."""
-    _, kv_heads, page_tokens, size = cache.keys.shape
+    _, kv_heads, page_tokens, size = layer_kv.keys.shape
     rows, heads = len(qkv), qkv.shape[1] // size - 2 * kv_heads
-    assert all(part.is_contiguous() for part in (*cache.tensors, *rotation, slots, positions))
+    assert all(
+        part.is_contiguous() for part in (*layer_kv.tensors, *cos_sin, slot_mapping, positions)
+    )
     queries = torch.empty((rows, heads, size), dtype=qkv.dtype, device=qkv.device)
-    cos, sin = rotation
+    cos, sin = cos_sin
     # where there is no such tensor, any pointer does: it is not read
-    scales = cos if cache.key_scales is None else cache.key_scales
-    heads_block, num_warps = _shape(rows, size)
-    launch(_rope_and_store, (rows, triton.cdiv(heads + 2 * kv_heads, heads_block)))(
+    scales = cos if layer_kv.key_scales is None else layer_kv.key_scales
+    heads_block, num_warps = _heads_and_warps(rows, size)
+    launch(_rope_and_store_kv_kernel, (rows, triton.cdiv(heads + 2 * kv_heads, heads_block)))(
         qkv.contiguous(),
         positions,
         cos,
         sin,
-        cos if norms is None else norms.q,
-        cos if norms is None else norms.k,
-        slots,
+        cos if qk_norm is None else qk_norm.q_weight,
+        cos if qk_norm is None else qk_norm.k_weight,
+        slot_mapping,
         queries,
-        cache.keys,
-        cache.values,
+        layer_kv.keys,
+        layer_kv.values,
         scales,
-        scales if cache.value_scales is None else cache.value_scales,
-        0.0 if norms is None else norms.eps,
+        scales if layer_kv.value_scales is None else layer_kv.value_scales,
+        0.0 if qk_norm is None else qk_norm.eps,
         heads=heads,
         num_warps=num_warps,
         heads_block=heads_block,
-        **_constants(size, cos.shape[1], kv_heads, page_tokens, cache.keys.dtype, norms),
+        **_rope_constants(size, cos.shape[1], kv_heads, page_tokens, layer_kv.keys.dtype, qk_norm),
     )
     return queries
 
 
-def _shape(rows: int, size: int) -> tuple[int, int]:
+def _heads_and_warps(rows: int, size: int) -> tuple[int, int]:
     """Heads and warps of a program.
 
     Few rows: a warp a head, for the shortest time. Many: a load of 16 bytes a thread.
@@ -142,39 +150,39 @@ def _shape(rows: int, size: int) -> tuple[int, int]:
     return heads, max(heads * triton.next_power_of_2(size) // 512, 1)
 
 
-def _constants(
-    size: int,
-    half: int,
+def _rope_constants(
+    head_dim: int,
+    half_rotary_dim: int,
     kv_heads: int,
     page_tokens: int,
     dtype: torch.dtype,
-    norms: HeadNorms | None,
+    qk_norm: QKNorm | None,
 ) -> dict[str, int | float | bool]:
-    rest = size - 2 * half
+    rest = head_dim - 2 * half_rotary_dim
     return {
         "kv_heads": kv_heads,
         "page_tokens": page_tokens,
-        "size": size,
-        "half": half,
-        "half_block": triton.next_power_of_2(half),
+        "head_dim": head_dim,
+        "half_rotary_dim": half_rotary_dim,
+        "half_block": triton.next_power_of_2(half_rotary_dim),
         "rest_block": triton.next_power_of_2(rest) if rest else 0,
-        "normed": norms is not None,
-        "offset": norms is not None and norms.offset,
-        "largest": LARGEST.get(dtype, 0.0),
+        "has_qk_norm": qk_norm is not None,
+        "offset": qk_norm is not None and qk_norm.offset,
+        "quantized_max": QUANTIZED_MAX.get(dtype, 0.0),
         "is_int": dtype is torch.int8,
     }
 
 
 # both are parts of a packed copy: where they begin must not decide what is compiled
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
-def _rope_and_store(
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _rope_and_store_kv_kernel(
     qkv,
     positions,
     cos,
     sin,
     q_weight,
     k_weight,
-    slots,
+    slot_mapping,
     queries,
     keys,
     values,
@@ -184,13 +192,13 @@ def _rope_and_store(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     page_tokens: tl.constexpr,
-    size: tl.constexpr,
-    half: tl.constexpr,
+    head_dim: tl.constexpr,
+    half_rotary_dim: tl.constexpr,
     half_block: tl.constexpr,
     rest_block: tl.constexpr,
-    normed: tl.constexpr,
+    has_qk_norm: tl.constexpr,
     offset: tl.constexpr,
-    largest: tl.constexpr,
+    quantized_max: tl.constexpr,
     is_int: tl.constexpr,
     heads_block: tl.constexpr,
 ):
@@ -202,77 +210,88 @@ def _rope_and_store(
     is_k = (head >= heads) & (head < heads + kv_heads)
     is_v = head >= heads + kv_heads
     here = head < heads + 2 * kv_heads
-    inside = here & (at < half)
-    source = qkv + row * ((heads + 2 * kv_heads) * size) + head * size
+    inside = here & (at < half_rotary_dim)
+    source = qkv + row * ((heads + 2 * kv_heads) * head_dim) + head * head_dim
     kind = qkv.dtype.element_ty
     first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half_rotary_dim + at, mask=inside, other=0.0).to(tl.float32)
     if rest_block:
-        rest_at = 2 * half + tl.arange(0, rest_block)[None, :]
-        rest_inside = here & (rest_at < size)
+        rest_at = 2 * half_rotary_dim + tl.arange(0, rest_block)[None, :]
+        rest_inside = here & (rest_at < head_dim)
         rest = tl.load(source + rest_at, mask=rest_inside, other=0.0).to(tl.float32)
 
-    if normed:
+    if has_qk_norm:
         squares = tl.sum(first * first + second * second, 1, keep_dims=True)
         if rest_block:
             squares += tl.sum(rest * rest, 1, keep_dims=True)
-        by = tl.rsqrt(squares / size + eps)
-        first = _weighed(first, by, q_weight, k_weight, at, at < half, is_q, is_v, offset, kind)
-        second = _weighed(
-            second, by, q_weight, k_weight, half + at, at < half, is_q, is_v, offset, kind
+        by = tl.rsqrt(squares / head_dim + eps)
+        first = _apply_qk_norm(
+            first, by, q_weight, k_weight, at, at < half_rotary_dim, is_q, is_v, offset, kind
+        )
+        second = _apply_qk_norm(
+            second,
+            by,
+            q_weight,
+            k_weight,
+            half_rotary_dim + at,
+            at < half_rotary_dim,
+            is_q,
+            is_v,
+            offset,
+            kind,
         )
         if rest_block:
-            rest = _weighed(
-                rest, by, q_weight, k_weight, rest_at, rest_at < size, is_q, is_v, offset, kind
+            rest = _apply_qk_norm(
+                rest, by, q_weight, k_weight, rest_at, rest_at < head_dim, is_q, is_v, offset, kind
             )
 
-    turn = tl.load(positions + row).to(tl.int64) * half + at
-    c = tl.load(cos + turn, mask=at < half, other=0.0)
-    s = tl.load(sin + turn, mask=at < half, other=0.0)
+    turn = tl.load(positions + row).to(tl.int64) * half_rotary_dim + at
+    c = tl.load(cos + turn, mask=at < half_rotary_dim, other=0.0)
+    s = tl.load(sin + turn, mask=at < half_rotary_dim, other=0.0)
     turned = first * c - second * s
     # values do not turn; what is stored is rounded as the queries are
     second = tl.where(is_v, second, second * c + first * s).to(kind)
     first = tl.where(is_v, first, turned).to(kind)
 
-    target = queries + (row * heads + head) * size
+    target = queries + (row * heads + head) * head_dim
     tl.store(target + at, first, mask=inside & is_q)
-    tl.store(target + half + at, second, mask=inside & is_q)
+    tl.store(target + half_rotary_dim + at, second, mask=inside & is_q)
     if rest_block:
         tl.store(target + rest_at, rest.to(kind), mask=rest_inside & is_q)
 
-    slot = tl.load(slots + row)
+    slot = tl.load(slot_mapping + row)
     # a row without a slot stores no head
     stored = (head >= heads) & (head < tl.where(slot >= 0, heads + 2 * kv_heads, 0))
     kv = tl.where(is_v, head - heads - kv_heads, head - heads)
     place = (slot // page_tokens * kv_heads + kv) * page_tokens + slot % page_tokens
-    if largest > 0:
+    if quantized_max > 0:
         most = tl.maximum(
             tl.max(tl.abs(first.to(tl.float32)), 1, keep_dims=True),
             tl.max(tl.abs(second.to(tl.float32)), 1, keep_dims=True),
         )
         if rest_block:
             most = tl.maximum(most, tl.max(tl.abs(rest), 1, keep_dims=True))
-        scale = tl.div_rn(tl.maximum(most, 1e-8), tl.full(most.shape, largest, tl.float32))
+        scale = tl.div_rn(tl.maximum(most, 1e-8), tl.full(most.shape, quantized_max, tl.float32))
         tl.store(key_scales + place, scale, mask=stored & is_k)
         tl.store(value_scales + place, scale, mask=stored & is_v)
     else:
         scale = first
-    target = place * size + at
-    first = _small(first, scale, keys.dtype.element_ty, largest, is_int)
-    second = _small(second, scale, keys.dtype.element_ty, largest, is_int)
+    target = place * head_dim + at
+    first = _quantize_kv(first, scale, keys.dtype.element_ty, quantized_max, is_int)
+    second = _quantize_kv(second, scale, keys.dtype.element_ty, quantized_max, is_int)
     tl.store(keys + target, first, mask=inside & stored & is_k)
     tl.store(values + target, first, mask=inside & stored & is_v)
-    tl.store(keys + target + half, second, mask=inside & stored & is_k)
-    tl.store(values + target + half, second, mask=inside & stored & is_v)
+    tl.store(keys + target + half_rotary_dim, second, mask=inside & stored & is_k)
+    tl.store(values + target + half_rotary_dim, second, mask=inside & stored & is_v)
     if rest_block:
-        rest = _small(rest.to(kind), scale, keys.dtype.element_ty, largest, is_int)
-        tl.store(keys + place * size + rest_at, rest, mask=rest_inside & stored & is_k)
-        tl.store(values + place * size + rest_at, rest, mask=rest_inside & stored & is_v)
+        rest = _quantize_kv(rest.to(kind), scale, keys.dtype.element_ty, quantized_max, is_int)
+        tl.store(keys + place * head_dim + rest_at, rest, mask=rest_inside & stored & is_k)
+        tl.store(values + place * head_dim + rest_at, rest, mask=rest_inside & stored & is_v)
 
 
 @triton.jit
-def _weighed(
-    x, by, q_weight, k_weight, at, inside, is_q, is_v, offset: tl.constexpr, kind: tl.constexpr
+def _apply_qk_norm(
+    x, inv_rms, q_weight, k_weight, at, inside, is_q, is_v, offset: tl.constexpr, kind: tl.constexpr
 ):
     """A part of the heads, normed if of q or k and rounded."""
     weight = tl.where(
@@ -282,13 +301,13 @@ def _weighed(
     )
     if offset:
         weight += 1.0
-    return tl.where(is_v, x, (x * by * weight).to(kind).to(tl.float32))
+    return tl.where(is_v, x, (x * inv_rms * weight).to(kind).to(tl.float32))
 
 
 @triton.jit
-def _small(x, scale, kind: tl.constexpr, largest: tl.constexpr, is_int: tl.constexpr):
+def _quantize_kv(x, scale, kind: tl.constexpr, quantized_max: tl.constexpr, is_int: tl.constexpr):
     """A part of the heads as the pages hold it, scaled if there is a largest magnitude."""
-    if largest > 0:
+    if quantized_max > 0:
         scaled = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
         if is_int:
             # adding 1.5 * 2**23 leaves whole numbers, halves rounded to even as torch does
@@ -299,7 +318,7 @@ def _small(x, scale, kind: tl.constexpr, largest: tl.constexpr, is_int: tl.const
         return x.to(kind)
 
 
-_TYPES = {
+_TRITON_POINTER_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int8: "*i8",
@@ -322,18 +341,18 @@ def variants() -> Iterator[Variant]:
         (1, 8, 4, 256, 256, torch.bfloat16, True),
     ):
         weight = torch.empty(0)
-        norms = HeadNorms(weight, weight, 1e-6, False) if normed else None
-        heads_block, num_warps = _shape(rows, size)
+        norms = QKNorm(weight, weight, 1e-6, False) if normed else None
+        heads_block, num_warps = _heads_and_warps(rows, size)
         constants = {
             "heads": heads,
-            **_constants(size, rotated // 2, kv_heads, 16, dtype, norms),
+            **_rope_constants(size, rotated // 2, kv_heads, 16, dtype, norms),
             "heads_block": heads_block,
         }
-        pages = _TYPES[dtype]
+        pages = _TRITON_POINTER_TYPES[dtype]
         yield Variant(
             name=f"rope-{rows}-{heads}-{kv_heads}-{size}-{rotated}-{pages[1:]}"
             + ("-normed" if normed else ""),
-            kernel=_rope_and_store,
+            kernel=_rope_and_store_kv_kernel,
             signature={
                 "qkv": "*bf16",
                 "positions": "*i32",
@@ -341,7 +360,7 @@ def variants() -> Iterator[Variant]:
                 "sin": "*fp32",
                 "q_weight": "*bf16" if normed else "*fp32",
                 "k_weight": "*bf16" if normed else "*fp32",
-                "slots": "*i64",
+                "slot_mapping": "*i64",
                 "queries": "*bf16",
                 "keys": pages,
                 "values": pages,

@@ -23,15 +23,15 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int) -> None:
-        self._users = [0] * num_pages
+        self._ref_counts = [0] * num_pages
         self._free = list(reversed(range(num_pages)))
-        self._kept: set[int] = set()
+        self._cached: set[int] = set()
         self._idle: dict[int, None] = {}  # in the order in which they were last used
 
     @property
     def num_pages(self) -> int:
         """Pages in all."""
-        return len(self._users)
+        return len(self._ref_counts)
 
     @property
     def num_free(self) -> int:
@@ -45,59 +45,59 @@ class PagePool:
 
     def can_write(self, page: int) -> bool:
         """Whether a page has one user, and what is in it is not known as a prefix."""
-        return self._users[page] == 1 and page not in self._kept
+        return self._ref_counts[page] == 1 and page not in self._cached
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Free pages, with one user from now on. NoRoom: there are fewer."""
         if count > len(self._free):
             raise NoRoom
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
-            self._users[page] = 1
+            self._ref_counts[page] = 1
         return taken
 
-    def hold(self, pages: Sequence[int]) -> None:
+    def acquire(self, pages: Sequence[int]) -> None:
         """One more user for each of these, none of which is free."""
         for page in pages:
-            if self._users[page] == 0:
+            if self._ref_counts[page] == 0:
                 del self._idle[page]
-            self._users[page] += 1
+            self._ref_counts[page] += 1
 
-    def drop(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """One user less for each of these pages of one text, in its order.
 
         The last becomes idle first: what comes before it can be of use without it.
         """
         for page in reversed(pages):
-            assert self._users[page] > 0, page
-            self._users[page] -= 1
-            if self._users[page] == 0:
-                if page in self._kept:
+            assert self._ref_counts[page] > 0, page
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
+                if page in self._cached:
                     self._idle[page] = None
                 else:
                     self._free.append(page)
 
-    def keep(self, page: int) -> None:
+    def mark_cached(self, page: int) -> None:
         """The tree knows what is in this page, which has a user."""
-        assert self._users[page] > 0, page
-        assert page not in self._kept, page
-        self._kept.add(page)
+        assert self._ref_counts[page] > 0, page
+        assert page not in self._cached, page
+        self._cached.add(page)
 
-    def oldest_idle(self, count: int) -> list[int]:
+    def least_recent_idle(self, count: int) -> list[int]:
         """The idle pages that were used least recently; fewer if there are not so many."""
         return list(islice(self._idle, max(0, count)))
 
-    def forget(self, page: int) -> None:
+    def evict(self, page: int) -> None:
         """An idle page is free."""
         del self._idle[page]
-        self._kept.remove(page)
+        self._cached.remove(page)
         self._free.append(page)
 
-    def check(self, users: Mapping[int, int], kept: set[int]) -> None:
+    def check(self, ref_counts: Mapping[int, int], cached: set[int]) -> None:
         """Assert that every page is free, idle or in use, and that these are the users and the
         pages of the tree. For tests."""
-        assert self._users == [users.get(page, 0) for page in range(self.num_pages)]
-        assert self._kept == kept
-        unused = {page for page, count in enumerate(self._users) if count == 0}
-        assert set(self._idle) == unused & kept
-        assert sorted(self._free) == sorted(unused - kept)
+        assert self._ref_counts == [ref_counts.get(page, 0) for page in range(self.num_pages)]
+        assert self._cached == cached
+        unused = {page for page, count in enumerate(self._ref_counts) if count == 0}
+        assert set(self._idle) == unused & cached
+        assert sorted(self._free) == sorted(unused - cached)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, PagePool
 
-Key = tuple[int, ...]
+PageKey = tuple[int, ...]
 
 
 class _Node:
@@ -14,9 +14,9 @@ class _Node:
 
     __slots__ = ("children", "key", "page", "parent")
 
-    def __init__(self, key: Key, page: int, parent: _Node | None) -> None:
+    def __init__(self, key: PageKey, page: int, parent: _Node | None) -> None:
         self.key, self.page, self.parent = key, page, parent
-        self.children: dict[Key, _Node] = {}
+        self.children: dict[PageKey, _Node] = {}
 
 
 class RadixTree:
@@ -38,7 +38,7 @@ class RadixTree:
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The pages of the longest known prefix, whole pages only. Using them is to hold them."""
         node, pages = self._root, []
-        for key in _keys(tokens, 0, len(tokens) // PAGE_TOKENS):
+        for key in _page_keys(tokens, 0, len(tokens) // PAGE_TOKENS):
             child = node.children.get(key)
             if child is None:
                 break
@@ -46,38 +46,42 @@ class RadixTree:
             pages.append(node.page)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], known: int = 0) -> list[int]:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_known: int = 0) -> list[int]:
         """Know these full pages; the pages that hold their tokens from now on.
 
         Where tokens were known already, that is the page known before. The caller uses the pages
-        given and shall use those returned. known: how many pages at the beginning are in the tree
-        for sure; the pages returned are those behind them.
+        given and shall use those returned. num_known: how many pages at the beginning are in the
+        tree for sure; the pages returned are those behind them.
         """
-        node, found = self._nodes[pages[known - 1]] if known else self._root, []
-        for key, page in zip(_keys(tokens, known, len(pages)), pages[known:], strict=True):
+        node, found = self._nodes[pages[num_known - 1]] if num_known else self._root, []
+        for key, page in zip(
+            _page_keys(tokens, num_known, len(pages)), pages[num_known:], strict=True
+        ):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = self._nodes[page] = _Node(key, page, node)
-                self._pool.keep(page)
+                self._pool.mark_cached(page)
             node = child
             found.append(node.page)
         return found
 
     def evict(self, count: int) -> None:
         """Free so many pages, or all that nobody uses."""
-        for page in self._pool.oldest_idle(count):
+        for page in self._pool.least_recent_idle(count):
             node = self._nodes.pop(page)
             assert node.parent is not None
             assert not node.children, page
             del node.parent.children[node.key]
-            self._pool.forget(page)
+            self._pool.evict(page)
 
     def check(self) -> None:
         """Assert that the tree is one, and that idle pages come behind those they need.
 
         For tests.
         """
-        order = {page: i for i, page in enumerate(self._pool.oldest_idle(self._pool.num_idle))}
+        order = {
+            page: i for i, page in enumerate(self._pool.least_recent_idle(self._pool.num_idle))
+        }
         seen = 0
         waiting = [self._root]
         while waiting:
@@ -98,7 +102,7 @@ class RadixTree:
         return set(self._nodes)
 
 
-def _keys(tokens: Sequence[int], first: int, last: int) -> Iterator[Key]:
+def _page_keys(tokens: Sequence[int], first: int, last: int) -> Iterator[PageKey]:
     """The tokens of full pages, from the first up to the last, exclusive."""
     for start in range(first * PAGE_TOKENS, last * PAGE_TOKENS, PAGE_TOKENS):
         yield tuple(tokens[start : start + PAGE_TOKENS])

@@ -11,58 +11,60 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.attention_metadata import Ragged
+from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Seq
 
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """A step on the host. Rows are tokens, chunk after chunk.
 
-    tokens, slots: int64 [rows]; slots: page × PAGE_TOKENS + offset, -1: nothing is stored.
-    outputs: int64 [sampled], rows whose logits are wanted. positions: int32 [rows].
-    tables: int32 [chunks, pages]. starts: int32 [chunks + 1], first row of each chunk.
-    lengths: int32 [chunks], tokens in the cache once the step is done. max_rows, max_len: as
-    those of Ragged.
+    tokens, slot_mapping: int64 [rows]; slot_mapping: page × PAGE_TOKENS + offset, -1: nothing is
+    stored. output_rows: int64 [sampled], rows whose logits are wanted. positions: int32 [rows].
+    page_tables: int32 [chunks, pages]. query_starts: int32 [chunks + 1], first row of each
+    chunk. seq_lens: int32 [chunks], tokens in the cache once the step is done. max_query_len,
+    max_seq_len: as those of AttentionMetadata.
     """
 
-    tokens: Longs
-    slots: Longs
-    outputs: Longs
-    positions: Ints
-    tables: Ints
-    starts: Ints
-    lengths: Ints
-    max_rows: int
-    max_len: int
+    tokens: Int64Array
+    slot_mapping: Int64Array
+    output_rows: Int64Array
+    positions: Int32Array
+    page_tables: Int32Array
+    query_starts: Int32Array
+    seq_lens: Int32Array
+    max_query_len: int
+    max_seq_len: int
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """In the order of a packed copy: the wide ones first, so that all are aligned."""
         return (
-            *(self.tokens, self.slots, self.outputs),
-            *(self.positions, self.tables, self.starts, self.lengths),
+            *(self.tokens, self.slot_mapping, self.output_rows),
+            *(self.positions, self.page_tables, self.query_starts, self.seq_lens),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class StepBatch:
     """StepInputs on the device."""
 
     tokens: Tensor
-    slots: Tensor
-    outputs: Tensor
+    slot_mapping: Tensor
+    output_rows: Tensor
     positions: Tensor
-    ragged: Ragged
+    attn_metadata: AttentionMetadata
 
 
-def arrange(chunks: Sequence[Chunk], table: Callable[[Seq], Ints]) -> StepInputs:
-    """The inputs of a step. table: the pages of a sequence, in order."""
+def build_step_inputs(
+    chunks: Sequence[Chunk], page_table: Callable[[Seq], Int32Array]
+) -> StepInputs:
+    """The inputs of a step. page_table: the pages of a sequence, in order."""
     lengths = np.array([chunk.start + len(chunk) for chunk in chunks], np.int32)
     rows = np.array([len(chunk) for chunk in chunks], np.int32)
     starts = np.zeros(len(chunks) + 1, np.int32)
@@ -72,28 +74,28 @@ def arrange(chunks: Sequence[Chunk], table: Callable[[Seq], Ints]) -> StepInputs
     slots = np.empty(starts[-1], np.int64)
     outputs: list[int] = []
     for i, chunk in enumerate(chunks):
-        pages = table(chunk.seq)[: pages_for(int(lengths[i]))]
+        pages = page_table(chunk.seq)[: pages_for(int(lengths[i]))]
         tables[i, : len(pages)] = pages
         here = np.arange(chunk.start, lengths[i], dtype=np.int32)
         own = slice(starts[i], starts[i + 1])
         positions[own] = here
         slots[own] = pages[here // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + here % PAGE_TOKENS
-        if chunk.samples:
+        if chunk.is_sampled:
             outputs += range(starts[i + 1] - 1 - chunk.num_drafts, starts[i + 1])
     return StepInputs(
         tokens=np.fromiter((token for chunk in chunks for token in chunk.tokens), np.int64),
-        slots=slots,
-        outputs=np.array(outputs, np.int64),
+        slot_mapping=slots,
+        output_rows=np.array(outputs, np.int64),
         positions=positions,
-        tables=tables,
-        starts=starts,
-        lengths=lengths,
-        max_rows=int(rows.max()),
-        max_len=int(lengths.max()),
+        page_tables=tables,
+        query_starts=starts,
+        seq_lens=lengths,
+        max_query_len=int(rows.max()),
+        max_seq_len=int(lengths.max()),
     )
 
 
-def pack(inputs: StepInputs, *, pinned: bool) -> Tensor:
+def pack_inputs(inputs: StepInputs, *, pinned: bool) -> Tensor:
     """All arrays of a step behind one another, uint8 in host memory."""
     arrays = inputs.arrays
     packed = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=pinned)
@@ -104,7 +106,7 @@ def pack(inputs: StepInputs, *, pinned: bool) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, like: StepInputs) -> Batch:
+def unpack_inputs(packed: Tensor, like: StepInputs) -> StepBatch:
     """Views of a packed copy, wherever it is. like: inputs of these shapes."""
     parts, at = [], 0
     for array in like.arrays:
@@ -112,11 +114,11 @@ def unpack(packed: Tensor, like: StepInputs) -> Batch:
         parts.append(packed[at : at + array.nbytes].view(kind).view(array.shape))
         at += array.nbytes
     tokens, slots, outputs, positions, tables, starts, lengths = parts
-    ragged = Ragged(tables, starts, lengths, like.max_rows, like.max_len)
-    return Batch(tokens, slots, outputs, positions, ragged)
+    ragged = AttentionMetadata(tables, starts, lengths, like.max_query_len, like.max_seq_len)
+    return StepBatch(tokens, slots, outputs, positions, ragged)
 
 
-def on_device(inputs: StepInputs, device: torch.device) -> Batch:
+def inputs_to_device(inputs: StepInputs, device: torch.device) -> StepBatch:
     """The inputs on the device, in one copy that the host does not wait for."""
-    packed = pack(inputs, pinned=device.type == "cuda")
-    return unpack(packed.to(device, non_blocking=True), inputs)
+    packed = pack_inputs(inputs, pinned=device.type == "cuda")
+    return unpack_inputs(packed.to(device, non_blocking=True), inputs)

@@ -9,30 +9,32 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
-from localgen.backends.cuda.kernels.moe.fused_experts import mixture as mixed
-from localgen.backends.cuda.kernels.moe.grouped_experts import Chosen
+from localgen.backends.cuda.kernels.moe.fused_experts import fused_experts as mixed
+from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 from localgen.backends.cuda.kernels.norm import rms_norm
-from localgen.backends.cuda.kernels.rope import HeadNorms, rope_and_store
+from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
-from localgen.backends.cuda.model.batch import Batch
+from localgen.backends.cuda.model.batch import StepBatch
 from localgen.backends.cuda.model.linear import gated_linear
-from localgen.backends.cuda.model.process_group import Ranks
-from localgen.backends.cuda.model.weights import Experts, LayerWeights, Weights
-from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, Moe
-from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.cuda.model.process_group import TensorParallelGroup
+from localgen.backends.cuda.model.weights import DecoderWeights, ExpertWeights, LayerWeights
+from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, MoeConfig
+from localgen.backends.formats.architecture.sharding import ModelShard
 
 
-def route(x: Tensor, experts: Experts, moe: Moe) -> Chosen:
+def select_experts(x: Tensor, experts: ExpertWeights, moe: MoeConfig) -> ExpertRouting:
     """The experts of each row and their shares."""
     shares, ids = experts.router(x).float().softmax(-1).topk(moe.top_k)
-    if moe.normalize:
+    if moe.normalize_topk:
         shares = shares / shares.sum(-1, keepdim=True)
-    return Chosen(ids, shares)
+    return ExpertRouting(ids, shares)
 
 
-def mixture(x: Tensor, experts: Experts, moe: Moe, activation: Activation) -> Tensor:
+def moe_forward(
+    x: Tensor, experts: ExpertWeights, moe: MoeConfig, activation: Activation
+) -> Tensor:
     """Weighted sum of the chosen experts' answers. x: [rows, hidden]."""
-    return mixed(x, experts.gate_up, experts.down, route(x, experts, moe), activation)
+    return mixed(x, experts.gate_up, experts.down, select_experts(x, experts, moe), activation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,13 +45,15 @@ class KVCache:
 
     @classmethod
     def zeros(
-        cls, spec: ModelSpec, pages: int, *, device: torch.device | str, dtype: torch.dtype
+        cls, spec: ModelSpec, num_pages: int, *, device: torch.device | str, dtype: torch.dtype
     ) -> KVCache:
         """An empty cache. dtype: a float, or int8 or float8_e4m3fn."""
-        shape = (pages, spec.kv_heads, PAGE_TOKENS, spec.head_dim)
-        return cls([LayerKV.zeros(shape, device=device, dtype=dtype) for _ in range(spec.layers)])
+        shape = (num_pages, spec.num_kv_heads, PAGE_TOKENS, spec.head_dim)
+        return cls(
+            [LayerKV.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
+        )
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) each."""
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
@@ -61,26 +65,32 @@ class KVCache:
 class Decoder:
     """Weights and the tables that depend on positions alone. max_len: longest sequence.
 
-    ranks: those that have the rest of every layer, where spec and weights are those of a shard.
+    group: those that have the rest of every layer, where spec and weights are those of a shard.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, max_len: int, ranks: Ranks | None = None
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        max_len: int,
+        group: TensorParallelGroup | None = None,
     ) -> None:
         self.spec, self.max_len = spec, max_len
-        self._ranks = ranks or Ranks(Shard(spec))
+        self._group = group or TensorParallelGroup(ModelShard(spec))
         self._weights = weights
         device = weights.embed.device
-        self._rope = _on(device, spec.rope.table(max_len))
-        self._local_rope = _on(device, (spec.local_rope or spec.rope).table(max_len))
+        self._rope = _rope_to_device(device, spec.rope.cos_sin_table(max_len))
+        self._local_rope = _rope_to_device(
+            device, (spec.local_rope or spec.rope).cos_sin_table(max_len)
+        )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
         """Logits of the rows in batch.outputs, float32 [outputs, vocab]; fills the cache.
 
         out: where to put them.
         """
-        found = self._ranks.whole(self._weights.head(self.states(batch, cache)))
+        found = self._group.gather_logits(self._weights.head(self.hidden_states(batch, cache)))
         logits = found.float() if out is None else out.copy_(found)
         cap = self.spec.logit_softcap
         if cap:
@@ -88,10 +98,10 @@ class Decoder:
         return logits
 
     @torch.inference_mode()
-    def states(self, batch: Batch, cache: KVCache) -> Tensor:
+    def hidden_states(self, batch: StepBatch, cache: KVCache) -> Tensor:
         """What the head sees of the rows in batch.outputs, [outputs, hidden]; fills the cache."""
         spec, weights = self.spec, self._weights
-        hidden = self._ranks.embedded(weights.embed, batch.tokens)
+        hidden = self._group.vocab_parallel_embedding(weights.embed, batch.tokens)
         if spec.embed_scale != 1:
             hidden = hidden * torch.tensor(spec.embed_scale, dtype=hidden.dtype)
         residual: Tensor | None = None
@@ -104,7 +114,7 @@ class Decoder:
             hidden = self._mlp(layer, normed)
             if layer.post_mlp_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_mlp_norm, None)
-        rows = batch.outputs
+        rows = batch.output_rows
         kept = None if residual is None else residual[rows]
         normed, _ = self._norm(hidden[rows], weights.norm, kept)
         return normed
@@ -115,38 +125,42 @@ class Decoder:
         )
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, batch: Batch, cache: KVCache
+        self, index: int, layer: LayerWeights, x: Tensor, batch: StepBatch, cache: KVCache
     ) -> Tensor:
-        spec, window = self.spec, self.spec.windows[index]
+        spec, window = self.spec, self.spec.sliding_windows[index]
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            norms = HeadNorms(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
-        queries = rope_and_store(
+            norms = QKNorm(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
+        queries = rope_and_store_kv(
             layer.qkv(x),
             batch.positions,
             self._rope if window is None else self._local_rope,
             norms,
             cache.layers[index],
-            batch.slots,
+            batch.slot_mapping,
         )
         mixed = paged_attention(
             queries,
             cache.layers[index],
-            batch.ragged,
+            batch.attn_metadata,
             scale=spec.attn_scale,
             window=window,
             softcap=spec.attn_softcap,
         )
-        return self._ranks.sum(layer.out(mixed.flatten(1)))
+        return self._group.all_reduce(layer.attention_out(mixed.flatten(1)))
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         if layer.experts is not None:
             assert self.spec.moe is not None
-            return self._ranks.sum(mixture(x, layer.experts, self.spec.moe, self.spec.activation))
+            return self._group.all_reduce(
+                moe_forward(x, layer.experts, self.spec.moe, self.spec.activation)
+            )
         assert layer.gate_up is not None
         assert layer.down is not None
-        return self._ranks.sum(layer.down(gated_linear(layer.gate_up, x, self.spec.activation)))
+        return self._group.all_reduce(
+            layer.down(gated_linear(layer.gate_up, x, self.spec.activation))
+        )
 
 
-def _on(device: torch.device, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _rope_to_device(device: torch.device, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return table[0].to(device), table[1].to(device)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
-from localgen.backends.formats.architecture.model_spec import Quant
+from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 
 _WORD_BITS = 32
 
 
-def packed_size(count: int, bits: int) -> int | None:
+def num_packed_words(count: int, bits: int) -> int | None:
     """Words of so many digits; None: they do not end where a word does."""
     whole = count * bits
     return None if whole % lcm(_WORD_BITS, bits) else whole // _WORD_BITS
 
 
-def widened_gptq(
+def dequantize_gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, *, bits: int, zero_offset: int
 ) -> Tensor:
     """float32 [out, in].
@@ -28,38 +28,38 @@ def widened_gptq(
     qweight: int32 [in * bits / 32, out]. qzeros: int32 [groups, out * bits / 32]. scales:
     [groups, out]. g_idx: [in]. zero_offset: added to a stored zero, modulo 2 ** bits.
     """
-    zeros = _digits(qzeros.T, bits)  # [out, groups]
+    zeros = _unpack_bits(qzeros.T, bits)  # [out, groups]
     zeros = (zeros + zero_offset) & (2**bits - 1)
     at = g_idx.long()
-    weight = _digits(qweight, bits).T.float()
+    weight = _unpack_bits(qweight, bits).T.float()
     weight -= zeros.float()[:, at]
     return weight.mul_(scales.float().T[:, at])
 
 
-def plain_weight(linear: Linear, dtype: torch.dtype) -> Tensor:
+def dense_weight(linear: Linear, dtype: torch.dtype) -> Tensor:
     """What a linear multiplies by, [out, in] in the order of its inputs."""
     match linear:
         case DenseLinear():
             return linear.weight
         case Fp8Linear():
-            return linear.dequantized(dtype)
+            return linear.dequantize(dtype)
         case Int4Linear():
-            weight = linear.dequantized(dtype)
-            return weight if linear.order is None else weight[:, linear.order.argsort()]
+            weight = linear.dequantize(dtype)
+            return weight if linear.input_order is None else weight[:, linear.input_order.argsort()]
     raise AssertionError(linear)
 
 
-def notes(quant: Quant | None, *, experts: bool) -> tuple[str, ...]:
+def dequantization_notes(quant: QuantizationConfig | None, *, has_experts: bool) -> tuple[str, ...]:
     """What a user should know of weights that take more memory than their files."""
-    if quant is None or not (quant.widened or experts):
+    if quant is None or not (quant.dequantized_on_load or has_experts):
         return ()
     what = f"{quant.method.upper()} weights of {quant.bits} bits"
-    if not quant.widened:
+    if not quant.dequantized_on_load:
         what = f"experts of {what}"
     return (f"{what} are widened to 16 as they are read: they take the memory of a plain model",)
 
 
-def _digits(words: Tensor, bits: int) -> Tensor:
+def _unpack_bits(words: Tensor, bits: int) -> Tensor:
     """int32 [a, b] -> int32 [a * 32 / bits, b]: a stream of bits down each column."""
     together = lcm(_WORD_BITS, bits)
     every, count = together // bits, together // _WORD_BITS

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.gemm.int4 import pack
+from localgen.backends.cuda.kernels.gemm.int4 import pack_int4
 from localgen.backends.cuda.model.linear import Int4Linear
 
 # where the outputs 0 to 7 of an int32 lie in AutoAWQ's GEMM layout, counted in digits
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | None) -> Int4Linear:
+def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | None) -> Int4Linear:
     """qweight: int32 [in, out / 8]. qzeros: int32 [groups, out / 8]. scales: [groups, out]."""
-    places = torch.tensor(_AWQ_PLACES, device=qweight.device)
-    digits = _digits(qweight)[..., places].flatten(1).T
-    zeros = _digits(qzeros)[..., places].flatten(1).T.contiguous()
-    return Int4Linear(pack(digits), scales.T.contiguous(), zeros, bias)
+    places = torch.tensor(_AWQ_ORDER, device=qweight.device)
+    digits = _unpack_nibbles(qweight)[..., places].flatten(1).T
+    zeros = _unpack_nibbles(qzeros)[..., places].flatten(1).T.contiguous()
+    return Int4Linear(pack_int4(digits), scales.T.contiguous(), zeros, bias)
 
 
-def from_gptq(
+def repack_gptq(
     qweight: Tensor,
     qzeros: Tensor,
     scales: Tensor,
@@ -33,13 +33,13 @@ def from_gptq(
 
     order: see Int4Linear. zero_offset: added to a stored zero, modulo 16.
     """
-    digits = _digits(qweight).transpose(0, 1).flatten(1)
+    digits = _unpack_nibbles(qweight).transpose(0, 1).flatten(1)
     digits = digits if order is None else digits[:, order]
-    zeros = (_digits(qzeros).flatten(1).T + zero_offset) & 15
-    return Int4Linear(pack(digits), scales.T.contiguous(), zeros.contiguous(), bias, order)
+    zeros = (_unpack_nibbles(qzeros).flatten(1).T + zero_offset) & 15
+    return Int4Linear(pack_int4(digits), scales.T.contiguous(), zeros.contiguous(), bias, order)
 
 
-def group_order(g_idx: Tensor, groups: int) -> Tensor | None:
+def act_order(g_idx: Tensor, groups: int) -> Tensor | None:
     """The order of inputs in which the groups lie side by side; None: they do as it is.
 
     g_idx: [in], the group of each input. ValueError: the groups are not of equal size.
@@ -52,7 +52,7 @@ def group_order(g_idx: Tensor, groups: int) -> Tensor | None:
     return None if torch.equal(g_idx.long(), side_by_side) else order
 
 
-def _digits(words: Tensor) -> Tensor:
+def _unpack_nibbles(words: Tensor) -> Tensor:
     """int32 [a, b] -> uint8 [a, b, 8], the lowest four bits first."""
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(2)

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.activation import gated
+from localgen.backends.cuda.kernels.activation import gated_activation
 from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul
-from localgen.backends.cuda.kernels.gemm.fp8 import fp8_matmul, widened
+from localgen.backends.cuda.kernels.gemm.fp8 import dequantize_fp8, fp8_matmul
+from localgen.backends.cuda.kernels.gemm.int4 import dequantize_int4 as widened_int4
 from localgen.backends.cuda.kernels.gemm.int4 import int4_matmul
-from localgen.backends.cuda.kernels.gemm.int4 import widened as widened_int4
-from localgen.backends.cuda.kernels.gemm.tile import Kind
+from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
 
 
 class Linear(Protocol):
@@ -52,16 +52,17 @@ class DenseLinear:
 class Int4Linear:
     """Weights of 4 bits, groups of inputs sharing a scale and a zero: (q - zero) * scale.
 
-    packed: uint8 [out, in / 2], as kernels.int4.pack makes it of one digit for each input.
-    scales: float [out, in / group]. zeros: uint8 [out, in / group], 0 to 15.
-    bias: [out] or None. order: int64 [in] or None; packed column i is for input order[i].
+    packed: uint8 [out, in / 2], as kernels.gemm.int4.pack_int4 makes it of one digit for each
+    input. scales: float [out, in / group]. zeros: uint8 [out, in / group], 0 to 15.
+    bias: [out] or None. input_order: int64 [in] or None; packed column i is for input
+    input_order[i].
     """
 
     packed: Tensor
     scales: Tensor
     zeros: Tensor
     bias: Tensor | None = None
-    order: Tensor | None = None
+    input_order: Tensor | None = None
 
     @property
     def in_features(self) -> int:
@@ -77,10 +78,10 @@ class Int4Linear:
         return self.in_features // self.scales.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x if self.order is None else x[:, self.order]
+        x = x if self.input_order is None else x[:, self.input_order]
         return int4_matmul(x, self.packed, self.scales, self.zeros, self.bias)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight, [out, in], columns in packed order."""
         return widened_int4(self.packed, self.scales, self.zeros, dtype)
 
@@ -104,13 +105,13 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_matmul(x, self.weight, self.scale, self.bias)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight, [out, in]."""
-        return widened(self.weight, self.scale, dtype)
+        return dequantize_fp8(self.weight, self.scale, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JoinedLinear:
+class MergedLinear:
     """Linears over the same input that cannot be one weight; their outputs side by side."""
 
     parts: tuple[Linear, ...]
@@ -127,14 +128,14 @@ class JoinedLinear:
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
-def gated_linear(gate_up: Linear, x: Tensor, kind: Kind) -> Tensor:
+def gated_linear(gate_up: Linear, x: Tensor, activation: ActivationKind) -> Tensor:
     """act(gate) * up, [rows, out / 2]; gate_up: all of gate, then all of up."""
     if isinstance(gate_up, DenseLinear) and gate_up.bias is None:
-        return gated_matmul(x, gate_up.weight, kind)
-    return gated(gate_up(x), kind)
+        return gated_matmul(x, gate_up.weight, activation)
+    return gated_activation(gate_up(x), activation)
 
 
-def join(parts: Sequence[Linear]) -> Linear:
+def merge_linears(parts: Sequence[Linear]) -> Linear:
     """One linear whose outputs are those of `parts` in turn: one weight wherever that can be."""
     assert len({part.in_features for part in parts}) == 1
     if len(parts) == 1:
@@ -155,9 +156,9 @@ def join(parts: Sequence[Linear]) -> Linear:
             scales=torch.cat([part.scales for part in int4]),
             zeros=torch.cat([part.zeros for part in int4]),
             bias=_biases(int4),
-            order=int4[0].order,
+            input_order=int4[0].input_order,
         )
-    return JoinedLinear(tuple(parts))
+    return MergedLinear(tuple(parts))
 
 
 def _biases(parts: Sequence[DenseLinear | Int4Linear | Fp8Linear]) -> Tensor | None:
@@ -174,7 +175,7 @@ def _biases(parts: Sequence[DenseLinear | Int4Linear | Fp8Linear]) -> Tensor | N
 
 def _same_groups(parts: Sequence[Int4Linear]) -> bool:
     first = parts[0]
-    return all(_same_order(part.order, first.order) for part in parts) and all(
+    return all(_same_order(part.input_order, first.input_order) for part in parts) and all(
         (part.group_size, part.scales.dtype) == (first.group_size, first.scales.dtype)
         for part in parts
     )

@@ -7,23 +7,27 @@ from typing import Any, Protocol
 
 import torch
 
-from localgen.backends.cuda.model.dequantize import notes
-from localgen.backends.cuda.model.gguf_weights import GgufTensors
-from localgen.backends.cuda.model.weights import Weights, build_weights, load_weights
+from localgen.backends.cuda.model.dequantize import dequantization_notes
+from localgen.backends.cuda.model.gguf_weights import GgufWeightLoader
+from localgen.backends.cuda.model.weights import DecoderWeights, build_weights, load_weights
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.spec import read_gguf_spec
 from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
-from localgen.backends.formats.hf.config import read_config
-from localgen.backends.formats.hf.generation_config import defaults_of
-from localgen.backends.formats.hf.tokenizer import HfTokenizer, chat_template, optional_json
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.generation_config import parse_generation_config
+from localgen.backends.formats.hf.tokenizer import (
+    HfTokenizer,
+    read_chat_template,
+    read_optional_json,
+)
 from localgen.backends.types import SamplingParams
 
 # generation_config.json's names of what a file may have under general.sampling
-_SAMPLING = {
+_SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -43,71 +47,71 @@ class ModelSource(Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
-    def dtype(self, device: torch.device) -> torch.dtype:
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
         """What the model computes in on this device."""
         ...
 
-    def weights(
-        self, device: torch.device, dtype: torch.dtype, shard: Shard | None = None
-    ) -> Weights:
+    def load_weights(
+        self, device: torch.device, dtype: torch.dtype, shard: ModelShard | None = None
+    ) -> DecoderWeights:
         """Read all of them, or those of a shard. LoadFailed, OutOfMemory."""
         ...
 
-    def tokenizer(self) -> HfTokenizer:
+    def load_tokenizer(self) -> HfTokenizer:
         """LoadFailed: there is none, or it does not suit the model."""
         ...
 
-    def sampling(self) -> tuple[SamplingParams, tuple[str, ...]]:
+    def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
         """The model's own sampling defaults, and notes on them."""
         ...
 
 
-def open_source(path: Path) -> ModelSource:
+def open_model_source(path: Path) -> ModelSource:
     """The model at a path. LoadFailed: it is none, or none that can be run."""
     if not path.exists():
         raise LoadFailed(f"cannot load {path}: it does not exist")
     if path.suffix.lower() == ".gguf":
         # brings the gguf package, which folders do without
 
-        return open_gguf(path)
-    return HfFolder(path if path.is_dir() else path.parent)
+        return open_gguf_source(path)
+    return HfModelSource(path if path.is_dir() else path.parent)
 
 
-class HfFolder:
+class HfModelSource:
     """A folder with config.json, safetensors and tokenizer.json, as Hugging Face has them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.spec = read_config(path)
-        self.notes = notes(self.spec.quant, experts=self.spec.moe is not None)
+        self.spec = read_hf_config(path)
+        self.notes = dequantization_notes(self.spec.quant, has_experts=self.spec.moe is not None)
 
     @property
     def chat_template(self) -> str | None:
-        return chat_template(self.path)
+        return read_chat_template(self.path)
 
-    def dtype(self, device: torch.device) -> torch.dtype:
-        """As ModelSource.dtype: float16 where the checkpoint has it, else bfloat16; float32 on
-        a CPU, which is slow at both."""
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """As ModelSource.compute_dtype: float16 where the checkpoint has it, else bfloat16; float32
+        on a CPU, which is slow at both."""
         if device.type == "cpu":
             return torch.float32
-        config = Fields.of_file(self.path / "config.json").values
+        config = ConfigFields.from_file(self.path / "config.json").values
         name = config.get("dtype", config.get("torch_dtype"))
         return torch.float16 if name == "float16" else torch.bfloat16
 
-    def weights(
-        self, device: torch.device, dtype: torch.dtype, shard: Shard | None = None
-    ) -> Weights:
+    def load_weights(
+        self, device: torch.device, dtype: torch.dtype, shard: ModelShard | None = None
+    ) -> DecoderWeights:
         return load_weights(self.path, self.spec, device=device, dtype=dtype, shard=shard)
 
-    def tokenizer(self) -> HfTokenizer:
-        return HfTokenizer.of_folder(self.path, self.spec.vocab)
+    def load_tokenizer(self) -> HfTokenizer:
+        return HfTokenizer.from_folder(self.path, self.spec.vocab_size)
 
-    def sampling(self) -> tuple[SamplingParams, tuple[str, ...]]:
+    def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
         path = self.path / "generation_config.json"
-        return defaults_of(optional_json(path))
+        return parse_generation_config(read_optional_json(path))
 
 
-class GgufCheckpoint:
+class GgufModelSource:
     """A ModelSource. path: of the first part. Every reader raises LoadFailed, naming the file."""
 
     notes: tuple[str, ...] = ("weights of a GGUF file are widened to what the model computes in",)
@@ -124,45 +128,45 @@ class GgufCheckpoint:
         return found if isinstance(found, str) else None
 
     @property
-    def generation(self) -> dict[str, Any]:
+    def generation_config(self) -> dict[str, Any]:
         """The model's own sampling defaults, as a generation_config.json would have them."""
         found = self._file.section("general.sampling.").values
-        return {_SAMPLING[key]: value for key, value in found.items() if key in _SAMPLING}
+        return {_SAMPLING_KEYS[key]: value for key, value in found.items() if key in _SAMPLING_KEYS}
 
-    def sampling(self) -> tuple[SamplingParams, tuple[str, ...]]:
+    def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
         """The model's own sampling defaults, and notes on them."""
-        return defaults_of(self.generation)
+        return parse_generation_config(self.generation_config)
 
-    def tokenizer(self) -> HfTokenizer:
+    def load_tokenizer(self) -> HfTokenizer:
         """LoadFailed: there is none, or of a kind that is not supported."""
-        return read_gguf_tokenizer(self._file, self.spec.vocab)
+        return read_gguf_tokenizer(self._file, self.spec.vocab_size)
 
-    def tensors(
-        self, *, device: torch.device | str, dtype: torch.dtype, shard: Shard | None = None
-    ) -> GgufTensors:
-        """The Tensors of this file. dtype: of all weights, which are dequantized."""
-        return GgufTensors(
-            self._file, shard or Shard(self.spec), device=torch.device(device), dtype=dtype
+    def weight_loader(
+        self, *, device: torch.device | str, dtype: torch.dtype, shard: ModelShard | None = None
+    ) -> GgufWeightLoader:
+        """The WeightLoader of this file. dtype: of all weights, which are dequantized."""
+        return GgufWeightLoader(
+            self._file, shard or ModelShard(self.spec), device=torch.device(device), dtype=dtype
         )
 
-    def dtype(self, device: torch.device) -> torch.dtype:
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
         """What the model computes in: bfloat16, for a file does not say what it was trained in
         and float16 may overflow; float32 on a CPU, which is slow at both."""
         return torch.float32 if device.type == "cpu" else torch.bfloat16
 
-    def weights(
-        self, device: torch.device | str, dtype: torch.dtype, shard: Shard | None = None
-    ) -> Weights:
+    def load_weights(
+        self, device: torch.device | str, dtype: torch.dtype, shard: ModelShard | None = None
+    ) -> DecoderWeights:
         """All weights, tensor by tensor straight to the device. LoadFailed, OutOfMemory."""
-        shard = shard or Shard(self.spec)
-        tensors = self.tensors(device=device, dtype=dtype, shard=shard)
+        shard = shard or ModelShard(self.spec)
+        tensors = self.weight_loader(device=device, dtype=dtype, shard=shard)
         weights = build_weights(
-            tensors, shard.local, name=str(self.path), device=torch.device(device)
+            tensors, shard.local_spec, name=str(self.path), device=torch.device(device)
         )
         tensors.check_all_read()
         return weights
 
 
-def open_gguf(path: Path) -> GgufCheckpoint:
+def open_gguf_source(path: Path) -> GgufModelSource:
     """The model of a GGUF file, or of a split one by any of its parts. LoadFailed."""
-    return GgufCheckpoint(GgufFile(path))
+    return GgufModelSource(GgufFile(path))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.model.dequantize import packed_size, plain_weight, widened_gptq
-from localgen.backends.cuda.model.int4_repack import from_awq, from_gptq, group_order
+from localgen.backends.cuda.model.dequantize import dense_weight, dequantize_gptq, num_packed_words
+from localgen.backends.cuda.model.int4_repack import act_order, repack_awq, repack_gptq
 from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
-from localgen.backends.formats.architecture.model_spec import ModelSpec, Quant
-from localgen.backends.formats.hf.checkpoint import FLOATS, Checkpoint
+from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
+from localgen.backends.formats.hf.checkpoint import FLOAT_DTYPES, SafetensorsCheckpoint
 
 # in files of some tools, of no use here: tables, and scales for activations and the KV cache
-_NOT_WEIGHTS = (
+_IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     ".input_scale",
     ".input_scale_ub",
@@ -22,10 +22,12 @@ _NOT_WEIGHTS = (
 )
 
 
-class StoredTensors:
-    """The Tensors of a checkpoint. dtype: of all that is not quantized."""
+class SafetensorsWeightLoader:
+    """The WeightLoader of a checkpoint. dtype: of all that is not quantized."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: SafetensorsCheckpoint, spec: ModelSpec, dtype: torch.dtype
+    ) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
@@ -36,24 +38,28 @@ class StoredTensors:
     def embedding(self, name: str, rows: int, size: int) -> Tensor:
         return self._read(f"{name}.weight", (rows, size))
 
-    def linear(self, name: str, ins: int, outs: int, *, bias: bool = False) -> Linear:
+    def linear(
+        self, name: str, in_features: int, out_features: int, *, bias: bool = False
+    ) -> Linear:
         """A linear of the kind that the checkpoint has under this name.
 
         A bias is read wherever there is one: GPTQ files may have one where the model has none.
         """
         has_bias = bias or f"{name}.bias" in self._checkpoint
-        b = self._read(f"{name}.bias", (outs,)) if has_bias else None
+        b = self._read(f"{name}.bias", (out_features,)) if has_bias else None
         quant = self._spec.quant
         if f"{name}.qweight" in self._checkpoint:
-            if quant is not None and quant.widened:
-                return DenseLinear(self._gptq(name, ins, outs, quant), b)
-            return self._int4(name, ins, outs, b)
+            if quant is not None and quant.dequantized_on_load:
+                return DenseLinear(
+                    self._load_dequantized_gptq(name, in_features, out_features, quant), b
+                )
+            return self._load_int4(name, in_features, out_features, b)
         weight = f"{name}.weight"
         if weight in self._checkpoint and self._checkpoint.dtype(weight) == "F8_E4M3":
-            return self._fp8(name, ins, outs, b)
+            return self._load_fp8(name, in_features, out_features, b)
         if weight in self._checkpoint and self._checkpoint.dtype(weight) == "I8":
-            return DenseLinear(self._int8(name, ins, outs), b)
-        return DenseLinear(self._read(weight, (outs, ins)), b)
+            return DenseLinear(self._load_dequantized_int8(name, in_features, out_features), b)
+        return DenseLinear(self._read(weight, (out_features, in_features)), b)
 
     def experts(self, layer: str) -> tuple[Tensor, Tensor, Tensor]:
         spec, moe = self._spec, self._spec.moe
@@ -61,29 +67,29 @@ class StoredTensors:
         block = f"{layer}.mlp"
         if f"{layer}.block_sparse_moe.gate.weight" in self._checkpoint:
             block = f"{layer}.block_sparse_moe"
-        router = self._read(f"{block}.gate.weight", (moe.experts, spec.hidden))
-        gate_up_shape = (moe.experts, 2 * moe.intermediate, spec.hidden)
-        down_shape = (moe.experts, spec.hidden, moe.intermediate)
+        router = self._read(f"{block}.gate.weight", (moe.num_experts, spec.hidden_size))
+        gate_up_shape = (moe.num_experts, 2 * moe.intermediate_size, spec.hidden_size)
+        down_shape = (moe.num_experts, spec.hidden_size, moe.intermediate_size)
         # transformers 5 keeps all experts in one tensor, and can save them so
         if f"{block}.experts.gate_up_proj" in self._checkpoint:
             gate_up = self._read(f"{block}.experts.gate_up_proj", gate_up_shape)
             return router, gate_up, self._read(f"{block}.experts.down_proj", down_shape)
         gate_up, down = router.new_empty(gate_up_shape), router.new_empty(down_shape)
-        for index in range(moe.experts):
-            self._expert(f"{block}.experts.{index}", gate_up[index], down[index])
+        for index in range(moe.num_experts):
+            self._load_expert(f"{block}.experts.{index}", gate_up[index], down[index])
         return router, gate_up, down
 
     def check_all_read(self) -> None:
         """LoadFailed: a tensor is left that such a model does not have."""
-        for name in self._checkpoint.unread():
+        for name in self._checkpoint.unread_tensors():
             # a tied head is the embedding once more
-            copy = self._spec.tied and name == "lm_head.weight"
-            if not copy and not name.endswith(_NOT_WEIGHTS):
-                raise self._checkpoint.refusal(
+            copy = self._spec.tied_embeddings and name == "lm_head.weight"
+            if not copy and not name.endswith(_IGNORED_SUFFIXES):
+                raise self._checkpoint.load_error(
                     name, f"is not part of {self._spec.architecture} as config.json describes it"
                 )
 
-    def _expert(self, expert: str, gate_up: Tensor, down: Tensor) -> None:
+    def _load_expert(self, expert: str, gate_up: Tensor, down: Tensor) -> None:
         names = ("gate_proj", "up_proj", "down_proj")
         if any(f"{expert}.w1.{part}" in self._checkpoint for part in ("weight", "qweight")):
             names = ("w1", "w3", "w2")
@@ -91,86 +97,110 @@ class StoredTensors:
         for name, target in zip(names, (gate_up[:size], gate_up[size:], down), strict=True):
             outs, ins = target.shape
             linear = self.linear(f"{expert}.{name}", ins, outs)
-            target.copy_(plain_weight(linear, self._dtype))
+            target.copy_(dense_weight(linear, self._dtype))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._checkpoint.read(name, shape, dtype=self._dtype)
 
-    def _int4(self, name: str, ins: int, outs: int, bias: Tensor | None) -> Int4Linear:
+    def _load_int4(
+        self, name: str, in_features: int, out_features: int, bias: Tensor | None
+    ) -> Int4Linear:
         quant = self._spec.quant
         if quant is None or quant.method not in ("awq", "gptq"):
             reason = "is int4, but config.json has no quantization_config of awq or gptq"
-            raise self._checkpoint.refusal(f"{name}.qweight", reason)
-        size = quant.group_size or ins
-        if ins % size or outs % 8 or ins % 8:
-            reason = f"of {ins} inputs and {outs} outputs does not fit groups of {size}"
-            raise self._checkpoint.refusal(f"{name}.qweight", reason)
-        groups = ins // size
-        zeros = self._words(f"{name}.qzeros", (groups, outs // 8))
-        # scales keep their dtype: the dequantized weights are rounded to dtype, once
-        scales = self._checkpoint.read(f"{name}.scales", (groups, outs), stored=FLOATS)
-        if quant.method == "awq":
-            words = self._words(f"{name}.qweight", (ins, outs // 8))
-            return from_awq(words, zeros, scales, bias)
-        words = self._words(f"{name}.qweight", (ins // 8, outs))
-        order = self._order(f"{name}.g_idx", ins, groups, quant)
-        return from_gptq(words, zeros, scales, bias, order=order, zero_offset=quant.zero_offset)
-
-    def _gptq(self, name: str, ins: int, outs: int, quant: Quant) -> Tensor:
-        """A weight of another width than four bits, widened."""
-        size, bits = quant.group_size or ins, quant.bits
-        in_words, out_words = packed_size(ins, bits), packed_size(outs, bits)
-        if in_words is None or out_words is None or ins % size:
+            raise self._checkpoint.load_error(f"{name}.qweight", reason)
+        size = quant.group_size or in_features
+        if in_features % size or out_features % 8 or in_features % 8:
             reason = (
-                f"of {ins} inputs and {outs} outputs does not fit {bits} bits in groups of {size}"
+                f"of {in_features} inputs and {out_features} outputs does not fit groups of {size}"
             )
-            raise self._checkpoint.refusal(f"{name}.qweight", reason)
-        groups = ins // size
-        words = self._words(f"{name}.qweight", (in_words, outs))
-        zeros = self._words(f"{name}.qzeros", (groups, out_words))
-        scales = self._checkpoint.read(f"{name}.scales", (groups, outs), stored=FLOATS)
-        g_idx = torch.arange(ins, device=words.device) // size
+            raise self._checkpoint.load_error(f"{name}.qweight", reason)
+        groups = in_features // size
+        zeros = self._read_packed(f"{name}.qzeros", (groups, out_features // 8))
+        # scales keep their dtype: the dequantized weights are rounded to dtype, once
+        scales = self._checkpoint.read(
+            f"{name}.scales", (groups, out_features), allowed_dtypes=FLOAT_DTYPES
+        )
+        if quant.method == "awq":
+            words = self._read_packed(f"{name}.qweight", (in_features, out_features // 8))
+            return repack_awq(words, zeros, scales, bias)
+        words = self._read_packed(f"{name}.qweight", (in_features // 8, out_features))
+        order = self._read_input_order(f"{name}.g_idx", in_features, groups, quant)
+        return repack_gptq(words, zeros, scales, bias, order=order, zero_offset=quant.zero_offset)
+
+    def _load_dequantized_gptq(
+        self, name: str, in_features: int, out_features: int, quant: QuantizationConfig
+    ) -> Tensor:
+        """A weight of another width than four bits, widened."""
+        size, bits = quant.group_size or in_features, quant.bits
+        in_words, out_words = (
+            num_packed_words(in_features, bits),
+            num_packed_words(out_features, bits),
+        )
+        if in_words is None or out_words is None or in_features % size:
+            reason = (
+                f"of {in_features} inputs and {out_features} outputs does not fit {bits} bits in "
+                f"groups of {size}"
+            )
+            raise self._checkpoint.load_error(f"{name}.qweight", reason)
+        groups = in_features // size
+        words = self._read_packed(f"{name}.qweight", (in_words, out_features))
+        zeros = self._read_packed(f"{name}.qzeros", (groups, out_words))
+        scales = self._checkpoint.read(
+            f"{name}.scales", (groups, out_features), allowed_dtypes=FLOAT_DTYPES
+        )
+        g_idx = torch.arange(in_features, device=words.device) // size
         if f"{name}.g_idx" in self._checkpoint:
-            g_idx = self._checkpoint.read(f"{name}.g_idx", (ins,), stored=("I32", "I64"))
+            g_idx = self._checkpoint.read(
+                f"{name}.g_idx", (in_features,), allowed_dtypes=("I32", "I64")
+            )
         if not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
-            raise self._checkpoint.refusal(f"{name}.g_idx", f"names groups beyond {groups}")
+            raise self._checkpoint.load_error(f"{name}.g_idx", f"names groups beyond {groups}")
         offset = quant.zero_offset
-        weight = widened_gptq(words, zeros, scales, g_idx, bits=bits, zero_offset=offset)
+        weight = dequantize_gptq(words, zeros, scales, g_idx, bits=bits, zero_offset=offset)
         return weight.to(self._dtype)
 
-    def _int8(self, name: str, ins: int, outs: int) -> Tensor:
+    def _load_dequantized_int8(self, name: str, in_features: int, out_features: int) -> Tensor:
         quant = self._spec.quant
         if quant is None or quant.method != "int8":
             reason = "is int8, but config.json has no quantization_config of such"
-            raise self._checkpoint.refusal(f"{name}.weight", reason)
-        weight = self._checkpoint.read(f"{name}.weight", (outs, ins), stored=("I8",))
-        scales = self._row_scales(f"{name}.weight_scale", outs)
+            raise self._checkpoint.load_error(f"{name}.weight", reason)
+        weight = self._checkpoint.read(
+            f"{name}.weight", (out_features, in_features), allowed_dtypes=("I8",)
+        )
+        scales = self._read_row_scales(f"{name}.weight_scale", out_features)
         return (weight.float() * scales[:, None]).to(self._dtype)
 
-    def _words(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._checkpoint.read(name, shape, stored=("I32",))
+    def _read_packed(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._checkpoint.read(name, shape, allowed_dtypes=("I32",))
 
-    def _order(self, name: str, ins: int, groups: int, quant: Quant) -> Tensor | None:
+    def _read_input_order(
+        self, name: str, in_features: int, groups: int, quant: QuantizationConfig
+    ) -> Tensor | None:
         if not quant.desc_act and name not in self._checkpoint:
             return None
-        g_idx = self._checkpoint.read(name, (ins,), stored=("I32", "I64"))
+        g_idx = self._checkpoint.read(name, (in_features,), allowed_dtypes=("I32", "I64"))
         try:
             # those of a shard go on where the rank before ends
-            return group_order(g_idx - g_idx.min(), groups)
+            return act_order(g_idx - g_idx.min(), groups)
         except ValueError as error:
-            raise self._checkpoint.refusal(name, str(error)) from None
+            raise self._checkpoint.load_error(name, str(error)) from None
 
-    def _fp8(self, name: str, ins: int, outs: int, bias: Tensor | None) -> Fp8Linear:
+    def _load_fp8(
+        self, name: str, in_features: int, out_features: int, bias: Tensor | None
+    ) -> Fp8Linear:
         if self._spec.quant is None or self._spec.quant.method != "fp8":
             reason = "is FP8, but config.json has no quantization_config of such"
-            raise self._checkpoint.refusal(f"{name}.weight", reason)
-        weight = self._checkpoint.read(f"{name}.weight", (outs, ins), stored=("F8_E4M3",))
-        return Fp8Linear(weight, self._row_scales(f"{name}.weight_scale", outs), bias)
+            raise self._checkpoint.load_error(f"{name}.weight", reason)
+        weight = self._checkpoint.read(
+            f"{name}.weight", (out_features, in_features), allowed_dtypes=("F8_E4M3",)
+        )
+        return Fp8Linear(weight, self._read_row_scales(f"{name}.weight_scale", out_features), bias)
 
-    def _row_scales(self, name: str, outs: int) -> Tensor:
+    def _read_row_scales(self, name: str, out_features: int) -> Tensor:
         shape = self._checkpoint.shape(name)
-        if shape not in ((outs, 1), (outs,), (1,), ()):
-            wanted = f"[{outs}, 1], [{outs}] or a single number"
-            raise self._checkpoint.refusal(name, f"is of shape {list(shape)}, not {wanted}")
+        if shape not in ((out_features, 1), (out_features,), (1,), ()):
+            wanted = f"[{out_features}, 1], [{out_features}] or a single number"
+            raise self._checkpoint.load_error(name, f"is of shape {list(shape)}, not {wanted}")
         scale = self._checkpoint.read(name, shape, dtype=torch.float32)
-        return scale.flatten().expand(outs).contiguous()
+        return scale.flatten().expand(out_features).contiguous()

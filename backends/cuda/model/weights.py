@@ -10,17 +10,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.model.dummy import MadeUpTensors
-from localgen.backends.cuda.model.linear import DenseLinear, Linear, join
-from localgen.backends.cuda.model.weight_loader import StoredTensors
+from localgen.backends.cuda.model.dummy import DummyWeightLoader
+from localgen.backends.cuda.model.linear import DenseLinear, Linear, merge_linears
+from localgen.backends.cuda.model.weight_loader import SafetensorsWeightLoader
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.architecture.sharding import Shard
-from localgen.backends.formats.hf.checkpoint import Checkpoint
+from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.formats.hf.checkpoint import SafetensorsCheckpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Experts:
+class ExpertWeights:
     """router: [experts, hidden]. gate_up: [experts, 2 * intermediate, hidden].
 
     down: [experts, hidden, intermediate].
@@ -43,17 +43,17 @@ class LayerWeights:
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Linear
+    attention_out: Linear
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
     gate_up: Linear | None
     down: Linear | None
-    experts: Experts | None
+    experts: ExpertWeights | None
     post_mlp_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Weights:
+class DecoderWeights:
     """embed: [vocab, hidden]. norm: [hidden]. head: hidden -> vocab."""
 
     embed: Tensor
@@ -64,20 +64,22 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """Memory of all of them; a tied head counts once."""
-        return sum({id(t): t.nbytes for t in _tensors(self)}.values())
+        return sum({id(t): t.nbytes for t in _iter_tensors(self)}.values())
 
 
-class Tensors(Protocol):
+class WeightLoader(Protocol):
     """Where weights come from; names are those of Hugging Face, without `.weight`."""
 
     def norm(self, name: str, size: int) -> Tensor: ...
 
     def embedding(self, name: str, rows: int, size: int) -> Tensor: ...
 
-    def linear(self, name: str, ins: int, outs: int, *, bias: bool = False) -> Linear: ...
+    def linear(
+        self, name: str, in_features: int, out_features: int, *, bias: bool = False
+    ) -> Linear: ...
 
     def experts(self, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Router, gate_up and down of a layer, shaped as in Experts."""
+        """Router, gate_up and down of a layer, shaped as in ExpertWeights."""
         ...
 
 
@@ -87,8 +89,8 @@ def load_weights(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    shard: Shard | None = None,
-) -> Weights:
+    shard: ModelShard | None = None,
+) -> DecoderWeights:
     """The weights of a Hugging Face folder, tensor by tensor straight to the device.
 
     dtype: of all that is not quantized. shard: what to read; None: all. LoadFailed: a file is
@@ -96,117 +98,126 @@ def load_weights(
     model. OutOfMemory.
     """
     device = torch.device(device)
-    shard = shard or Shard(spec)
-    with Checkpoint(folder, device, shard) as checkpoint:
-        tensors = StoredTensors(checkpoint, shard.local, dtype)
-        weights = build_weights(tensors, shard.local, name=str(folder), device=device)
+    shard = shard or ModelShard(spec)
+    with SafetensorsCheckpoint(folder, device, shard) as checkpoint:
+        tensors = SafetensorsWeightLoader(checkpoint, shard.local_spec, dtype)
+        weights = build_weights(tensors, shard.local_spec, name=str(folder), device=device)
         tensors.check_all_read()
     return weights
 
 
 def random_weights(
     spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, seed: int
-) -> Weights:
+) -> DecoderWeights:
     """Weights of the real shapes and layouts without a checkpoint, for benchmarks.
 
     Equal for equal seeds on one kind of device. OutOfMemory.
     """
     device = torch.device(device)
-    tensors = MadeUpTensors(spec, device, dtype, seed)
+    tensors = DummyWeightLoader(spec, device, dtype, seed)
     return build_weights(tensors, spec, name=spec.architecture, device=device)
 
 
-def build_weights(tensors: Tensors, spec: ModelSpec, *, name: str, device: torch.device) -> Weights:
+def build_weights(
+    loader: WeightLoader, spec: ModelSpec, *, name: str, device: torch.device
+) -> DecoderWeights:
     """The weights of a model from wherever they come. name: what to call it in OutOfMemory."""
     try:
-        return _build(tensors, spec)
+        return _build_decoder(loader, spec)
     except torch.OutOfMemoryError:
-        raise OutOfMemory(_shortage(name, device)) from None
+        raise OutOfMemory(_out_of_memory_message(name, device)) from None
 
 
-def _build(tensors: Tensors, spec: ModelSpec) -> Weights:
-    embed = tensors.embedding("model.embed_tokens", spec.vocab, spec.hidden)
-    layers = [_layer(tensors, spec, f"model.layers.{index}") for index in range(spec.layers)]
-    norm = tensors.norm("model.norm", spec.hidden)
-    if spec.tied:
-        return Weights(embed=embed, layers=layers, norm=norm, head=DenseLinear(embed))
-    head = tensors.linear("lm_head", spec.hidden, spec.vocab)
-    return Weights(embed=embed, layers=layers, norm=norm, head=head)
+def _build_decoder(loader: WeightLoader, spec: ModelSpec) -> DecoderWeights:
+    embed = loader.embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    layers = [_layer(loader, spec, f"model.layers.{index}") for index in range(spec.num_layers)]
+    norm = loader.norm("model.norm", spec.hidden_size)
+    if spec.tied_embeddings:
+        return DecoderWeights(embed=embed, layers=layers, norm=norm, head=DenseLinear(embed))
+    head = loader.linear("lm_head", spec.hidden_size, spec.vocab_size)
+    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head)
 
 
-def _layer(tensors: Tensors, spec: ModelSpec, layer: str) -> LayerWeights:
-    def norm(name: str, wanted: bool = True, size: int = spec.hidden) -> Tensor | None:
-        return tensors.norm(f"{layer}.{name}", size) if wanted else None
+def _layer(loader: WeightLoader, spec: ModelSpec, layer: str) -> LayerWeights:
+    def norm(name: str, wanted: bool = True, size: int = spec.hidden_size) -> Tensor | None:
+        return loader.norm(f"{layer}.{name}", size) if wanted else None
 
     sandwich, attention = spec.sandwich_norms, f"{layer}.self_attn"
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     dense = spec.moe is None
     return LayerWeights(
-        input_norm=tensors.norm(f"{layer}.input_layernorm", spec.hidden),
-        qkv=_qkv(tensors, spec, attention),
+        input_norm=loader.norm(f"{layer}.input_layernorm", spec.hidden_size),
+        qkv=_qkv(loader, spec, attention),
         q_norm=norm("self_attn.q_norm", spec.qk_norm, spec.head_dim),
         k_norm=norm("self_attn.k_norm", spec.qk_norm, spec.head_dim),
-        out=tensors.linear(
-            f"{attention}.o_proj", spec.heads * spec.head_dim, spec.hidden, bias=spec.out_bias
+        attention_out=loader.linear(
+            f"{attention}.o_proj",
+            spec.num_heads * spec.head_dim,
+            spec.hidden_size,
+            bias=spec.out_bias,
         ),
         post_attention_norm=norm("post_attention_layernorm", sandwich),
-        mlp_norm=tensors.norm(f"{layer}.{mlp_norm}", spec.hidden),
-        gate_up=_gate_up(tensors, spec, f"{layer}.mlp") if dense else None,
-        down=_down(tensors, spec, f"{layer}.mlp") if dense else None,
-        experts=None if dense else _experts(tensors, layer),
+        mlp_norm=loader.norm(f"{layer}.{mlp_norm}", spec.hidden_size),
+        gate_up=_gate_up(loader, spec, f"{layer}.mlp") if dense else None,
+        down=_down(loader, spec, f"{layer}.mlp") if dense else None,
+        experts=None if dense else _experts(loader, layer),
         post_mlp_norm=norm("post_feedforward_layernorm", sandwich),
     )
 
 
-def _qkv(tensors: Tensors, spec: ModelSpec, attention: str) -> Linear:
-    sizes = {"q": spec.heads * spec.head_dim}
-    sizes["k"] = sizes["v"] = spec.kv_heads * spec.head_dim
-    if spec.fused:
+def _qkv(loader: WeightLoader, spec: ModelSpec, attention: str) -> Linear:
+    sizes = {"q": spec.num_heads * spec.head_dim}
+    sizes["k"] = sizes["v"] = spec.num_kv_heads * spec.head_dim
+    if spec.fused_projections:
         name = f"{attention}.qkv_proj"
-        return tensors.linear(name, spec.hidden, sum(sizes.values()), bias=spec.qkv_bias)
-    return join(
+        return loader.linear(name, spec.hidden_size, sum(sizes.values()), bias=spec.qkv_bias)
+    return merge_linears(
         [
-            tensors.linear(f"{attention}.{part}_proj", spec.hidden, size, bias=spec.qkv_bias)
+            loader.linear(f"{attention}.{part}_proj", spec.hidden_size, size, bias=spec.qkv_bias)
             for part, size in sizes.items()
         ]
     )
 
 
-def _gate_up(tensors: Tensors, spec: ModelSpec, mlp: str) -> Linear:
-    if spec.fused:
-        return tensors.linear(f"{mlp}.gate_up_proj", spec.hidden, 2 * spec.intermediate)
-    return join(
+def _gate_up(loader: WeightLoader, spec: ModelSpec, mlp: str) -> Linear:
+    if spec.fused_projections:
+        return loader.linear(f"{mlp}.gate_up_proj", spec.hidden_size, 2 * spec.intermediate_size)
+    return merge_linears(
         [
-            tensors.linear(f"{mlp}.{part}_proj", spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+            loader.linear(
+                f"{mlp}.{part}_proj", spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias
+            )
             for part in ("gate", "up")
         ]
     )
 
 
-def _down(tensors: Tensors, spec: ModelSpec, mlp: str) -> Linear:
-    return tensors.linear(f"{mlp}.down_proj", spec.intermediate, spec.hidden, bias=spec.mlp_bias)
+def _down(loader: WeightLoader, spec: ModelSpec, mlp: str) -> Linear:
+    return loader.linear(
+        f"{mlp}.down_proj", spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias
+    )
 
 
-def _experts(tensors: Tensors, layer: str) -> Experts:
-    router, gate_up, down = tensors.experts(layer)
-    return Experts(DenseLinear(router), gate_up, down)
+def _experts(loader: WeightLoader, layer: str) -> ExpertWeights:
+    router, gate_up, down = loader.experts(layer)
+    return ExpertWeights(DenseLinear(router), gate_up, down)
 
 
-def _shortage(model: str, device: torch.device) -> str:
+def _out_of_memory_message(model_name: str, device: torch.device) -> str:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return (
-        f"the weights of {model} do not fit on {device}: {free_bytes / 1e9:.1f} GB of "
+        f"the weights of {model_name} do not fit on {device}: {free_bytes / 1e9:.1f} GB of "
         f"{total_bytes / 1e9:.1f} GB are left; use a smaller or a quantized model"
     )
 
 
-def _tensors(part: object) -> Iterator[Tensor]:
+def _iter_tensors(part: object) -> Iterator[Tensor]:
     """All tensors in a value made of dataclasses, lists and tuples."""
     if isinstance(part, Tensor):
         yield part
     elif isinstance(part, (list, tuple)):
         for item in part:
-            yield from _tensors(item)
+            yield from _iter_tensors(item)
     elif is_dataclass(part):
         for field in fields(part):
-            yield from _tensors(getattr(part, field.name))
+            yield from _iter_tensors(getattr(part, field.name))

@@ -13,137 +13,144 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.device import sizing
-from localgen.backends.cuda.device.options import Settings
+from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.model import process_group
 from localgen.backends.cuda.model.batch import StepInputs
 from localgen.backends.cuda.model.source import ModelSource
 from localgen.backends.cuda.parallel.rank_model import (
-    Allocate,
-    Allocated,
-    Begin,
-    Copy,
-    Join,
-    Joined,
-    Leave,
-    ReadStates,
-    Ready,
-    Run,
-    Share,
-    SharedTokens,
+    AllocateCache,
+    BroadcastTokens,
+    CacheAllocated,
+    ComputeHiddenStates,
+    CopyPages,
+    GroupJoined,
+    JoinGroup,
+    LoadWeights,
+    RankModel,
+    RunStep,
+    ShutdownWorker,
+    WeightsLoaded,
 )
-from localgen.backends.cuda.parallel.worker_group import Followers
-from localgen.backends.cuda.steps.cuda_graphs import Latest
+from localgen.backends.cuda.parallel.worker_group import WorkerGroup
+from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
 from localgen.backends.errors import EngineDied, LoadFailed, LocalgenError
-from localgen.backends.formats.architecture.sharding import Shard, check
-from localgen.backends.memory.kv_sizing import Size
+from localgen.backends.formats.architecture.sharding import ModelShard, ensure_divisible
+from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.runner.interface import StepFailed
 
 
-class TensorParallelSteps:
+class TensorParallelExecutor:
     """Steps of all ranks together. StepFailed: one of them is lost, or could not compute."""
 
-    def __init__(self, share: Share, followers: Followers) -> None:
-        self.device = share.device
-        self.followers = followers
-        self._share = share
+    def __init__(self, rank_model: RankModel, workers: WorkerGroup) -> None:
+        self.device = rank_model.device
+        self.workers = workers
+        self._rank_model = rank_model
 
-    def run(self, inputs: StepInputs, latest: Latest | None = None) -> Tensor:
-        """As Steps.run."""
-        tokens = None if latest is None else SharedTokens(self._share.ranks, latest)
-        with self._together():
-            self.followers.tell(Run(inputs, shared=latest is not None))
-            return self._share.run(inputs, tokens)
+    def run(self, inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
+        """As StepExecutor.run."""
+        tokens = (
+            None if token_source is None else BroadcastTokens(self._rank_model.group, token_source)
+        )
+        with self._raise_step_failed():
+            self.workers.broadcast(RunStep(inputs, broadcasts_tokens=token_source is not None))
+            return self._rank_model.run(inputs, tokens)
 
-    def states(self, inputs: StepInputs) -> Tensor:
-        """As Steps.states."""
-        with self._together():
-            self.followers.tell(ReadStates(inputs))
-            return self._share.states(inputs)
+    def hidden_states(self, inputs: StepInputs) -> Tensor:
+        """As StepExecutor.hidden_states."""
+        with self._raise_step_failed():
+            self.workers.broadcast(ComputeHiddenStates(inputs))
+            return self._rank_model.hidden_states(inputs)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _raise_step_failed(self) -> Iterator[None]:
         try:
             yield
         except LocalgenError as error:
             raise StepFailed(error.message) from error
         except RuntimeError as error:
             # of a collective, most likely: a rank has died in the midst of it
-            raise StepFailed(self.followers.loss(error).message) from error
+            raise StepFailed(self.workers.failure_cause(error).message) from error
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """As Steps.copy."""
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """As StepExecutor.copy_pages."""
         if not pairs:
             return
         try:
-            self.followers.tell(Copy(pairs))
+            self.workers.broadcast(CopyPages(pairs))
         except LocalgenError as error:
             raise StepFailed(error.message) from error
-        self._share.steps.copy(pairs)
+        self._rank_model.executor.copy_pages(pairs)
 
     def close(self) -> None:
-        """As Steps.close."""
-        self.followers.dismiss(Leave())
-        process_group.leave()
-        self.followers.close()
-        self._share.steps.close()
+        """As StepExecutor.close."""
+        self.workers.shut_down(ShutdownWorker())
+        process_group.destroy_process_group()
+        self.workers.close()
+        self._rank_model.executor.close()
 
 
-def load(
+def load_tensor_parallel(
     source: ModelSource,
-    options: Settings,
+    options: CudaOptions,
     dtype: torch.dtype,
-    limit: int | None,
+    limit_bytes: int | None,
     on_progress: Callable[[float], None],
-) -> tuple[TensorParallelSteps, Size, int]:
+) -> tuple[TensorParallelExecutor, KVSize, int]:
     """The steps, how large the pool is, and the bytes of all weights.
 
-    limit: what there is for this model on a CPU. LocalgenError: of whichever rank; none is left.
+    limit_bytes: what there is for this model on a CPU. LocalgenError: of whichever rank; none is
+    left.
     """
-    check(source.spec, options.tp)
+    ensure_divisible(source.spec, options.tp)
     try:
-        return _load(source, options, dtype, limit, on_progress)
+        return _load_on_ranks(source, options, dtype, limit_bytes, on_progress)
     except EngineDied as error:
         raise LoadFailed(f"cannot load {source.path}: {error.message}") from error
 
 
-def _load(
+def _load_on_ranks(
     source: ModelSource,
-    options: Settings,
+    options: CudaOptions,
     dtype: torch.dtype,
-    limit: int | None,
+    limit_bytes: int | None,
     on_progress: Callable[[float], None],
-) -> tuple[TensorParallelSteps, Size, int]:
-    shard = Shard(source.spec, 0, options.tp)
+) -> tuple[TensorParallelExecutor, KVSize, int]:
+    shard = ModelShard(source.spec, 0, options.tp)
     with ExitStack() as undo:
-        followers = Followers(shard.size)
-        undo.callback(followers.close)
-        store = process_group.meeting_point(shard.size)
-        followers.tell_each(
-            lambda rank: Begin(source.path, options, dtype, rank=rank, port=store.port)
+        workers = WorkerGroup(shard.tp_size)
+        undo.callback(workers.close)
+        store = process_group.create_store(shard.tp_size)
+        workers.send_each(
+            lambda rank: LoadWeights(source.path, options, dtype, rank=rank, store_port=store.port)
         )
-        share = Share(source, options, dtype, shard)
+        rank_model = RankModel(source, options, dtype, shard)
         on_progress(1.0)
-        weight_bytes = share.weight_bytes + sum(r.weight_bytes for r in followers.replies(Ready))
-        followers.vital()
-        followers.tell(Join())
-        undo.callback(process_group.leave, together=False)
+        weight_bytes = rank_model.weight_bytes + sum(
+            r.weight_bytes for r in workers.gather_replies(WeightsLoaded)
+        )
+        workers.exit_on_worker_loss()
+        workers.broadcast(JoinGroup())
+        undo.callback(process_group.destroy_process_group, all_ranks=False)
         try:
-            process_group.join(shard, store, share.device)
+            process_group.init_process_group(shard, store, rank_model.device)
         except RuntimeError as error:
-            raise followers.loss(error) from error
-        own = share.free_bytes(None if limit is None else limit - weight_bytes)
-        size = sizing.fit(
-            share.sized,
+            raise workers.failure_cause(error) from error
+        own = rank_model.free_bytes(None if limit_bytes is None else limit_bytes - weight_bytes)
+        size = sizing.fit_kv_cache(
+            rank_model.sizing_spec,
             options,
-            free=min(own, *(reply.free_bytes for reply in followers.replies(Joined))),
-            allocate=lambda size: _allocate(size, share, followers),
+            free_bytes=min(
+                own, *(reply.free_bytes for reply in workers.gather_replies(GroupJoined))
+            ),
+            allocate=lambda size: _allocate_on_ranks(size, rank_model, workers),
         )
         undo.pop_all()
-    return TensorParallelSteps(share, followers), size, weight_bytes
+    return TensorParallelExecutor(rank_model, workers), size, weight_bytes
 
 
-def notes(options: Settings) -> tuple[str, ...]:
+def tensor_parallel_notes(options: CudaOptions) -> tuple[str, ...]:
     """What a user should know of how a model is divided."""
     if options.tp == 1:
         return ()
@@ -152,7 +159,7 @@ def notes(options: Settings) -> tuple[str, ...]:
     return (f"each layer is divided among {options.tp} GPUs (--tp), without CUDA graphs",)
 
 
-def _allocate(size: Size, share: Share, followers: Followers) -> bool:
-    followers.tell(Allocate(pages_for(size.kv_tokens), size.ctx))
-    fits = share.allocate(pages_for(size.kv_tokens), size.ctx)
-    return all([fits, *(reply.fits for reply in followers.replies(Allocated))])
+def _allocate_on_ranks(size: KVSize, rank_model: RankModel, workers: WorkerGroup) -> bool:
+    workers.broadcast(AllocateCache(pages_for(size.kv_tokens), size.ctx))
+    fits = rank_model.allocate_cache(pages_for(size.kv_tokens), size.ctx)
+    return all([fits, *(reply.fits for reply in workers.gather_replies(CacheAllocated))])

@@ -16,42 +16,42 @@ from multiprocessing.connection import Connection
 import torch
 
 from localgen.backends.cuda.model import process_group
-from localgen.backends.cuda.model.source import open_source
+from localgen.backends.cuda.model.source import open_model_source
 from localgen.backends.cuda.parallel.rank_model import (
-    Allocate,
-    Allocated,
-    Begin,
-    Copy,
-    Join,
-    Joined,
-    Leave,
-    ReadStates,
-    Ready,
-    Run,
-    Share,
-    SharedTokens,
-    Trouble,
+    AllocateCache,
+    BroadcastTokens,
+    CacheAllocated,
+    ComputeHiddenStates,
+    CopyPages,
+    GroupJoined,
+    JoinGroup,
+    LoadWeights,
+    RankModel,
+    RunStep,
+    ShutdownWorker,
+    WeightsLoaded,
+    WorkerError,
 )
 from localgen.backends.errors import LocalgenError
-from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.architecture.sharding import ModelShard
 
 
 def main(fd: int) -> int:
     """Serve until told to leave; the exit status."""
     # Ctrl+C is for rank 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     orders: Connection[object, object] = Connection(fd)
     try:
         begin = orders.recv()
-        assert isinstance(begin, Begin)
-        obey(orders, begin)
+        assert isinstance(begin, LoadWeights)
+        serve(orders, begin)
     except EOFError:
         return 1
     except LocalgenError as error:
-        trouble = Trouble(error.code, error.message)
+        trouble = WorkerError(error.code, error.message)
     except Exception as error:  # whatever our bug, rank 0 must not wait for this step
-        trouble = Trouble("internal_error", f"{type(error).__name__}: {error}")
+        trouble = WorkerError("internal_error", f"{type(error).__name__}: {error}")
     else:
         return 0
     with contextlib.suppress(OSError):
@@ -59,38 +59,40 @@ def main(fd: int) -> int:
     return 1
 
 
-def obey(orders: Connection[object, object], begin: Begin) -> None:
-    """Compute one model until Leave. EOFError: rank 0 is gone."""
-    source = open_source(begin.path)
-    shard = Shard(source.spec, begin.rank, begin.options.tp)
-    share = Share(source, begin.options, begin.dtype, shard)
-    if share.device.type == "cpu":  # its cores are for all ranks
-        torch.set_num_threads(max(1, torch.get_num_threads() // shard.size))
-    orders.send(Ready(share.weight_bytes))
+def serve(connection: Connection[object, object], request: LoadWeights) -> None:
+    """Compute one model until ShutdownWorker. EOFError: rank 0 is gone."""
+    source = open_model_source(request.path)
+    shard = ModelShard(source.spec, request.rank, request.options.tp)
+    rank_model = RankModel(source, request.options, request.dtype, shard)
+    if rank_model.device.type == "cpu":  # its cores are for all ranks
+        torch.set_num_threads(max(1, torch.get_num_threads() // shard.tp_size))
+    connection.send(WeightsLoaded(rank_model.weight_bytes))
     while True:
-        order = orders.recv()
+        order = connection.recv()
         match order:
-            case Run(inputs, shared):
-                share.run(inputs, SharedTokens(share.ranks) if shared else None)
-            case ReadStates(inputs):
-                share.states(inputs)
-            case Copy(pairs):
-                share.steps.copy(pairs)
-            case Join():
-                process_group.join(
-                    shard, process_group.store_at(begin.port, shard.size), share.device
+            case RunStep(inputs, shared):
+                rank_model.run(inputs, BroadcastTokens(rank_model.group) if shared else None)
+            case ComputeHiddenStates(inputs):
+                rank_model.hidden_states(inputs)
+            case CopyPages(pairs):
+                rank_model.executor.copy_pages(pairs)
+            case JoinGroup():
+                process_group.init_process_group(
+                    shard,
+                    process_group.connect_store(request.store_port, shard.tp_size),
+                    rank_model.device,
                 )
-                orders.send(Joined(share.free_bytes()))
-            case Allocate(pages, max_len):
-                orders.send(Allocated(share.allocate(pages, max_len)))
-            case Leave():
-                process_group.leave()
+                connection.send(GroupJoined(rank_model.free_bytes()))
+            case AllocateCache(pages, max_len):
+                connection.send(CacheAllocated(rank_model.allocate_cache(pages, max_len)))
+            case ShutdownWorker():
+                process_group.destroy_process_group()
                 return
             case _:
                 raise ValueError(f"unexpected {type(order).__name__}")
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)

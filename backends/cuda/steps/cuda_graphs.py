@@ -16,26 +16,32 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import pages_for
-from localgen.backends.cuda.model.batch import Batch, StepInputs, on_device, pack, unpack
+from localgen.backends.cuda.model.batch import (
+    StepBatch,
+    StepInputs,
+    inputs_to_device,
+    pack_inputs,
+    unpack_inputs,
+)
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 
 # sequences of a captured step
-BUCKETS = (1, 2, 4, 8, *range(16, 257, 16))
-LEAST_LEN = 1024
+CAPTURE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+MIN_GRAPH_LEN = 1024
 # a shape is captured when it comes up for the second time
-_SEEN_BEFORE = 1
+_EAGER_RUNS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GraphShape:
     """What is baked into a graph: sequences, and the longest length they may have."""
 
-    sequences: int
+    num_seqs: int
     max_len: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffers:
+class _GraphBuffers:
     """Memory that all graphs read and write, for no two run at once.
 
     inputs: uint8, a packed copy. logits: float32 [sequences, vocab]. pool: all in between.
@@ -55,117 +61,127 @@ class TokenSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Latest:
+class PreviousStepTokens:
     """Tokens of the step before, on the device: row i continues `tokens[sources[i]]`.
 
-    tokens: int64 [sampled]. sources: int64 [rows], on the device.
+    tokens: int64 [sampled]. source_rows: int64 [rows], on the device.
     """
 
     tokens: Tensor
-    sources: Tensor
+    source_rows: Tensor
 
     def fill(self, tokens: Tensor) -> None:
         """As TokenSource.fill."""
-        tokens[: len(self.sources)] = self.tokens[self.sources]
+        tokens[: len(self.source_rows)] = self.tokens[self.source_rows]
 
 
-class DeviceSteps:
-    """Computes the steps of a decoder over its cache. graphs: whether shapes are padded, and
-    captured where there is a GPU."""
+class DeviceExecutor:
+    """Computes the steps of a decoder over its cache. use_cuda_graphs: whether shapes are padded,
+    and captured where there is a GPU."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, *, graphs: bool) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, *, use_cuda_graphs: bool) -> None:
         self.decoder, self.cache = decoder, cache
         self.device = cache.layers[0].keys.device
-        self._graphs = graphs
-        self._seen: dict[Shape, int] = {}
-        self._captured: dict[Shape, Any] = {}
-        self._buffers: _Buffers | None = None
+        self._use_cuda_graphs = use_cuda_graphs
+        self._shape_counts: dict[GraphShape, int] = {}
+        self._graphs: dict[GraphShape, Any] = {}
+        self._buffers: _GraphBuffers | None = None
 
-    def run(self, inputs: StepInputs, latest: TokenSource | None = None) -> Tensor:
+    def run(self, inputs: StepInputs, token_source: TokenSource | None = None) -> Tensor:
         """Logits of the outputs, float32 [outputs, vocab], valid until the next step.
 
-        latest: tokens that only the device knows, to be filled in.
+        token_source: tokens that only the device knows, to be filled in.
         """
-        shape = shape_of(inputs) if self._graphs else None
+        shape = graph_shape(inputs) if self._use_cuda_graphs else None
         if shape is None:
-            return self._eager(on_device(inputs, self.device), latest)
-        padded = pad(inputs, shape)
-        count = self._seen[shape] = self._seen.get(shape, 0) + 1
-        if count <= _SEEN_BEFORE or self.device.type == "cpu":
-            return self._eager(on_device(padded, self.device), latest)[: len(inputs.outputs)]
-        return self._replay(padded, shape, latest)[: len(inputs.outputs)]
+            return self._run_eager(inputs_to_device(inputs, self.device), token_source)
+        padded = pad_inputs(inputs, shape)
+        count = self._shape_counts[shape] = self._shape_counts.get(shape, 0) + 1
+        if count <= _EAGER_RUNS or self.device.type == "cpu":
+            return self._run_eager(inputs_to_device(padded, self.device), token_source)[
+                : len(inputs.output_rows)
+            ]
+        return self._replay(padded, shape, token_source)[: len(inputs.output_rows)]
 
-    def _replay(self, padded: StepInputs, shape: Shape, latest: TokenSource | None) -> Tensor:
+    def _replay(
+        self, padded: StepInputs, shape: GraphShape, token_source: TokenSource | None
+    ) -> Tensor:
         buffers = self._buffers = self._buffers or self._allocate(padded)
-        packed = pack(padded, pinned=True)
+        packed = pack_inputs(padded, pinned=True)
         buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
-        batch, logits = unpack(buffers.inputs, padded), buffers.logits[: shape.sequences]
-        if latest is not None:
-            latest.fill(batch.tokens)
-        if shape not in self._captured:
+        batch, logits = unpack_inputs(buffers.inputs, padded), buffers.logits[: shape.num_seqs]
+        if token_source is not None:
+            token_source.fill(batch.tokens)
+        if shape not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=buffers.pool):
                 self.decoder.forward(batch, self.cache, logits)
-            self._captured[shape] = graph
-        self._captured[shape].replay()
+            self._graphs[shape] = graph
+        self._graphs[shape].replay()
         return logits
 
-    def _allocate(self, padded: StepInputs) -> _Buffers:
-        longest = Shape(BUCKETS[-1], _rounded(self.decoder.max_len))
-        size = sum(array.nbytes for array in pad(padded, longest).arrays)
-        vocab = self.decoder.spec.vocab
-        return _Buffers(
+    def _allocate(self, padded: StepInputs) -> _GraphBuffers:
+        longest = GraphShape(CAPTURE_SIZES[-1], _padded_len(self.decoder.max_len))
+        size = sum(array.nbytes for array in pad_inputs(padded, longest).arrays)
+        vocab = self.decoder.spec.vocab_size
+        return _GraphBuffers(
             torch.empty(size, dtype=torch.uint8, device=self.device),
-            torch.empty(BUCKETS[-1], vocab, dtype=torch.float32, device=self.device),
+            torch.empty(CAPTURE_SIZES[-1], vocab, dtype=torch.float32, device=self.device),
             torch.cuda.graph_pool_handle(),
         )
 
-    def states(self, inputs: StepInputs) -> Tensor:
-        """As Steps.states."""
-        return self.decoder.states(on_device(inputs, self.device), self.cache)
+    def hidden_states(self, inputs: StepInputs) -> Tensor:
+        """As StepExecutor.hidden_states."""
+        return self.decoder.hidden_states(inputs_to_device(inputs, self.device), self.cache)
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages of the cache, (source, target) each."""
-        self.cache.copy(pairs)
+        self.cache.copy_pages(pairs)
 
-    def _eager(self, batch: Batch, latest: TokenSource | None) -> Tensor:
-        if latest is not None:
-            latest.fill(batch.tokens)
+    def _run_eager(self, batch: StepBatch, token_source: TokenSource | None) -> Tensor:
+        if token_source is not None:
+            token_source.fill(batch.tokens)
         return self.decoder.forward(batch, self.cache)
 
     def close(self) -> None:
         """Give up graphs and cache."""
-        self._captured.clear()
+        self._graphs.clear()
         self._buffers = None
         self.cache.layers.clear()
 
 
-def shape_of(inputs: StepInputs) -> Shape | None:
+def graph_shape(inputs: StepInputs) -> GraphShape | None:
     """The shape that a step is padded to; None: it is no step of single tokens, or too wide."""
-    sequences = len(inputs.lengths)
-    if inputs.max_rows > 1 or len(inputs.outputs) < sequences or sequences > BUCKETS[-1]:
+    sequences = len(inputs.seq_lens)
+    if (
+        inputs.max_query_len > 1
+        or len(inputs.output_rows) < sequences
+        or sequences > CAPTURE_SIZES[-1]
+    ):
         return None
-    return Shape(BUCKETS[bisect_left(BUCKETS, sequences)], _rounded(inputs.max_len))
+    return GraphShape(
+        CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, sequences)], _padded_len(inputs.max_seq_len)
+    )
 
 
-def _rounded(length: int) -> int:
-    return max(LEAST_LEN, 1 << (length - 1).bit_length())
+def _padded_len(length: int) -> int:
+    return max(MIN_GRAPH_LEN, 1 << (length - 1).bit_length())
 
 
-def pad(inputs: StepInputs, shape: Shape) -> StepInputs:
+def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
     """The same step with sequences of no tokens behind it, which store nothing."""
-    missing = shape.sequences - len(inputs.lengths)
+    missing = shape.num_seqs - len(inputs.seq_lens)
     width = pages_for(shape.max_len)
-    tables = np.zeros((shape.sequences, width), np.int32)
-    tables[: len(inputs.tables), : inputs.tables.shape[1]] = inputs.tables
+    tables = np.zeros((shape.num_seqs, width), np.int32)
+    tables[: len(inputs.page_tables), : inputs.page_tables.shape[1]] = inputs.page_tables
     return StepInputs(
         tokens=np.pad(inputs.tokens, (0, missing)),
-        slots=np.pad(inputs.slots, (0, missing), constant_values=-1),
-        outputs=np.arange(shape.sequences),
+        slot_mapping=np.pad(inputs.slot_mapping, (0, missing), constant_values=-1),
+        output_rows=np.arange(shape.num_seqs),
         positions=np.pad(inputs.positions, (0, missing)),
-        tables=tables,
-        starts=np.pad(inputs.starts, (0, missing), mode="edge"),
-        lengths=np.pad(inputs.lengths, (0, missing)),
-        max_rows=1,
-        max_len=shape.max_len,
+        page_tables=tables,
+        query_starts=np.pad(inputs.query_starts, (0, missing), mode="edge"),
+        seq_lens=np.pad(inputs.seq_lens, (0, missing)),
+        max_query_len=1,
+        max_seq_len=shape.max_len,
     )

@@ -15,75 +15,68 @@ import numpy as np
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
-from localgen.backends.cuda.model.batch import Ints, StepInputs
+from localgen.backends.cuda.model.batch import Int32Array, StepInputs
+from localgen.backends.cuda.steps.sampler import uses_penalties
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class Lookahead:
-    """A step launched ahead. starts: the position each sequence is computed at, by its row.
+class RunAheadStep:
+    """A step launched ahead. positions: the position each sequence is computed at, by its row.
 
-    tokens: int64 [rows], what was sampled. shown: what from, of rows that show it.
+    tokens: int64 [rows], what was sampled. probs_by_row: what from, of rows that show it.
     """
 
     tokens: Tensor
-    starts: dict[Sequence, int]
-    shown: dict[int, Tensor]
+    positions: dict[Sequence, int]
+    probs_by_row: dict[int, Tensor]
     rows: dict[Sequence, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = {seq: row for row, seq in enumerate(self.starts)}
+        self.rows = {seq: row for row, seq in enumerate(self.positions)}
 
     def covers(self, chunk: Chunk) -> bool:
         """Whether it computes this chunk."""
-        return is_decoding(chunk) and self.starts.get(chunk.seq) == chunk.start
+        return is_decoding(chunk) and self.positions.get(chunk.seq) == chunk.start
 
-    def forget(self, seq: Sequence) -> None:
+    def invalidate(self, seq: Sequence) -> None:
         """The room of this sequence changes: what was computed for it is void."""
-        self.starts.pop(seq, None)
+        self.positions.pop(seq, None)
 
 
 def is_decoding(chunk: Chunk) -> bool:
     """Whether a chunk is one token that another follows."""
-    return len(chunk) == 1 and chunk.samples
+    return len(chunk) == 1 and chunk.is_sampled
 
 
-def can_go_on(chunk: Chunk) -> bool:
+def can_run_ahead(chunk: Chunk) -> bool:
     """Whether what follows this chunk can be computed by who does not know its token."""
     params, matcher = chunk.seq.params, chunk.seq.matcher
-    unseen = not looks_back(params) and params.logprobs is None and matcher is None
+    unseen = not uses_penalties(params) and params.logprobs is None and matcher is None
     return is_decoding(chunk) and unseen
 
 
-def looks_back(params: SamplingParams) -> bool:
-    """Whether a sampler looks at the tokens before."""
-    return bool(params.repeat_last_n) and (
-        params.repeat_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
-    )
-
-
-def next_inputs(chunks: list[Chunk], tables: list[Ints]) -> StepInputs:
-    """The step after these chunks of one token each. tables: pages of each, with room for it.
+def next_step_inputs(chunks: list[Chunk], page_tables: list[Int32Array]) -> StepInputs:
+    """The step after these chunks of one token each. page_tables: pages of each, with room for it.
 
     Its tokens are not known to the host.
     """
     positions = np.array([chunk.start + 1 for chunk in chunks], np.int32)
-    width = max(map(len, tables))
+    width = max(map(len, page_tables))
     padded = np.zeros((len(chunks), width), np.int32)
-    for row, table in zip(padded, tables, strict=True):
+    for row, table in zip(padded, page_tables, strict=True):
         row[: len(table)] = table
     rows = np.arange(len(chunks))
     pages = padded[rows, positions // PAGE_TOKENS].astype(np.int64)
     return StepInputs(
         tokens=np.zeros(len(chunks), np.int64),
-        slots=pages * PAGE_TOKENS + positions % PAGE_TOKENS,
-        outputs=rows,
+        slot_mapping=pages * PAGE_TOKENS + positions % PAGE_TOKENS,
+        output_rows=rows,
         positions=positions,
-        tables=padded,
-        starts=np.arange(len(chunks) + 1, dtype=np.int32),
-        lengths=positions + 1,
-        max_rows=1,
-        max_len=int(positions.max()) + 1,
+        page_tables=padded,
+        query_starts=np.arange(len(chunks) + 1, dtype=np.int32),
+        seq_lens=positions + 1,
+        max_query_len=1,
+        max_seq_len=int(positions.max()) + 1,
     )

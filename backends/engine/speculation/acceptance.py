@@ -3,75 +3,76 @@
 from __future__ import annotations
 
 # what a sequence knows of itself fades, for texts change; what all know stays longer
-_FADE_OWN = 0.98
-_FADE_ALL = 0.995
-_FADE_REST = 0.997
+_SEQUENCE_DECAY = 0.98
+_SHARED_DECAY = 0.995
+_IDLE_DECAY = 0.997
 
 
-class _Rate:
+class _AcceptanceRate:
     """Right ones among so many, old ones fading."""
 
-    __slots__ = ("right", "tried")
+    __slots__ = ("accepted", "proposed")
 
     def __init__(self, right: float, tried: float) -> None:
-        self.right, self.tried = right, tried
+        self.accepted, self.proposed = right, tried
 
-    def add(self, is_right: bool, fade: float) -> None:
-        self.right = fade * self.right + is_right
-        self.tried = fade * self.tried + 1.0
+    def add(self, is_accepted: bool, decay: float) -> None:
+        self.accepted = decay * self.accepted + is_accepted
+        self.proposed = decay * self.proposed + 1.0
 
 
-class Common:
+class SharedPrior:
     """What all sequences of an engine have seen. prior: assumed of each kind at first, as if
-    `weight` tokens had been seen. counts: all together as so many tokens of a sequence's own."""
+    `prior_weight` tokens had been seen. weight: all together as so many tokens of a sequence's
+    own."""
 
     def __init__(
-        self, prior: tuple[float, ...], *, weight: float = 2.0, counts: float = 6.0
+        self, prior: tuple[float, ...], *, prior_weight: float = 2.0, weight: float = 6.0
     ) -> None:
-        self.counts = counts
-        self._prior, self._weight = prior, weight
-        self._rates = [_Rate(weight * chance, weight) for chance in prior]
+        self.weight = weight
+        self._prior, self._prior_weight = prior, prior_weight
+        self._rates = [_AcceptanceRate(prior_weight * chance, prior_weight) for chance in prior]
 
-    def add(self, kind: int, is_right: bool) -> None:
+    def add(self, bucket: int, is_accepted: bool) -> None:
         """Enter a token of that kind."""
-        self._rates[kind].add(is_right, _FADE_ALL)
+        self._rates[bucket].add(is_accepted, _SHARED_DECAY)
 
-    def rest(self) -> None:
+    def decay(self) -> None:
         """Nothing was tried in a step: what was seen counts less, the prior more."""
-        back = (1 - _FADE_REST) * self._weight
+        back = (1 - _IDLE_DECAY) * self._prior_weight
         for rate, chance in zip(self._rates, self._prior, strict=True):
-            rate.right = _FADE_REST * rate.right + back * chance
-            rate.tried = _FADE_REST * rate.tried + back
+            rate.accepted = _IDLE_DECAY * rate.accepted + back * chance
+            rate.proposed = _IDLE_DECAY * rate.proposed + back
 
-    def chance(self, kind: int) -> float:
+    def probability(self, bucket: int) -> float:
         """Share of right ones among tokens of that kind."""
-        rate = self._rates[kind]
-        return rate.right / rate.tried
+        rate = self._rates[bucket]
+        return rate.accepted / rate.proposed
 
 
-class Acceptance:
+class AcceptanceEstimator:
     """What one sequence has seen, leaning on what all have while that is little."""
 
-    def __init__(self, common: Common) -> None:
-        self._common = common
-        self._own: dict[int, _Rate] = {}
+    def __init__(self, shared: SharedPrior) -> None:
+        self._shared = shared
+        self._rates: dict[int, _AcceptanceRate] = {}
 
-    def add(self, kind: int, is_right: bool) -> None:
+    def add(self, bucket: int, is_accepted: bool) -> None:
         """Enter a token of that kind."""
-        self._own.setdefault(kind, _Rate(0.0, 0.0)).add(is_right, _FADE_OWN)
-        self._common.add(kind, is_right)
+        self._rates.setdefault(bucket, _AcceptanceRate(0.0, 0.0)).add(is_accepted, _SEQUENCE_DECAY)
+        self._shared.add(bucket, is_accepted)
 
-    def rest(self, tokens: int) -> None:
+    def decay(self, num_tokens: int) -> None:
         """The text went on by so many tokens with nothing tried: one day it is worth a try."""
-        for rate in self._own.values():
-            rate.right *= _FADE_REST**tokens
-            rate.tried *= _FADE_REST**tokens
+        for rate in self._rates.values():
+            rate.accepted *= _IDLE_DECAY**num_tokens
+            rate.proposed *= _IDLE_DECAY**num_tokens
 
-    def chance(self, kind: int) -> float:
+    def probability(self, bucket: int) -> float:
         """Chance that the next token of that kind is right, given that those before it are."""
-        own = self._own.get(kind)
-        chance = self._common.chance(kind)
+        own = self._rates.get(bucket)
+        chance = self._shared.probability(bucket)
         if own is None:
             return chance
-        counts = self._common.counts
-        return (own.right + counts * chance) / (own.tried + counts)
+        counts = self._shared.weight
+        return (own.accepted + counts * chance) / (own.proposed + counts)

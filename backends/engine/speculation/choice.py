@@ -23,7 +23,7 @@ _CHEAPER = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DraftOption:
     """What a drafter could propose for one sequence.
 
     tokens[k]: expected tokens of a step with k drafts, the one after them included.
@@ -33,7 +33,7 @@ class Offer:
     tokens: tuple[float, ...]
 
     @classmethod
-    def of(cls, drafter: int, chances: Seq[float]) -> Offer:
+    def of(cls, drafter: int, chances: Seq[float]) -> DraftOption:
         """The expectation that follows from each draft's chance, those before it being right."""
         expected, reached = [1.0], 1.0
         for chance in chances:
@@ -53,7 +53,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class DraftAllocation:
     """So many drafts by this drafter; 0: none."""
 
     drafter: int = 0
@@ -66,7 +66,9 @@ StepMs = Callable[[int], float]
 DraftMs = Callable[[int, int], float]
 
 
-def choose(offers: Seq[Seq[Offer]], step_ms: StepMs, draft_ms: DraftMs, *, most: int) -> list[Pick]:
+def allocate_drafts(
+    offers: Seq[Seq[DraftOption]], step_ms: StepMs, draft_ms: DraftMs, *, most: int
+) -> list[DraftAllocation]:
     """A pick for each sequence, from what is offered to it; times are milliseconds.
 
     most: drafts in one step. What grows is the product of all sequences' tokens/s. Their sum does
@@ -78,7 +80,7 @@ def choose(offers: Seq[Seq[Offer]], step_ms: StepMs, draft_ms: DraftMs, *, most:
     count = len(offers)
     plain_ms = step_ms(count)
     if not plain_ms:
-        return [Pick()] * count
+        return [DraftAllocation()] * count
     taken = [_alone(offered, count, step_ms, draft_ms, most) for offered in offers]
     path = _Path(taken, draft_ms)
     best, length = _LEAST_GAIN + (count - 1) * _NOISE, 0
@@ -102,7 +104,7 @@ def _fills_tiles(tokens: int) -> bool:
     return tokens % (_SMALL_TILE if tokens <= _TILED else _TILE) == 0
 
 
-def pays(offer: Offer, step_ms: StepMs, draft_ms: DraftMs, *, most: int) -> bool:
+def pays(offer: DraftOption, step_ms: StepMs, draft_ms: DraftMs, *, most: int) -> bool:
     """Whether a sequence on its own would draft by it."""
     plain_ms = step_ms(1)
     if not plain_ms:
@@ -110,7 +112,7 @@ def pays(offer: Offer, step_ms: StepMs, draft_ms: DraftMs, *, most: int) -> bool
     return math.log(plain_ms * _rate(offer, 1, step_ms, draft_ms, most)) > _LEAST_GAIN
 
 
-def _rate(offer: Offer, count: int, step_ms: StepMs, draft_ms: DraftMs, most: int) -> float:
+def _rate(offer: DraftOption, count: int, step_ms: StepMs, draft_ms: DraftMs, most: int) -> float:
     """Tokens of one of so many sequences, for each millisecond, if nobody else drafts."""
     each_ms = draft_ms(offer.drafter, 1)
     return max(
@@ -120,8 +122,8 @@ def _rate(offer: Offer, count: int, step_ms: StepMs, draft_ms: DraftMs, most: in
 
 
 def _alone(
-    offered: Seq[Offer], count: int, step_ms: StepMs, draft_ms: DraftMs, most: int
-) -> Offer | None:
+    offered: Seq[DraftOption], count: int, step_ms: StepMs, draft_ms: DraftMs, most: int
+) -> DraftOption | None:
     """The offer that is worth most if nobody else drafts."""
     if len(offered) < 2:
         return offered[0] if offered else None
@@ -135,7 +137,7 @@ class _Path:
     tokens: expected, of all.
     """
 
-    def __init__(self, offers: Seq[Offer | None], draft_ms: DraftMs) -> None:
+    def __init__(self, offers: Seq[DraftOption | None], draft_ms: DraftMs) -> None:
         self._offers, self._draft_ms = offers, draft_ms
         self._drafts = [0] * len(offers)
         # by drafter: sequences that have a first draft, a second one and so on
@@ -195,10 +197,10 @@ class _Path:
             heapq.heappop(self._next)
         return True
 
-    def picks(self, length: int) -> list[Pick]:
+    def picks(self, length: int) -> list[DraftAllocation]:
         """The picks when so many drafts were given out."""
         given = Counter(self._order[:length])
         return [
-            Pick(offer.drafter, given[at]) if offer and given[at] else Pick()
+            DraftAllocation(offer.drafter, given[at]) if offer and given[at] else DraftAllocation()
             for at, offer in enumerate(self._offers)
         ]

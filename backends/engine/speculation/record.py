@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 from localgen.backends.types import SpeculationStats
 
-_FADE = 0.98
+_DECAY = 0.98
 
 
 @dataclass(slots=True)
-class Recent:
+class RecentDraftStats:
     """Sums over recent steps, old ones fading.
 
-    drafting: steps with drafts. drafts, accepted: tokens. plain_ms: what plain steps would have
-    taken for the same tokens.
+    drafting_steps: steps with drafts. drafts, accepted: tokens. plain_ms: what plain steps would
+    have taken for the same tokens.
     """
 
     steps: float = 0.0
-    drafting: float = 0.0
+    drafting_steps: float = 0.0
     drafts: float = 0.0
     accepted: float = 0.0
     sequences: float = 0.0
@@ -36,9 +36,9 @@ class Recent:
         self, *, drafts: int, accepted: int, sequences: int, tokens: int, ms: float, plain_ms: float
     ) -> None:
         """Enter a step."""
-        self._fade(1)
+        self._decay(1)
         self.steps += 1
-        self.drafting += drafts > 0
+        self.drafting_steps += drafts > 0
         self.drafts += drafts
         self.accepted += accepted
         self.sequences += sequences
@@ -48,18 +48,18 @@ class Recent:
 
     def add_plain(self, steps: int, sequences: int, ms: float) -> None:
         """Enter so many steps without drafts, which took so long."""
-        self._fade(steps)
-        left = (1 - _FADE**steps) / (1 - _FADE)  # of so many, the first of them faded
+        self._decay(steps)
+        left = (1 - _DECAY**steps) / (1 - _DECAY)  # of so many, the first of them faded
         self.steps += left
         self.sequences += left * sequences
         self.tokens += left * sequences
         self.ms += left * ms / steps
         self.plain_ms += left * ms / steps
 
-    def _fade(self, steps: int) -> None:
-        kept = _FADE**steps
+    def _decay(self, steps: int) -> None:
+        kept = _DECAY**steps
         self.steps *= kept
-        self.drafting *= kept
+        self.drafting_steps *= kept
         self.drafts *= kept
         self.accepted *= kept
         self.sequences *= kept
@@ -69,7 +69,7 @@ class Recent:
 
 
 @dataclass(slots=True)
-class Totals:
+class DraftTotals:
     """Since the engine started: steps with drafts, tokens that were proposed and kept."""
 
     steps: int = 0
@@ -78,18 +78,18 @@ class Totals:
 
 
 @dataclass(slots=True)
-class Own:
+class SequenceDraftStats:
     """What one sequence has had of it: its steps, and those with drafts for it.
 
-    ms: of steps in which all were decoding; plain_ms: of plain ones for the same tokens. by: tokens
-    that each drafter proposed.
+    ms: of steps in which all were decoding; plain_ms: of plain ones for the same tokens.
+    tokens_by_drafter: tokens that each drafter proposed.
     """
 
     steps: int = 0
-    drafted: int = 0
+    drafting_steps: int = 0
     ms: float = 0.0
     plain_ms: float = 0.0
-    by: Counter[str] = field(default_factory=Counter)
+    tokens_by_drafter: Counter[str] = field(default_factory=Counter)
 
     def add_plain(self, steps: int, ms: float) -> None:
         """Enter so many steps without drafts, which took so long."""
@@ -99,23 +99,23 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class RequestDraftStats:
     """As Timings has it of one request."""
 
     steps: int = 0
     speedup: float = 0.0
     reason: str = ""
-    by: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ()
 
 
-NO_DRAFTS = Drafting()
+NO_DRAFT_STATS = RequestDraftStats()
 
 
-def told(
-    drafters: tuple[str, ...], reason: str, recent: Recent, totals: Totals
+def speculation_stats(
+    drafters: tuple[str, ...], reason: str, recent: RecentDraftStats, totals: DraftTotals
 ) -> SpeculationStats:
     """As users see it. drafters: their names. reason: why there were no drafts the last time."""
-    share = _ratio(recent.drafting, recent.steps)
+    share = _ratio(recent.drafting_steps, recent.steps)
     return SpeculationStats(
         drafters=drafters,
         share=share,

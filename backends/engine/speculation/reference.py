@@ -13,7 +13,7 @@ _LONG, _FIRST, _CLEAR = 8, 1, 2.0
 _AS_BELIEVED = 0.9
 
 
-class Reference:
+class BaselineSchedule:
     """Counts steps with drafts from one plain step to the next."""
 
     def __init__(self) -> None:

@@ -10,18 +10,29 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.speculation.allowance import Allowance
-from localgen.backends.engine.speculation.choice import Offer, Pick, choose, pays
+from localgen.backends.engine.speculation.choice import (
+    DraftAllocation,
+    DraftOption,
+    allocate_drafts,
+    pays,
+)
 from localgen.backends.engine.speculation.costs import StepCosts
-from localgen.backends.engine.speculation.drafter import Drafter, Proposal
+from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.engine.speculation.record import Drafting, Own, Recent, Totals, told
-from localgen.backends.engine.speculation.reference import Reference
+from localgen.backends.engine.speculation.record import (
+    DraftTotals,
+    RecentDraftStats,
+    RequestDraftStats,
+    SequenceDraftStats,
+    speculation_stats,
+)
+from localgen.backends.engine.speculation.reference import BaselineSchedule
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SpeculationStats
 
 # most drafts for one sequence, whose step is of as many tokens and one
-MOST_DRAFTS = 63
+MAX_DRAFT_TOKENS = 63
 # an offer that promises fewer tokens than this is none
 _LEAST_OFFER = 1.05
 # steps grow no faster than this into sizes that were never tried
@@ -36,7 +47,7 @@ _PROBE_TOKENS = 1.4
 class _Decoded(NamedTuple):
     """One sequence's part in a step: what it got, and drafts for it."""
 
-    own: Own
+    own: SequenceDraftStats
     tokens: int
     drafts: int
 
@@ -44,26 +55,26 @@ class _Decoded(NamedTuple):
 class Speculation:
     """Decides before each step who drafts how much, by what was measured.
 
-    most: drafts for one sequence. why_none: what to say where there are no drafters. settle: as of
-    LooksAhead; None: no step is launched before it is asked for. waited_ms: what of the plain step
-    that comes was waited for already.
+    max_drafts: drafts for one sequence. disabled_reason: what to say where there are no drafters.
+    synchronize: as of AsyncRunner; None: no step is launched before it is asked for. waited_ms:
+    what of the plain step that comes was waited for already.
     """
 
     def __init__(
         self,
         drafters: Seq[Drafter],
         *,
-        most: int = MOST_DRAFTS,
-        why_none: str = "no drafter",
-        settle: Callable[[], None] | None = None,
+        max_drafts: int = MAX_DRAFT_TOKENS,
+        disabled_reason: str = "no drafter",
+        synchronize: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._drafters, self._most, self._clock = drafters, most, clock
-        self._settle = settle
+        self._drafters, self._most, self._clock = drafters, max_drafts, clock
+        self._settle = synchronize
         self._costs = StepCosts()
         self._allowance = Allowance()
-        self._recent, self._totals = Recent(), Totals()
-        self._reference = Reference()
+        self._recent, self._totals = RecentDraftStats(), DraftTotals()
+        self._reference = BaselineSchedule()
         self._is_probing = self._is_looking = False
         self._by_model = False  # whether all drafts of the step are of such as must be tried
         self._seqs: list[Sequence] = []
@@ -71,17 +82,17 @@ class Speculation:
         self._passed_ms: list[float] = []  # their plain steps that are not entered yet
         self._passed_sum_ms = 0.0
         self._unlooked = 0  # steps since somebody looked
-        self._own: WeakKeyDictionary[Sequence, Own] = WeakKeyDictionary()
-        self._reason = "" if drafters else why_none
+        self._own: WeakKeyDictionary[Sequence, SequenceDraftStats] = WeakKeyDictionary()
+        self._reason = "" if drafters else disabled_reason
         # what everything before the next step took, looking alone, reading alone
         self._propose_ms = self._look_ms = self._read_ms = self._settled_ms = self.waited_ms = 0.0
 
     def propose(
-        self, seqs: list[Sequence], *, outputs: int, beside_prompts: bool = False
-    ) -> dict[Sequence, Proposal]:
+        self, seqs: list[Sequence], *, outputs: int, with_prompts: bool = False
+    ) -> dict[Sequence, DraftProposal]:
         """Drafts for the step that comes.
 
-        seqs: all that decode. outputs: what it may sample. beside_prompts: it reads prompts too,
+        seqs: all that decode. outputs: what it may sample. with_prompts: it reads prompts too,
         which leaves no arithmetic to spare.
         """
         if not self._drafters:
@@ -100,28 +111,30 @@ class Speculation:
         passed, self._unlooked = 1 + self._unlooked, 0
         self._allowance.pass_by(passed)
         self._costs.pass_by(passed, keep_smallest=True, to_risk_ms=self._allowance.to_risk_ms)
-        if beside_prompts:
+        if with_prompts:
             self._reason = "prompts first: one is being read"
-            picks = [Pick()] * len(seqs)
+            picks = [DraftAllocation()] * len(seqs)
         else:
             picks = self._pick(seqs, outputs)
         self._look_ms = self._ms_since(started_s)
         drafts = self._proposals(seqs, picks)
         for number in range(len(self._drafters)):
-            self._prepare(number, 0 if beside_prompts else len(seqs))
+            self._prepare(number, 0 if with_prompts else len(seqs))
         self._propose_ms = self._ms_since(started_s)
         if drafts:
             self._by_model = all(
-                self._drafters[pick.drafter].must_be_tried for pick in picks if pick.drafts
+                self._drafters[pick.drafter].needs_probing for pick in picks if pick.drafts
             )
         else:
             self.waited_ms = self._settled_ms
             self._propose_ms -= self.waited_ms
         return drafts
 
-    def _proposals(self, seqs: Seq[Sequence], picks: Seq[Pick]) -> dict[Sequence, Proposal]:
+    def _proposals(
+        self, seqs: Seq[Sequence], picks: Seq[DraftAllocation]
+    ) -> dict[Sequence, DraftProposal]:
         """What was picked."""
-        drafts: dict[Sequence, Proposal] = {}
+        drafts: dict[Sequence, DraftProposal] = {}
         if not any(pick.drafts for pick in picks):
             return drafts
         for number, drafter in enumerate(self._drafters):
@@ -130,17 +143,17 @@ class Speculation:
                 for seq, pick in zip(seqs, picks, strict=True)
                 if pick.drafts and pick.drafter == number
             ]
-            if wanted and drafter.must_be_tried:
+            if wanted and drafter.needs_probing:
                 self._wait()
             found = drafter.propose(wanted) if wanted else []
             for (seq, _), new in zip(wanted, found, strict=True):
                 if new.tokens:
-                    self._own_of(seq).by[drafter.name] += len(new.tokens)
+                    self._own_of(seq).tokens_by_drafter[drafter.name] += len(new.tokens)
                     drafts[seq] = new
         return drafts
 
-    def _pick(self, seqs: Seq[Sequence], outputs: int) -> list[Pick]:
-        none = [Pick()] * len(seqs)
+    def _pick(self, seqs: Seq[Sequence], outputs: int) -> list[DraftAllocation]:
+        none = [DraftAllocation()] * len(seqs)
         if outputs <= len(seqs):
             self._reason = f"no room: a step samples {outputs} tokens here, one of each sequence"
             return none
@@ -156,22 +169,22 @@ class Speculation:
         if not any(offers):
             self._reason = self._nothing_to_expect()
             return none
-        picks = choose(offers, self._step_ms, self._draft_ms, most=most)
+        picks = allocate_drafts(offers, self._step_ms, self._draft_ms, most=most)
         if any(pick.drafts for pick in picks):
             return picks
         self._reason = "too dear: drafts would cost more than they save"
         return self._probe(offers, most)
 
-    def _probe(self, offers: Seq[Seq[Offer]], most: int) -> list[Pick]:
+    def _probe(self, offers: Seq[Seq[DraftOption]], most: int) -> list[DraftAllocation]:
         """Try all the same what promises most, if there is time to lose: as many drafts as tell
         most for what they take."""
         count = len(offers)
-        picks = [Pick()] * count
+        picks = [DraftAllocation()] * count
         untried = [
             (at, offer)
             for at, offered in enumerate(offers)
             for offer in offered
-            if self._drafters[offer.drafter].must_be_tried
+            if self._drafters[offer.drafter].needs_probing
         ]
         if not untried or not self._allowance.is_time_to_try:
             return picks
@@ -185,14 +198,17 @@ class Speculation:
             # drafts that will be judged: those behind a wrong one are not
             judged = offer.upto(drafts - 1)
             if cost_ms <= self._allowance.to_lose_ms and judged > best * cost_ms:
-                picks[at], best = Pick(offer.drafter, drafts), judged / max(cost_ms, 1e-3)
+                picks[at], best = (
+                    DraftAllocation(offer.drafter, drafts),
+                    judged / max(cost_ms, 1e-3),
+                )
                 self._is_probing = True
         return picks
 
-    def _offers(self, seq: Sequence, most: int) -> list[Offer]:
-        most = min(most, seq.limit - len(seq.tokens) - 1)
+    def _offers(self, seq: Sequence, most: int) -> list[DraftOption]:
+        most = min(most, seq.max_len - len(seq.tokens) - 1)
         offers = [
-            Offer.of(number, drafter.chances(seq, most))
+            DraftOption.of(number, drafter.acceptance_probs(seq, most))
             for number, drafter in enumerate(self._drafters)
         ]
         return [offer for offer in offers if offer.tokens[-1] >= _LEAST_OFFER]
@@ -206,7 +222,7 @@ class Speculation:
         if most_ms:
             self._wait()
         started_s = self._clock()
-        drafter.catch_up(most_ms)
+        drafter.prefill(most_ms)
         took_ms = self._ms_since(started_s)
         if not most_ms:
             self._look_ms += took_ms
@@ -218,7 +234,7 @@ class Speculation:
         """Milliseconds that a drafter may prepare for, and whether drafts for each of so many
         sequences would pay."""
         drafter = self._drafters[number]
-        offer = Offer.of(number, [drafter.usual_chance()] * _PROBE_DRAFTS)
+        offer = DraftOption.of(number, [drafter.default_acceptance()] * _PROBE_DRAFTS)
         would = bool(drafter.draft_ms(1)) and pays(
             offer,
             lambda tokens: self._step_ms(count * tokens),
@@ -261,14 +277,14 @@ class Speculation:
         decoding = [
             _Decoded(self._own_of(chunk.seq), _num_came(chunk), chunk.num_drafts)
             for chunk in chunks
-            if chunk.samples
+            if chunk.is_sampled
             and chunk.start >= chunk.seq.num_prompt
             and len(chunk) == 1 + chunk.num_drafts
         ]
         drafted = sum(one.drafts for one in decoding)
         for one in decoding:
             one.own.steps += 1
-            one.own.drafted += bool(one.drafts)
+            one.own.drafting_steps += bool(one.drafts)
         if len(decoding) == len(chunks):
             self._enter(decoding, drafted, step_ms)
         elif not decoding:
@@ -280,10 +296,10 @@ class Speculation:
         if not self._is_looking:
             return
         for chunk in chunks:
-            if chunk.samples and (count := _num_came(chunk)):
+            if chunk.is_sampled and (count := _num_came(chunk)):
                 tokens = chunk.seq.tokens[-count:]
                 for drafter in self._drafters:
-                    drafter.learn(chunk.seq, tokens)
+                    drafter.observe(chunk.seq, tokens)
         if not drafted:
             self._allowance.looked(self._look_ms + self._ms_since(started_s), step_ms)
 
@@ -327,10 +343,10 @@ class Speculation:
             plain_ms=plain_ms,
         )
 
-    def _own_of(self, seq: Sequence) -> Own:
+    def _own_of(self, seq: Sequence) -> SequenceDraftStats:
         own = self._own.get(seq)
         if own is None:
-            own = self._own[seq] = Own()
+            own = self._own[seq] = SequenceDraftStats()
         return own
 
     def _enter_passed(self) -> None:
@@ -355,7 +371,7 @@ class Speculation:
         among = frozenset(seqs)
         for seq in self._among - among:
             for drafter in self._drafters:
-                drafter.forget(seq)
+                drafter.release(seq)
         self._seqs, self._among = seqs, among
 
     def _nothing_to_expect(self) -> str:
@@ -365,21 +381,21 @@ class Speculation:
             text += f", and {model.name} {model.failure or 'has not read it or is wrong here'}"
         return text
 
-    def of(self, seq: Sequence) -> Drafting:
+    def request_stats(self, seq: Sequence) -> RequestDraftStats:
         """What a sequence has had of it so far."""
         self._enter_passed()
         own = self._own.get(seq)
         if own is None or not own.ms:
-            return Drafting(reason=self._reason)
-        reason = "" if 2 * own.drafted >= own.steps else self._reason
-        by = tuple(name for name, _ in own.by.most_common())
-        return Drafting(own.steps, own.plain_ms / own.ms, reason, by)
+            return RequestDraftStats(reason=self._reason)
+        reason = "" if 2 * own.drafting_steps >= own.steps else self._reason
+        by = tuple(name for name, _ in own.tokens_by_drafter.most_common())
+        return RequestDraftStats(own.steps, own.plain_ms / own.ms, reason, by)
 
     @property
     def stats(self) -> SpeculationStats:
         """What has become of it, recently and in all."""
         names = tuple(drafter.name for drafter in self._drafters if not drafter.failure)
-        return told(names, self._reason, self._recent, self._totals)
+        return speculation_stats(names, self._reason, self._recent, self._totals)
 
     def close(self) -> None:
         """Free what drafters hold. No call may follow."""

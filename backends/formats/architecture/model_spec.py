@@ -8,11 +8,11 @@ from typing import Literal
 from localgen.backends.formats.architecture.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh"]
-Method = Literal["awq", "gptq", "fp8", "int8"]
+QuantMethod = Literal["awq", "gptq", "fp8", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quant:
+class QuantizationConfig:
     """method: awq (GEMM layout) and gptq are digits in groups, fp8 (e4m3) and int8 have a scale per
     row.
 
@@ -22,7 +22,7 @@ class Quant:
     2 ** bits.
     """
 
-    method: Method
+    method: QuantMethod
     bits: int
     group_size: int | None = None
     zero_point: bool = False
@@ -30,47 +30,46 @@ class Quant:
     zero_offset: int = 0
 
     @property
-    def widened(self) -> bool:
+    def dequantized_on_load(self) -> bool:
         """Whether weights become plain ones as they are read: no kernel computes with them."""
         return self.method == "int8" or (self.method == "gptq" and self.bits != 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moe:
+class MoeConfig:
     """Mixture of experts in place of every MLP.
 
-    intermediate: width of one expert. normalize: whether the shares of the top_k experts are
-    made to sum to 1.
+    intermediate_size: width of one expert. normalize_topk: whether the shares of the top_k experts
+    are made to sum to 1.
     """
 
-    experts: int
+    num_experts: int
     top_k: int
-    intermediate: int
-    normalize: bool
+    intermediate_size: int
+    normalize_topk: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder of RMSNorm, rotary attention and gated MLP, and what varies between models.
 
-    architecture: Hugging Face's class. max_len: longest sequence, in tokens.
-    norm_offset: a norm multiplies by 1 + weight. sandwich_norms: norms after attention and MLP
-    too. qk_norm: RMSNorm over each head of q and k before the rotation.
-    local_rope: for layers with a window, where they have one of their own.
-    windows: for each layer, how many positions up to its own a token sees; None: all.
-    embed_scale: exact; it takes effect rounded to the embeddings' dtype.
-    tied: the head is the embedding. fused: q, k, v are one tensor in the checkpoint, gate and up
-    another.
+    architecture: Hugging Face's class. max_len: longest sequence, in tokens. norm_offset: a norm
+    multiplies by 1 + weight. sandwich_norms: norms after attention and MLP too. qk_norm: RMSNorm
+    over each head of q and k before the rotation. local_rope: for layers with a window, where they
+    have one of their own. sliding_windows: for each layer, how many positions up to its own a token
+    sees; None: all. embed_scale: exact; it takes effect rounded to the embeddings' dtype.
+    tied_embeddings: the head is the embedding. fused_projections: q, k, v are one tensor in the
+    checkpoint, gate and up another.
     """
 
     architecture: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    vocab: int
+    vocab_size: int
     max_len: int
     norm_eps: float
     norm_offset: bool
@@ -82,21 +81,23 @@ class ModelSpec:
     activation: Activation
     rope: Rope
     local_rope: Rope | None
-    windows: tuple[int | None, ...]
+    sliding_windows: tuple[int | None, ...]
     attn_scale: float
     attn_softcap: float | None
     logit_softcap: float | None
     embed_scale: float
-    tied: bool
-    fused: bool
-    moe: Moe | None
-    quant: Quant | None
+    tied_embeddings: bool
+    fused_projections: bool
+    moe: MoeConfig | None
+    quant: QuantizationConfig | None
 
     @property
     def num_params(self) -> int:
         """Weights in all, without biases and norms."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        mlp = 3 * self.hidden * self.intermediate
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
         if self.moe is not None:
-            mlp = self.moe.experts * self.hidden * (3 * self.moe.intermediate + 1)
-        return self.layers * (attention + mlp) + self.vocab * self.hidden * (2 - self.tied)
+            mlp = self.moe.num_experts * self.hidden_size * (3 * self.moe.intermediate_size + 1)
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size * (
+            2 - self.tied_embeddings
+        )

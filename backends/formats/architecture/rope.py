@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.fields import ConfigFields
 
 # torch computes angles only: the converter to GGUF reads models where there is none
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Rope:
                 return scaling.attention_factor
         return 1.0
 
-    def table(self, max_len: int) -> tuple[Tensor, Tensor]:
+    def cos_sin_table(self, max_len: int) -> tuple[Tensor, Tensor]:
         """cos and sin of every position, attention factor included: float32 [max_len, dim / 2].
 
         Everything is computed in float32, as models are trained with it. LongRoPE takes its long
@@ -92,10 +92,10 @@ class Rope:
         import torch
 
         positions = torch.arange(max_len, dtype=torch.float32)
-        angles = positions[:, None] * self.frequencies(max_len)
+        angles = positions[:, None] * self.inv_freq(max_len)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
-    def frequencies(self, max_len: int) -> Tensor:
+    def inv_freq(self, max_len: int) -> Tensor:
         """Radians a position adds, for sequences of up to max_len tokens: float32 [dim / 2]."""
         import torch
 
@@ -106,22 +106,22 @@ class Rope:
             case LinearScaling(factor):
                 return plain / factor
             case Llama3Scaling() as scaling:
-                return _llama3(plain, scaling)
+                return _scale_llama3(plain, scaling)
             case YarnScaling() as scaling:
-                return _yarn(plain, scaling, self.theta, self.dim)
+                return _scale_yarn(plain, scaling, self.theta, self.dim)
             case LongRopeScaling() as scaling:
                 long = max_len > scaling.trained_len
                 return plain / torch.tensor(scaling.long_factors if long else scaling.short_factors)
 
 
-def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.trained_len * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return plain * ((1.0 - kept) / scaling.factor + kept)
 
 
-def _yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> Tensor:
+def _scale_yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> Tensor:
     import torch
 
     def dimension(turns: float) -> float:
@@ -137,103 +137,109 @@ def _yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> Tensor
     return plain * ((1.0 - kept) / scaling.factor + kept)
 
 
-def read_rope(config: Fields, *, head_dim: int, theta: float | None = None) -> Rope:
+def read_rope(config: ConfigFields, *, head_dim: int, theta: float | None = None) -> Rope:
     """The rotary positions of a config.json, as written by transformers 5 or before.
 
     theta: what a file means that has no rope_theta; None: it must have one. LoadFailed: a value
     is missing or wrong, or the kind of scaling is unknown.
     """
     own = config.section("rope_parameters") or config.section("rope_scaling")
-    return rope_of(config, own, head_dim=head_dim, theta=theta)
+    return parse_rope(config, own, head_dim=head_dim, theta=theta)
 
 
-def rope_of(
-    config: Fields, own: Fields | None, *, head_dim: int, theta: float | None = None
+def parse_rope(
+    config: ConfigFields, section: ConfigFields | None, *, head_dim: int, theta: float | None = None
 ) -> Rope:
-    """As read_rope, from the section `own` and, for what it lacks, the whole of the file."""
-    own = own or Fields(config.path, {})
-    rotary = (own if "partial_rotary_factor" in own else config).number(
+    """As read_rope, from `section` and, for what it lacks, the whole of the file."""
+    section = section or ConfigFields(config.path, {})
+    rotary = (section if "partial_rotary_factor" in section else config).positive_float(
         "partial_rotary_factor", 1.0
     )
     dim = int(head_dim * rotary)
     if dim % 2 or not 0 < dim <= head_dim:
-        raise config.refusal(f"{dim} rotary dimensions do not fit heads of {head_dim}")
-    theta = (own if "rope_theta" in own else config).number("rope_theta", theta)
+        raise config.load_error(f"{dim} rotary dimensions do not fit heads of {head_dim}")
+    theta = (section if "rope_theta" in section else config).positive_float("rope_theta", theta)
     if theta <= 1.0:
-        raise config.refusal(f"rope_theta is {theta}, it must be above 1")
-    return Rope(theta, dim, _read_scaling(config, own, dim))
+        raise config.load_error(f"rope_theta is {theta}, it must be above 1")
+    return Rope(theta, dim, _read_scaling(config, section, dim))
 
 
-def _read_scaling(config: Fields, own: Fields, dim: int) -> Scaling | None:
-    kind = own.text("rope_type", own.text("type", "default"))
+def _read_scaling(config: ConfigFields, section: ConfigFields, dim: int) -> Scaling | None:
+    kind = section.string("rope_type", section.string("type", "default"))
     match kind:
         case "default":
             return None
         case "linear":
-            return LinearScaling(own.number("factor"))
+            return LinearScaling(section.positive_float("factor"))
         case "llama3":
-            return _read_llama3(config, own)
-        case "yarn" if "long_factor" not in own:
-            return _read_yarn(config, own)
+            return _read_llama3(config, section)
+        case "yarn" if "long_factor" not in section:
+            return _read_yarn(config, section)
         case "longrope" | "su" | "yarn":  # its names in the first Phi-3 files
-            return _read_longrope(config, own, dim)
-    raise config.refusal(
+            return _read_longrope(config, section, dim)
+    raise config.load_error(
         f"rope scaling {kind} is not supported, only linear, llama3, yarn and longrope"
     )
 
 
-def _read_llama3(config: Fields, own: Fields) -> Llama3Scaling:
+def _read_llama3(config: ConfigFields, section: ConfigFields) -> Llama3Scaling:
     scaling = Llama3Scaling(
-        factor=own.number("factor"),
-        low_freq_factor=own.number("low_freq_factor"),
-        high_freq_factor=own.number("high_freq_factor"),
-        trained_len=_trained_len(config, own),
+        factor=section.positive_float("factor"),
+        low_freq_factor=section.positive_float("low_freq_factor"),
+        high_freq_factor=section.positive_float("high_freq_factor"),
+        trained_len=_trained_len(config, section),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise own.wrong("high_freq_factor", f"above low_freq_factor ({scaling.low_freq_factor})")
+        raise section.invalid_value(
+            "high_freq_factor", f"above low_freq_factor ({scaling.low_freq_factor})"
+        )
     return scaling
 
 
-def _read_yarn(config: Fields, own: Fields) -> YarnScaling:
-    trained_len = _trained_len(config, own)
-    factor = own.number("factor", config.count("max_position_embeddings") / trained_len)
-    default = _magnitude(factor, 1.0)
-    if "mscale" in own and "mscale_all_dim" in own:
-        scales = own.number("mscale"), own.number("mscale_all_dim")
-        default = _magnitude(factor, scales[0]) / _magnitude(factor, scales[1])
+def _read_yarn(config: ConfigFields, section: ConfigFields) -> YarnScaling:
+    trained_len = _trained_len(config, section)
+    factor = section.positive_float(
+        "factor", config.positive_int("max_position_embeddings") / trained_len
+    )
+    default = _yarn_mscale(factor, 1.0)
+    if "mscale" in section and "mscale_all_dim" in section:
+        scales = section.positive_float("mscale"), section.positive_float("mscale_all_dim")
+        default = _yarn_mscale(factor, scales[0]) / _yarn_mscale(factor, scales[1])
     return YarnScaling(
         factor=factor,
         trained_len=trained_len,
-        beta_fast=own.number("beta_fast", 32.0),
-        beta_slow=own.number("beta_slow", 1.0),
-        truncate=own.flag("truncate", True),
-        attention_factor=own.number("attention_factor", default),
+        beta_fast=section.positive_float("beta_fast", 32.0),
+        beta_slow=section.positive_float("beta_slow", 1.0),
+        truncate=section.flag("truncate", True),
+        attention_factor=section.positive_float("attention_factor", default),
     )
 
 
-def _magnitude(factor: float, scale: float) -> float:
+def _yarn_mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _read_longrope(config: Fields, own: Fields, dim: int) -> LongRopeScaling:
-    trained_len = _trained_len(config, own)
-    factor = own.number("factor", config.count("max_position_embeddings") / trained_len)
+def _read_longrope(config: ConfigFields, section: ConfigFields, dim: int) -> LongRopeScaling:
+    trained_len = _trained_len(config, section)
+    factor = section.positive_float(
+        "factor", config.positive_int("max_position_embeddings") / trained_len
+    )
     default = 1.0
     if factor > 1.0:
         default = math.sqrt(1.0 + math.log(factor) / math.log(trained_len))
     return LongRopeScaling(
-        short_factors=own.numbers("short_factor", dim // 2),
-        long_factors=own.numbers("long_factor", dim // 2),
+        short_factors=section.positive_floats("short_factor", dim // 2),
+        long_factors=section.positive_floats("long_factor", dim // 2),
         trained_len=trained_len,
-        attention_factor=own.number("attention_factor", default),
+        attention_factor=section.positive_float("attention_factor", default),
     )
 
 
-def _trained_len(config: Fields, own: Fields) -> int:
+def _trained_len(config: ConfigFields, section: ConfigFields) -> int:
     """The length a model was trained with: at the top, else in the section, else not extended."""
     key = "original_max_position_embeddings"
-    source = config if key in config else own
-    length = source.count(key, config.count("max_position_embeddings"))
+    source = config if key in config else section
+    length = source.positive_int(key, config.positive_int("max_position_embeddings"))
     if length < 2:
-        raise source.wrong(key, "a length of at least 2")
+        raise source.invalid_value(key, "a length of at least 2")
     return length

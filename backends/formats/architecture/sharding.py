@@ -16,10 +16,10 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 Range = tuple[int, int]
-_Part = Literal["heads", "kv_heads", "qkv", "mlp", "gate_up", "vocab"]
+_ShardedDim = Literal["heads", "kv_heads", "qkv", "mlp", "gate_up", "vocab"]
 
 # what the outputs of a linear are, by its name in safetensors and in GGUF files
-_OUTPUTS: dict[str, _Part] = {
+_COLUMN_PARALLEL: dict[str, _ShardedDim] = {
     "q_proj": "heads",
     "attn_q": "heads",
     "k_proj": "kv_heads",
@@ -43,7 +43,7 @@ _OUTPUTS: dict[str, _Part] = {
     "output": "vocab",
 }
 # what the inputs are of a linear whose outputs are summed over the ranks
-_INPUTS: dict[str, _Part] = {
+_ROW_PARALLEL: dict[str, _ShardedDim] = {
     "o_proj": "heads",
     "attn_output": "heads",
     "down_proj": "mlp",
@@ -52,32 +52,33 @@ _INPUTS: dict[str, _Part] = {
     "ffn_down_exps": "mlp",
 }
 # tokens of a rank are a multiple of this: digits of four bits lie eight to a word
-_VOCAB_STEP = 8
+_VOCAB_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """What is kept of a tensor: along `axis`, of `of` equal parts those in `ranges`."""
+class ShardSlice:
+    """What is kept of a tensor: along `axis`, of `num_parts` equal parts those in `ranges`."""
 
     axis: int
     ranges: tuple[Range, ...]
-    of: int
+    num_parts: int
 
-    def share(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+    def shard_shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what is kept."""
-        return self._resized(whole, self._kept, self.of)
+        return self._scaled_shape(full_shape, self._num_kept, self.num_parts)
 
-    def whole(self, share: tuple[int, ...]) -> tuple[int, ...]:
+    def full_shape(self, shard_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor of which that is kept."""
-        return self._resized(share, self.of, self._kept)
+        return self._scaled_shape(shard_shape, self.num_parts, self._num_kept)
 
     def slices(self, length: int) -> list[slice]:
         """Where the ranges lie on the axis. length: of the whole axis."""
         return [
-            slice(first * length // self.of, end * length // self.of) for first, end in self.ranges
+            slice(first * length // self.num_parts, end * length // self.num_parts)
+            for first, end in self.ranges
         ]
 
-    def taken(self, source: Any) -> Tensor:
+    def slice_tensor(self, source: Any) -> Tensor:
         """What is kept of a tensor, or of a slice of a safetensors file, as a copy."""
         before = (slice(None),) * self.axis
         length = (source.shape if isinstance(source, Tensor) else source.get_shape())[self.axis]
@@ -85,77 +86,77 @@ class Cut:
         return torch.cat(parts, self.axis)
 
     @property
-    def _kept(self) -> int:
+    def _num_kept(self) -> int:
         return sum(end - first for first, end in self.ranges)
 
-    def _resized(self, shape: tuple[int, ...], by: int, over: int) -> tuple[int, ...]:
-        return (*shape[: self.axis], shape[self.axis] * by // over, *shape[self.axis + 1 :])
+    def _scaled_shape(self, shape: tuple[int, ...], factor: int, divisor: int) -> tuple[int, ...]:
+        return (*shape[: self.axis], shape[self.axis] * factor // divisor, *shape[self.axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """What rank `rank` of `size` has of a model. spec: of the whole model, which can be divided
-    so (see check). Rank 0 of 1 has all of it."""
+class ModelShard:
+    """What rank `rank` of `tp_size` has of a model. spec: of the whole model, which can be divided
+    so (see ensure_divisible). Rank 0 of 1 has all of it."""
 
     spec: ModelSpec
     rank: int = 0
-    size: int = 1
+    tp_size: int = 1
 
     @property
-    def local(self) -> ModelSpec:
+    def local_spec(self) -> ModelSpec:
         """The model as this rank computes it."""
-        if self.size == 1:
+        if self.tp_size == 1:
             return self.spec
         spec, moe = self.spec, self.spec.moe
-        first, end = self.vocab
+        first, end = self.vocab_range
         return replace(
             spec,
-            heads=spec.heads // self.size,
-            kv_heads=max(1, spec.kv_heads // self.size),
-            intermediate=spec.intermediate // self.size,
-            vocab=end - first,
-            moe=moe and replace(moe, intermediate=moe.intermediate // self.size),
+            num_heads=spec.num_heads // self.tp_size,
+            num_kv_heads=max(1, spec.num_kv_heads // self.tp_size),
+            intermediate_size=spec.intermediate_size // self.tp_size,
+            vocab_size=end - first,
+            moe=moe and replace(moe, intermediate_size=moe.intermediate_size // self.tp_size),
         )
 
     @property
-    def vocab(self) -> Range:
+    def vocab_range(self) -> Range:
         """Its tokens, first and end."""
-        width = self.vocab_width
-        return self.rank * width, min((self.rank + 1) * width, self.spec.vocab)
+        width = self.vocab_shard_size
+        return self.rank * width, min((self.rank + 1) * width, self.spec.vocab_size)
 
     @property
-    def vocab_width(self) -> int:
+    def vocab_shard_size(self) -> int:
         """Tokens of every rank but the last, which may have fewer."""
-        return _vocab_width(self.spec, self.size)
+        return _vocab_shard_size(self.spec, self.tp_size)
 
-    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> ShardSlice | None:
         """What it keeps of a stored tensor; None: all of it. shape: of the whole tensor."""
-        if self.size == 1:
+        if self.tp_size == 1:
             return None
         *path, kind = name.split(".")
         for piece in (kind, *reversed(path)):
-            if piece in _OUTPUTS or piece in _INPUTS:
+            if piece in _COLUMN_PARALLEL or piece in _ROW_PARALLEL:
                 break
         else:
             return None
-        by_input = piece in _INPUTS
-        axis = _axis(kind, by_input, len(shape))
+        by_input = piece in _ROW_PARALLEL
+        axis = _shard_axis(kind, by_input, len(shape))
         # a scale for all, or that of the only group, is everybody's
         if axis is None or axis >= len(shape) or shape[axis] == 1:
             return None
-        part = _INPUTS[piece] if by_input else _OUTPUTS[piece]
-        if piece == "ffn_up" and self.spec.fused:
+        part = _ROW_PARALLEL[piece] if by_input else _COLUMN_PARALLEL[piece]
+        if piece == "ffn_up" and self.spec.fused_projections:
             part = "gate_up"
-        return Cut(axis, *self._ranges(part))
+        return ShardSlice(axis, *self._part_ranges(part))
 
-    def counts(self, name: str) -> bool:
+    def contributes(self, name: str) -> bool:
         """Whether its copy of a tensor counts: a bias behind a sum over the ranks is added once."""
         *path, kind = name.split(".")
-        return self.rank == 0 or kind != "bias" or path[-1] not in _INPUTS
+        return self.rank == 0 or kind != "bias" or path[-1] not in _ROW_PARALLEL
 
-    def _ranges(self, part: _Part) -> tuple[tuple[Range, ...], int]:
-        """The ranges of a Cut, and of how many parts."""
-        rank, size, heads, kv = self.rank, self.size, self.spec.heads, self.spec.kv_heads
+    def _part_ranges(self, part: _ShardedDim) -> tuple[tuple[Range, ...], int]:
+        """The ranges of a ShardSlice, and of how many parts."""
+        rank, size, heads, kv = self.rank, self.tp_size, self.spec.num_heads, self.spec.num_kv_heads
         own = (rank * heads // size, (rank + 1) * heads // size)
         first = rank * kv // size  # which several ranks share where there are fewer than ranks
         own_kv = (first, first + max(1, kv // size))
@@ -165,44 +166,50 @@ class Shard:
             case "kv_heads":
                 return (own_kv,), kv
             case "qkv":
-                return (own, _moved(own_kv, heads), _moved(own_kv, heads + kv)), heads + 2 * kv
+                return (
+                    own,
+                    _offset_range(own_kv, heads),
+                    _offset_range(own_kv, heads + kv),
+                ), heads + 2 * kv
             case "mlp":
                 return ((rank, rank + 1),), size
             case "gate_up":
                 return ((rank, rank + 1), (size + rank, size + rank + 1)), 2 * size
             case "vocab":
-                return (self.vocab,), self.spec.vocab
+                return (self.vocab_range,), self.spec.vocab_size
 
 
-def check(spec: ModelSpec, size: int) -> None:
+def ensure_divisible(spec: ModelSpec, tp_size: int) -> None:
     """InvalidRequest: a model cannot be divided so; says how it can."""
-    obstacle = _obstacle(spec, size)
+    obstacle = _indivisible_part(spec, tp_size)
     if obstacle is None:
         return
-    *others, most = [str(n) for n in range(1, spec.heads + 1) if _obstacle(spec, n) is None]
+    *others, most = [
+        str(n) for n in range(1, spec.num_heads + 1) if _indivisible_part(spec, n) is None
+    ]
     possible = f"{', '.join(others)} or {most}" if others else most
     raise InvalidRequest(
-        f"--tp {size}: {obstacle} cannot be divided by {size}: use {possible}", param="tp"
+        f"--tp {tp_size}: {obstacle} cannot be divided by {tp_size}: use {possible}", param="tp"
     )
 
 
-def _obstacle(spec: ModelSpec, size: int) -> str | None:
+def _indivisible_part(spec: ModelSpec, tp_size: int) -> str | None:
     """What cannot be divided evenly."""
-    if size == 1:
+    if tp_size == 1:
         return None
-    inner = spec.intermediate if spec.moe is None else spec.moe.intermediate
-    if spec.heads % size:
-        return f"{spec.heads} heads"
-    if spec.kv_heads % size and size % spec.kv_heads:
-        return f"{spec.kv_heads} key-value heads"
-    if inner % size:
+    inner = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
+    if spec.num_heads % tp_size:
+        return f"{spec.num_heads} heads"
+    if spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads:
+        return f"{spec.num_kv_heads} key-value heads"
+    if inner % tp_size:
         return f"{'an MLP' if spec.moe is None else 'experts'} of width {inner:,}"
-    if spec.vocab <= (size - 1) * _vocab_width(spec, size):
-        return f"a vocabulary of {spec.vocab:,}"
-    return _quant_obstacle(spec, size)
+    if spec.vocab_size <= (tp_size - 1) * _vocab_shard_size(spec, tp_size):
+        return f"a vocabulary of {spec.vocab_size:,}"
+    return _indivisible_quantized_part(spec, tp_size)
 
 
-def _quant_obstacle(spec: ModelSpec, size: int) -> str | None:
+def _indivisible_quantized_part(spec: ModelSpec, tp_size: int) -> str | None:
     """Words of eight digits and groups of inputs stay whole."""
     quant = spec.quant
     if quant is None:
@@ -211,35 +218,35 @@ def _quant_obstacle(spec: ModelSpec, size: int) -> str | None:
         return "quantized experts"
     if quant.method in ("fp8", "int8"):
         return None
-    if quant.widened:
+    if quant.dequantized_on_load:
         return f"GPTQ weights of {quant.bits} bits"
     group = quant.group_size
     if quant.desc_act and group is not None:
         return "GPTQ weights whose groups follow the order of activation (desc_act)"
     for what, width in (
-        ("attention", spec.heads * spec.head_dim),
-        ("an MLP", spec.intermediate),
+        ("attention", spec.num_heads * spec.head_dim),
+        ("an MLP", spec.intermediate_size),
     ):
-        if width // size % (group or 8):
+        if width // tp_size % (group or 8):
             return f"{what} of width {width:,} in groups of {group or 8}"
     return f"heads of width {spec.head_dim}" if spec.head_dim % 8 else None
 
 
-def _vocab_width(spec: ModelSpec, size: int) -> int:
-    return -(-spec.vocab // (size * _VOCAB_STEP)) * _VOCAB_STEP
+def _vocab_shard_size(spec: ModelSpec, tp_size: int) -> int:
+    return -(-spec.vocab_size // (tp_size * _VOCAB_ALIGNMENT)) * _VOCAB_ALIGNMENT
 
 
-def _axis(kind: str, by_input: bool, dims: int) -> int | None:
+def _shard_axis(kind: str, row_parallel: bool, num_dims: int) -> int | None:
     """The axis of a stored tensor along which a linear is cut. kind: the end of its name."""
     match kind:
         case "bias" | "weight_scale":
-            return None if by_input else 0
+            return None if row_parallel else 0
         case "g_idx":
-            return 0 if by_input else None
+            return 0 if row_parallel else None
         case "qweight" | "qzeros" | "scales":  # inputs first
-            return 0 if by_input else 1
-    return dims - 1 if by_input else dims - 2
+            return 0 if row_parallel else 1
+    return num_dims - 1 if row_parallel else num_dims - 2
 
 
-def _moved(part: Range, by: int) -> Range:
-    return part[0] + by, part[1] + by
+def _offset_range(part: Range, offset: int) -> Range:
+    return part[0] + offset, part[1] + offset

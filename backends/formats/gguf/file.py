@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.fields import Fields
-from localgen.backends.formats.architecture.sharding import Cut
+from localgen.backends.formats.architecture.fields import ConfigFields
+from localgen.backends.formats.architecture.sharding import ShardSlice
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SPLIT_SUFFIX = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # values dequantized at a time: as float32 they take 64 MB on the way to the device
-_CHUNK = 1 << 24
+_CHUNK_VALUES = 1 << 24
 
 
 class GgufFile:
@@ -31,34 +31,34 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Any part of a split file stands for all. LoadFailed: one is missing or damaged."""
         # the package is not needed for anything but GGUF files
-        from localgen.backends.formats.gguf.reader import Reader
+        from localgen.backends.formats.gguf.reader import GgufReader
 
-        self.path, *others = _parts(path)
-        self._reader = Reader(self.path)
+        self.path, *others = _split_files(path)
+        self._reader = GgufReader(self.path)
         self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
-        for part, reader in ((self.path, self._reader), *((p, Reader(p)) for p in others)):
+        for part, reader in ((self.path, self._reader), *((p, GgufReader(p)) for p in others)):
             for tensor in reader.tensors:
                 if tensor.name in self._tensors:
                     raise LoadFailed(f"{part}: {tensor.name} is in another part too")
                 self._tensors[tensor.name] = part, tensor
-        self._check_parts(1 + len(others))
+        self._check_split_count(1 + len(others))
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def names(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._tensors)
 
-    def section(self, prefix: str) -> Fields:
+    def section(self, prefix: str) -> ConfigFields:
         """The metadata whose keys begin with `prefix`, by the rest of their keys."""
         keys = [key for key in self._reader.fields if key.startswith(prefix)]
         values = {key.removeprefix(prefix): self._reader.value(key) for key in keys}
-        return Fields(self.path, values, prefix)
+        return ConfigFields(self.path, values, prefix)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, rows first."""
-        return tuple(self._entry(name)[1].shape.tolist()[::-1])
+        return tuple(self._tensor(name)[1].shape.tolist()[::-1])
 
     def read(
         self,
@@ -67,42 +67,46 @@ class GgufFile:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        cut: Cut | None = None,
+        shard_slice: ShardSlice | None = None,
     ) -> Tensor:
         """A tensor, dequantized, on the device; shape: of what is kept of it."""
-        _, entry = self._entry(name)
-        whole = shape if cut is None else cut.whole(shape)
+        _, entry = self._tensor(name)
+        whole = shape if shard_slice is None else shard_slice.full_shape(shape)
         if self.shape(name) != whole:
-            raise self.refusal(name, f"is of shape {list(self.shape(name))}, not {list(whole)}")
+            raise self.load_error(name, f"is of shape {list(self.shape(name))}, not {list(whole)}")
         kind = entry.tensor_type.name
-        rows = _rows(entry.data.reshape(*whole[:-1], -1), cut)
-        columns = cut if cut is not None and cut.axis == len(whole) - 1 else None
+        rows = _shard_rows(entry.data.reshape(*whole[:-1], -1), shard_slice)
+        columns = (
+            shard_slice if shard_slice is not None and shard_slice.axis == len(whole) - 1 else None
+        )
         target = torch.empty(rows.shape[0], shape[-1], device=device, dtype=dtype)
-        step = max(1, _CHUNK // whole[-1])
+        step = max(1, _CHUNK_VALUES // whole[-1])
         try:
             for first in range(0, len(rows), step):
-                values = _values(rows[first : first + step], kind)
-                values = values if columns is None else replace(columns, axis=1).taken(values)
+                values = _dequantize_rows(rows[first : first + step], kind)
+                values = (
+                    values if columns is None else replace(columns, axis=1).slice_tensor(values)
+                )
                 target[first : first + step] = values.to(device)
         except NotImplementedError:
-            raise self.refusal(name, f"is of type {kind}, which is not supported") from None
+            raise self.load_error(name, f"is of type {kind}, which is not supported") from None
         return target.view(shape)
 
-    def refusal(self, name: str, reason: str) -> LoadFailed:
+    def load_error(self, name: str, reason: str) -> LoadFailed:
         """The error that a tensor cannot be used."""
         return LoadFailed(f"{self._tensors[name][0]}: {name} {reason}")
 
-    def _entry(self, name: str) -> tuple[Path, ReaderTensor]:
+    def _tensor(self, name: str) -> tuple[Path, ReaderTensor]:
         if name not in self._tensors:
             raise LoadFailed(f"{self.path} has no tensor {name}")
         return self._tensors[name]
 
-    def _check_parts(self, opened: int) -> None:
+    def _check_split_count(self, num_opened: int) -> None:
         split = self.section("split.")
-        count = split.count("count", 1) if split.values.get("count") else 1
-        if count != opened:
+        count = split.positive_int("count", 1) if split.values.get("count") else 1
+        if count != num_opened:
             raise LoadFailed(
-                f"{self.path} is one of {count} parts, and {opened} are there by their names "
+                f"{self.path} is one of {count} parts, and {num_opened} are there by their names "
                 f"(they end in -00001-of-{count:05}.gguf and so on)"
             )
         total = split.values.get("tensors.count", len(self._tensors))
@@ -112,30 +116,30 @@ class GgufFile:
             )
 
 
-def _rows(data: NDArray[Any], cut: Cut | None) -> NDArray[Any]:
+def _shard_rows(data: NDArray[Any], shard_slice: ShardSlice | None) -> NDArray[Any]:
     """The rows of a tensor that are kept, [rows, bytes]. data: [..., rows, bytes]."""
-    if cut is not None and cut.axis < data.ndim - 1:
-        before = (slice(None),) * cut.axis
-        parts = [data[(*before, kept)] for kept in cut.slices(data.shape[cut.axis])]
-        data = parts[0] if len(parts) == 1 else np.concatenate(parts, cut.axis)
+    if shard_slice is not None and shard_slice.axis < data.ndim - 1:
+        before = (slice(None),) * shard_slice.axis
+        parts = [data[(*before, kept)] for kept in shard_slice.slices(data.shape[shard_slice.axis])]
+        data = parts[0] if len(parts) == 1 else np.concatenate(parts, shard_slice.axis)
     return data.reshape(-1, data.shape[-1])
 
 
-def _values(rows: NDArray[Any], kind: str) -> Tensor:
+def _dequantize_rows(rows: NDArray[Any], kind: str) -> Tensor:
     """Rows of a tensor of this type as floats of some kind. NotImplementedError."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    if kind in _TORCH:
+    if kind in _TORCH_DTYPES:
         # a copy, for torch wants memory that may be written to
-        return torch.from_numpy(np.array(rows)).view(_TORCH[kind])
+        return torch.from_numpy(np.array(rows)).view(_TORCH_DTYPES[kind])
     with np.errstate(all="ignore"):  # a model of NaN is for others to refuse
         return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
 
 
-def _parts(path: Path) -> list[Path]:
+def _split_files(path: Path) -> list[Path]:
     """The file, or every part of the split file that it is of."""
-    match = _PART.search(path.name)
+    match = _SPLIT_SUFFIX.search(path.name)
     if match is None:
         return [path]
     stem, count = path.name[: match.start()], int(match[2])

@@ -16,17 +16,17 @@ from localgen.backends.errors import LoadFailed
 # of GGUF's value types: how struct unpacks them
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_LONGEST_STRING, _LONGEST_ARRAY = 1 << 20, 1 << 11
-_LARGEST_BYTES = 1 << 40
+_MAX_STRING_BYTES, _MAX_ARRAY_LENGTH = 1 << 20, 1 << 11
+_MAX_SKIP_BYTES = 1 << 40
 # what is longest by far; converters write a model's shape before it
-VOCABULARY = "tokenizer.ggml.tokens"
+TOKENS_KEY = "tokenizer.ggml.tokens"
 
 
-class _Cut(Exception):
+class _EndOfData(Exception):
     """The file ends, or what follows is not needed or not understood."""
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_gguf_header(path: Path) -> dict[str, Any]:
     """Metadata by key, as far as the vocabulary if the shape comes before it. Of an array that is
     as long as a vocabulary there is the length only.
 
@@ -34,78 +34,78 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            return parse_header(file, str(path))
+            return parse_gguf_header(file, str(path))
     except OSError as error:
         raise LoadFailed(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def parse_header(content: BinaryIO | bytes, name: str) -> dict[str, Any]:
-    """As read_header, of a stream or of the first bytes of a file, as far as they go."""
+def parse_gguf_header(content: BinaryIO | bytes, name: str) -> dict[str, Any]:
+    """As read_gguf_header, of a stream or of the first bytes of a file, as far as they go."""
     stream = BytesIO(content) if isinstance(content, bytes) else content
     found: dict[str, Any] = {}
     try:
-        magic, version, _, count = struct.unpack("<4sIQQ", _read(stream, 24))
+        magic, version, _, count = struct.unpack("<4sIQQ", _read_exactly(stream, 24))
         if magic != b"GGUF" or version not in (2, 3):
             raise LoadFailed(f"{name} is no GGUF file")
         for _ in range(count):
-            key = _string(stream)
-            kind = _number(stream, "I")
-            found[key] = _value(stream, kind)
-            if key == VOCABULARY and f"{found.get('general.architecture')}.block_count" in found:
+            key = _read_string(stream)
+            kind = _read_scalar(stream, "I")
+            found[key] = _read_value(stream, kind)
+            if key == TOKENS_KEY and f"{found.get('general.architecture')}.block_count" in found:
                 break
-    except _Cut:
+    except _EndOfData:
         pass
     if "general.architecture" not in found:
         raise LoadFailed(f"{name} is no GGUF file, or damaged or cut short")
     return found
 
 
-def _value(stream: BinaryIO, kind: int) -> Any:
+def _read_value(stream: BinaryIO, kind: int) -> Any:
     if kind == _STRING:
-        return _string(stream)
+        return _read_string(stream)
     if kind != _ARRAY:
-        return _number(stream, _scalar(kind))
-    kind, count = struct.unpack("<IQ", _read(stream, 12))
+        return _read_scalar(stream, _scalar_format(kind))
+    kind, count = struct.unpack("<IQ", _read_exactly(stream, 12))
     if kind != _STRING:
-        code = _scalar(kind)
+        code = _scalar_format(kind)
         size = count * struct.calcsize(code)
-        if count > _LONGEST_ARRAY:
-            return _skipped(stream, size, count)
-        return list(struct.unpack(f"<{count}{code}", _read(stream, size)))
-    if count <= _LONGEST_ARRAY:
-        return [_string(stream) for _ in range(count)]
+        if count > _MAX_ARRAY_LENGTH:
+            return _skip(stream, size, count)
+        return list(struct.unpack(f"<{count}{code}", _read_exactly(stream, size)))
+    if count <= _MAX_ARRAY_LENGTH:
+        return [_read_string(stream) for _ in range(count)]
     for _ in range(count):
-        _skipped(stream, _number(stream, "Q"), 1)
+        _skip(stream, _read_scalar(stream, "Q"), 1)
     return count
 
 
-def _skipped(stream: BinaryIO, size: int, count: int) -> int:
+def _skip(stream: BinaryIO, size: int, count: int) -> int:
     """Go on behind so many bytes, of which nothing is needed but their number of elements."""
-    if size > _LARGEST_BYTES:
-        raise _Cut
+    if size > _MAX_SKIP_BYTES:
+        raise _EndOfData
     stream.seek(size, SEEK_CUR)
     return count
 
 
-def _scalar(kind: int) -> str:
+def _scalar_format(kind: int) -> str:
     if kind not in _SCALARS:
-        raise _Cut
+        raise _EndOfData
     return _SCALARS[kind]
 
 
-def _number(stream: BinaryIO, code: str) -> Any:
-    return struct.unpack(f"<{code}", _read(stream, struct.calcsize(f"<{code}")))[0]
+def _read_scalar(stream: BinaryIO, code: str) -> Any:
+    return struct.unpack(f"<{code}", _read_exactly(stream, struct.calcsize(f"<{code}")))[0]
 
 
-def _string(stream: BinaryIO) -> str:
-    size = _number(stream, "Q")
-    if size > _LONGEST_STRING:
-        raise _Cut
-    return _read(stream, size).decode("utf-8", "replace")
+def _read_string(stream: BinaryIO) -> str:
+    size = _read_scalar(stream, "Q")
+    if size > _MAX_STRING_BYTES:
+        raise _EndOfData
+    return _read_exactly(stream, size).decode("utf-8", "replace")
 
 
-def _read(stream: BinaryIO, size: int) -> bytes:
+def _read_exactly(stream: BinaryIO, size: int) -> bytes:
     found = stream.read(size)
     if len(found) < size:
-        raise _Cut
+        raise _EndOfData
     return found

@@ -15,7 +15,7 @@ def _tiktoken(numbers: str) -> str:
     )
 
 
-def _by_case(numbers: str, tail: str = "") -> str:
+def _case_split(numbers: str, tail: str = "") -> str:
     """Words change from capitals to small letters once at most."""
     capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     return (
@@ -31,19 +31,19 @@ _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """expressions: each cuts what those before it have left, into matches and what is between.
+    """patterns: each cuts what those before it have left, into matches and what is between.
 
-    whole_words: a word that is a token is not merged. add_bos: where the file does not say.
+    ignore_merges: a word that is a token is not merged. add_bos: where the file does not say.
     """
 
-    expressions: tuple[str, ...]
-    whole_words: bool = False
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
     add_bos: bool = False
 
 
-_LLAMA_3 = PreTokenizer((_TRIPLE_DIGITS,), whole_words=True, add_bos=True)
+_LLAMA_3 = PreTokenizer((_TRIPLE_DIGITS,), ignore_merges=True, add_bos=True)
 _QWEN_2 = PreTokenizer((_SINGLE_DIGITS,))
-_BY_DIGITS = PreTokenizer((r"\p{N}", _GPT_2))
+_SPLIT_DIGITS = PreTokenizer((r"\p{N}", _GPT_2))
 
 PRE_TOKENIZERS = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")),
@@ -57,11 +57,11 @@ PRE_TOKENIZERS = {
     "deepseek-r1-qwen": _QWEN_2,
     "megrez": _QWEN_2,
     "gpt-2": PreTokenizer((_GPT_2,)),
-    "smollm": _BY_DIGITS,
-    "starcoder": _BY_DIGITS,
-    "refact": _BY_DIGITS,
-    "tekken": PreTokenizer((_by_case(r"\p{N}"),), whole_words=True, add_bos=True),
-    "gpt-4o": PreTokenizer((_by_case(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),)),
+    "smollm": _SPLIT_DIGITS,
+    "starcoder": _SPLIT_DIGITS,
+    "refact": _SPLIT_DIGITS,
+    "tekken": PreTokenizer((_case_split(r"\p{N}"),), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer((_case_split(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),)),
     "deepseek-coder": PreTokenizer(
         ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
     ),

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from localgen.backends.errors import LoadFailed
 
 # what a damaged header makes numpy, struct and the reader itself raise
-_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, struct.error)
+_PARSE_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 
 
-class Reader(gguf.GGUFReader):
+class GgufReader(gguf.GGUFReader):
     """A mapped file. LoadFailed: it is no GGUF file, damaged, or cut short.
 
     An array of the metadata is one part, its bytes: the package makes some parts of every
@@ -31,7 +31,7 @@ class Reader(gguf.GGUFReader):
                 super().__init__(path)
         except OSError as error:
             raise LoadFailed(f"{path} cannot be read: {error.strerror or error}") from None
-        except _DAMAGE as error:
+        except _PARSE_ERRORS as error:
             reason = " ".join(str(error).split())
             raise LoadFailed(f"{path} is no GGUF file, or damaged or cut short: {reason}") from None
 
@@ -48,7 +48,7 @@ class Reader(gguf.GGUFReader):
                 return field.parts[-1].tolist()[0]
             if field.types[-1] is GGUFValueType.STRING:
                 raw = field.parts[-1].tobytes()
-                return [raw[start:end].decode() for start, end in _strings(raw)]
+                return [raw[start:end].decode() for start, end in _string_spans(raw)]
         except UnicodeDecodeError as error:
             raise LoadFailed(f"{self._path}: {key} is not UTF-8: {error}") from None
         return field.parts[-1].tolist()
@@ -102,7 +102,7 @@ class Reader(gguf.GGUFReader):
             )
 
 
-def _strings(raw: bytes) -> list[tuple[int, int]]:
+def _string_spans(raw: bytes) -> list[tuple[int, int]]:
     """Where the strings of an array lie in its bytes."""
     places, start = [], 0
     while start < len(raw):

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.fields import Fields
+from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS, PreTokenizer
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
@@ -18,9 +18,9 @@ from localgen.backends.formats.hf.tokenizer import HfTokenizer
 _SPACE = "▁"
 # token types of GGUF; any other, such as unused, stands for nothing
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_SHOWN = frozenset({_NORMAL, _USER_DEFINED, _BYTE})
+_VISIBLE_TYPES = frozenset({_NORMAL, _USER_DEFINED, _BYTE})
 # most files name one end token of several; llama.cpp knows the others by their texts, as do we
-_ENDS = frozenset(
+_EOG_TOKENS = frozenset(
     {
         "</s>",
         "<eos>",
@@ -41,11 +41,11 @@ _ENDS = frozenset(
     }
 )
 # Phi-3's special tokens take the white space after them along, but for these
-_PHI_3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+_PHI_3_NO_RSTRIP = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Vocabulary:
+class _GgufVocabulary:
     """Tokens by id: their texts, types and, where there are any, scores."""
 
     tokens: list[str]
@@ -53,16 +53,18 @@ class _Vocabulary:
     scores: list[float]
     ids: dict[str, int]
 
-    def special(self, key: Fields, name: str, default: int | None = None) -> int | None:
+    def special_token(
+        self, fields: ConfigFields, name: str, default: int | None = None
+    ) -> int | None:
         """The token of a role; None: there is none."""
-        token = key.values.get(name, default)
+        token = fields.values.get(name, default)
         if token is None:
             return None
         if not isinstance(token, int) or not 0 <= token < len(self.tokens):
-            raise key.wrong(name, f"one of {len(self.tokens):,} tokens")
+            raise fields.invalid_value(name, f"one of {len(self.tokens):,} tokens")
         return token
 
-    def text(self, token: int | None) -> str:
+    def token_text(self, token: int | None) -> str:
         return "" if token is None else self.tokens[token]
 
 
@@ -72,105 +74,117 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> HfTokenizer:
     LoadFailed: a key is missing or wrong, or the tokenizer is of a kind that is not supported.
     """
     fields = file.section("tokenizer.ggml.")
-    kind = fields.text("model")
+    kind = fields.string("model")
     if kind not in ("gpt2", "llama"):
-        raise fields.refusal(f"tokenizer {kind!r} is not supported, only gpt2 and llama")
+        raise fields.load_error(f"tokenizer {kind!r} is not supported, only gpt2 and llama")
     pieces = kind == "llama"
-    vocabulary = _vocabulary(fields, scored=pieces)
+    vocabulary = _read_vocabulary(fields, with_scores=pieces)
     pre = PreTokenizer((), add_bos=True) if pieces else _pre_tokenizer(fields)
-    bos = vocabulary.special(fields, "bos_token_id", 1 if pieces else None)
-    eos = vocabulary.special(fields, "eos_token_id", 2 if pieces else None)
+    bos = vocabulary.special_token(fields, "bos_token_id", 1 if pieces else None)
+    eos = vocabulary.special_token(fields, "eos_token_id", 2 if pieces else None)
     try:
-        tokenizer = _by_pieces(fields, vocabulary) if pieces else _by_bytes(fields, vocabulary, pre)
+        tokenizer = (
+            _sentencepiece_bpe(fields, vocabulary)
+            if pieces
+            else _byte_level_bpe(fields, vocabulary, pre)
+        )
         _add_tokens(tokenizer, vocabulary, file)
     except LoadFailed:
         raise
     except Exception as error:  # the library raises nothing more exact
         reason = " ".join(str(error).split())
-        raise fields.refusal(f"the tokenizer cannot be built: {reason}") from None
-    ends = {eos, *(vocabulary.special(fields, f"{name}_token_id") for name in ("eot", "eom"))}
-    ends.update(vocabulary.ids.get(text) for text in _ENDS)
+        raise fields.load_error(f"the tokenizer cannot be built: {reason}") from None
+    ends = {eos, *(vocabulary.special_token(fields, f"{name}_token_id") for name in ("eot", "eom"))}
+    ends.update(vocabulary.ids.get(text) for text in _EOG_TOKENS)
     return HfTokenizer(
         tokenizer,
         source=file.path,
         vocab_size=vocab_size,
-        bos=vocabulary.text(bos),
-        eos=vocabulary.text(eos),
+        bos=vocabulary.token_text(bos),
+        eos=vocabulary.token_text(eos),
         end_ids=frozenset(token for token in ends if token is not None),
         add_bos=fields.flag("add_bos_token", pre.add_bos),
         byte_level=not pieces,
-        silent=frozenset(i for i, kind in enumerate(vocabulary.types) if kind not in _SHOWN),
+        hidden_ids=frozenset(
+            i for i, kind in enumerate(vocabulary.types) if kind not in _VISIBLE_TYPES
+        ),
     )
 
 
-def _vocabulary(fields: Fields, *, scored: bool) -> _Vocabulary:
-    texts = fields.texts("tokens")
+def _read_vocabulary(fields: ConfigFields, *, with_scores: bool) -> _GgufVocabulary:
+    texts = fields.strings("tokens")
     # as llama.cpp: a token without text cannot be written, but keeps its place
     tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(texts)]
     ids = {text: token for token, text in enumerate(tokens)}
     if len(ids) != len(tokens):
         twice = next(text for token, text in enumerate(tokens) if ids[text] != token)
-        raise fields.refusal(f"{fields.prefix}tokens has {twice!r} twice")
-    types = _list(fields, "token_type", len(tokens), [_NORMAL] * len(tokens))
+        raise fields.load_error(f"{fields.prefix}tokens has {twice!r} twice")
+    types = _number_list(fields, "token_type", len(tokens), [_NORMAL] * len(tokens))
     types = [
-        _CONTROL if text in _ENDS and kind != _UNKNOWN else kind
+        _CONTROL if text in _EOG_TOKENS and kind != _UNKNOWN else kind
         for text, kind in zip(tokens, types, strict=True)
     ]
-    scores = _list(fields, "scores", len(tokens), None) if scored else []
-    return _Vocabulary(tokens=tokens, types=types, scores=scores, ids=ids)
+    scores = _number_list(fields, "scores", len(tokens), None) if with_scores else []
+    return _GgufVocabulary(tokens=tokens, types=types, scores=scores, ids=ids)
 
 
-def _list(fields: Fields, key: str, length: int, default: list[Any] | None) -> list[Any]:
+def _number_list(
+    fields: ConfigFields, key: str, length: int, default: list[Any] | None
+) -> list[Any]:
     """As many numbers as there are tokens."""
     values = fields.values.get(key, default)
     if values is None:
         raise LoadFailed(f"{fields.path} has no {fields.prefix}{key}")
     if not isinstance(values, list) or any(isinstance(value, str) for value in values[:1]):
-        raise fields.wrong(key, "a list of numbers")
+        raise fields.invalid_value(key, "a list of numbers")
     if len(values) < length:
-        raise fields.refusal(f"{fields.prefix}{key} has {len(values)} values, {length} are needed")
+        raise fields.load_error(
+            f"{fields.prefix}{key} has {len(values)} values, {length} are needed"
+        )
     return values[:length]
 
 
-def _pre_tokenizer(fields: Fields) -> PreTokenizer:
-    name = fields.text("pre", "default")
+def _pre_tokenizer(fields: ConfigFields) -> PreTokenizer:
+    name = fields.string("pre", "default")
     if name not in PRE_TOKENIZERS:
-        raise fields.refusal(
+        raise fields.load_error(
             f"pre-tokenizer {name!r} is not supported, only {', '.join(PRE_TOKENIZERS)}"
         )
     return PRE_TOKENIZERS[name]
 
 
-def _by_bytes(fields: Fields, vocabulary: _Vocabulary, pre: PreTokenizer) -> tokenizers.Tokenizer:
+def _byte_level_bpe(
+    fields: ConfigFields, vocabulary: _GgufVocabulary, pre: PreTokenizer
+) -> tokenizers.Tokenizer:
     """GPT-2's kind: words cut by expressions, their bytes merged in a given order."""
-    merges = [_merge(fields, vocabulary, text) for text in fields.texts("merges")]
+    merges = [_parse_merge(fields, vocabulary, text) for text in fields.strings("merges")]
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre.whole_words)
+        models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre.ignore_merges)
     )
-    cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in pre.expressions]
+    cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in pre.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     return tokenizer
 
 
-def _merge(fields: Fields, vocabulary: _Vocabulary, text: str) -> tuple[str, str]:
+def _parse_merge(fields: ConfigFields, vocabulary: _GgufVocabulary, text: str) -> tuple[str, str]:
     left, _, right = text[1:].partition(" ")
     left = text[:1] + left
     # the library ends the process at some that are not
     if not all(part in vocabulary.ids for part in (left, right, left + right)):
-        raise fields.refusal(f"{fields.prefix}merges has {text!r}, which makes no token of two")
+        raise fields.load_error(f"{fields.prefix}merges has {text!r}, which makes no token of two")
     return left, right
 
 
-def _by_pieces(fields: Fields, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(fields: ConfigFields, vocabulary: _GgufVocabulary) -> tokenizers.Tokenizer:
     """SentencePiece's kind: characters merged to the token of the highest score."""
-    unknown = vocabulary.special(fields, "unknown_token_id", 0)
+    unknown = vocabulary.special_token(fields, "unknown_token_id", 0)
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
             merges=_merges_by_score(vocabulary),
-            unk_token=vocabulary.text(unknown),
+            unk_token=vocabulary.token_text(unknown),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -180,7 +194,7 @@ def _by_pieces(fields: Fields, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: _GgufVocabulary) -> list[tuple[str, str]]:
     """Every way to make a token of two others, those of the highest scores first."""
     ids, found = vocabulary.ids, []
     for token, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
@@ -194,7 +208,9 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, _, _, left, right in sorted(found)]
 
 
-def _add_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary, file: GgufFile) -> None:
+def _add_tokens(
+    tokenizer: tokenizers.Tokenizer, vocabulary: _GgufVocabulary, file: GgufFile
+) -> None:
     """Tokens that are found in a text before all else."""
     name = str(file.section("general.name").values.get("", "")).lower()
     phi_3 = "phi-3" in name or "phi3" in name
@@ -205,7 +221,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary, file: 
                 text,
                 special=special,
                 normalized=False,
-                rstrip=phi_3 and text not in _PHI_3_PLAIN,
+                rstrip=phi_3 and text not in _PHI_3_NO_RSTRIP,
             )
             for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
             if kind in kinds

@@ -13,15 +13,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.fields import Fields
-from localgen.backends.formats.architecture.sharding import Shard
+from localgen.backends.formats.architecture.fields import ConfigFields
+from localgen.backends.formats.architecture.sharding import ModelShard
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-FLOATS = ("F32", "F16", "BF16")
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
-class Checkpoint:
+class SafetensorsCheckpoint:
     """A context manager: the tensors of one file, or of shards with an index, by name.
 
     Files are mapped, so on the CPU a tensor that keeps its dtype takes no memory of its own. Of a
@@ -29,23 +29,23 @@ class Checkpoint:
     Every reader raises LoadFailed naming the file and the tensor.
     """
 
-    def __init__(self, folder: Path, device: torch.device, shard: Shard) -> None:
+    def __init__(self, folder: Path, device: torch.device, shard: ModelShard) -> None:
         """LoadFailed: no weights, a shard is missing, or a file is damaged."""
         self.folder = folder
         self._device = device
         self._shard = shard
-        self._files: dict[str, tuple[Path, Any]] = {}
-        self._unread: set[str] = set()
-        self._open = ExitStack()
+        self._tensor_files: dict[str, tuple[Path, Any]] = {}
+        self._unread_tensors: set[str] = set()
+        self._exit_stack = ExitStack()
         with ExitStack() as undo:
-            undo.push(self._open)
+            undo.push(self._exit_stack)
             for path in _weight_files(folder):
-                file = self._open.enter_context(_open(path))
-                self._files.update(dict.fromkeys(file.keys(), (path, file)))
+                file = self._exit_stack.enter_context(_open_safetensors(path))
+                self._tensor_files.update(dict.fromkeys(file.keys(), (path, file)))
             undo.pop_all()
-        self._unread.update(self._files)
+        self._unread_tensors.update(self._tensor_files)
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> SafetensorsCheckpoint:
         return self
 
     def __exit__(
@@ -54,14 +54,14 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._open.close()
+        self._exit_stack.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._tensor_files
 
-    def unread(self) -> list[str]:
+    def unread_tensors(self) -> list[str]:
         """Names of the tensors that nobody has asked for, sorted."""
-        return sorted(self._unread)
+        return sorted(self._unread_tensors)
 
     def dtype(self, name: str) -> str:
         """A tensor's dtype as the file has it, such as BF16 or F8_E4M3."""
@@ -69,75 +69,78 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
-        whole = self._whole_shape(name)
-        cut = self._shard.cut(name, whole)
-        return whole if cut is None else cut.share(whole)
+        whole = self._full_shape(name)
+        cut = self._shard.slice_of(name, whole)
+        return whole if cut is None else cut.shard_shape(whole)
 
     def read(
         self,
         name: str,
         shape: tuple[int, ...],
         *,
-        stored: tuple[str, ...] = FLOATS,
+        allowed_dtypes: tuple[str, ...] = FLOAT_DTYPES,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A tensor on the device. stored: dtypes it may have in the file; dtype: to convert to."""
-        whole = self._whole_shape(name)
-        cut = self._shard.cut(name, whole)
-        wanted = shape if cut is None else cut.whole(shape)
+        """A tensor on the device. allowed_dtypes: dtypes it may have in the file; dtype: to convert
+        to."""
+        whole = self._full_shape(name)
+        cut = self._shard.slice_of(name, whole)
+        wanted = shape if cut is None else cut.full_shape(shape)
         if whole != wanted:
-            raise self.refusal(name, f"is of shape {list(whole)}, not {list(wanted)}")
-        if self.dtype(name) not in stored:
-            raise self.refusal(name, f"is of type {self.dtype(name)}, not {' or '.join(stored)}")
-        path, file = self._files[name]
+            raise self.load_error(name, f"is of shape {list(whole)}, not {list(wanted)}")
+        if self.dtype(name) not in allowed_dtypes:
+            raise self.load_error(
+                name, f"is of type {self.dtype(name)}, not {' or '.join(allowed_dtypes)}"
+            )
+        path, file = self._tensor_files[name]
         try:
-            found = file.get_tensor(name) if cut is None else cut.taken(self._slice(name))
+            found = file.get_tensor(name) if cut is None else cut.slice_tensor(self._slice(name))
         except (SafetensorError, OSError) as error:
             raise LoadFailed(f"{path}: {name} cannot be read: {error}") from None
-        self._unread.discard(name)
+        self._unread_tensors.discard(name)
         # first over, then converted: the device is faster at it and needs no host memory
         tensor: Tensor = found.to(self._device)
-        if not self._shard.counts(name):
+        if not self._shard.contributes(name):
             tensor = torch.zeros_like(tensor)
         return tensor if dtype is None else tensor.to(dtype)
 
-    def refusal(self, name: str, reason: str) -> LoadFailed:
+    def load_error(self, name: str, reason: str) -> LoadFailed:
         """The error that a tensor cannot be used."""
-        return LoadFailed(f"{self._files[name][0]}: {name} {reason}")
+        return LoadFailed(f"{self._tensor_files[name][0]}: {name} {reason}")
 
-    def _whole_shape(self, name: str) -> tuple[int, ...]:
+    def _full_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str) -> Any:
-        if name not in self._files:
+        if name not in self._tensor_files:
             raise LoadFailed(f"{self.folder} has no tensor {name}: download the whole model")
-        return self._files[name][1].get_slice(name)
+        return self._tensor_files[name][1].get_slice(name)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
+    index = folder / _INDEX_FILE
     if index.exists():
-        weight_map = Fields.of_file(index).section("weight_map")
+        weight_map = ConfigFields.from_file(index).section("weight_map")
         if weight_map is None:
             raise LoadFailed(f"{index} has no weight_map")
         # a shard is a file of this folder: an index must not lead elsewhere
-        names = sorted({Path(weight_map.text(tensor)).name for tensor in weight_map.values})
+        names = sorted({Path(weight_map.string(tensor)).name for tensor in weight_map.values})
     else:
-        names = [_SINGLE]
+        names = [_SINGLE_FILE]
     for name in names:
         if not (folder / name).is_file():
             raise LoadFailed(f"{folder} has no {name}: download the whole model")
     return [folder / name for name in names]
 
 
-def _open(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise LoadFailed(_damage(path) or f"{path} cannot be read: {error}") from None
+        raise LoadFailed(_truncation_message(path) or f"{path} cannot be read: {error}") from None
 
 
-def _damage(path: Path) -> str | None:
+def _truncation_message(path: Path) -> str | None:
     """Which tensor is not wholly there, of a file that cannot be opened; None: it is not that."""
     try:
         with path.open("rb") as file:

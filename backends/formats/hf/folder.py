@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from localgen.backends.errors import LoadFailed, ModelNotFound
 
 # 64 MiB as float32
-_SLAB_VALUES = 1 << 24
+_CHUNK_VALUES = 1 << 24
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,23 +39,23 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-class Checkpoint:
+class NumpyCheckpoint:
     """The tensors of a folder's safetensors files, one file or shards with an index.
 
     Opening reads the headers only and checks that every tensor lies within its file.
     """
 
-    def __init__(self, folder: Path, changed: Path | None = None) -> None:
-        """changed: a folder whose safetensors files have tensors to take in place of these.
+    def __init__(self, folder: Path, override_folder: Path | None = None) -> None:
+        """override_folder: a folder whose safetensors files have tensors to take in place of these.
 
         ModelNotFound: no weights, or a shard is missing. LoadFailed: a damaged file.
         """
         self._tensors: dict[str, LocalTensor] = {}
         for path in weight_files(folder):
             self._tensors.update(_read_header(path))
-        for path in sorted(changed.glob("*.safetensors")) if changed is not None else ():
-            self._tensors.update(_read_header(path))
-        for path in sorted(changed.glob("*.safetensors")) if changed is not None else ():
+        for path in (
+            sorted(override_folder.glob("*.safetensors")) if override_folder is not None else ()
+        ):
             self._tensors.update(_read_header(path))
 
     def __contains__(self, name: str) -> bool:
@@ -77,10 +77,10 @@ class Checkpoint:
         """A tensor as float32: of F32 a view of the mapped file, of F16 and BF16 a copy."""
         return self._read(name, slice(None))
 
-    def slabs(self, name: str) -> Iterator[NDArray[np.float32]]:
+    def row_chunks(self, name: str) -> Iterator[NDArray[np.float32]]:
         """The same, some of its rows after the others."""
         rows, *rest = self.shape(name)
-        step = max(1, _SLAB_VALUES // math.prod(rest))
+        step = max(1, _CHUNK_VALUES // math.prod(rest))
         for start in range(0, rows, step):
             yield self._read(name, slice(start, start + step))
 

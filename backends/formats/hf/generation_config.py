@@ -10,7 +10,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.types import BASE_SAMPLING, SamplingParams
 
 # of generation_config.json, by our names
-_SAMPLING_KEYS = {
+_GENERATION_CONFIG_KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -19,15 +19,15 @@ _SAMPLING_KEYS = {
 }
 
 
-def defaults_of(found: dict[str, Any]) -> tuple[SamplingParams, tuple[str, ...]]:
+def parse_generation_config(config: dict[str, Any]) -> tuple[SamplingParams, tuple[str, ...]]:
     """What a generation_config.json says, and notes where that is of no use."""
     # without do_sample, transformers takes the likeliest token and ignores the rest
-    if found.get("do_sample") is False:
+    if config.get("do_sample") is False:
         return SamplingParams(temperature=0.0), ()
     values: dict[str, Any] = {}
     try:
-        for field, key in _SAMPLING_KEYS.items():
-            value = found.get(key)
+        for field, key in _GENERATION_CONFIG_KEYS.items():
+            value = config.get(key)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -36,7 +36,7 @@ def defaults_of(found: dict[str, Any]) -> tuple[SamplingParams, tuple[str, ...]]
                 raise ValueError(f"{key} is {value}")
             values[field] = type(getattr(BASE_SAMPLING, field))(value)
         defaults = SamplingParams(**values)
-        sampling_params.check(defaults.with_defaults(BASE_SAMPLING))
+        sampling_params.validate_sampling_params(defaults.with_defaults(BASE_SAMPLING))
     except (LocalgenError, ValueError) as error:
         # or every request that names no settings of its own would fail
         return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-Tensors = dict[str, Tensor]
+LayerTensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class LayerNames:
 
 
 _GEMMA = LayerNames(mlp_norm="pre_feedforward_layernorm")
-_NAMES = {
+_NAMES_BY_ARCHITECTURE = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Phi3ForCausalLM": LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
@@ -46,33 +46,33 @@ _NAMES = {
 }
 
 
-def names_of(spec: ModelSpec) -> LayerNames:
+def layer_names(spec: ModelSpec) -> LayerNames:
     """What a layer of this architecture calls its tensors."""
-    return _NAMES.get(spec.architecture, LayerNames())
+    return _NAMES_BY_ARCHITECTURE.get(spec.architecture, LayerNames())
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of every linear of a layer that is quantized, by its name."""
-    names = names_of(spec)
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    names = layer_names(spec)
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     outs = [queries + 2 * keys] if len(names.qkv) == 1 else [queries, keys, keys]
-    shapes = {name: (out, spec.hidden) for name, out in zip(names.qkv, outs, strict=True)}
-    shapes[names.out] = (spec.hidden, queries)
-    width = spec.intermediate if spec.moe is None else spec.moe.intermediate
-    for expert in range(1 if spec.moe is None else spec.moe.experts):
+    shapes = {name: (out, spec.hidden_size) for name, out in zip(names.qkv, outs, strict=True)}
+    shapes[names.out] = (spec.hidden_size, queries)
+    width = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
+    for expert in range(1 if spec.moe is None else spec.moe.num_experts):
         for name in names.gate_up:
-            shapes[name.format(expert)] = (2 * width // len(names.gate_up), spec.hidden)
-        shapes[names.down.format(expert)] = (spec.hidden, width)
+            shapes[name.format(expert)] = (2 * width // len(names.gate_up), spec.hidden_size)
+        shapes[names.down.format(expert)] = (spec.hidden_size, width)
     return shapes
 
 
-def with_usual_names(spec: ModelSpec, tensors: Tensors) -> Tensors:
+def split_fused_experts(spec: ModelSpec, tensors: LayerTensors) -> LayerTensors:
     """A layer whose experts are named as in LayerNames, one tensor for each linear of each.
 
     transformers 5 can keep all experts of a layer in two tensors, `mlp.experts.gate_up_proj`
     [experts, 2 * intermediate, hidden] and `mlp.experts.down_proj`; these are taken apart.
     """
-    names = names_of(spec)
+    names = layer_names(spec)
     joint = "mlp.experts.gate_up_proj"
     if names.router is None or joint not in tensors:
         return tensors

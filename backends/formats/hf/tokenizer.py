@@ -17,7 +17,7 @@ class HfTokenizer:
     """A tokenizer of the `tokenizers` library, which is safe to call from any thread.
 
     vocab_size: rows of the embedding, which may be more than the tokenizer has. bos, eos: as in
-    Tokenizer. byte_level: tokens are written in GPT-2's alphabet of bytes. silent: tokens that
+    Tokenizer. byte_level: tokens are written in GPT-2's alphabet of bytes. hidden_ids: tokens that
     stand for nothing, besides the special ones. source: the file that is at fault where the
     tokenizer does not suit the model (LoadFailed).
     """
@@ -33,7 +33,7 @@ class HfTokenizer:
         end_ids: frozenset[int],
         add_bos: bool,
         byte_level: bool,
-        silent: frozenset[int] = frozenset(),
+        hidden_ids: frozenset[int] = frozenset(),
     ) -> None:
         if tokenizer.get_vocab_size() > vocab_size:
             raise LoadFailed(
@@ -43,16 +43,16 @@ class HfTokenizer:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.bos, self.eos = bos, eos
-        self.end_ids = end_ids
+        self.eos_token_ids = end_ids
         self._bos_id = tokenizer.token_to_id(bos) if bos else None
         self._add_bos = add_bos and self._bos_id is not None
         self._byte_level = byte_level
         added = tokenizer.get_added_tokens_decoder()
-        self._silent = silent.union(token for token, what in added.items() if what.special)
+        self._hidden_ids = hidden_ids.union(token for token, what in added.items() if what.special)
         self._added = {token: what.content for token, what in added.items()}
 
     @classmethod
-    def of_folder(cls, folder: Path, vocab_size: int) -> HfTokenizer:
+    def from_folder(cls, folder: Path, vocab_size: int) -> HfTokenizer:
         """The tokenizer of a model folder. LoadFailed: a file is missing or damaged."""
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -61,8 +61,8 @@ class HfTokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more exact
             raise LoadFailed(f"cannot load {path}: {error}") from None
-        settings = optional_json(folder / "tokenizer_config.json")
-        bos, eos = _text(settings, "bos_token"), _text(settings, "eos_token")
+        settings = read_optional_json(folder / "tokenizer_config.json")
+        bos, eos = _special_token(settings, "bos_token"), _special_token(settings, "eos_token")
         starts = tokenizer.encode("", add_special_tokens=True).ids[:1]
         asked = settings.get("add_bos_token")
         return cls(
@@ -80,8 +80,8 @@ class HfTokenizer:
         """As Tokenizer.encode. InvalidRequest for text that has no UTF-8 form."""
         return self._encode(text, add_special=False)
 
-    def encode_text(self, text: str) -> list[int]:
-        """As Tokenizer.encode_text. InvalidRequest for text that has no UTF-8 form."""
+    def encode_for_embedding(self, text: str) -> list[int]:
+        """As Tokenizer.encode_for_embedding. InvalidRequest for text that has no UTF-8 form."""
         return self._encode(text, add_special=True)
 
     def _encode(self, text: str, *, add_special: bool) -> list[int]:
@@ -97,17 +97,17 @@ class HfTokenizer:
 
     def piece(self, token: int) -> bytes:
         """As Tokenizer.piece."""
-        return b"" if token in self._silent else self.spelling(token)
+        return b"" if token in self._hidden_ids else self.id_to_token(token)
 
-    def spelling(self, token: int) -> bytes:
-        """As Vocabulary.spelling."""
+    def id_to_token(self, token: int) -> bytes:
+        """As TokenizerVocabulary.id_to_token."""
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)
         if text is None:  # rows of the embedding beyond the tokenizer
             return b""
         if self._byte_level:
-            return bytes(_BYTES[char] for char in text if char in _BYTES)
+            return bytes(_BYTE_DECODER[char] for char in text if char in _BYTE_DECODER)
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return bytes([int(text[3:5], 16)])
         return text.replace(_SPACE, " ").encode()
@@ -116,12 +116,12 @@ class HfTokenizer:
 def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos: str) -> frozenset[int]:
     found = {tokenizer.token_to_id(eos)} if eos else set()
     for name in ("config.json", "generation_config.json"):
-        ends = optional_json(folder / name).get("eos_token_id")
+        ends = read_optional_json(folder / name).get("eos_token_id")
         found |= set(ends if isinstance(ends, list) else [ends])
     return frozenset(token for token in found if isinstance(token, int))
 
 
-def _byte_alphabet() -> dict[str, int]:
+def _unicode_to_bytes() -> dict[str, int]:
     """GPT-2's way to write every byte as a printable character (Radford et al. 2019)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -130,10 +130,10 @@ def _byte_alphabet() -> dict[str, int]:
     }
 
 
-_BYTES = _byte_alphabet()
+_BYTE_DECODER = _unicode_to_bytes()
 
 
-def optional_json(path: Path) -> dict[str, Any]:
+def read_optional_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file; empty if there is no file. LoadFailed."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -144,19 +144,19 @@ def optional_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _text(settings: dict[str, Any], name: str) -> str:
+def _special_token(settings: dict[str, Any], name: str) -> str:
     """A special token, which is written as text or as an object."""
     value = settings.get(name)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else ""
 
 
-def chat_template(folder: Path) -> str | None:
+def read_chat_template(folder: Path) -> str | None:
     """The chat template of a model folder; None where it has none."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    found = optional_json(folder / "tokenizer_config.json").get("chat_template")
+    found = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several by name
         found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
     return found if isinstance(found, str) else None

@@ -13,7 +13,7 @@ from localgen.config import BadSetting
 
 DEFAULT_PORT = 8080
 MAX_BODY_BYTES = 32 << 20
-_LEAST_KEY = 8
+_MIN_KEY_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RateLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class AccessPolicy:
     """host, port: where to listen; no port: on the Unix socket alone. keys: any of them will do.
 
     cors_origins: web pages that may ask; `*` is all. allowed_hosts: names of this server besides
@@ -41,23 +41,23 @@ class Access:
     timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """BadSetting: this would let in who should not be."""
-        if any(len(key) < _LEAST_KEY or not key.isprintable() for key in self.keys):
-            raise BadSetting(f"an API key needs {_LEAST_KEY} or more printable characters")
+        if any(len(key) < _MIN_KEY_LENGTH or not key.isprintable() for key in self.keys):
+            raise BadSetting(f"an API key needs {_MIN_KEY_LENGTH} or more printable characters")
         if self.port is not None and not self.keys and not is_loopback(self.host):
             raise BadSetting(
                 f"--host {self.host} lets others ask: give --api-key or --api-key-file, or "
                 "listen on 127.0.0.1"
             )
 
-    def admits(self, key: str) -> bool:
+    def accepts_key(self, api_key: str) -> bool:
         """Whether this is one of the keys. Takes as long whichever it is, and if it is none."""
-        given = key.encode(errors="replace")
+        given = api_key.encode(errors="replace")
         # no `any`: it would stop at the one that fits
         return sum([hmac.compare_digest(given, known.encode()) for known in self.keys]) > 0
 
-    def names(self, host: str) -> bool:
+    def allows_host(self, host: str) -> bool:
         """Whether a Host header means this server. An address does; a name that anybody could have
         let point here does not (DNS rebinding)."""
         name = re.sub(r":\d+$", "", host).strip("[]").rstrip(".").lower()
@@ -78,7 +78,7 @@ def is_loopback(host: str) -> bool:
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
+def read_api_keys(path: Path) -> tuple[str, ...]:
     """Keys of a file, one a line; `#` begins a comment. BadSetting."""
     try:
         if path.stat().st_mode & 0o077:
@@ -109,7 +109,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def listen(access: Access) -> socket.socket:
+def open_tcp_socket(access: AccessPolicy) -> socket.socket:
     """The TCP socket. BadSetting: it cannot be had."""
     assert access.port is not None
     try:

@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from localgen.server.ollama import responses as ollama
 from localgen.server.openai import responses as openai
-from localgen.server.requests.protocol import encode, status_of
+from localgen.server.requests.protocol import encode_json, http_status_for_code
 
 
-def failure(
+def error_response(
     path: str,
     code: str,
     message: str,
@@ -22,10 +22,10 @@ def failure(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """The answer to a request for that path. status: that of the code by default."""
-    status = status or status_of(code)
+    status = status or http_status_for_code(code)
     body: dict[str, Any]
-    if path.startswith(ollama.PATHS):
-        body = ollama.error_body(message)
+    if path.startswith(ollama.API_PREFIX):
+        body = ollama.ollama_error_body(message)
     else:
-        body = openai.error_body(code, message, param, status=status)
-    return Response(encode(body), status, headers, "application/json")
+        body = openai.openai_error_body(code, message, param, status=status)
+    return Response(encode_json(body), status, headers, "application/json")

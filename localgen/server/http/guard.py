@@ -13,26 +13,26 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localgen.server.http import json_limits
-from localgen.server.http.access import Access
-from localgen.server.http.errors import failure
-from localgen.server.http.rate_limit import Rates
-from localgen.server.requests.caller import KEY_PREFIX, is_local
+from localgen.server.http.access import AccessPolicy
+from localgen.server.http.errors import error_response
+from localgen.server.http.rate_limit import RateLimiter
+from localgen.server.requests.caller import KEY_ACCOUNT_PREFIX, is_local_request
 
 # a body has to come within this
-BODY_S = 60.0
+BODY_TIMEOUT_S = 60.0
 # a body that is refused is read this far behind the answer: a connection that closes with bytes
 # unread is reset, and what the client has not yet received of the answer is lost
 _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # without a key: it says no more than that a server is there
-_OPEN_PATHS = frozenset({"/health", "/livez"})
-_LIMITED = (
+_PUBLIC_PATHS = frozenset({"/health", "/livez"})
+_RATE_LIMITED_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
 )
 
 
-class Refused(HTTPException):
+class RequestRefused(HTTPException):
     """A request that is not let in. headers: besides those of every error."""
 
     def __init__(
@@ -41,24 +41,26 @@ class Refused(HTTPException):
         super().__init__(status, message, headers)
         self.code = code
 
-    def response(self, path: str) -> Response:
+    def to_response(self, path: str) -> Response:
         """What the client gets who asked for that path."""
         # what is left of the request shall not be read as another one
         headers = {"Connection": "close", **(self.headers or {})}
-        return failure(path, self.code, self.detail, status=self.status_code, headers=headers)
+        return error_response(
+            path, self.code, self.detail, status=self.status_code, headers=headers
+        )
 
 
-class Guard:
+class GuardMiddleware:
     """The application behind its door. An account is a key, or an address where none is needed;
     it is left in scope["account"], and on the Unix socket it is empty."""
 
-    def __init__(self, app: ASGIApp, access: Access, rates: Rates) -> None:
-        self._access, self._rates = access, rates
-        self._inner = app
-        self._outer: ASGIApp = self._enter
+    def __init__(self, app: ASGIApp, access: AccessPolicy, rate_limiter: RateLimiter) -> None:
+        self._access, self._rate_limiter = access, rate_limiter
+        self._app = app
+        self._tcp_app: ASGIApp = self._handle_tcp
         if access.cors_origins:
-            self._outer = CORSMiddleware(
-                self._enter,
+            self._tcp_app = CORSMiddleware(
+                self._handle_tcp,
                 allow_origins=access.cors_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["Authorization", "Content-Type"],
@@ -67,119 +69,126 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["account"] = ""
-        if scope["type"] != "http" or is_local(scope):
-            await self._inner(scope, _Body(receive).receive, send)
+        if scope["type"] != "http" or is_local_request(scope):
+            await self._app(scope, _LimitedBody(receive).receive, send)
             return
-        await self._outer(scope, receive, send)
+        await self._tcp_app(scope, receive, send)
 
-    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(receive, self._access.max_body_bytes)
+    async def _handle_tcp(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _LimitedBody(receive, self._access.max_body_bytes)
         closes = False
 
-        async def say(message: Message) -> None:
+        async def send_lingering(message: Message) -> None:
             nonlocal closes
             if message["type"] == "http.response.start":
                 closes = (b"connection", b"close") in message["headers"]
             elif closes and not message.get("more_body"):
                 await send({**message, "more_body": True})
-                await body.read_rest(scope)
+                await body.drain(scope)
                 message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         try:
-            self._check(scope)
+            self._check_access(scope)
             body.check_length(scope)
-        except Refused as refused:
-            await refused.response(scope["path"])(scope, receive, say)
+        except RequestRefused as refused:
+            await refused.to_response(scope["path"])(scope, receive, send_lingering)
             return
-        await self._inner(scope, body.receive, say)
+        await self._app(scope, body.receive, send_lingering)
 
-    def _check(self, scope: Scope) -> None:
+    def _check_access(self, scope: Scope) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if not self._access.names(host):
+        if not self._access.allows_host(host):
             message = f"the server is not called {host[:80]!r}: --allow-host adds a name"
-            raise Refused(403, "forbidden_host", message)
+            raise RequestRefused(403, "forbidden_host", message)
         if origin is not None and not self._access.allows_origin(origin):
             message = f"pages of {origin[:80]!r} may not ask: --cors-origin allows some"
-            raise Refused(403, "forbidden_origin", message)
-        if scope["path"] in _OPEN_PATHS:
+            raise RequestRefused(403, "forbidden_origin", message)
+        if scope["path"] in _PUBLIC_PATHS:
             return
-        scope["account"] = self._account(scope, headers.get(b"authorization", ""))
-        if scope["path"] in _LIMITED:
-            wait_s = self._rates.admit(scope["account"])
+        scope["account"] = self._authenticate(scope, headers.get(b"authorization", ""))
+        if scope["path"] in _RATE_LIMITED_PATHS:
+            wait_s = self._rate_limiter.admit(scope["account"])
             if wait_s is not None:
                 seconds = math.ceil(wait_s)
-                raise Refused(
+                raise RequestRefused(
                     429,
                     "rate_limited",
                     f"the rate limit is reached: try again in {seconds} s",
                     {"Retry-After": str(seconds)},
                 )
 
-    def _account(self, scope: Scope, authorization: str) -> str:
+    def _authenticate(self, scope: Scope, authorization: str) -> str:
         if not self._access.keys:
             return str(scope["client"][0])
         kind, _, key = authorization.partition(" ")
-        if kind.lower() != "bearer" or not self._access.admits(key.strip()):
+        if kind.lower() != "bearer" or not self._access.accepts_key(key.strip()):
             what = "this API key is not known" if authorization else "an API key is needed"
             message = f"{what}: send Authorization: Bearer KEY"
-            raise Refused(401, "unauthorized", message, {"WWW-Authenticate": "Bearer"})
+            raise RequestRefused(401, "unauthorized", message, {"WWW-Authenticate": "Bearer"})
         # the key itself shall not be in logs
-        return KEY_PREFIX + hashlib.sha256(key.strip().encode(errors="replace")).hexdigest()[:12]
+        return (
+            KEY_ACCOUNT_PREFIX
+            + hashlib.sha256(key.strip().encode(errors="replace")).hexdigest()[:12]
+        )
 
 
-class _Body:
-    """A request's body, counted and timed while it comes. most: bytes; None: no limit."""
+class _LimitedBody:
+    """A request's body, counted and timed while it comes. max_bytes: bytes; None: no limit."""
 
-    def __init__(self, receive: Receive, most: int | None = None) -> None:
-        self._receive, self._most = receive, most
-        self._size, self._whole, self._is_asked_for = 0, False, False
+    def __init__(self, receive: Receive, max_bytes: int | None = None) -> None:
+        self._receive, self._max_bytes = receive, max_bytes
+        self._num_bytes, self._complete, self._receive_started = 0, False, False
         self._parts: list[bytes] = []
-        self._deadline_s = asyncio.get_running_loop().time() + BODY_S
+        self._deadline_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
     def check_length(self, scope: Scope) -> None:
-        """Refused: it says itself that it is too long."""
+        """RequestRefused: it says itself that it is too long."""
         for name, value in scope["headers"]:
             if name.lower() == b"content-length" and value.isdigit():
                 self._require_size(int(value))
 
     async def receive(self) -> Message:
-        if self._whole:  # from now on, only that the client leaves
+        if self._complete:  # from now on, only that the client leaves
             return await self._receive()
-        self._is_asked_for = True
+        self._receive_started = True
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 message = await self._receive()
         except TimeoutError:
-            raise Refused(408, "too_slow", f"the body took longer than {BODY_S:.0f} s") from None
+            raise RequestRefused(
+                408, "too_slow", f"the body took longer than {BODY_TIMEOUT_S:.0f} s"
+            ) from None
         self._parts.append(message.get("body", b""))
-        self._size += len(self._parts[-1])
-        self._whole = not message.get("more_body", False)
-        self._require_size(self._size)
-        if self._whole:
-            self._require_shape()
+        self._num_bytes += len(self._parts[-1])
+        self._complete = not message.get("more_body", False)
+        self._require_size(self._num_bytes)
+        if self._complete:
+            self._require_json_limits()
         return message
 
-    async def read_rest(self, scope: Scope) -> None:
+    async def drain(self, scope: Scope) -> None:
         """Read what is left, within bounds, and keep nothing of it."""
-        if not self._is_asked_for and any(name == b"expect" for name, _ in scope["headers"]):
+        if not self._receive_started and any(name == b"expect" for name, _ in scope["headers"]):
             return  # it waits for our consent before it sends any
         size = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while not self._whole and size < _LINGER_BYTES:
+                while not self._complete and size < _LINGER_BYTES:
                     message = await self._receive()
                     size += len(message.get("body", b""))
-                    self._whole = not message.get("more_body", False)
+                    self._complete = not message.get("more_body", False)
 
     def _require_size(self, size: int) -> None:
-        if self._most is not None and size > self._most:
+        if self._max_bytes is not None and size > self._max_bytes:
             self._parts.clear()
-            raise Refused(413, "too_large", f"a request may have {self._most:,} bytes: shorten it")
+            raise RequestRefused(
+                413, "too_large", f"a request may have {self._max_bytes:,} bytes: shorten it"
+            )
 
-    def _require_shape(self) -> None:
-        problem = json_limits.complaint(b"".join(self._parts))
+    def _require_json_limits(self) -> None:
+        problem = json_limits.json_limit_error(b"".join(self._parts))
         self._parts.clear()
         if problem is not None:
-            raise Refused(413, "too_large", problem)
+            raise RequestRefused(413, "too_large", problem)

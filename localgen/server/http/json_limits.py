@@ -8,15 +8,15 @@ for single bytes.
 from __future__ import annotations
 
 MAX_CONTAINERS = 1 << 14
-MAX_TEXTS = 1 << 18
+MAX_STRINGS = 1 << 18
 MAX_VALUES = 1 << 20
-_TOO_MUCH = (
-    f"a request may have {MAX_CONTAINERS:,} messages, objects and lists, {MAX_TEXTS:,} texts and "
+_LIMITS_MESSAGE = (
+    f"a request may have {MAX_CONTAINERS:,} messages, objects and lists, {MAX_STRINGS:,} texts and "
     f"{MAX_VALUES:,} values: shorten it"
 )
 
 
-def complaint(body: bytes) -> str | None:
+def json_limit_error(body: bytes) -> str | None:
     """What a JSON body has too much of; None: nothing. One that is no JSON may pass."""
     if len(body) < MAX_CONTAINERS:
         return None
@@ -24,14 +24,14 @@ def complaint(body: bytes) -> str | None:
         return "the body is not JSON in UTF-8"
     # what a text quotes does not end it
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    if plain.count(b'"') > 2 * MAX_TEXTS:
-        return _TOO_MUCH
-    if _opened(plain) <= MAX_CONTAINERS and plain.count(b",") <= MAX_VALUES:
+    if plain.count(b'"') > 2 * MAX_STRINGS:
+        return _LIMITS_MESSAGE
+    if _num_containers(plain) <= MAX_CONTAINERS and plain.count(b",") <= MAX_VALUES:
         return None
     outside = b"".join(plain.split(b'"')[::2])
-    many = _opened(outside) > MAX_CONTAINERS or outside.count(b",") > MAX_VALUES
-    return _TOO_MUCH if many else None
+    many = _num_containers(outside) > MAX_CONTAINERS or outside.count(b",") > MAX_VALUES
+    return _LIMITS_MESSAGE if many else None
 
 
-def _opened(text: bytes) -> int:
+def _num_containers(text: bytes) -> int:
     return text.count(b"{") + text.count(b"[")

@@ -7,39 +7,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localgen.server.http.access import RateLimit
-from localgen.server.stats.request_log import Entry
+from localgen.server.stats.request_log import RequestRecord
 
 _MINUTE_S = 60.0
 # accounts that are full again are forgotten when there are so many
-_MANY = 10_000
+_MAX_BUCKETS = 10_000
 
 
 @dataclass(slots=True)
-class Bucket:
-    """Fills at `size` a minute up to `size`; may be overdrawn, and then takes time to recover."""
+class TokenBucket:
+    """Fills at `capacity` a minute up to `capacity`; may be overdrawn, and then takes time to
+    recover."""
 
-    size: float
+    capacity: float
     level: float
-    filled_s: float
+    refilled_s: float
 
-    def fill(self, now_s: float) -> None:
+    def refill(self, now_s: float) -> None:
         """Add what has come since the last time."""
-        gained = (now_s - self.filled_s) * self.size / _MINUTE_S
-        self.level, self.filled_s = min(self.size, self.level + gained), now_s
+        gained = (now_s - self.refilled_s) * self.capacity / _MINUTE_S
+        self.level, self.refilled_s = min(self.capacity, self.level + gained), now_s
 
     def wait_s(self, amount: float) -> float:
         """Seconds until there is so much; 0: now."""
-        return max(0.0, (amount - self.level) * _MINUTE_S / self.size)
+        return max(0.0, (amount - self.level) * _MINUTE_S / self.capacity)
 
 
-class Rates:
+class RateLimiter:
     """Token buckets by account: requests are paid in advance, tokens once they are known."""
 
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._requests: dict[str, Bucket] = {}
-        self._tokens: dict[str, Bucket] = {}
+        self._requests: dict[str, TokenBucket] = {}
+        self._tokens: dict[str, TokenBucket] = {}
 
     def admit(self, account: str) -> float | None:
         """Count a request; or the seconds after which one is allowed."""
@@ -56,22 +57,24 @@ class Rates:
             requests.level -= 1
         return None
 
-    def ended(self, entry: Entry) -> None:
+    def on_request_end(self, record: RequestRecord) -> None:
         """Count the tokens of a request, those of its prompt too if they were computed."""
-        bucket = self._bucket(self._tokens, entry.account, self._limit.tokens)
-        if bucket is not None and entry.account:
-            computed = 0 if entry.end is None else entry.end.timings.prompt_n
-            bucket.level -= computed + entry.num_tokens
+        bucket = self._bucket(self._tokens, record.account, self._limit.tokens)
+        if bucket is not None and record.account:
+            computed = 0 if record.total is None else record.total.timings.prompt_n
+            bucket.level -= computed + record.num_tokens
 
-    def _bucket(self, buckets: dict[str, Bucket], account: str, size: int | None) -> Bucket | None:
+    def _bucket(
+        self, buckets: dict[str, TokenBucket], account: str, size: int | None
+    ) -> TokenBucket | None:
         if size is None:
             return None
         now_s = self._clock()
-        if len(buckets) > _MANY:
+        if len(buckets) > _MAX_BUCKETS:
             for name, bucket in list(buckets.items()):
-                bucket.fill(now_s)
-                if bucket.level >= bucket.size:
+                bucket.refill(now_s)
+                if bucket.level >= bucket.capacity:
                     del buckets[name]
-        found = buckets.setdefault(account, Bucket(size, size, now_s))
-        found.fill(now_s)
+        found = buckets.setdefault(account, TokenBucket(size, size, now_s))
+        found.refill(now_s)
         return found

@@ -7,91 +7,100 @@ from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.model_info import AUTO, DRAFT_WORDS, NGRAM, NONE, DraftModel
-from localgen.hub.metadata import entry_of
+from localgen.backends.model_info import (
+    DRAFT_AUTO,
+    DRAFT_KEYWORDS,
+    DRAFT_NGRAM,
+    DRAFT_NONE,
+    DraftModelRequest,
+)
+from localgen.hub.metadata import catalog_entry_of
 from localgen.placement.backend_choice import Placement
 
-_TEXT_ALONE = "drafts come from the text alone"
+_NGRAM_FALLBACK = "drafts come from the text alone"
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftChoice:
     """What `--draft` comes to for one model.
 
-    asked: as it stands among options, a model by its path. file: the draft model; None: there is
+    option: as it stands among options, a model by its path. file: the draft model; None: there is
     none, or it cannot be had. optional: whether that is as good. note: what a user should know.
     """
 
-    asked: str | None = None
+    option: str | None = None
     file: ModelFile | None = None
     optional: bool = False
     note: str = ""
 
     @classmethod
-    def by(cls, file: ModelFile, *, optional: bool) -> Drafting:
+    def from_model(cls, file: ModelFile, *, optional: bool) -> DraftChoice:
         """A model drafts."""
         return cls(str(file.path), file, optional)
 
     @property
-    def message(self) -> DraftModel | None:
+    def draft_model(self) -> DraftModelRequest | None:
         """As an engine gets it."""
         if self.file is None:
             return None
-        return DraftModel(self.file.name, str(self.file.path), self.optional)
+        return DraftModelRequest(self.file.name, str(self.file.path), self.optional)
 
     @property
-    def in_force(self) -> str | None:
+    def effective_option(self) -> str | None:
         """As it stands among the options that a model is loaded with."""
-        lost = self.file is None and self.asked not in (None, *DRAFT_WORDS)
-        return NGRAM if lost else self.asked
+        lost = self.file is None and self.option not in (None, *DRAFT_KEYWORDS)
+        return DRAFT_NGRAM if lost else self.option
 
-    def without(self, why: str) -> Drafting:
-        """The same with the text alone. why: the draft model cannot be had."""
-        return replace(self, file=None, note=f"{_TEXT_ALONE}: {why}")
+    def without_model(self, reason: str) -> DraftChoice:
+        """The same with the text alone. reason: the draft model cannot be had."""
+        return replace(self, file=None, note=f"{_NGRAM_FALLBACK}: {reason}")
 
-    def on(self, placement: Placement) -> Drafting:
+    def for_placement(self, placement: Placement) -> DraftChoice:
         """The same where the model runs. InvalidRequest: that cannot run the draft model."""
         if self.file is None or self.file.is_gguf or placement.backend != "llamacpp":
             return self
         why = f"llama.cpp runs .gguf files, {self.file.path} is none"
         if self.optional:
-            return self.without(why)
+            return self.without_model(why)
         raise InvalidRequest(f"--draft: {why}", param="draft")
 
 
-def find_draft(
-    asked: str | None, usual: str | None, target: ModelFile, find: Callable[[str], ModelFile]
-) -> Drafting:
+def resolve_draft_model(
+    requested: str | None,
+    default: str | None,
+    target: ModelFile,
+    resolve_file: Callable[[str], ModelFile],
+) -> DraftChoice:
     """What is asked for; if nothing, what is usual here, as far as it can be had.
 
-    find: a name's model. ModelNotFound, InvalidRequest: what is asked for cannot be had.
+    resolve_file: a name's model. ModelNotFound, InvalidRequest: what is asked for cannot be had.
     """
-    name = usual if asked is None else asked
-    if name in (None, NGRAM, NONE):
-        return Drafting(name)
-    if name == AUTO:
-        return _paired(target, find)
+    name = default if requested is None else requested
+    if name in (None, DRAFT_NGRAM, DRAFT_NONE):
+        return DraftChoice(name)
+    if name == DRAFT_AUTO:
+        return _catalog_draft(target, resolve_file)
     try:
-        file = find(name)
+        file = resolve_file(name)
     except LocalgenError as error:
-        if asked is None:
-            return Drafting(NGRAM, note=f"{_TEXT_ALONE}: {error.message}")
+        if requested is None:
+            return DraftChoice(DRAFT_NGRAM, note=f"{_NGRAM_FALLBACK}: {error.message}")
         raise type(error)(f"--draft {name}: {error.message}", param="draft") from error
-    if asked is None and file.path == target.path:
-        return Drafting(NGRAM)
-    return Drafting.by(file, optional=asked is None)
+    if requested is None and file.path == target.path:
+        return DraftChoice(DRAFT_NGRAM)
+    return DraftChoice.from_model(file, optional=requested is None)
 
 
-def _paired(target: ModelFile, find: Callable[[str], ModelFile]) -> Drafting:
+def _catalog_draft(target: ModelFile, resolve_file: Callable[[str], ModelFile]) -> DraftChoice:
     """The catalog's draft model for this one, of the same format if both are here."""
-    entry = entry_of(target)
+    entry = catalog_entry_of(target)
     if entry is None or entry.draft is None:
         why = f"the catalog has no draft model for {target.name}"
-        return Drafting(NGRAM, note=f"{_TEXT_ALONE}: {why}")
+        return DraftChoice(DRAFT_NGRAM, note=f"{_NGRAM_FALLBACK}: {why}")
     for name in entry.draft_names(is_gguf=target.is_gguf):
         try:
-            return Drafting.by(find(name), optional=True)
+            return DraftChoice.from_model(resolve_file(name), optional=True)
         except ModelNotFound:
             continue
     why = f"{entry.draft} is not here, localgen pull {entry.draft} fetches it"
-    return Drafting(NGRAM, note=f"{_TEXT_ALONE}: {why}")
+    return DraftChoice(DRAFT_NGRAM, note=f"{_NGRAM_FALLBACK}: {why}")

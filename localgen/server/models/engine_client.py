@@ -14,9 +14,9 @@ from localgen.backends.errors import (
     LoadFailed,
     LocalgenError,
     QueueFull,
-    error_of,
+    error_from_code,
 )
-from localgen.backends.model_info import Load, ModelInfo
+from localgen.backends.model_info import ModelInfo, ModelLoadRequest
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -27,15 +27,15 @@ from localgen.backends.types import (
     Request,
     StepEvents,
 )
-from localgen.server.models.engine_process import EngineOutput, EngineProcess, describe_status
+from localgen.server.models.engine_process import EngineLogPipe, EngineProcess, describe_exit_status
 
-Event = Delta | Finished | Failed
+RequestEvent = Delta | Finished | Failed
 
 # after its socket closed, a process is given this long to show why; streams wait for it
-_STATUS_WAIT_S = 0.3
-_LEAVE_S = 3.0
+_EXIT_STATUS_TIMEOUT_S = 0.3
+_EXIT_TIMEOUT_S = 3.0
 # what code that does not suit the processor, or a file it cannot digest, ends in
-_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
+_CRASH_SIGNALS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 _log = logging.getLogger("localgen.engine")
 
 
@@ -43,42 +43,42 @@ class LoadCrashed(LoadFailed):
     """The engine process was killed by a fault of its machine code while it loaded the model."""
 
 
-class Stream:
+class RequestStream:
     """The events of one request or of several, in order; the last one of each is a Finished or a
     Failed."""
 
-    __slots__ = ("_engine", "_events", "_request_ids", "_wake")
+    __slots__ = ("_engine", "_events", "_has_events", "_request_ids")
 
-    def __init__(self, engine: Engine, request_ids: Sequence[str]) -> None:
+    def __init__(self, engine: EngineClient, request_ids: Sequence[str]) -> None:
         self._engine = engine
         self._request_ids = request_ids
-        self._events: list[Event] = []
-        self._wake = asyncio.Event()
+        self._events: list[RequestEvent] = []
+        self._has_events = asyncio.Event()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: RequestEvent) -> None:
         """Add an event and wake who waits."""
         self._events.append(event)
-        self._wake.set()
+        self._has_events.set()
 
-    async def take(self) -> list[Event]:
+    async def next_events(self) -> list[RequestEvent]:
         """Everything that came since the last call, at least one event."""
-        await self._wake.wait()
-        self._wake.clear()
+        await self._has_events.wait()
+        self._has_events.clear()
         events, self._events = self._events, []
         return events
 
-    def cancel(self) -> None:
+    def abort(self) -> None:
         """End what has not ended in the engine now; no event follows."""
         for request_id in self._request_ids:
-            self._engine.cancel(request_id)
+            self._engine.abort(request_id)
 
     def fail(self, code: str, message: str) -> None:
         """End what has not ended in the engine now, with this as the last event."""
-        self.cancel()
+        self.abort()
         self.put(Failed(self._request_ids[0], code, message))
 
 
-class Engine(asyncio.Protocol):
+class EngineClient(asyncio.Protocol):
     """The server's end of an engine process.
 
     on_death is called once, when the process is gone for another reason than stop().
@@ -90,71 +90,76 @@ class Engine(asyncio.Protocol):
         self._process = process
         self._name, self._path = name, name
         self._on_death = on_death
-        self._decoder = wire.Decoder()
-        self._output = EngineOutput(name)
-        self._streams: dict[str, Stream] = {}
-        self._vectors: dict[str, asyncio.Future[Embedded]] = {}
-        self._most: int | None = None  # requests for text that it can have: in steps, and waiting
-        self._loaded: asyncio.Future[ModelInfo] | None = None
+        self._decoder = wire.MessageDecoder()
+        self._output = EngineLogPipe(name)
+        self._streams: dict[str, RequestStream] = {}
+        self._pending_embeddings: dict[str, asyncio.Future[Embedded]] = {}
+        self._max_requests: int | None = (
+            None  # requests for text that it can have: in steps, and waiting
+        )
+        self._load_future: asyncio.Future[ModelInfo] | None = None
         self._transport: asyncio.Transport | None = None
-        self._ended: str | None = None  # why nothing can be asked of it any more
-        self._burial: asyncio.Task[None] | None = None
+        self._end_reason: str | None = None  # why nothing can be asked of it any more
+        self._cleanup_task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def active(self) -> int:
+    def num_active_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams) + len(self._vectors)
+        return len(self._streams) + len(self._pending_embeddings)
 
-    async def load(self, request: Load) -> ModelInfo:
+    async def load(self, request: ModelLoadRequest) -> ModelInfo:
         """Load the model; progress is updated meanwhile. Raises what the engine reports."""
         loop = asyncio.get_running_loop()
-        self._loaded = loop.create_future()
+        self._load_future = loop.create_future()
         assert self._process.process.stdout is not None
         try:
             await loop.connect_read_pipe(lambda: self._output, self._process.process.stdout)
             transport, _ = await loop.create_connection(lambda: self, sock=self._process.sock)
         except (OSError, ValueError) as error:  # stopped before it had begun
-            raise LoadFailed(f"cannot load {request.path}: {self._ended or error}") from error
+            raise LoadFailed(f"cannot load {request.path}: {self._end_reason or error}") from error
         self._transport = transport
         self._path = request.path
         self._send(request)
-        return await self._loaded
+        return await self._load_future
 
-    def submit(self, *requests: Request) -> Stream:
+    def submit(self, *requests: Request) -> RequestStream:
         """Hand over a request, or several in one go. EngineDied if the process is gone, QueueFull
         if it would refuse for sure: said here, that takes no template and waits for no step."""
-        if self._most is not None and len(self._streams) + len(requests) > self._most:
+        if (
+            self._max_requests is not None
+            and len(self._streams) + len(requests) > self._max_requests
+        ):
             raise QueueFull(
                 f"{len(self._streams)} requests are running or waiting, the limit is "
-                f"{self._most}: try again later"
+                f"{self._max_requests}: try again later"
             )
-        frames = [self._frame(wire.Submit(request)) for request in requests]
-        stream = Stream(self, [request.id for request in requests])
+        frames = [self._encode_frame(wire.Submit(request)) for request in requests]
+        stream = RequestStream(self, [request.id for request in requests])
         self._streams |= dict.fromkeys((request.id for request in requests), stream)
         self._write(b"".join(frames))
         return stream
 
     async def embed(self, request: EmbedRequest) -> Embedded:
         """Vectors of texts; cancelled in the engine too. Raises what the engine reports."""
-        frame = self._frame(wire.Embed(request))
+        frame = self._encode_frame(wire.SubmitEmbedding(request))
         done: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
-        self._vectors[request.id] = done
+        self._pending_embeddings[request.id] = done
         self._write(frame)
         try:
             return await done
         finally:
-            if self._vectors.pop(request.id, None) is not None:
+            if self._pending_embeddings.pop(request.id, None) is not None:
                 self._send(wire.Cancel(request.id))
 
-    def _frame(self, message: wire.Message) -> bytes:
+    def _encode_frame(self, message: wire.WireMessage) -> bytes:
         """A request for the wire. EngineDied, InvalidRequest: it cannot be sent."""
-        if self._ended is not None:
-            raise EngineDied(self._ended)
-        frame = wire.encode(message)
+        if self._end_reason is not None:
+            raise EngineDied(self._end_reason)
+        frame = wire.encode_message(message)
         if len(frame) > wire.MAX_FRAME_BYTES:
             raise InvalidRequest(
                 f"the request is {len(frame) >> 20} MiB, at most {wire.MAX_FRAME_BYTES >> 20} "
@@ -162,12 +167,12 @@ class Engine(asyncio.Protocol):
             )
         return frame
 
-    def cancel(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         """End a request; nothing happens if it has ended."""
         if self._streams.pop(request_id, None) is not None:
             self._send(wire.Cancel(request_id))
 
-    def end(self, request_id: str) -> bool:
+    def cancel_request(self, request_id: str) -> bool:
         """End a request for text as if its client had had enough: what there is of its answer
         stays, and it finishes as cancelled. False: it has ended."""
         if request_id not in self._streams:
@@ -178,114 +183,118 @@ class Engine(asyncio.Protocol):
     def fail_all(self, code: str, message: str) -> None:
         """End every stream with this error, and the requests in the engine."""
         for request_id, stream in list(self._streams.items()):
-            self.cancel(request_id)
+            self.abort(request_id)
             stream.put(Failed(request_id, code, message))
-        for request_id in list(self._vectors):
+        for request_id in list(self._pending_embeddings):
             self._send(wire.Cancel(request_id))
-            self._fail_vectors(Failed(request_id, code, message))
+            self._fail_embedding(Failed(request_id, code, message))
 
     async def stop(self, reason: str) -> None:
         """End the process; its memory is free when this returns."""
-        if self._ended is None:
-            self._ended = reason
+        if self._end_reason is None:
+            self._end_reason = reason
         self._fail_load(LoadFailed(reason))
         self.fail_all(EngineDied.code, reason)
         if self._transport is None:
             self._process.sock.close()
         else:
             self._transport.close()  # end of stream: the engine leaves
-        await self._process.end(_LEAVE_S)
+        await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
         if self._transport is not None:
-            await self._output.closed(_LEAVE_S)
+            await self._output.wait_closed(_EXIT_TIMEOUT_S)
 
     def data_received(self, received: bytes) -> None:
         try:
             for message in self._decoder.feed(received):
-                self._handle(message)
+                self._handle_message(message)
         except Exception as error:  # whatever it sent, this engine cannot be trusted any more
             _log.exception("%s: bad message from the engine", self._name)
-            self._die(f"the engine of {self._name} sent what is not understood: {error}")
+            self._mark_dead(f"the engine of {self._name} sent what is not understood: {error}")
             self._process.process.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
-        unexpected = self._ended is None
+        unexpected = self._end_reason is None
         if unexpected:
             # nothing more is asked of it, while its streams wait to learn why
-            self._ended = f"the engine process of {self._name} is gone"
-            if self._loaded is not None and self._loaded.done():
+            self._end_reason = f"the engine process of {self._name} is gone"
+            if self._load_future is not None and self._load_future.done():
                 self._on_death()
-        self._burial = asyncio.create_task(self._bury() if unexpected else self._leave())
+        self._cleanup_task = asyncio.create_task(
+            self._handle_crash() if unexpected else self._wait_for_exit()
+        )
 
-    async def _leave(self) -> None:
-        assert self._ended is not None
-        self.fail_all(EngineDied.code, self._ended)  # what reached it when it had told of its end
-        await self._process.end(_LEAVE_S)
+    async def _wait_for_exit(self) -> None:
+        assert self._end_reason is not None
+        self.fail_all(
+            EngineDied.code, self._end_reason
+        )  # what reached it when it had told of its end
+        await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
 
-    async def _bury(self) -> None:
-        status = await self._process.wait(_STATUS_WAIT_S)
+    async def _handle_crash(self) -> None:
+        status = await self._process.wait(_EXIT_STATUS_TIMEOUT_S)
         last = self._output.last_line
         said = f", its last words: {last[:300]}" if last else ""
-        crashed = status is not None and -status in _FAULTS
-        message = f"the engine process of {self._name} {describe_status(status)}{said}"
-        self._die(message, LoadCrashed if crashed else LoadFailed)
-        await self._process.end(_LEAVE_S)
+        crashed = status is not None and -status in _CRASH_SIGNALS
+        message = f"the engine process of {self._name} {describe_exit_status(status)}{said}"
+        self._mark_dead(message, LoadCrashed if crashed else LoadFailed)
+        await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
 
-    def _die(self, message: str, kind: type[LoadFailed] = LoadFailed) -> None:
-        self._ended = message
+    def _mark_dead(self, message: str, error_type: type[LoadFailed] = LoadFailed) -> None:
+        self._end_reason = message
         _log.error("%s", message)
-        self._fail_load(kind(f"cannot load {self._path}: {message}"))
+        self._fail_load(error_type(f"cannot load {self._path}: {message}"))
         self.fail_all(EngineDied.code, message)
         self._on_death()
 
-    def _handle(self, message: wire.Message) -> None:
+    def _handle_message(self, message: wire.WireMessage) -> None:
         match message:
             case StepEvents():
-                self._publish(message)
-            case wire.Loading(progress):
+                self._dispatch_events(message)
+            case wire.LoadProgress(progress):
                 self.progress = progress
-            case wire.Loaded(info):
-                assert self._loaded is not None
+            case wire.LoadComplete(info):
+                assert self._load_future is not None
                 if info.options.max_queue is not None:
-                    self._most = info.max_seqs + info.options.max_queue
-                if not self._loaded.done():
-                    self._loaded.set_result(info)
+                    self._max_requests = info.max_seqs + info.options.max_queue
+                if not self._load_future.done():
+                    self._load_future.set_result(info)
             case wire.LoadError(code, text):
-                self._ended = text
-                self._fail_load(error_of(code, text))
+                self._end_reason = text
+                self._fail_load(error_from_code(code, text))
             case _:
                 raise ValueError(f"unexpected {type(message).__name__}")
 
-    def _publish(self, events: StepEvents) -> None:
+    def _dispatch_events(self, events: StepEvents) -> None:
         if events.stats is not None:
             self.stats = events.stats
         dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)
-        if dying is not None and self._ended is None:
+        if dying is not None and self._end_reason is None:
             # it leaves in a moment: whoever reads of that and asks again gets another
-            self._ended = dying
+            self._end_reason = dying
             self._on_death()
         for delta in events.deltas:
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)
         for done in events.embedded:
-            if waiting := self._vectors.pop(done.request_id, None):
+            if waiting := self._pending_embeddings.pop(done.request_id, None):
                 waiting.set_result(done)
         for failed in events.failed:
-            self._fail_vectors(failed)
+            self._fail_embedding(failed)
         ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
         for end in ends:
             if stream := self._streams.pop(end.request_id, None):
                 stream.put(end)
 
-    def _fail_vectors(self, end: Failed) -> None:
-        if waiting := self._vectors.pop(end.request_id, None):
-            waiting.set_exception(error_of(end.code, end.message, end.param))
+    def _fail_embedding(self, failed: Failed) -> None:
+        if waiting := self._pending_embeddings.pop(failed.request_id, None):
+            waiting.set_exception(error_from_code(failed.code, failed.message, failed.param))
 
     def _fail_load(self, error: LocalgenError) -> None:
-        if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(error)
+        if self._load_future is not None and not self._load_future.done():
+            self._load_future.set_exception(error)
 
-    def _send(self, message: wire.Message) -> None:
-        self._write(wire.encode(message))
+    def _send(self, message: wire.WireMessage) -> None:
+        self._write(wire.encode_message(message))
 
     def _write(self, frame: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():

@@ -17,17 +17,17 @@ from localgen.machine.python_process import python_command, python_environment
 # from the number of the inherited socket to the command that serves it
 EngineCommand = Callable[[int], list[str]]
 
-_LAST_LINES = 20
+_MAX_LAST_LINES = 20
 _POLL_S = 0.01
 _log = logging.getLogger("localgen.engine")
 
 
-def llamacpp_command(fd: int) -> list[str]:
+def llamacpp_engine_command(fd: int) -> list[str]:
     """The engine for GGUF models."""
     return python_command("localgen.backends.llamacpp", str(fd))
 
 
-def cuda_command(fd: int) -> list[str]:
+def cuda_engine_command(fd: int) -> list[str]:
     """The engine for NVIDIA GPUs."""
     return python_command("localgen.backends.cuda", str(fd))
 
@@ -52,7 +52,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # a crash in native code is reported as what it is: no debugger, no pages of output
-                env=_environment(),
+                env=_engine_environment(),
             )
         ours.setblocking(False)
         return cls(process, ours)
@@ -61,7 +61,7 @@ class EngineProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it has not ended yet."""
         return self.process.poll() is None
 
@@ -74,9 +74,9 @@ class EngineProcess:
             await asyncio.sleep(_POLL_S)
         return status
 
-    async def end(self, patience_s: float) -> int:
+    async def wait_or_kill(self, timeout_s: float) -> int:
         """Wait for it to leave, kill it if it does not; its exit status."""
-        status = await self.wait(patience_s)
+        status = await self.wait(timeout_s)
         if status is not None:
             return status
         self.process.kill()
@@ -86,7 +86,7 @@ class EngineProcess:
         return status
 
 
-def _environment() -> dict[str, str]:
+def _engine_environment() -> dict[str, str]:
     environment = python_environment()
     environment["GGML_NO_BACKTRACE"] = "1"
     # weights in huge pages where the system lets a process ask for them: fewer page table walks
@@ -97,7 +97,7 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def describe_status(status: int | None) -> str:
+def describe_exit_status(status: int | None) -> str:
     """How a process ended, in words."""
     if status is None:
         return "closed its socket"
@@ -109,33 +109,33 @@ def describe_status(status: int | None) -> str:
         return f"was killed by signal {-status}"
 
 
-class EngineOutput(asyncio.Protocol):
+class EngineLogPipe(asyncio.Protocol):
     """What an engine prints, line by line into the log; the last lines are kept."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._rest = b""
-        self._last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._partial_line = b""
+        self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
         self._closed = asyncio.Event()
 
     @property
     def last_line(self) -> str:
         """The last line that says something, or nothing."""
-        return next((line for line in reversed(self._last) if line.strip()), "")
+        return next((line for line in reversed(self._last_lines) if line.strip()), "")
 
-    async def closed(self, patience_s: float) -> None:
+    async def wait_closed(self, timeout_s: float) -> None:
         """Wait until all who print here are gone: the engine, and processes that it started."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), patience_s)
+            await asyncio.wait_for(self._closed.wait(), timeout_s)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed.set()
 
     def data_received(self, received: bytes) -> None:
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        if len(self._rest) > 1 << 16:
-            lines, self._rest = [*lines, self._rest], b""
+        *lines, self._partial_line = (self._partial_line + received).split(b"\n")
+        if len(self._partial_line) > 1 << 16:
+            lines, self._partial_line = [*lines, self._partial_line], b""
         for line in lines:
             text = line.decode(errors="replace").rstrip()
-            self._last.append(text)
+            self._last_lines.append(text)
             _log.info("%s: %s", self._name, text)

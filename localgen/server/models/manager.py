@@ -19,23 +19,23 @@ from localgen.backends.errors import (
     ServerUnavailable,
 )
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.model_info import DRAFT_WORDS, Load, LoadOptions, ModelInfo
-from localgen.config import Settings
-from localgen.hub.resolve import BUILT_IN, require_name, resolve
-from localgen.placement.backend_choice import Hardware, Placement, this_machine
-from localgen.server.models.draft_choice import Drafting, find_draft
-from localgen.server.models.engine_client import Engine, LoadCrashed
+from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
+from localgen.config import ServerSettings
+from localgen.hub.resolve import BUILT_IN_MODEL, reject_path, resolve_model
+from localgen.placement.backend_choice import Hardware, Placement, detect_hardware
+from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
+from localgen.server.models.engine_client import EngineClient, LoadCrashed
 from localgen.server.models.engine_process import (
     EngineCommand,
     EngineProcess,
-    cuda_command,
-    llamacpp_command,
+    cuda_engine_command,
+    llamacpp_engine_command,
 )
-from localgen.server.models.memory_budget import Room
-from localgen.server.models.resident import KeepAlive, Resident
+from localgen.server.models.memory_budget import MemoryBudget
+from localgen.server.models.resident import KeepAlive, ResidentModel
 
 # an engine process started before anyone asked waits this long for a model
-SPARE_WAIT_S = 30.0
+SPARE_TIMEOUT_S = 30.0
 _log = logging.getLogger("localgen.server")
 
 
@@ -48,39 +48,41 @@ class ModelManager:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ServerSettings,
         *,
-        engine_command: EngineCommand = llamacpp_command,
+        engine_command: EngineCommand = llamacpp_engine_command,
         spare: EngineProcess | None = None,
-        find: Callable[..., ModelFile] = resolve,
-        look: Callable[[], Hardware] = this_machine,
+        resolve_file: Callable[..., ModelFile] = resolve_model,
+        probe_hardware: Callable[[], Hardware] = detect_hardware,
     ) -> None:
         self._settings = settings
         self._engine_command = engine_command
         self._spare = spare
         self._started_s = time.monotonic()
-        self._find = find
-        self._residents: list[Resident] = []
-        self._room = Room(settings, lambda: self._residents, self._remove, look)
+        self._resolve = resolve_file
+        self._residents: list[ResidentModel] = []
+        self._memory_budget = MemoryBudget(
+            settings, lambda: self._residents, self._unload_resident, probe_hardware
+        )
         self._admission = asyncio.Lock()
         self._last_used_s = time.monotonic()
         self._closing = False
         self.on_load: OnLoad = lambda name, outcome, load_s: None
 
     @property
-    def residents(self) -> tuple[Resident, ...]:
+    def residents(self) -> tuple[ResidentModel, ...]:
         """Models loaded or loading, in the order of loading."""
         return tuple(self._residents)
 
     @property
-    def closing(self) -> bool:
+    def is_closing(self) -> bool:
         """Whether requests are refused because the server leaves."""
         return self._closing
 
     @property
     def active_requests(self) -> int:
         """Requests that hold a model."""
-        return sum(resident.users for resident in self._residents)
+        return sum(resident.num_users for resident in self._residents)
 
     @property
     def idle_s(self) -> float:
@@ -89,25 +91,25 @@ class ModelManager:
         return 0.0 if self.active_requests or loading else time.monotonic() - self._last_used_s
 
     @contextlib.asynccontextmanager
-    async def using(
+    async def acquire(
         self,
         name: str | None,
         options: LoadOptions = LoadOptions(),
         on_progress: Callable[[float], None] | None = None,
         keep_alive: KeepAlive | None = None,
         *,
-        paths: bool = False,
-    ) -> AsyncIterator[tuple[Resident, ModelInfo]]:
+        allow_paths: bool = False,
+    ) -> AsyncIterator[tuple[ResidentModel, ModelInfo]]:
         """The model of that name, loaded if it is not, kept for as long as the block runs.
 
         keep_alive: how long it then stays; None: as it was, at first as the settings say.
-        paths: whether the name may be a path, which is not for clients from other machines.
+        allow_paths: whether the name may be a path, which is not for clients from other machines.
 
         Raises ModelNotFound, ModelBusy, OutOfMemory, LoadFailed.
         """
-        if name is not None and not paths:
-            require_name(name)
-        resident, info = await self._hold(name, options, on_progress, paths)
+        if name is not None and not allow_paths:
+            reject_path(name)
+        resident, info = await self._acquire(name, options, on_progress, allow_paths)
         if keep_alive is not None:
             resident.keep_alive_s = keep_alive.seconds
         try:
@@ -115,74 +117,76 @@ class ModelManager:
         finally:
             self._release(resident)
 
-    async def _hold(
+    async def _acquire(
         self,
         name: str | None,
         options: LoadOptions,
         on_progress: Callable[[float], None] | None,
-        paths: bool,
-    ) -> tuple[Resident, ModelInfo]:
+        allow_paths: bool,
+    ) -> tuple[ResidentModel, ModelInfo]:
         while True:
-            resident = await self._resident(BUILT_IN if name is None else name, options, paths)
-            resident.users += 1
+            resident = await self._find_or_load(
+                BUILT_IN_MODEL if name is None else name, options, allow_paths
+            )
+            resident.num_users += 1
             try:
-                info = await self._loaded(resident, on_progress)
-                if options.draft not in (None, *DRAFT_WORDS):
-                    asked = await self._drafting(resident.file, options.draft, paths)
-                    options = replace(options, draft=asked.asked)
-                resident.require(options)
+                info = await self._wait_until_loaded(resident, on_progress)
+                if options.draft not in (None, *DRAFT_KEYWORDS):
+                    asked = await self._resolve_draft(resident.file, options.draft, allow_paths)
+                    options = replace(options, draft=asked.option)
+                resident.require_options(options)
                 return resident, info
             except OutOfMemory:
                 # the engine knows better than our estimate: give it what idle models hold
                 self._release(resident)
-                if not await self._room.evict_one(resident.file, resident.placement.gpu):
+                if not await self._memory_budget.evict_lru(resident.file, resident.placement.gpu):
                     raise
             except BaseException:
                 self._release(resident)
                 raise
 
-    def _release(self, resident: Resident) -> None:
-        resident.users -= 1
+    def _release(self, resident: ResidentModel) -> None:
+        resident.num_users -= 1
         resident.last_used_s = self._last_used_s = time.monotonic()
 
     async def unload(self, name: str, *, when_idle: bool = False) -> bool:
         """Unload a model now, in use or not, or as soon as nobody uses it; False if it is not
         loaded. InvalidRequest: two are called that."""
-        found = self._asked_as(name) or self._called(name)
+        found = self._find_by_resolved_name(name) or self._find_by_short_name(name)
         if found is None:
             try:
-                path = (await self._locate(name, paths=True)).path
+                path = (await self._resolve_file(name, allow_paths=True)).path
             except LocalgenError:
                 return False
             found = next((r for r in self._residents if r.file.path == path), None)
         if found is None:
             return False
-        if when_idle and not found.idle:
+        if when_idle and not found.is_idle:
             found.keep_alive_s = 0.0
         else:
-            await self._remove(found, f"{found.file.name} was stopped by `localgen stop`")
+            await self._unload_resident(found, f"{found.file.name} was stopped by `localgen stop`")
         return True
 
     def forget_name(self, name: str) -> None:
         """A name may mean another model from now on."""
         for resident in self._residents:
-            resident.asked_as.discard(name)
+            resident.resolved_names.discard(name)
 
-    async def expire(self) -> None:
+    async def unload_expired(self) -> None:
         """Unload what nobody used for the keep-alive time; to be called now and then."""
-        if self._spare and time.monotonic() - self._started_s > SPARE_WAIT_S:
-            await self._drop_spare()
+        if self._spare and time.monotonic() - self._started_s > SPARE_TIMEOUT_S:
+            await self._stop_spare()
         for resident in self.residents:
-            if resident.idle and resident.seconds_left() == 0:
-                await self._remove(resident, f"{resident.file.name} was idle")
+            if resident.is_idle and resident.expires_in_s() == 0:
+                await self._unload_resident(resident, f"{resident.file.name} was idle")
 
-    def refuse_new(self) -> None:
+    def refuse_new_requests(self) -> None:
         """From now on nothing is loaded and no request accepted: the server leaves."""
         self._closing = True
 
     def cancel(self, request_id: str) -> bool:
         """End a running or waiting request for text as cancelled; False: there is none."""
-        return any(resident.engine.end(request_id) for resident in self._residents)
+        return any(resident.engine.cancel_request(request_id) for resident in self._residents)
 
     def fail_all(self, code: str, message: str) -> None:
         """End every running request with this error."""
@@ -191,31 +195,35 @@ class ModelManager:
 
     async def close(self) -> None:
         """End every engine process."""
-        self.refuse_new()
-        await self._drop_spare()
-        ending = [self._remove(resident, "the server ends") for resident in self.residents]
+        self.refuse_new_requests()
+        await self._stop_spare()
+        ending = [self._unload_resident(resident, "the server ends") for resident in self.residents]
         await asyncio.gather(*ending)
 
-    async def _resident(self, name: str, options: LoadOptions, paths: bool) -> Resident:
+    async def _find_or_load(
+        self, name: str, options: LoadOptions, allow_paths: bool
+    ) -> ResidentModel:
         """The resident that a name means, its loading begun if need be."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
-        resident = self._asked_as(name)
+        resident = self._find_by_resolved_name(name)
         if resident is None:
             try:
-                resident = await self._admit(await self._locate(name, paths), options, paths)
+                resident = await self._start_load_once(
+                    await self._resolve_file(name, allow_paths), options, allow_paths
+                )
             except ModelNotFound:
                 # what was loaded by its path is listed by its short name
-                resident = self._called(name)
+                resident = self._find_by_short_name(name)
                 if resident is None:
                     raise
-        resident.asked_as.add(name)
+        resident.resolved_names.add(name)
         return resident
 
-    def _asked_as(self, name: str) -> Resident | None:
-        return next((r for r in self._residents if name in r.asked_as or name == r.id), None)
+    def _find_by_resolved_name(self, name: str) -> ResidentModel | None:
+        return next((r for r in self._residents if name in r.resolved_names or name == r.id), None)
 
-    def _called(self, name: str) -> Resident | None:
+    def _find_by_short_name(self, name: str) -> ResidentModel | None:
         """The only resident of that short name, which several files may have."""
         found = [r for r in self._residents if r.file.name == name]
         if len(found) > 1:
@@ -223,85 +231,102 @@ class ModelManager:
             raise InvalidRequest(f"{len(found)} models are called {name}, name one: {paths}")
         return found[0] if found else None
 
-    async def _locate(self, name: str, paths: bool) -> ModelFile:
+    async def _resolve_file(self, name: str, allow_paths: bool) -> ModelFile:
         # in a thread: the cache may be large, its disk slow
-        return await asyncio.to_thread(self._find, name, paths=paths)
+        return await asyncio.to_thread(self._resolve, name, allow_paths=allow_paths)
 
-    async def _drafting(self, file: ModelFile, asked: str | None, paths: bool) -> Drafting:
-        """What drafts for a model. asked: None: nothing was, but the server may have its usual."""
-        usual = None if asked is not None else self._settings.draft
+    async def _resolve_draft(
+        self, file: ModelFile, requested: str | None, allow_paths: bool
+    ) -> DraftChoice:
+        """What drafts for a model. requested: None: nothing was, but the server may have its
+        usual."""
+        usual = None if requested is not None else self._settings.draft
         # what the settings say is the user's own, wherever the request comes from
-        find = partial(self._find, paths=paths or asked is None)
-        return await asyncio.to_thread(find_draft, asked, usual, file, find)
+        find = partial(self._resolve, allow_paths=allow_paths or requested is None)
+        return await asyncio.to_thread(resolve_draft_model, requested, usual, file, find)
 
-    async def _admit(self, file: ModelFile, options: LoadOptions, paths: bool) -> Resident:
+    async def _start_load_once(
+        self, file: ModelFile, options: LoadOptions, allow_paths: bool
+    ) -> ResidentModel:
         """The resident of a file, begun if there is none: one load, however many ask."""
         async with self._admission:
             for resident in self._residents:
                 if resident.file.path == file.path:
                     return resident
-            drafting = await self._drafting(file, options.draft, paths)
+            drafting = await self._resolve_draft(file, options.draft, allow_paths)
             try:
-                placement, need = await self._room.make_for(file, options, drafting)
+                placement, need = await self._memory_budget.place_model(file, options, drafting)
             except (OutOfMemory, ModelBusy) as error:
                 if drafting.file is None or not drafting.optional:
                     raise
-                drafting = drafting.without(error.message)
-                placement, need = await self._room.make_for(file, options, drafting)
+                drafting = drafting.without_model(error.message)
+                placement, need = await self._memory_budget.place_model(file, options, drafting)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
-            return self._begin(file, placement, options, need, drafting.on(placement))
+            return self._start_load(
+                file, placement, options, need, drafting.for_placement(placement)
+            )
 
-    def _begin(
+    def _start_load(
         self,
         file: ModelFile,
         placement: Placement,
         options: LoadOptions,
-        need: int,
-        drafting: Drafting,
-    ) -> Resident:
-        asked = replace(options, draft=drafting.asked)
-        options = replace(options, draft=drafting.in_force)
+        required_bytes: int,
+        draft_choice: DraftChoice,
+    ) -> ResidentModel:
+        asked = replace(options, draft=draft_choice.option)
+        options = replace(options, draft=draft_choice.effective_option)
         if len(placement.gpus) == 1:  # of several, each rank takes its own
             options = replace(options, device=f"cuda:{placement.gpus[0].index}")
         for name in ("max_queue", "parallel"):
             if getattr(options, name) is None:
                 options = replace(options, **{name: getattr(self._settings, name)})
-        request = Load(
-            file.name, str(file.path), options, self._room.limit_bytes(), drafting.message
+        request = ModelLoadRequest(
+            file.name,
+            str(file.path),
+            options,
+            self._memory_budget.remaining_limit_bytes(),
+            draft_choice.draft_model,
         )
-        resident = Resident(
+        resident = ResidentModel(
             file=file,
             placement=placement,
-            engine=self._engine(file, placement),
-            asked=asked,
-            estimate_bytes=need,
+            engine=self._start_engine(file, placement),
+            requested_options=asked,
+            estimated_bytes=required_bytes,
             keep_alive_s=self._settings.keep_alive_s,
-            loading=asyncio.get_running_loop().create_future(),
+            load_future=asyncio.get_running_loop().create_future(),
         )
-        resident.loading = asyncio.create_task(self._load(request, resident, drafting.note))
-        resident.loading.add_done_callback(lambda task: self._finish_load(resident, task))
+        resident.load_future = asyncio.create_task(self._load(request, resident, draft_choice.note))
+        resident.load_future.add_done_callback(lambda task: self._on_load_done(resident, task))
         self._residents.append(resident)
         _log.info("loading %s from %s (process %d)", file.name, file.path, resident.engine.pid)
         return resident
 
-    def _engine(self, file: ModelFile, placement: Placement) -> Engine:
-        engine = Engine(self._process(placement), file.name, lambda: self._bury(engine))
+    def _start_engine(self, file: ModelFile, placement: Placement) -> EngineClient:
+        engine = EngineClient(
+            self._start_process(placement), file.name, lambda: self._on_engine_death(engine)
+        )
         return engine
 
-    def _bury(self, engine: Engine) -> None:
+    def _on_engine_death(self, engine: EngineClient) -> None:
         """An engine has died: forget its model, unless a load is about to try again."""
         for resident in self.residents:
-            if resident.engine is engine and resident.loading.done():
-                self._forget(resident)
+            if resident.engine is engine and resident.load_future.done():
+                self._remove_resident(resident)
 
-    async def _load(self, request: Load, resident: Resident, note: str) -> ModelInfo:
+    async def _load(
+        self, request: ModelLoadRequest, resident: ResidentModel, note: str
+    ) -> ModelInfo:
         """Load in the resident's engine. note: what is to be told of it, if anything."""
-        info = await self._load_somehow(request, resident)
+        info = await self._load_with_fallback(request, resident)
         reason = resident.placement.reason
         return replace(info, notes=(*info.notes, *([note] if note else [])), backend_reason=reason)
 
-    async def _load_somehow(self, request: Load, resident: Resident) -> ModelInfo:
+    async def _load_with_fallback(
+        self, request: ModelLoadRequest, resident: ResidentModel
+    ) -> ModelInfo:
         """The same, where code that crashes on this processor gets a second try without the layouts
         that are made for it."""
         placement = resident.placement
@@ -313,7 +338,7 @@ class ModelManager:
                 raise
             _log.warning("%s: trying again without repacking", crash)
             options = replace(request.options, repack=False)
-            resident.engine = self._engine(resident.file, placement)
+            resident.engine = self._start_engine(resident.file, placement)
             info = await resident.engine.load(replace(request, options=options))
             note = (
                 "this build of llama.cpp crashes with weights repacked for this CPU: they are used "
@@ -321,18 +346,18 @@ class ModelManager:
             )
             return replace(info, notes=(*info.notes, note))
 
-    def _process(self, placement: Placement) -> EngineProcess:
+    def _start_process(self, placement: Placement) -> EngineProcess:
         if placement.backend == "cuda":
-            return EngineProcess.start(cuda_command)
+            return EngineProcess.start(cuda_engine_command)
         spare, self._spare = self._spare, None
-        if spare is not None and spare.running():
+        if spare is not None and spare.is_running():
             return spare
         return EngineProcess.start(self._engine_command)
 
-    def _finish_load(self, resident: Resident, task: asyncio.Future[ModelInfo]) -> None:
+    def _on_load_done(self, resident: ResidentModel, task: asyncio.Future[ModelInfo]) -> None:
         self._last_used_s = resident.last_used_s = time.monotonic()
         if task.cancelled() or (error := task.exception()) is not None:
-            self._forget(resident)
+            self._remove_resident(resident)
             reason = "cancelled" if task.cancelled() else error
             _log.error("%s was not loaded: %s", resident.file.name, reason)
             code = "cancelled" if task.cancelled() else getattr(error, "code", LocalgenError.code)
@@ -341,29 +366,29 @@ class ModelManager:
         self.on_load(resident.file.name, "loaded", task.result().load_ms / 1e3)
         _log.info("%s is loaded (%.0f ms)", resident.file.name, task.result().load_ms)
 
-    async def _loaded(
-        self, resident: Resident, on_progress: Callable[[float], None] | None
+    async def _wait_until_loaded(
+        self, resident: ResidentModel, on_progress: Callable[[float], None] | None
     ) -> ModelInfo:
         """Wait for a load, which goes on whoever stops waiting."""
-        while not resident.loading.done():
+        while not resident.load_future.done():
             if on_progress is not None:
                 on_progress(resident.engine.progress)
-            await asyncio.wait({resident.loading}, timeout=0.1)
-        return resident.loading.result()
+            await asyncio.wait({resident.load_future}, timeout=0.1)
+        return resident.load_future.result()
 
-    async def _remove(self, resident: Resident, reason: str) -> None:
-        self._forget(resident)
+    async def _unload_resident(self, resident: ResidentModel, reason: str) -> None:
+        self._remove_resident(resident)
         _log.info("unloading: %s", reason)
         await resident.engine.stop(reason)
 
-    def _forget(self, resident: Resident) -> None:
+    def _remove_resident(self, resident: ResidentModel) -> None:
         if resident in self._residents:
             self._residents.remove(resident)
 
-    async def _drop_spare(self) -> None:
+    async def _stop_spare(self) -> None:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.sock.close()
-            await spare.end(1.0)
+            await spare.wait_or_kill(1.0)
             if spare.process.stdout is not None:
                 spare.process.stdout.close()

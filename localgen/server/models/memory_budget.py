@@ -9,113 +9,118 @@ from collections.abc import Awaitable, Callable, Sequence
 from localgen.backends.errors import LocalgenError, ModelBusy, OutOfMemory
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.units import as_gb
-from localgen.config import Settings
+from localgen.backends.units import format_gb
+from localgen.config import ServerSettings
 from localgen.machine.gpus import Gpu
 from localgen.placement import free_memory
-from localgen.placement.backend_choice import Hardware, Placement, choose
-from localgen.server.models.draft_choice import Drafting
-from localgen.server.models.resident import Resident
+from localgen.placement.backend_choice import Hardware, Placement, choose_placement
+from localgen.server.models.draft_choice import DraftChoice
+from localgen.server.models.resident import ResidentModel
 
 
-class Room:
+class MemoryBudget:
     """The books of main memory and of every GPU.
 
-    residents: models loaded or loading. remove: unloads one, for a reason that its users are told.
-    look: what this machine has now.
+    residents: models loaded or loading. unload: unloads one, for a reason that its users are told.
+    probe_hardware: what this machine has now.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        residents: Callable[[], Sequence[Resident]],
-        remove: Callable[[Resident, str], Awaitable[None]],
-        look: Callable[[], Hardware],
+        settings: ServerSettings,
+        residents: Callable[[], Sequence[ResidentModel]],
+        unload: Callable[[ResidentModel, str], Awaitable[None]],
+        probe_hardware: Callable[[], Hardware],
     ) -> None:
         self._settings = settings
         self._residents = residents
-        self._remove = remove
-        self._look = look
+        self._unload = unload
+        self._probe_hardware = probe_hardware
 
-    async def make_for(
-        self, file: ModelFile, options: LoadOptions, drafting: Drafting
+    async def place_model(
+        self, file: ModelFile, options: LoadOptions, draft_choice: DraftChoice
     ) -> tuple[Placement, int]:
         """Where a model and its draft model go, with room made, and what they need of main memory.
         InvalidRequest, OutOfMemory, ModelBusy."""
-        placement = await self._place(file, options, drafting.file)
+        placement = await self._place_on_device(file, options, draft_choice.file)
         if placement.on_gpu:
             return placement, 0
-        draft = drafting.on(placement).file
+        draft = draft_choice.for_placement(placement).file
         # in a thread: it reads the beginning of the file
         need = await asyncio.to_thread(
-            free_memory.need_bytes, file, options, placement.backend, draft=draft
+            free_memory.estimate_ram_bytes, file, options, placement.backend, draft=draft
         )
-        await self._make_room(file, need, draft)
+        await self._evict_until_fits(file, need, draft)
         return placement, need
 
-    async def _place(
+    async def _place_on_device(
         self, file: ModelFile, options: LoadOptions, draft: ModelFile | None
     ) -> Placement:
         """Where a model goes, with room made on its GPU. InvalidRequest."""
-        there = await asyncio.to_thread(self._look)
+        there = await asyncio.to_thread(self._probe_hardware)
         need = await asyncio.to_thread(
-            free_memory.gpu_need_bytes, file, options, there, draft=draft
+            free_memory.estimate_gpu_bytes, file, options, there, draft=draft
         )
-        placement = choose(file, options, there.with_room(self._idle_on_gpus()), need)
+        placement = choose_placement(
+            file, options, there.with_freed_memory(self._idle_gpu_bytes()), need
+        )
         for gpu in placement.gpus:
-            while need > await self._free_on(gpu) and await self.evict_one(file, gpu):
+            while need > await self._free_gpu_bytes(gpu) and await self.evict_lru(file, gpu):
                 pass
         return placement
 
-    async def _free_on(self, gpu: Gpu) -> int:
-        there = await asyncio.to_thread(self._look)
+    async def _free_gpu_bytes(self, gpu: Gpu) -> int:
+        there = await asyncio.to_thread(self._probe_hardware)
         return next(found.free_bytes for found in there.gpus if found.index == gpu.index)
 
-    def _idle_on_gpus(self) -> dict[int, int]:
+    def _idle_gpu_bytes(self) -> dict[int, int]:
         """Bytes that idle models hold on each GPU."""
         held: Counter[int] = Counter()
         for resident in self._residents():
-            for gpu in resident.placement.gpus if resident.idle else ():
-                held[gpu.index] += _taken(resident) // len(resident.placement.gpus)
+            for gpu in resident.placement.gpus if resident.is_idle else ():
+                held[gpu.index] += _used_bytes(resident) // len(resident.placement.gpus)
         return held
 
-    def limit_bytes(self) -> int | None:
+    def remaining_limit_bytes(self) -> int | None:
         """What the next model may take, where a limit is set."""
         return None if self._settings.memory_limit is None else max(0, self._free_bytes())
 
-    async def _make_room(self, file: ModelFile, need: int, draft: ModelFile | None = None) -> None:
+    async def _evict_until_fits(
+        self, file: ModelFile, required_bytes: int, draft: ModelFile | None = None
+    ) -> None:
         """Unload idle models, least recently used first, until the next one fits.
 
         ModelBusy if it would fit without those in use, OutOfMemory if it would not.
         """
         free = self._free_bytes()
-        idle = self._idle()
-        if need > free + sum(_taken(resident) for resident in idle):
-            had = free + sum(_taken(resident) for resident in idle)
-            raise self._no_room(file, need, had, draft)
-        while need > self._free_bytes() and await self.evict_one(file):
+        idle = self._idle_residents()
+        if required_bytes > free + sum(_used_bytes(resident) for resident in idle):
+            had = free + sum(_used_bytes(resident) for resident in idle)
+            raise self._does_not_fit_error(file, required_bytes, had, draft)
+        while required_bytes > self._free_bytes() and await self.evict_lru(file):
             pass
 
-    def _idle(self, gpu: Gpu | None = None) -> list[Resident]:
+    def _idle_residents(self, gpu: Gpu | None = None) -> list[ResidentModel]:
         """Models that could go, least recently used first: those in main memory, or on a GPU."""
-        idle = [r for r in self._residents() if r.idle and r.placement.uses(gpu)]
+        idle = [r for r in self._residents() if r.is_idle and r.placement.uses(gpu)]
         return sorted(idle, key=lambda resident: resident.last_used_s)
 
-    async def evict_one(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
+    async def evict_lru(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
         """Unload the idle model that was used least recently; False if there is none."""
-        idle = self._idle(gpu)
+        idle = self._idle_residents(gpu)
         if idle:
             reason = f"{idle[0].file.name} was idle and {file.name} needs its memory"
-            await self._remove(idle[0], reason)
+            await self._unload(idle[0], reason)
         return bool(idle)
 
-    def _no_room(
-        self, file: ModelFile, need: int, free: int, draft: ModelFile | None
+    def _does_not_fit_error(
+        self, file: ModelFile, required_bytes: int, free_bytes: int, draft: ModelFile | None
     ) -> LocalgenError:
-        busy = [r for r in self._residents() if not r.idle and not r.placement.on_gpu]
+        busy = [r for r in self._residents() if not r.is_idle and not r.placement.on_gpu]
         both = f"{file.name} with {draft.name} to draft for it" if draft else file.name
-        numbers = f"{both} needs about {as_gb(need)}, {as_gb(max(0, free))} can be had"
-        if need <= free + sum(_taken(resident) for resident in busy):
+        free = format_gb(max(0, free_bytes))
+        numbers = f"{both} needs about {format_gb(required_bytes)}, {free} can be had"
+        if required_bytes <= free_bytes + sum(_used_bytes(resident) for resident in busy):
             names = ", ".join(resident.file.name for resident in busy)
             return ModelBusy(
                 f"{numbers} while in use: {names}; wait, or `localgen stop {busy[0].file.name}`"
@@ -126,14 +131,14 @@ class Room:
         return OutOfMemory(f"{numbers}: take a smaller model or quantization, or {way_out}")
 
     def _free_bytes(self) -> int:
-        return free_memory.free_bytes(
+        return free_memory.free_memory_bytes(
             self._settings.memory_limit,
             [r.info for r in self._residents() if r.info is not None and not r.placement.on_gpu],
-            [resident.estimate_bytes for resident in self._residents() if resident.info is None],
+            [resident.estimated_bytes for resident in self._residents() if resident.info is None],
         )
 
 
-def _taken(resident: Resident) -> int:
+def _used_bytes(resident: ResidentModel) -> int:
     if resident.info is None:
-        return resident.estimate_bytes
-    return free_memory.footprint(resident.info)
+        return resident.estimated_bytes
+    return free_memory.loaded_model_bytes(resident.info)

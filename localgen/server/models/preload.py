@@ -14,21 +14,22 @@ _log = logging.getLogger("localgen.server")
 
 
 class Preload:
-    """name: None: nothing is loaded. leave: ends the server, if the model cannot be loaded."""
+    """name: None: nothing is loaded. request_shutdown: ends the server, if the model cannot be
+    loaded."""
 
     def __init__(
         self,
         manager: ModelManager,
         name: str | None,
-        leave: Callable[[], None],
+        request_shutdown: Callable[[], None],
         options: LoadOptions = LoadOptions(),
     ) -> None:
-        self._manager, self._name, self._leave = manager, name, leave
+        self._manager, self._name, self._request_shutdown = manager, name, request_shutdown
         self._options = options
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether the model is still to come."""
         return self._name is not None and not (self._task is not None and self._task.done())
 
@@ -36,29 +37,29 @@ class Preload:
         """Begin to load it; from then on it stays, or not, like any other."""
         if self._name is not None:
             self._task = asyncio.create_task(self._load(self._name))
-            self._task.add_done_callback(self._judge)
+            self._task.add_done_callback(self._on_load_done)
 
     def cancel(self) -> None:
         """Give it up: the server leaves."""
         if self._task is not None:
             self._task.cancel()
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises why the model could not be loaded."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
 
     async def _load(self, name: str) -> None:
-        async with self._manager.using(name, self._options, paths=True):
+        async with self._manager.acquire(name, self._options, allow_paths=True):
             pass
 
-    def _judge(self, task: asyncio.Task[None]) -> None:
+    def _on_load_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
         # one that was told to end meanwhile has nothing to complain of
-        if self._manager.closing:
+        if self._manager.is_closing:
             self._task = None
             return
         reason = error.message if isinstance(error, LocalgenError) else error
         _log.error("%s cannot be loaded, the server ends: %s", self._name, reason)
-        self._leave()
+        self._request_shutdown()

@@ -10,12 +10,12 @@ from typing import Any
 
 from localgen.backends.errors import ModelBusy
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.model_info import AUTO, LoadOptions, ModelInfo
+from localgen.backends.model_info import DRAFT_AUTO, LoadOptions, ModelInfo
 from localgen.placement.backend_choice import Placement
-from localgen.server.models.engine_client import Engine
+from localgen.server.models.engine_client import EngineClient
 
 # even with a keep-alive of 0 a client that has loaded a model gets to ask it
-LEAST_IDLE_S = 1.0
+MIN_IDLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +26,34 @@ class KeepAlive:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Resident:
-    """users: requests that hold it. last_used_s: when the last one let go (monotonic).
+class ResidentModel:
+    """num_users: requests that hold it. last_used_s: when the last one let go (monotonic).
 
-    asked_as: names that were found to mean this file. keep_alive_s: its own idle time if
+    resolved_names: names that were found to mean this file. keep_alive_s: its own idle time if
     one was asked for; None: for ever.
     """
 
     file: ModelFile
     placement: Placement
-    engine: Engine
-    asked: LoadOptions
-    estimate_bytes: int
-    loading: asyncio.Future[ModelInfo]
-    asked_as: set[str] = field(default_factory=set)
+    engine: EngineClient
+    requested_options: LoadOptions
+    estimated_bytes: int
+    load_future: asyncio.Future[ModelInfo]
+    resolved_names: set[str] = field(default_factory=set)
     keep_alive_s: float | None
-    users: int = 0
+    num_users: int = 0
     last_used_s: float = field(default_factory=time.monotonic)
 
     @property
     def info(self) -> ModelInfo | None:
         """What was loaded; None while it is not, or if it failed."""
-        if not self.loading.done() or self.loading.cancelled() or self.loading.exception():
+        if (
+            not self.load_future.done()
+            or self.load_future.cancelled()
+            or self.load_future.exception()
+        ):
             return None
-        return self.loading.result()
+        return self.load_future.result()
 
     @property
     def id(self) -> str:
@@ -61,25 +65,27 @@ class Resident:
         return "loading" if self.info is None else "loaded"
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether it could go: loaded, and nobody uses it."""
-        return self.info is not None and self.users == 0
+        return self.info is not None and self.num_users == 0
 
-    def seconds_left(self) -> float | None:
+    def expires_in_s(self) -> float | None:
         """Seconds until it is unloaded if nothing uses it from now on; None: never."""
         if self.keep_alive_s is None:
             return None
-        since = time.monotonic() if self.users or self.info is None else self.last_used_s
-        return max(0.0, since + max(self.keep_alive_s, LEAST_IDLE_S) - time.monotonic())
+        since = time.monotonic() if self.num_users or self.info is None else self.last_used_s
+        return max(0.0, since + max(self.keep_alive_s, MIN_IDLE_S) - time.monotonic())
 
-    def require(self, asked: LoadOptions) -> None:
+    def require_options(self, requested: LoadOptions) -> None:
         """ModelBusy if an option was asked for that differs from the one in force."""
-        info = self.loading.result()
+        info = self.load_future.result()
         for option in fields(LoadOptions):
-            wanted = getattr(asked, option.name)
+            wanted = getattr(requested, option.name)
             actual = getattr(info.options, option.name)
             # what was asked at first may have been rounded: asking the same again is no conflict
-            if not _satisfied(option.name, wanted, actual, getattr(self.asked, option.name)):
+            if not _is_compatible(
+                option.name, wanted, actual, getattr(self.requested_options, option.name)
+            ):
                 # a template is pages long
                 long = option.name == "chat_template"
                 values = (
@@ -92,21 +98,21 @@ class Resident:
                 )
 
 
-def _satisfied(option: str, wanted: Any, actual: Any, asked: Any) -> bool:
+def _is_compatible(option: str, requested: Any, actual: Any, first_requested: Any) -> bool:
     """Whether a loaded model is as wanted."""
-    if wanted in (None, actual, asked):
+    if requested in (None, actual, first_requested):
         return True
     match option:
         case "ctx":  # a cap for each request
-            return bool(wanted <= actual)
+            return bool(requested <= actual)
         case "backend" | "draft":
-            return bool(wanted == AUTO)
+            return bool(requested == DRAFT_AUTO)
         case "device":  # whichever GPU
-            return bool(wanted == "cuda" and str(actual).startswith("cuda"))
+            return bool(requested == "cuda" and str(actual).startswith("cuda"))
         case "tp":  # of a backend that has no such option
-            return bool(wanted == 1 and actual is None)
+            return bool(requested == 1 and actual is None)
         case "dummy":
-            return not wanted
+            return not requested
     return False
 
 

@@ -10,44 +10,44 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import EmbedRequest as EngineRequest
-from localgen.server.ollama.options import Options, parse_ollama_keep_alive
-from localgen.server.ollama.schema import Name
-from localgen.server.openai.schema import checked
-from localgen.server.requests.body import Body, without_unsupported
+from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
+from localgen.server.ollama.schema import ModelName
+from localgen.server.openai.schema import validate_embedding_input
+from localgen.server.requests.body import RequestBody, reject_unsupported_fields
 from localgen.server.requests.caller import Caller
-from localgen.server.requests.embeddings import EmbedJob, Vectors
+from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingVectors
 
 # a text that is too long is an error either way: cut, it would be another text
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {"truncate": (False, True)}
 
 
-class _Embed(Body):
+class _OllamaEmbeddingBase(RequestBody):
     """What both share. Of the options, only those that say how a model is loaded mean anything."""
 
-    model: Annotated[Name, Field(min_length=1)]
-    options: Options | None = None
+    model: Annotated[ModelName, Field(min_length=1)]
+    options: OllamaOptions | None = None
     keep_alive: float | str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
-        return without_unsupported(body, _UNSUPPORTED)
+    def _reject_unsupported(cls, body: Any) -> Any:
+        return reject_unsupported_fields(body, _UNSUPPORTED)
 
-    def job(
+    def to_job(
         self,
         http: HttpRequest,
         inputs: tuple[str, ...],
         timeout_s: float | None,
         dimensions: int | None = None,
-    ) -> EmbedJob:
+    ) -> EmbeddingJob:
         """InvalidRequest: an option that says how text is generated."""
-        options = self.options or Options()
-        given = {**options.sampling(), "num_ctx": options.num_ctx}
+        options = self.options or OllamaOptions()
+        given = {**options.sampling_fields(), "num_ctx": options.num_ctx}
         for name, value in given.items():
             if value not in (None, ()):
                 raise InvalidRequest(f"{name} is for generating text: leave it out", param=name)
-        caller = Caller.of(http)
-        return EmbedJob(
+        caller = Caller.from_request(http)
+        return EmbeddingJob(
             model=self.model,
             account=caller.account,
             timeout_s=timeout_s,
@@ -58,15 +58,15 @@ class _Embed(Body):
                 arrived_s=caller.arrived_s,
             ),
             dimensions=dimensions,
-            options=options.load(),
+            options=options.to_load_options(),
             keep_alive=parse_ollama_keep_alive(self.keep_alive),
         )
 
 
-class EmbedRequest(_Embed):
+class OllamaEmbedRequest(_OllamaEmbeddingBase):
     """POST /api/embed."""
 
-    input: Annotated[str | list[str], BeforeValidator(checked)]
+    input: Annotated[str | list[str], BeforeValidator(validate_embedding_input)]
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     @property
@@ -74,24 +74,24 @@ class EmbedRequest(_Embed):
         return (self.input,) if isinstance(self.input, str) else tuple(self.input)
 
 
-class EmbeddingsRequest(_Embed):
+class OllamaEmbeddingsRequest(_OllamaEmbeddingBase):
     """POST /api/embeddings."""
 
     prompt: str
 
 
-def embedded(name: str, vectors: Vectors) -> dict[str, Any]:
-    """The answer of /api/embed; name: the model as the client calls it."""
-    timings = vectors.embedded.timings
+def ollama_embed_body(model_name: str, vectors: EmbeddingVectors) -> dict[str, Any]:
+    """The answer of /api/embed; model_name: the model as the client calls it."""
+    timings = vectors.output.timings
     return {
-        "model": name,
-        "embeddings": vectors.rows().tolist(),
+        "model": model_name,
+        "embeddings": vectors.to_array().tolist(),
         "total_duration": round((timings.queue_ms + timings.prompt_ms) * 1e6),
         "load_duration": 0,
         "prompt_eval_count": vectors.num_tokens,
     }
 
 
-def one_embedded(vectors: Vectors) -> dict[str, Any]:
+def ollama_embeddings_body(vectors: EmbeddingVectors) -> dict[str, Any]:
     """The answer of /api/embeddings."""
-    return {"embedding": vectors.rows()[0].tolist()}
+    return {"embedding": vectors.to_array()[0].tolist()}

@@ -14,16 +14,16 @@ from pydantic import Field, model_validator
 
 from localgen.backends.types import Message, ToolCall, ToolCallDelta
 from localgen.server.openai.tools import FunctionTool
-from localgen.server.requests.body import Strict, without_unsupported
+from localgen.server.requests.body import StrictModel, reject_unsupported_fields
 
 
-class ToolDefinition(FunctionTool):
+class OllamaTool(FunctionTool):
     """An entry of `tools`, which need not say that it is a function."""
 
     type: Literal["function"] = "function"
 
 
-class Call(Strict):
+class OllamaFunctionCall(StrictModel):
     """A call as it stands in a message. index: which of the message's calls, they say it twice."""
 
     name: str
@@ -31,38 +31,38 @@ class Call(Strict):
     index: int | None = None
 
 
-class ToolCallMessage(Strict):
+class OllamaToolCall(StrictModel):
     """An entry of a message's `tool_calls`."""
 
     id: str | None = None
     type: Literal["function"] = "function"
-    function: Call
+    function: OllamaFunctionCall
 
 
-class ChatMessage(Strict):
+class OllamaChatMessage(StrictModel):
     """One turn. tool_name, tool_call_id: which function, or call of it, the content is from."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[ToolCallMessage] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, message: Any) -> Any:
-        return without_unsupported(message, {"images": ([],)})
+    def _reject_unsupported(cls, message: Any) -> Any:
+        return reject_unsupported_fields(message, {"images": ([],)})
 
 
-def to_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+def from_ollama_messages(messages: Sequence[OllamaChatMessage]) -> tuple[Message, ...]:
     """Ours. A result belongs to the first call without one, of its function if it names one."""
     made: list[Message] = []
     waiting: list[ToolCall] = []
     for message in messages:
-        calls = _numbered(message.tool_calls or (), len(made))
+        calls = _with_ids(message.tool_calls or (), len(made))
         waiting += calls
-        answered = _answered(message, waiting) if message.role == "tool" else None
+        answered = _pop_answered_call(message, waiting) if message.role == "tool" else None
         made.append(
             Message(
                 role=message.role,
@@ -76,11 +76,11 @@ def to_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     return tuple(made)
 
 
-def _numbered(calls: Iterable[ToolCallMessage], message: int) -> tuple[ToolCall, ...]:
+def _with_ids(calls: Iterable[OllamaToolCall], message_index: int) -> tuple[ToolCall, ...]:
     # some templates want nine letters or digits
     return tuple(
         ToolCall(
-            call.id or f"call{message:03d}{number:02d}",
+            call.id or f"call{message_index:03d}{number:02d}",
             call.function.name,
             json.dumps(call.function.arguments),
         )
@@ -88,24 +88,24 @@ def _numbered(calls: Iterable[ToolCallMessage], message: int) -> tuple[ToolCall,
     )
 
 
-def _answered(result: ChatMessage, waiting: list[ToolCall]) -> ToolCall | None:
+def _pop_answered_call(result: OllamaChatMessage, unanswered: list[ToolCall]) -> ToolCall | None:
     """The call that a result is of, which then no longer waits for one."""
-    for call in waiting:
+    for call in unanswered:
         if result.tool_call_id in (None, call.id) and result.tool_name in (None, call.name):
-            waiting.remove(call)
+            unanswered.remove(call)
             return call
     return None
 
 
-class PendingCalls:
+class PendingToolCalls:
     """Calls that come in pieces: Ollama's clients get them whole."""
 
     def __init__(self) -> None:
         self._calls: list[ToolCall] = []
 
-    def add(self, pieces: Iterable[ToolCallDelta]) -> list[ToolCall]:
+    def add(self, deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
         """The calls that are whole with this: a later one has begun."""
-        for piece in pieces:
+        for piece in deltas:
             if piece.name is not None:
                 self._calls.append(ToolCall(piece.id or "", piece.name, piece.arguments))
             else:
@@ -114,13 +114,13 @@ class PendingCalls:
         whole, self._calls = self._calls[:-1], self._calls[-1:]
         return whole
 
-    def rest(self) -> list[ToolCall]:
+    def flush(self) -> list[ToolCall]:
         """The last one, as far as it got."""
         rest, self._calls = self._calls, []
         return rest
 
 
-def printed(calls: Sequence[ToolCall]) -> tuple[str, list[dict[str, Any]]]:
+def serialize_tool_calls(calls: Sequence[ToolCall]) -> tuple[str, list[dict[str, Any]]]:
     """Calls as a message has them; and as text what was cut off before it was an object."""
     cut, made = "", []
     for call in calls:

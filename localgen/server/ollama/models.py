@@ -12,40 +12,40 @@ from typing import Any
 
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.text.reasoning import tags_of
-from localgen.hub.aliases import aliases
-from localgen.hub.metadata import About, about, entry_of
-from localgen.hub.resolve import available, resolve
+from localgen.backends.text.reasoning import detect_thinking_tags
+from localgen.hub.aliases import load_aliases
+from localgen.hub.metadata import ModelMetadata, catalog_entry_of, read_metadata
+from localgen.hub.resolve import installed_models, resolve_model
 from localgen.placement import free_memory
-from localgen.server.models.resident import Resident, model_id
-from localgen.server.ollama.responses import timestamp
+from localgen.server.models.resident import ResidentModel, model_id
+from localgen.server.ollama.responses import format_timestamp
 
 # "for ever", as the largest duration of Go makes it
-_FOR_EVER_S = 2**63 / 1e9
+_MAX_DURATION_S = 2**63 / 1e9
 
 
-def tags(residents: tuple[Resident, ...]) -> dict[str, Any]:
+def tags_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
     """Every model that can be named, those loaded from elsewhere, and the user's own names. Reads
     the disk."""
-    files = {file.path: file for file in available()}
+    files = {file.path: file for file in installed_models()}
     files |= {resident.file.path: resident.file for resident in residents}
     named = [(file.name, file) for file in files.values()]
-    for name in aliases():
+    for name in load_aliases():
         with contextlib.suppress(LocalgenError):  # what it means is not here
-            named.append((name, resolve(name)))
-    return {"models": [_tag(name, file) for name, file in named if file.path.exists()]}
+            named.append((name, resolve_model(name)))
+    return {"models": [_tag_entry(name, file) for name, file in named if file.path.exists()]}
 
 
-def running(residents: tuple[Resident, ...]) -> dict[str, Any]:
+def ps_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
     """The models that are loaded. Reads the disk."""
-    return {"models": [_process(resident) for resident in residents if resident.info]}
+    return {"models": [_ps_entry(resident) for resident in residents if resident.info]}
 
 
-def shown(name: str) -> dict[str, Any]:
+def show_response(name: str) -> dict[str, Any]:
     """What a model is. Reads the disk. ModelNotFound, LoadFailed."""
-    file = resolve(name, paths=False)
-    facts = _facts(file)
-    entry = entry_of(file)
+    file = resolve_model(name, allow_paths=False)
+    facts = _model_metadata(file)
+    entry = catalog_entry_of(file)
     return {
         "modelfile": f"FROM {file.path}\n",
         "parameters": "\n".join(f"{key:<30} {value}" for key, value in facts.sampling.items()),
@@ -54,70 +54,70 @@ def shown(name: str) -> dict[str, Any]:
         "details": _details(file, facts),
         "model_info": _model_info(facts),
         "capabilities": _capabilities(facts),
-        "modified_at": _modified(file.path),
+        "modified_at": _modified_at(file.path),
     }
 
 
-def _tag(name: str, file: ModelFile) -> dict[str, Any]:
+def _tag_entry(name: str, file: ModelFile) -> dict[str, Any]:
     try:
-        facts = _facts(file)
+        facts = _model_metadata(file)
     except LoadFailed:  # it is listed all the same: loading it says what is wrong
-        facts = About()
+        facts = ModelMetadata()
     return {
         "name": name,
         "model": name,
-        "modified_at": _modified(file.path),
+        "modified_at": _modified_at(file.path),
         "size": file.size_bytes,
         "digest": model_id(file),
         "details": _details(file, facts),
     }
 
 
-def _process(resident: Resident) -> dict[str, Any]:
+def _ps_entry(resident: ResidentModel) -> dict[str, Any]:
     info = resident.info
     assert info is not None, "the caller has looked"
-    size = free_memory.footprint(info)
-    left_s = resident.seconds_left()
-    until_s = time.time() + min(_FOR_EVER_S, _FOR_EVER_S if left_s is None else left_s)
-    shown = _tag(resident.file.name, resident.file) | {
+    size = free_memory.loaded_model_bytes(info)
+    left_s = resident.expires_in_s()
+    until_s = time.time() + min(_MAX_DURATION_S, _MAX_DURATION_S if left_s is None else left_s)
+    shown = _tag_entry(resident.file.name, resident.file) | {
         "size": size,
-        "size_vram": round(size * gpu_share(info.processor)),
+        "size_vram": round(size * gpu_fraction(info.processor)),
     }
     del shown["modified_at"]
-    return shown | {"expires_at": timestamp(until_s), "context_length": info.ctx}
+    return shown | {"expires_at": format_timestamp(until_s), "context_length": info.ctx}
 
 
-def gpu_share(processor: str) -> float:
+def gpu_fraction(processor: str) -> float:
     """How much of a model is on a GPU, 0 to 1. processor: as ModelInfo has it."""
     share = re.search(r"(\d+)% (?:CPU/)?GPU$", processor)
     return int(share[1]) / 100 if share else 0.0
 
 
-def _facts(file: ModelFile) -> About:
+def _model_metadata(file: ModelFile) -> ModelMetadata:
     try:
-        return _read(file, file.path.stat().st_mtime_ns)
+        return _read_metadata(file, file.path.stat().st_mtime_ns)
     except FileNotFoundError as error:
         raise ModelNotFound(f"{file.name} is no longer there: {file.path}") from error
 
 
 @lru_cache(maxsize=1024)
-def _read(file: ModelFile, changed_ns: int) -> About:
-    return about(file)
+def _read_metadata(file: ModelFile, changed_ns: int) -> ModelMetadata:
+    return read_metadata(file)
 
 
-def _details(file: ModelFile, facts: About) -> dict[str, Any]:
-    family = facts.architecture or ""
+def _details(file: ModelFile, metadata: ModelMetadata) -> dict[str, Any]:
+    family = metadata.architecture or ""
     return {
         "parent_model": "",
         "format": "gguf" if file.is_gguf else "safetensors",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": _parameters(facts.params),
-        "quantization_level": facts.quantization or "",
+        "parameter_size": _format_parameter_count(metadata.params),
+        "quantization_level": metadata.quantization or "",
     }
 
 
-def _parameters(count: int | None) -> str:
+def _format_parameter_count(count: int | None) -> str:
     """`8.0B`, `494.03M`, as Ollama writes them."""
     match count:
         case None:
@@ -130,10 +130,10 @@ def _parameters(count: int | None) -> str:
             return str(count)
 
 
-def _model_info(facts: About) -> dict[str, Any]:
-    known = asdict(facts)
-    family = facts.architecture
-    general = {"general.architecture": family, "general.basename": facts.title}
+def _model_info(metadata: ModelMetadata) -> dict[str, Any]:
+    known = asdict(metadata)
+    family = metadata.architecture
+    general = {"general.architecture": family, "general.basename": metadata.title}
     general["general.parameter_count"] = known["params"]
     of_family = {
         f"{family}.{name}": known[ours]
@@ -147,12 +147,12 @@ def _model_info(facts: About) -> dict[str, Any]:
     return {key: value for key, value in (general | of_family).items() if value is not None}
 
 
-def _capabilities(facts: About) -> list[str]:
-    template = facts.chat_template or ""
+def _capabilities(metadata: ModelMetadata) -> list[str]:
+    template = metadata.chat_template or ""
     knows_tools = re.search(r"\btools\b", template) is not None
-    thinks = tags_of(template) is not None
+    thinks = detect_thinking_tags(template) is not None
     return ["completion", *["tools"] * knows_tools, *["thinking"] * thinks]
 
 
-def _modified(path: Path) -> str:
-    return timestamp(path.stat().st_mtime)
+def _modified_at(path: Path) -> str:
+    return format_timestamp(path.stat().st_mtime)

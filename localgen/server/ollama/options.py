@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.server.models.resident import KeepAlive
-from localgen.server.requests.body import Strict, without_unsupported
+from localgen.server.requests.body import StrictModel, reject_unsupported_fields
 
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
-_PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
-_WHOLE = re.compile(rf"(-?)((?:{_PART.pattern})+|{_NUMBER})")
+_DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
+_DURATION = re.compile(rf"(-?)((?:{_DURATION_PART.pattern})+|{_NUMBER})")
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-_SEEDS = 2**32
+_NUM_SEEDS = 2**32
 # what people write for "all layers"
 _ALL_LAYERS = 999
 # what has no counterpart here, with the values that change nothing
@@ -34,28 +34,28 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-def parse_ollama_keep_alive(given: float | str | None) -> KeepAlive | None:
+def parse_ollama_keep_alive(value: float | str | None) -> KeepAlive | None:
     """None: not given, so no change. Below zero: for ever. InvalidRequest."""
-    if given is None or given == "":
+    if value is None or value == "":
         return None
-    match = _WHOLE.fullmatch(str(given).strip()) if isinstance(given, str) else None
-    if isinstance(given, str) and match is None:
+    match = _DURATION.fullmatch(str(value).strip()) if isinstance(value, str) else None
+    if isinstance(value, str) and match is None:
         raise InvalidRequest(
-            f"keep_alive is {given[:40]!r}: give seconds, or a time such as 30s, 5m, 1h30m, 0, "
+            f"keep_alive is {value[:40]!r}: give seconds, or a time such as 30s, 5m, 1h30m, 0, "
             "or -1 for ever",
             param="keep_alive",
         )
     if match is None:
-        seconds = float(given)
+        seconds = float(value)
     else:
-        parts = _PART.findall(match[2])
+        parts = _DURATION_PART.findall(match[2])
         seconds = sum(float(amount) * _UNITS_S[unit] for amount, unit in parts)
         seconds = seconds if parts else float(match[2])
         seconds = -1.0 if match[1] and seconds else seconds
     return KeepAlive(None if seconds < 0 else seconds)
 
 
-class Options(Strict):
+class OllamaOptions(StrictModel):
     """None: the model's own, or chosen for this machine.
 
     num_keep: how much of a prompt stays when a context is shifted; here none is, so all does.
@@ -86,10 +86,10 @@ class Options(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, options: Any) -> Any:
-        return without_unsupported(options, _UNSUPPORTED)
+    def _reject_unsupported(cls, options: Any) -> Any:
+        return reject_unsupported_fields(options, _UNSUPPORTED)
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling_fields(self) -> dict[str, Any]:
         """Fields of SamplingParams. InvalidRequest: a number that means nothing."""
         same = (
             *("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_last_n"),
@@ -97,12 +97,12 @@ class Options(Strict):
             *("mirostat", "mirostat_tau", "mirostat_eta"),
         )
         return {name: getattr(self, name) for name in same} | {
-            "seed": self._seed(),
-            "max_tokens": self._max_tokens(),
+            "seed": self._resolved_seed(),
+            "max_tokens": self._resolved_max_tokens(),
             "stop": tuple(self.stop or ()),
         }
 
-    def load(self) -> LoadOptions:
+    def to_load_options(self) -> LoadOptions:
         """How the model has to be loaded. num_ctx is no part of it: it caps a request."""
         layers = self.num_gpu if self.num_gpu != -1 else None
         return LoadOptions(
@@ -113,13 +113,13 @@ class Options(Strict):
             mlock=self.use_mlock,
         )
 
-    def _seed(self) -> int | None:
-        if self.seed is not None and self.seed >= _SEEDS:
+    def _resolved_seed(self) -> int | None:
+        if self.seed is not None and self.seed >= _NUM_SEEDS:
             raise InvalidRequest(f"seed is {self.seed}, it must be below 2**32", param="seed")
         # below zero: another one each time
         return None if self.seed is None or self.seed < 0 else self.seed
 
-    def _max_tokens(self) -> int | None:
+    def _resolved_max_tokens(self) -> int | None:
         wanted = self.num_predict
         if wanted is None or wanted in (-1, -2):
             return None

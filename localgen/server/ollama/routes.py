@@ -19,34 +19,48 @@ import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.backends.types import Request
 from localgen.hub import aliases
-from localgen.hub.reference import reference
-from localgen.hub.remove import removal
-from localgen.hub.resolve import BUILT_IN, LATEST, is_here, meant, own_name, resolve
+from localgen.hub.reference import resolve_reference
+from localgen.hub.remove import plan_removal
+from localgen.hub.resolve import (
+    BUILT_IN_MODEL,
+    LATEST_TAG,
+    expand_alias,
+    find_alias,
+    is_installed,
+    resolve_model,
+)
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama import models
 from localgen.server.ollama.embeddings import (
-    EmbeddingsRequest,
-    EmbedRequest,
-    embedded,
-    one_embedded,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    ollama_embed_body,
+    ollama_embeddings_body,
 )
-from localgen.server.ollama.pull import pulled
-from localgen.server.ollama.responses import NDJSON, AnswerFormat, Piece, loaded, message, response
+from localgen.server.ollama.pull import stream_pull
+from localgen.server.ollama.responses import (
+    NDJSON,
+    ContentBuilder,
+    OllamaSerializer,
+    chat_content,
+    generate_content,
+    load_response,
+)
 from localgen.server.ollama.schema import (
-    ChatRequest,
     CopyRequest,
     DeleteRequest,
-    GenerateRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
     PullRequest,
     ShowRequest,
 )
 from localgen.server.requests.caller import Caller
-from localgen.server.requests.embeddings import VectorsResponse
-from localgen.server.requests.generation import GenerationResponse, Job
-from localgen.server.requests.protocol import encode
-from localgen.server.requests.streaming import EventStream, LastEvent
-from localgen.server.stats.request_log import Journal
+from localgen.server.requests.embeddings import EmbeddingResponse
+from localgen.server.requests.generation import GenerationJob, GenerationResponse
+from localgen.server.requests.protocol import encode_json
+from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
+from localgen.server.stats.request_log import RequestLog
 
 # the words that clients look for are Ollama's own
 GREETING = "localgen answers Ollama's protocol here, as clients expect it where Ollama is running\n"
@@ -70,135 +84,154 @@ class OllamaApi:
     """timeout_s: how long a request may take."""
 
     manager: ModelManager
-    journal: Journal
+    journal: RequestLog
     timeout_s: float | None
 
     def router(self) -> APIRouter:
         """All of them."""
         router = APIRouter(route_class=_JsonRoute, default_response_class=Response)
-        self._add_generation(router)
-        self._add_vectors(router)
-        self._add_models(router)
-        self._add_files(router)
-        self._add_greetings(router)
+        self._add_generation_routes(router)
+        self._add_embedding_routes(router)
+        self._add_model_routes(router)
+        self._add_file_routes(router)
+        self._add_version_routes(router)
         return router
 
-    def _add_generation(self, router: APIRouter) -> None:
+    def _add_generation_routes(self, router: APIRouter) -> None:
         @router.post("/api/chat", response_model=None)
-        async def chat(body: ChatRequest, http: HttpRequest) -> Response:
+        async def chat(body: OllamaChatRequest, http: HttpRequest) -> Response:
             if not body.messages:
-                return await self._only_load(body, message)
-            return self._answer(body, message, http)
+                return await self._load_only(body, chat_content)
+            return self._generate(body, chat_content, http)
 
         @router.post("/api/generate", response_model=None)
-        async def generate(body: GenerateRequest, http: HttpRequest) -> Response:
+        async def generate(body: OllamaGenerateRequest, http: HttpRequest) -> Response:
             if not body.prompt:
-                return await self._only_load(body, response)
-            return self._answer(body, response, http)
+                return await self._load_only(body, generate_content)
+            return self._generate(body, generate_content, http)
 
-    def _answer(
-        self, body: ChatRequest | GenerateRequest, piece: Piece, http: HttpRequest
+    def _generate(
+        self,
+        body: OllamaChatRequest | OllamaGenerateRequest,
+        build_content: ContentBuilder,
+        http: HttpRequest,
     ) -> Response:
-        caller = Caller.of(http)
+        caller = Caller.from_request(http)
         request = Request(
             id=uuid.uuid4().hex[:24],
-            **body.conversation(),
-            params=body.to_params(),
+            **body.to_request_fields(),
+            params=body.to_sampling_params(),
             client=caller.client,
             ctx=body.ctx,
             arrived_s=caller.arrived_s,
         )
-        job = Job(
+        job = GenerationJob(
             id=request.id,
             model=body.model,
             account=caller.account,
             timeout_s=self.timeout_s,
             requests=(request,),
-            options=body.load(),
-            keep_alive=body.idle,
-            stream=body.streams,
-            format_of=partial(AnswerFormat, body.model, piece),
+            options=body.to_load_options(),
+            keep_alive=body.parsed_keep_alive,
+            stream=body.is_streaming,
+            make_serializer=partial(OllamaSerializer, body.model, build_content),
         )
         return GenerationResponse(self.manager, self.journal, job)
 
-    async def _only_load(self, body: ChatRequest | GenerateRequest, piece: Piece) -> Response:
+    async def _load_only(
+        self, body: OllamaChatRequest | OllamaGenerateRequest, build_content: ContentBuilder
+    ) -> Response:
         """Load a model, or let it go where it shall not stay."""
-        if body.idle == KeepAlive(0.0):
+        if body.parsed_keep_alive == KeepAlive(0.0):
             await self.manager.unload(body.model, when_idle=True)
-            return _json(loaded(body.model, piece, "unload"))
-        using = self.manager.using(body.model, body.load(), keep_alive=body.idle)
-        async with using as (_, info):
+            return _json_response(load_response(body.model, build_content, "unload"))
+        acquired = self.manager.acquire(
+            body.model, body.to_load_options(), keep_alive=body.parsed_keep_alive
+        )
+        async with acquired as (_, info):
             if body.ctx is not None and body.ctx > info.ctx:
                 raise InvalidRequest(
                     f"num_ctx is {body.ctx:,}, {body.model} is loaded with {info.ctx:,} tokens: "
                     f"ask for at most {info.ctx:,}, or stop it and load it with a larger --ctx",
                     param="num_ctx",
                 )
-        return _json(loaded(body.model, piece, "load"))
+        return _json_response(load_response(body.model, build_content, "load"))
 
-    def _add_vectors(self, router: APIRouter) -> None:
+    def _add_embedding_routes(self, router: APIRouter) -> None:
         @router.post("/api/embed", response_model=None)
-        async def embed(body: EmbedRequest, http: HttpRequest) -> Response:
-            job = body.job(http, body.texts, self.timeout_s, body.dimensions)
-            return VectorsResponse(self.manager, self.journal, job, partial(embedded, body.model))
+        async def embed(body: OllamaEmbedRequest, http: HttpRequest) -> Response:
+            job = body.to_job(http, body.texts, self.timeout_s, body.dimensions)
+            return EmbeddingResponse(
+                self.manager, self.journal, job, partial(ollama_embed_body, body.model)
+            )
 
         @router.post("/api/embeddings", response_model=None)
-        async def embeddings(body: EmbeddingsRequest, http: HttpRequest) -> Response:
-            job = body.job(http, (body.prompt,), self.timeout_s)
-            return VectorsResponse(self.manager, self.journal, job, one_embedded)
+        async def embeddings(body: OllamaEmbeddingsRequest, http: HttpRequest) -> Response:
+            job = body.to_job(http, (body.prompt,), self.timeout_s)
+            return EmbeddingResponse(self.manager, self.journal, job, ollama_embeddings_body)
 
-    def _add_models(self, router: APIRouter) -> None:
+    def _add_model_routes(self, router: APIRouter) -> None:
         @router.head("/api/tags", include_in_schema=False)
         @router.get("/api/tags", response_model=None)
         async def tags() -> Response:
-            return _json(await asyncio.to_thread(models.tags, self.manager.residents))
+            return _json_response(
+                await asyncio.to_thread(models.tags_response, self.manager.residents)
+            )
 
         @router.get("/api/ps", response_model=None)
         async def running() -> Response:
-            return _json(await asyncio.to_thread(models.running, self.manager.residents))
+            return _json_response(
+                await asyncio.to_thread(models.ps_response, self.manager.residents)
+            )
 
         @router.post("/api/show", response_model=None)
         async def show(body: ShowRequest) -> Response:
-            return _json(await asyncio.to_thread(models.shown, body.wanted))
+            return _json_response(
+                await asyncio.to_thread(models.show_response, body.requested_name)
+            )
 
-    def _add_files(self, router: APIRouter) -> None:
+    def _add_file_routes(self, router: APIRouter) -> None:
         @router.post("/api/pull", response_model=None)
         async def pull(body: PullRequest) -> Response:
-            lines = pulled(body.wanted)
-            return LastEvent(lines) if body.stream is False else EventStream(lines, NDJSON)
+            lines = stream_pull(body.requested_name)
+            return (
+                LastEventResponse(lines)
+                if body.stream is False
+                else EventStreamResponse(lines, NDJSON)
+            )
 
         @router.delete("/api/delete", response_model=None)
         async def delete(body: DeleteRequest) -> Response:
-            await self._delete(body.wanted)
+            await self._delete_model(body.requested_name)
             return Response()
 
         @router.post("/api/copy", response_model=None)
         async def copy(body: CopyRequest) -> Response:
-            await asyncio.to_thread(_copy, body.source, body.destination)
-            self._forget(body.destination)
+            await asyncio.to_thread(_add_alias, body.source, body.destination)
+            self._forget_name(body.destination)
             return Response()
 
-    def _forget(self, name: str) -> None:
+    def _forget_name(self, name: str) -> None:
         """A name means another model now, or none."""
-        plain = name.removesuffix(LATEST)
-        for spelling in (plain, plain + LATEST):
+        plain = name.removesuffix(LATEST_TAG)
+        for spelling in (plain, plain + LATEST_TAG):
             self.manager.forget_name(spelling)
 
-    async def _delete(self, name: str) -> None:
-        own = await asyncio.to_thread(own_name, name)
+    async def _delete_model(self, name: str) -> None:
+        own = await asyncio.to_thread(find_alias, name)
         if own is not None:
-            await asyncio.to_thread(aliases.remove, own)
-            self._forget(own)
+            await asyncio.to_thread(aliases.remove_alias, own)
+            self._forget_name(own)
             return
-        found = await asyncio.to_thread(removal, name)
+        found = await asyncio.to_thread(plan_removal, name)
         for resident in self.manager.residents:
             if resident.file.name == found.name:
-                if not resident.idle:
+                if not resident.is_idle:
                     raise ModelBusy(f"{found.name} is in use: try again when it is not")
                 await self.manager.unload(resident.id)
         await asyncio.to_thread(found.execute)
 
-    def _add_greetings(self, router: APIRouter) -> None:
+    def _add_version_routes(self, router: APIRouter) -> None:
         @router.head("/", include_in_schema=False)
         @router.get("/", response_model=None)
         async def greeting() -> Response:
@@ -207,19 +240,19 @@ class OllamaApi:
         @router.head("/api/version", include_in_schema=False)
         @router.get("/api/version", response_model=None)
         async def version() -> Response:
-            return _json({"version": localgen.__version__})
+            return _json_response({"version": localgen.__version__})
 
 
-def _copy(source: str, destination: str) -> None:
+def _add_alias(source: str, destination: str) -> None:
     """Another name for a model, here or not. ModelNotFound, InvalidRequest."""
-    name = destination.removesuffix(LATEST)
-    if name == BUILT_IN:
-        raise InvalidRequest(f"{BUILT_IN} is the built-in model: choose another name")
-    model = meant(source)
-    if not is_here(model) and reference(model) is None:
-        resolve(model)  # it says why not
-    aliases.add(name, model)
+    name = destination.removesuffix(LATEST_TAG)
+    if name == BUILT_IN_MODEL:
+        raise InvalidRequest(f"{BUILT_IN_MODEL} is the built-in model: choose another name")
+    model = expand_alias(source)
+    if not is_installed(model) and resolve_reference(model) is None:
+        resolve_model(model)  # it says why not
+    aliases.add_alias(name, model)
 
 
-def _json(value: object) -> Response:
-    return Response(encode(value), media_type="application/json")
+def _json_response(value: object) -> Response:
+    return Response(encode_json(value), media_type="application/json")

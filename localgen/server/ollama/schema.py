@@ -10,16 +10,16 @@ from pydantic import AfterValidator, Field, model_validator
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message, SamplingParams
-from localgen.hub.resolve import require_name
+from localgen.hub.resolve import reject_path
 from localgen.server.models.resident import KeepAlive
-from localgen.server.ollama.messages import ChatMessage, ToolDefinition, to_messages
-from localgen.server.ollama.options import Options, parse_ollama_keep_alive
-from localgen.server.openai.tools import tools_of
-from localgen.server.requests.body import Body, without_unsupported
+from localgen.server.ollama.messages import OllamaChatMessage, OllamaTool, from_ollama_messages
+from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
+from localgen.server.openai.tools import parse_tools
+from localgen.server.requests.body import RequestBody, reject_unsupported_fields
 
 # what only means something where prompts are cut or contexts shifted, which never happens here
-_CUTTING: dict[str, tuple[object, ...]] = {"truncate": (False,), "shift": (False,)}
-_UNSUPPORTED = _CUTTING | {"_debug_render_only": (False,)}
+_UNSUPPORTED_TRUNCATION: dict[str, tuple[object, ...]] = {"truncate": (False,), "shift": (False,)}
+_UNSUPPORTED = _UNSUPPORTED_TRUNCATION | {"_debug_render_only": (False,)}
 _UNSUPPORTED_IN_GENERATE = _UNSUPPORTED | {
     "suffix": ("",),
     "template": ("",),
@@ -29,35 +29,35 @@ _UNSUPPORTED_IN_GENERATE = _UNSUPPORTED | {
     "height": (0,),
     "steps": (0,),
 }
-Think = bool | Literal["low", "medium", "high"]
+ThinkLevel = bool | Literal["low", "medium", "high"]
 
 
-def _named(name: str) -> str:
-    require_name(name)
+def _require_model_name(name: str) -> str:
+    reject_path(name)
     return name
 
 
-Name = Annotated[str, AfterValidator(_named)]
+ModelName = Annotated[str, AfterValidator(_require_model_name)]
 
 
-class _Generate(Body):
+class _OllamaGenerationRequest(RequestBody):
     """What chat and generate share."""
 
-    model: Annotated[Name, Field(min_length=1)]
+    model: Annotated[ModelName, Field(min_length=1)]
     stream: bool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: float | str | None = None
-    think: Think | None = None
+    think: ThinkLevel | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
-    def streams(self) -> bool:
+    def is_streaming(self) -> bool:
         return self.stream is not False
 
     @property
-    def idle(self) -> KeepAlive | None:
+    def parsed_keep_alive(self) -> KeepAlive | None:
         """How long the model then stays; None: no change."""
         return parse_ollama_keep_alive(self.keep_alive)
 
@@ -65,46 +65,50 @@ class _Generate(Body):
     def ctx(self) -> int | None:
         return self.options.num_ctx if self.options else None
 
-    def load(self) -> LoadOptions:
-        return self.options.load() if self.options else LoadOptions()
+    def to_load_options(self) -> LoadOptions:
+        return self.options.to_load_options() if self.options else LoadOptions()
 
-    def to_params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         return SamplingParams(
-            **(self.options or Options()).sampling(),
+            **(self.options or OllamaOptions()).sampling_fields(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            json_schema=self._schema(),
+            json_schema=self._json_schema_text(),
         )
 
-    def _thinking(self) -> dict[str, Any]:
+    def _thinking_fields(self) -> dict[str, Any]:
         is_effort = isinstance(self.think, str)
         return {"reasoning_effort" if is_effort else "thinking": self.think}
 
-    def _schema(self) -> str | None:
+    def _json_schema_text(self) -> str | None:
         if isinstance(self.format, dict):
             return json.dumps(self.format)
         return '{"type": "object"}' if self.format == "json" else None
 
 
-class ChatRequest(_Generate):
+class OllamaChatRequest(_OllamaGenerationRequest):
     """POST /api/chat. Without messages the model is only loaded, or unloaded."""
 
-    messages: list[ChatMessage] | None = None
-    tools: list[ToolDefinition] | None = None
+    messages: list[OllamaChatMessage] | None = None
+    tools: list[OllamaTool] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
-        return without_unsupported(body, _UNSUPPORTED)
+    def _reject_unsupported(cls, body: Any) -> Any:
+        return reject_unsupported_fields(body, _UNSUPPORTED)
 
-    def conversation(self) -> dict[str, Any]:
+    def to_request_fields(self) -> dict[str, Any]:
         """The fields of a Request that say what is asked. InvalidRequest."""
-        messages = to_messages(self.messages or ())
-        return {"messages": messages, "tools": tools_of(self.tools or ()), **self._thinking()}
+        messages = from_ollama_messages(self.messages or ())
+        return {
+            "messages": messages,
+            "tools": parse_tools(self.tools or ()),
+            **self._thinking_fields(),
+        }
 
 
-class GenerateRequest(_Generate):
+class OllamaGenerateRequest(_OllamaGenerationRequest):
     """POST /api/generate. Without a prompt the model is only loaded, or unloaded.
 
     raw: the prompt is used as it is, not as a turn of a chat.
@@ -116,10 +120,10 @@ class GenerateRequest(_Generate):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
-        return without_unsupported(body, _UNSUPPORTED_IN_GENERATE)
+    def _reject_unsupported(cls, body: Any) -> Any:
+        return reject_unsupported_fields(body, _UNSUPPORTED_IN_GENERATE)
 
-    def conversation(self) -> dict[str, Any]:
+    def to_request_fields(self) -> dict[str, Any]:
         """The fields of a Request that say what is asked. InvalidRequest."""
         if self.raw and self.system:
             raise InvalidRequest("a raw prompt has no system: put it into the prompt", param="raw")
@@ -129,17 +133,17 @@ class GenerateRequest(_Generate):
             return {"prompt": self.prompt}
         system = (Message("system", self.system),) if self.system else ()
         messages = (*system, Message("user", self.prompt or ""))
-        return {"messages": messages, **self._thinking()}
+        return {"messages": messages, **self._thinking_fields()}
 
 
-class _OfModel(Body):
+class _ModelNameRequest(RequestBody):
     """A request about a model, by its name; older clients call the field `name`."""
 
-    model: Name = ""
-    name: Name = ""
+    model: ModelName = ""
+    name: ModelName = ""
 
     @property
-    def wanted(self) -> str:
+    def requested_name(self) -> str:
         """InvalidRequest: neither, or both and different."""
         if self.model and self.name and self.model != self.name:
             raise InvalidRequest(
@@ -150,34 +154,34 @@ class _OfModel(Body):
         return self.model or self.name
 
 
-class ShowRequest(_OfModel):
+class ShowRequest(_ModelNameRequest):
     """POST /api/show."""
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
+    def _reject_unsupported(cls, body: Any) -> Any:
         same: dict[str, tuple[object, ...]] = {"system": ("",), "template": ("",), "options": ({},)}
-        return without_unsupported(body, same | {"verbose": (False,)})
+        return reject_unsupported_fields(body, same | {"verbose": (False,)})
 
 
-class DeleteRequest(_OfModel):
+class DeleteRequest(_ModelNameRequest):
     """DELETE /api/delete."""
 
 
-class PullRequest(_OfModel):
+class PullRequest(_ModelNameRequest):
     """POST /api/pull."""
 
     stream: bool | None = True
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
+    def _reject_unsupported(cls, body: Any) -> Any:
         same: dict[str, tuple[object, ...]] = {"insecure": (False,)}
-        return without_unsupported(body, same | {"username": ("",), "password": ("",)})
+        return reject_unsupported_fields(body, same | {"username": ("",), "password": ("",)})
 
 
-class CopyRequest(Body):
+class CopyRequest(RequestBody):
     """POST /api/copy."""
 
-    source: Annotated[Name, Field(min_length=1)]
+    source: Annotated[ModelName, Field(min_length=1)]
     destination: str = Field(min_length=1)

@@ -8,8 +8,8 @@ from pydantic import model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message
-from localgen.server.openai.tools import MessageCall, calls_of
-from localgen.server.requests.body import Strict, without_unsupported
+from localgen.server.openai.tools import MessageToolCall, parse_tool_calls
+from localgen.server.requests.body import StrictModel, reject_unsupported_fields
 
 _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "refusal": (),
@@ -20,7 +20,7 @@ _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
 
 
 # fields that are for one role
-_OWNERS = {
+_ROLE_BY_FIELD = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
     "tool_call_id": "tool",
@@ -28,14 +28,14 @@ _OWNERS = {
 }
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A part of a message; text is the only kind there is."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     """One turn. `developer` is what newer clients call `system`.
 
     reasoning_content: what an assistant thought before. name: of the function that a message of
@@ -45,44 +45,44 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     reasoning_content: str | None = None
-    tool_calls: list[MessageCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
-        return without_unsupported(body, _UNSUPPORTED_IN_MESSAGES)
+    def _reject_unsupported(cls, body: Any) -> Any:
+        return reject_unsupported_fields(body, _UNSUPPORTED_IN_MESSAGES)
 
-    def to_message(self, at: int) -> Message:
-        """at: its place among the messages. InvalidRequest: it has not what its role needs."""
-        place = f"messages[{at}]"
+    def to_message(self, index: int) -> Message:
+        """index: its place among the messages. InvalidRequest: it has not what its role needs."""
+        place = f"messages[{index}]"
         if self.content is None and not self.tool_calls:
             raise InvalidRequest(f"{place}.content is missing", param=f"{place}.content")
         if self.role == "tool" and self.tool_call_id is None:
             where = f"{place}.tool_call_id"
             raise InvalidRequest(f"{where} is missing: which call is answered?", param=where)
-        for field, role in _OWNERS.items():
+        for field, role in _ROLE_BY_FIELD.items():
             if getattr(self, field) and self.role != role:
                 where = f"{place}.{field}"
                 raise InvalidRequest(f"{where} is for the role {role}: leave it out", param=where)
         return Message(
             "system" if self.role == "developer" else self.role,
-            _text_of(self.content),
+            _content_text(self.content),
             self.reasoning_content,
-            calls_of(self.tool_calls or (), f"{place}.tool_calls"),
+            parse_tool_calls(self.tool_calls or (), f"{place}.tool_calls"),
             self.tool_call_id,
             self.name,
         )
 
 
-def _text_of(content: str | list[TextPart] | None) -> str:
+def _content_text(content: str | list[TextPart] | None) -> str:
     if isinstance(content, list):
         return "".join(part.text for part in content)
     return content or ""
 
 
-class TemplateSettings(Strict):
+class ChatTemplateKwargs(StrictModel):
     """Variables of a chat template that a request may set."""
 
     enable_thinking: bool | None = None

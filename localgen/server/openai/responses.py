@@ -11,49 +11,55 @@ from typing import Any
 
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server.openai import tools
-from localgen.server.requests.choices import Choice
-from localgen.server.requests.embeddings import Vectors
-from localgen.server.requests.protocol import Framing, Start, encode, extras, status_of
+from localgen.server.requests.choices import FinishedChoice
+from localgen.server.requests.embeddings import EmbeddingVectors
+from localgen.server.requests.protocol import (
+    Framing,
+    ResponseMetadata,
+    encode_json,
+    extension_fields,
+    http_status_for_code,
+)
 
 
-class Sse:
+class SseFraming:
     """Server-sent events, the last of which says so."""
 
     content_type = "text/event-stream; charset=utf-8"
-    end = b"data: [DONE]\n\n"
+    terminator = b"data: [DONE]\n\n"
 
-    def event(self, value: object) -> bytes:
-        return b"data: " + encode(value) + b"\n\n"
+    def encode_event(self, value: object) -> bytes:
+        return b"data: " + encode_json(value) + b"\n\n"
 
-    def failed(self, code: str, message: str, param: str | None = None) -> bytes:
-        return self.event(error_body(code, message, param))
-
-
-SSE = Sse()
+    def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
+        return self.encode_event(openai_error_body(code, message, param))
 
 
-def error_body(
+SSE = SseFraming()
+
+
+def openai_error_body(
     code: str, message: str, param: str | None = None, *, status: int | None = None
 ) -> dict[str, Any]:
     """The error object that every failed request gets. status: that of the code by default."""
-    status = status or status_of(code)
+    status = status or http_status_for_code(code)
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def usage(end: Finished) -> dict[str, Any]:
+def usage_fields(finished: Finished) -> dict[str, Any]:
     """Tokens of the prompt, of these from the cache, and of the answer."""
     return {
-        "prompt_tokens": end.prompt_tokens,
-        "completion_tokens": end.completion_tokens,
-        "total_tokens": end.prompt_tokens + end.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": end.timings.cache_n},
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": finished.completion_tokens,
+        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": finished.timings.cache_n},
     }
 
 
 @dataclass(slots=True)
-class ChatFormat:
+class ChatCompletionSerializer:
     """Objects of /v1/chat/completions for one request."""
 
     id: str
@@ -63,14 +69,16 @@ class ChatFormat:
     framing: Framing = SSE
 
     @classmethod
-    def of(cls, start: Start, *, include_usage: bool) -> ChatFormat:
-        return cls(f"chatcmpl-{start.id}", start.model, int(time.time()), include_usage)
+    def from_metadata(
+        cls, metadata: ResponseMetadata, *, include_usage: bool
+    ) -> ChatCompletionSerializer:
+        return cls(f"chatcmpl-{metadata.id}", metadata.model, int(time.time()), include_usage)
 
-    def opening(self, index: int) -> list[object]:
+    def choice_start(self, index: int) -> list[object]:
         """Who speaks."""
         return [self._chunk(index, {"role": "assistant", "content": ""})]
 
-    def delta(self, index: int, delta: Delta) -> list[object]:
+    def choice_delta(self, index: int, delta: Delta) -> list[object]:
         """New text."""
         chunk = self._chunk(index, _delta_fields(delta))
         if delta.logprobs:
@@ -78,31 +86,31 @@ class ChatFormat:
         chunk["localgen"] = {"num_tokens": delta.num_tokens}
         return [chunk]
 
-    def ended(self, index: int, end: Finished) -> list[object]:
+    def choice_end(self, index: int, finished: Finished) -> list[object]:
         """Why it ended, and its times."""
-        return [self._chunk(index, {}, end.reason) | extras(end)]
+        return [self._chunk(index, {}, finished.reason) | extension_fields(finished)]
 
-    def closing(self, total: Finished) -> list[object]:
+    def stream_end(self, total: Finished) -> list[object]:
         """Usage, for those who asked for it."""
         head = self._head("chat.completion.chunk")
-        return [{**head, "choices": [], "usage": usage(total)}] if self.include_usage else []
+        return [{**head, "choices": [], "usage": usage_fields(total)}] if self.include_usage else []
 
-    def whole(self, choices: Sequence[Choice], total: Finished) -> dict[str, Any]:
+    def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         """The answers in one object."""
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-            "usage": usage(total),
-            **extras(total),
+            "usage": usage_fields(total),
+            **extension_fields(total),
         }
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        positions = _positions(choice.deltas)
+    def _choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        positions = _all_logprobs(choice.deltas)
         return {
             "index": index,
-            "message": _message(choice.deltas),
+            "message": _assistant_message(choice.deltas),
             "logprobs": _chat_logprobs(positions) if positions else None,
-            "finish_reason": choice.end.reason,
+            "finish_reason": choice.finished.reason,
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -116,51 +124,57 @@ class ChatFormat:
 
 
 @dataclass(slots=True)
-class CompletionFormat:
-    """Objects of /v1/completions for one request. offsets: characters sent so far, by index."""
+class CompletionSerializer:
+    """Objects of /v1/completions for one request. text_offsets: characters sent so far, by
+    index."""
 
     id: str
     model: str
     created: int
     include_usage: bool
     framing: Framing = SSE
-    offsets: Counter[int] = field(default_factory=Counter)
+    text_offsets: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, start: Start, *, include_usage: bool) -> CompletionFormat:
-        return cls(f"cmpl-{start.id}", start.model, int(time.time()), include_usage)
+    def from_metadata(
+        cls, metadata: ResponseMetadata, *, include_usage: bool
+    ) -> CompletionSerializer:
+        return cls(f"cmpl-{metadata.id}", metadata.model, int(time.time()), include_usage)
 
-    def opening(self, index: int) -> list[object]:
+    def choice_start(self, index: int) -> list[object]:
         """A completion starts with its text."""
         return []
 
-    def delta(self, index: int, delta: Delta) -> list[object]:
+    def choice_delta(self, index: int, delta: Delta) -> list[object]:
         """New text."""
         choice = self._choice(index, delta.text, self._logprobs(index, delta.logprobs), None)
-        return [{**self._with([choice]), "localgen": {"num_tokens": delta.num_tokens}}]
+        return [{**self._body([choice]), "localgen": {"num_tokens": delta.num_tokens}}]
 
-    def ended(self, index: int, end: Finished) -> list[object]:
+    def choice_end(self, index: int, finished: Finished) -> list[object]:
         """Why it ended, and its times."""
-        return [self._with([self._choice(index, "", None, end.reason)]) | extras(end)]
+        return [
+            self._body([self._choice(index, "", None, finished.reason)])
+            | extension_fields(finished)
+        ]
 
-    def closing(self, total: Finished) -> list[object]:
+    def stream_end(self, total: Finished) -> list[object]:
         """Usage, for those who asked for it."""
-        return [{**self._with([]), "usage": usage(total)}] if self.include_usage else []
+        return [{**self._body([]), "usage": usage_fields(total)}] if self.include_usage else []
 
-    def whole(self, choices: Sequence[Choice], total: Finished) -> dict[str, Any]:
+    def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         """The answers in one object."""
         printed = [
             self._choice(
                 index,
-                _text(choice.deltas),
-                self._logprobs(index, _positions(choice.deltas)),
-                choice.end.reason,
+                _joined_text(choice.deltas),
+                self._logprobs(index, _all_logprobs(choice.deltas)),
+                choice.finished.reason,
             )
             for index, choice in enumerate(choices)
         ]
-        return {**self._with(printed), "usage": usage(total), **extras(total)}
+        return {**self._body(printed), "usage": usage_fields(total), **extension_fields(total)}
 
-    def _with(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "text_completion",
@@ -184,8 +198,8 @@ class CompletionFormat:
             return None
         offsets = []
         for position in positions:
-            offsets.append(self.offsets[index])
-            self.offsets[index] += len(position.chosen.text)
+            offsets.append(self.text_offsets[index])
+            self.text_offsets[index] += len(position.chosen.text)
         return {
             "tokens": [position.chosen.text for position in positions],
             "token_logprobs": [position.chosen.logprob for position in positions],
@@ -202,42 +216,45 @@ def _delta_fields(delta: Delta) -> dict[str, Any]:
     if delta.reasoning:
         fields["reasoning_content"] = delta.reasoning
     if delta.tool_calls:
-        fields["tool_calls"] = [tools.delta_fields(part) for part in delta.tool_calls]
+        fields["tool_calls"] = [tools.tool_call_delta_fields(part) for part in delta.tool_calls]
     if delta.text or not fields:
         fields["content"] = delta.text
     return fields
 
 
-def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
+def _assistant_message(deltas: Sequence[Delta]) -> dict[str, Any]:
     """The whole message; its content is null where it only calls."""
-    message: dict[str, Any] = {"role": "assistant", "content": _text(deltas)}
+    message: dict[str, Any] = {"role": "assistant", "content": _joined_text(deltas)}
     reasoning = "".join(delta.reasoning for delta in deltas)
     if reasoning:
         message["reasoning_content"] = reasoning
-    calls = tools.whole_calls(deltas)
+    calls = tools.merge_tool_call_deltas(deltas)
     if calls:
         message["content"] = message["content"] or None
-        message["tool_calls"] = [tools.call_fields(call) for call in calls]
+        message["tool_calls"] = [tools.tool_call_fields(call) for call in calls]
     return message
 
 
-def _text(deltas: Iterable[Delta]) -> str:
+def _joined_text(deltas: Iterable[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def _positions(deltas: Iterable[Delta]) -> list[PositionLogprobs]:
+def _all_logprobs(deltas: Iterable[Delta]) -> list[PositionLogprobs]:
     return [position for delta in deltas for position in delta.logprobs]
 
 
 def _chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
     content = [
-        {**_token(position.chosen), "top_logprobs": [_token(token) for token in position.top]}
+        {
+            **_token_logprob(position.chosen),
+            "top_logprobs": [_token_logprob(token) for token in position.top],
+        }
         for position in positions
     ]
     return {"content": content, "refusal": None}
 
 
-def _token(token: TokenLogprob) -> dict[str, Any]:
+def _token_logprob(token: TokenLogprob) -> dict[str, Any]:
     # a part of a character shows as a replacement, whose bytes are not the token's
     whole = "\ufffd" not in token.text
     return {
@@ -247,9 +264,9 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def embedding_list(vectors: Vectors, *, as_base64: bool) -> dict[str, Any]:
+def embedding_list_body(vectors: EmbeddingVectors, *, as_base64: bool) -> dict[str, Any]:
     """The answer of /v1/embeddings. as_base64: little-endian float32 instead of numbers."""
-    rows = vectors.rows()
+    rows = vectors.to_array()
     shown: list[Any]
     shown = [base64.b64encode(r.tobytes()).decode() for r in rows] if as_base64 else rows.tolist()
     tokens = vectors.num_tokens
@@ -261,5 +278,5 @@ def embedding_list(vectors: Vectors, *, as_base64: bool) -> dict[str, Any]:
         ],
         "model": vectors.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        "timings": vectors.embedded.timings,
+        "timings": vectors.output.timings,
     }

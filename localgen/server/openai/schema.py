@@ -12,9 +12,9 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
-from localgen.server.openai.messages import ChatMessage, TemplateSettings
-from localgen.server.openai.tools import FunctionTool, choice_of, tools_of
-from localgen.server.requests.body import Body, Strict, without_unsupported
+from localgen.server.openai.messages import ChatMessage, ChatTemplateKwargs
+from localgen.server.openai.tools import FunctionTool, parse_tool_choice, parse_tools
+from localgen.server.requests.body import RequestBody, StrictModel, reject_unsupported_fields
 
 # what the wire to the engine can carry, and what llama.cpp takes
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -22,7 +22,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 MAX_N = 16
 # of all prompts of one request
-MAX_ANSWERS = 64
+MAX_CHOICES = 64
 
 # fields that other servers know and this one does not; null, or the value given here, is the same
 # as leaving them out. Naming them makes the error say "not supported" instead of "unknown".
@@ -42,16 +42,16 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 # in one request, as OpenAI has it
-MAX_TEXTS = 2048
+MAX_EMBEDDING_INPUTS = 2048
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """include_usage: a last chunk with usage and no choices."""
 
     include_usage: bool = False
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     """The schema of an answer. name, description and strict are for other servers: every answer
     is held to it here."""
 
@@ -64,14 +64,14 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """json_object: any object. json_schema: one that is valid under the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _require_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
                 "response_format of type json_schema has a json_schema, and no other has",
@@ -90,7 +90,7 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _Generate(Body):
+class _GenerationRequest(RequestBody):
     """What chat and completions share. The engine checks the ranges of the samplers."""
 
     model: str | None = None
@@ -141,11 +141,11 @@ class _Generate(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
-        return without_unsupported(body, _UNSUPPORTED)
+    def _reject_unsupported(cls, body: Any) -> Any:
+        return reject_unsupported_fields(body, _UNSUPPORTED)
 
     @model_validator(mode="after")
-    def _streams(self) -> Self:
+    def _require_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         return self
@@ -154,7 +154,7 @@ class _Generate(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _schema(self) -> str | None:
+    def _json_schema_text(self) -> str | None:
         """The JSON schema of the answer. InvalidRequest: it is given twice."""
         wanted = None if self.response_format is None else self.response_format.schema_text()
         if self.json_schema is None:
@@ -166,25 +166,27 @@ class _Generate(Body):
         plain = isinstance(self.json_schema, str)
         return str(self.json_schema) if plain else json.dumps(self.json_schema)
 
-    def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _to_sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
         """The samplers by name; InvalidRequest if one is given twice under two names."""
         special = {
             "max_tokens": max_tokens,
             "logprobs": logprobs,
-            "repeat_penalty": _one_of(self, "repeat_penalty", "repetition_penalty"),
+            "repeat_penalty": _one_of_synonyms(self, "repeat_penalty", "repetition_penalty"),
             "stop": tuple(self.stop or ()),
             "logit_bias": self.logit_bias or {},
-            "json_schema": self._schema(),
+            "json_schema": self._json_schema_text(),
         }
         plain = {
-            field.name: _frozen(getattr(self, field.name))
+            field.name: _as_tuple(getattr(self, field.name))
             for field in fields(SamplingParams)
             if field.name not in special
         }
         return SamplingParams(**plain, **special)
 
 
-class ChatRequest(_Generate):
+class ChatRequest(_GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -194,15 +196,15 @@ class ChatRequest(_Generate):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    chat_template_kwargs: TemplateSettings | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    def conversation(self) -> dict[str, Any]:
+    def to_request_fields(self) -> dict[str, Any]:
         """The fields of a Request that say what is asked, and how it may be answered."""
-        tools = tools_of(self.tools or ())
-        settings = self.chat_template_kwargs or TemplateSettings()
+        tools = parse_tools(self.tools or ())
+        settings = self.chat_template_kwargs or ChatTemplateKwargs()
         if settings.enable_thinking is not None and self.reasoning_effort is not None:
             raise InvalidRequest(
                 "give reasoning_effort or enable_thinking, not both", param="reasoning_effort"
@@ -210,33 +212,33 @@ class ChatRequest(_Generate):
         return {
             "messages": tuple(turn.to_message(at) for at, turn in enumerate(self.messages)),
             "tools": tools,
-            "tool_choice": choice_of(self.tool_choice, tools),
+            "tool_choice": parse_tool_choice(self.tool_choice, tools),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "thinking": settings.enable_thinking,
             "reasoning_effort": self.reasoning_effort,
         }
 
-    def to_params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        return self._sampling(
-            max_tokens=_one_of(self, "max_tokens", "max_completion_tokens"),
+        return self._to_sampling_params(
+            max_tokens=_one_of_synonyms(self, "max_tokens", "max_completion_tokens"),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
 
-class CompletionRequest(_Generate):
+class CompletionRequest(_GenerationRequest):
     """POST /v1/completions. prompt: a text, or the ids of its tokens; or several of these."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
-    def _checked(self) -> Self:
-        if len(self.prompts) * (self.n or 1) > MAX_ANSWERS:
+    def _validate_prompts(self) -> Self:
+        if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(
                 f"prompt: {len(self.prompts)} prompts, {self.n or 1} answers each, are more than "
-                f"the {MAX_ANSWERS} of one request",
+                f"the {MAX_CHOICES} of one request",
                 param="prompt",
             )
         for prompt in self.prompts:
@@ -255,21 +257,24 @@ class CompletionRequest(_Generate):
             return [tokens]
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
-    def to_params(self) -> SamplingParams:
-        return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+    def to_sampling_params(self) -> SamplingParams:
+        return self._to_sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(RequestBody):
     """POST /v1/embeddings. input: a text or the ids of its tokens, or a list of either."""
 
     model: str | None = None
-    input: Annotated[str | list[str] | list[int] | list[list[int] | str], BeforeValidator(checked)]
+    input: Annotated[
+        str | list[str] | list[int] | list[list[int] | str],
+        BeforeValidator(validate_embedding_input),
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
     user: str | None = None
 
 
-class LoadRequest(Body):
+class LoadRequest(RequestBody):
     """POST /v1/models/load. stream: progress as events, then the model.
 
     keep_alive: how long the model stays when idle, as `30s`; None: no change.
@@ -290,7 +295,7 @@ class LoadRequest(Body):
         except BadSetting as error:
             raise InvalidRequest(error.message, param="keep_alive") from error
 
-    def to_options(self) -> LoadOptions:
+    def to_load_options(self) -> LoadOptions:
         """InvalidRequest names an unknown option or one of the wrong type."""
         import msgspec
 
@@ -306,47 +311,48 @@ class LoadRequest(Body):
             raise InvalidRequest(f"load options: {error}", param="options") from error
 
 
-class UnloadRequest(Body):
+class UnloadRequest(RequestBody):
     """POST /v1/models/unload."""
 
     model: str
 
 
-def _one_of(body: BaseModel, name: str, other: str) -> Any:
+def _one_of_synonyms(body: BaseModel, name: str, other: str) -> Any:
     value, alias = getattr(body, name), getattr(body, other)
     if value is not None and alias is not None and value != alias:
         raise InvalidRequest(f"{name} is {value} and {other} is {alias}: give one", param=other)
     return alias if value is None else value
 
 
-def _frozen(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def checked(given: Any) -> Any:
+def validate_embedding_input(value: Any) -> Any:
     """The same. InvalidRequest: neither texts nor token ids, or too many."""
-    inputs = [given] if _is_one(given) else given
+    inputs = [value] if _is_single_input(value) else value
     if not isinstance(inputs, list) or not inputs:
         raise InvalidRequest("input must be a text, token ids, or a list of these", param="input")
-    if len(inputs) > MAX_TEXTS:
+    if len(inputs) > MAX_EMBEDDING_INPUTS:
         raise InvalidRequest(
-            f"input has {len(inputs):,} texts, at most {MAX_TEXTS:,} fit a request: send several",
+            f"input has {len(inputs):,} texts, "
+            f"at most {MAX_EMBEDDING_INPUTS:,} fit a request: send several",
             param="input",
         )
     for at, each in enumerate(inputs):
-        if not _is_one(each):
+        if not _is_single_input(each):
             place = f"input[{at}]"
             raise InvalidRequest(f"{place} is neither a text nor token ids", param=place)
-    return given
+    return value
 
 
-def texts_of(given: Any) -> tuple[str | tuple[int, ...], ...]:
+def normalize_embedding_input(value: Any) -> tuple[str | tuple[int, ...], ...]:
     """One for each vector, of a checked input."""
-    inputs = [given] if _is_one(given) else given
+    inputs = [value] if _is_single_input(value) else value
     return tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
 
 
-def _is_one(value: Any) -> bool:
+def _is_single_input(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
     return isinstance(value, str)

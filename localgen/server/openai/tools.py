@@ -11,14 +11,14 @@ from pydantic import Field
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Delta, Tool, ToolCall, ToolCallDelta
-from localgen.server.requests.body import Strict
+from localgen.server.requests.body import StrictModel
 
 MAX_TOOLS = 256
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-_MODES = ("auto", "none", "required")
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_TOOL_CHOICE_MODES = ("auto", "none", "required")
 
 
-class Function(Strict):
+class FunctionDefinition(StrictModel):
     """strict is for other servers: arguments are always held to their schema here."""
 
     name: str
@@ -27,61 +27,61 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(StrictModel):
     """A tool; functions are the only kind there is."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class CalledFunction(Strict):
+class FunctionCall(StrictModel):
     """What was called. arguments: a JSON object as text."""
 
     name: str
     arguments: str = "{}"
 
 
-class MessageCall(Strict):
+class MessageToolCall(StrictModel):
     """A call in a message of the assistant. index: clients that keep stream deltas send it."""
 
     id: str = Field(min_length=1)
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
     index: int | None = None
 
 
-def tools_of(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
+def parse_tools(function_tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
     """The tools of a request. InvalidRequest names the one that is wrong."""
-    if len(given) > MAX_TOOLS:
+    if len(function_tools) > MAX_TOOLS:
         raise InvalidRequest(f"more than {MAX_TOOLS} tools", param="tools")
     names: set[str] = set()
-    for at, tool in enumerate(given):
+    for at, tool in enumerate(function_tools):
         name, param = tool.function.name, f"tools[{at}].function.name"
-        if not _NAME.fullmatch(name):
+        if not _FUNCTION_NAME.fullmatch(name):
             raise InvalidRequest(
                 f"{param} {name!r}: give 1 to 64 letters, digits, _, - or .", param=param
             )
         if name in names:
             raise InvalidRequest(f"{param}: there are two tools {name}", param=param)
         names.add(name)
-    return tuple(_tool(tool.function) for tool in given)
+    return tuple(_to_tool(tool.function) for tool in function_tools)
 
 
-def _tool(function: Function) -> Tool:
+def _to_tool(function: FunctionDefinition) -> Tool:
     description = function.description or ""
     if not function.parameters:
         return Tool(function.name, description)
     return Tool(function.name, description, json.dumps(function.parameters, ensure_ascii=False))
 
 
-def choice_of(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str:
+def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str:
     """auto, none, required or the name of a tool. InvalidRequest: none of them."""
     if choice is None:
         return "auto"
-    name = _name_in(choice)
-    if name is None and choice not in _MODES:
+    name = _named_function(choice)
+    if name is None and choice not in _TOOL_CHOICE_MODES:
         raise InvalidRequest(
-            f"tool_choice: give {', '.join(_MODES)}, or "
+            f"tool_choice: give {', '.join(_TOOL_CHOICE_MODES)}, or "
             '{"type": "function", "function": {"name": …}}',
             param="tool_choice",
         )
@@ -96,7 +96,7 @@ def choice_of(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str
     return str(choice) if name is None else name
 
 
-def _name_in(choice: str | dict[str, Any]) -> str | None:
+def _named_function(choice: str | dict[str, Any]) -> str | None:
     """The function that is to be called; None: the choice is not of that form."""
     match choice:
         case {"type": "function", "function": {"name": str(name)}}:
@@ -104,10 +104,10 @@ def _name_in(choice: str | dict[str, Any]) -> str | None:
     return None
 
 
-def calls_of(given: Iterable[MessageCall], param: str) -> tuple[ToolCall, ...]:
+def parse_tool_calls(tool_calls: Iterable[MessageToolCall], param: str) -> tuple[ToolCall, ...]:
     """Calls of a message. InvalidRequest: arguments that are not a JSON object."""
     calls = []
-    for at, call in enumerate(given):
+    for at, call in enumerate(tool_calls):
         text = call.function.arguments or "{}"
         if not _is_object(text):
             place = f"{param}[{at}].function.arguments"
@@ -126,7 +126,7 @@ def _is_object(text: str) -> bool:
 # -- in answers -----------------------------------------------------------------------------
 
 
-def whole_calls(deltas: Iterable[Delta]) -> list[ToolCall]:
+def merge_tool_call_deltas(deltas: Iterable[Delta]) -> list[ToolCall]:
     """The calls of an answer, put together."""
     ids: list[str] = []
     names: list[str] = []
@@ -141,15 +141,15 @@ def whole_calls(deltas: Iterable[Delta]) -> list[ToolCall]:
     return [ToolCall(*call) for call in zip(ids, names, texts, strict=True)]
 
 
-def call_fields(call: ToolCall) -> dict[str, Any]:
+def tool_call_fields(call: ToolCall) -> dict[str, Any]:
     """A call in a whole message."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def delta_fields(part: ToolCallDelta) -> dict[str, Any]:
+def tool_call_delta_fields(delta: ToolCallDelta) -> dict[str, Any]:
     """More of a call, in a stream."""
-    if part.id is None:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    call = ToolCall(part.id, part.name or "", part.arguments)
-    return {"index": part.index, **call_fields(call)}
+    if delta.id is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    call = ToolCall(delta.id, delta.name or "", delta.arguments)
+    return {"index": delta.index, **tool_call_fields(call)}

@@ -9,24 +9,24 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from localgen.backends.errors import InvalidRequest
 
 
-def without_unsupported(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
+def reject_unsupported_fields(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
     """The fields without those that other servers know and this one does not. InvalidRequest names
     one whose value is neither null nor among those given, which are as good as none."""
     if not isinstance(body, dict):
         return body
     for name, harmless in unsupported.items():
         value = body.get(name)
-        if value is not None and not any(_same(value, known) for known in harmless):
+        if value is not None and not any(_strictly_equal(value, known) for known in harmless):
             raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
     return {name: value for name, value in body.items() if name not in unsupported}
 
 
-def _same(value: object, known: object) -> bool:
+def _strictly_equal(value: object, known: object) -> bool:
     # to Python, true is 1
     return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
-def _lone_surrogate(body: Any) -> str | None:
+def _find_lone_surrogate(body: Any) -> str | None:
     """Where a text is that holds half a character, as JSON's \\ud800 alone; None: nowhere."""
     waiting = [("", body)]  # no recursion: a body may be nested deeper than Python's stack
     while waiting:
@@ -56,19 +56,19 @@ def _is_unicode(text: str) -> bool:
         return False
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Fields that are not known are refused, and so are numbers that are none."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-class Body(Strict):
+class RequestBody(StrictModel):
     """A whole request."""
 
     @model_validator(mode="before")
     @classmethod
-    def _unicode(cls, body: Any) -> Any:
-        place = _lone_surrogate(body)
+    def _require_unicode(cls, body: Any) -> Any:
+        place = _find_lone_surrogate(body)
         if place is not None:
             raise InvalidRequest(
                 f"{place}: not Unicode text, a surrogate stands alone", param=place

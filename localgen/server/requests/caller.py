@@ -8,9 +8,9 @@ from fastapi import Request as HttpRequest
 from starlette.types import Scope
 
 # how a connection over the Unix socket calls its client
-LOCAL = "local"
+LOCAL_CLIENT = "local"
 # how an account begins that is a key
-KEY_PREFIX = "key-"
+KEY_ACCOUNT_PREFIX = "key-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class Caller:
     is_local: bool
 
     @classmethod
-    def of(cls, http: HttpRequest, user: str | None = None) -> Caller:
+    def from_request(cls, http: HttpRequest, user: str | None = None) -> Caller:
         """Whoever sent a request. user: for whom, as it says itself."""
         account: str = http.scope["account"]
-        client = user or _session_of(http, account)
-        return cls(client, account, http.scope["arrived_s"], is_local(http.scope))
+        client = user or _client_name(http, account)
+        return cls(client, account, http.scope["arrived_s"], is_local_request(http.scope))
 
 
-def _session_of(http: HttpRequest, account: str) -> str:
+def _client_name(http: HttpRequest, account: str) -> str:
     """The key; without one the session that our clients name, else the connection."""
-    if account.startswith(KEY_PREFIX):
+    if account.startswith(KEY_ACCOUNT_PREFIX):
         return account
     session = http.headers.get("x-localgen-session")
     if session:
@@ -41,6 +41,6 @@ def _session_of(http: HttpRequest, account: str) -> str:
     return f"{http.client.host}:{http.client.port}" if http.client else ""
 
 
-def is_local(scope: Scope) -> bool:
+def is_local_request(scope: Scope) -> bool:
     """Whether the request came over the Unix socket."""
-    return scope["client"] is not None and scope["client"][0] == LOCAL
+    return scope["client"] is not None and scope["client"][0] == LOCAL_CLIENT

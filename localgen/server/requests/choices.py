@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 
 from localgen.backends.types import Delta, Finished, Request, Timings
 
-_SEEDS = 2**32
+_NUM_SEEDS = 2**32
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FinishedChoice:
     """An answer as it came."""
 
     deltas: Sequence[Delta]
-    end: Finished
+    finished: Finished
 
 
-def repeated(requests: Sequence[Request], n: int) -> tuple[Request, ...]:
+def fan_out_requests(requests: Sequence[Request], n: int) -> tuple[Request, ...]:
     """Each request n times, those of the first one first. Where there is a seed, each takes the
     next one, so that the same seed gives the same n texts."""
     if n == 1 and len(requests) == 1:
@@ -28,60 +28,60 @@ def repeated(requests: Sequence[Request], n: int) -> tuple[Request, ...]:
         replace(
             request,
             id=f"{request.id}-{number * n + i}",
-            params=replace(request.params, seed=_later(request.params.seed, i)),
+            params=replace(request.params, seed=_offset_seed(request.params.seed, i)),
         )
         for number, request in enumerate(requests)
         for i in range(n)
     )
 
 
-def _later(seed: int | None, steps: int) -> int | None:
-    return None if seed is None else (seed + steps) % _SEEDS
+def _offset_seed(seed: int | None, offset: int) -> int | None:
+    return None if seed is None else (seed + offset) % _NUM_SEEDS
 
 
-def together(ends: Sequence[Finished], n: int) -> Finished:
+def merge_finished(finished: Sequence[Finished], n: int) -> Finished:
     """What n answers to each of some prompts took. A prompt counts once, and as cached what none
     of its n had to compute."""
-    if len(ends) == 1:
-        return ends[0]
-    prompts = [ends[at : at + n] for at in range(0, len(ends), n)]
-    reasons = [end.reason for end in ends]
-    notes = [note for end in ends for note in end.notes]
+    if len(finished) == 1:
+        return finished[0]
+    prompts = [finished[at : at + n] for at in range(0, len(finished), n)]
+    reasons = [end.reason for end in finished]
+    notes = [note for end in finished for note in end.notes]
     return replace(
-        ends[0],
+        finished[0],
         reason=next((reason for reason in reasons if reason != "stop"), "stop"),
-        timings=_timings([end.timings for end in ends], _cached(prompts)),
+        timings=_merge_timings([end.timings for end in finished], _shared_cached_tokens(prompts)),
         prompt_tokens=sum(same[0].prompt_tokens for same in prompts),
-        completion_tokens=sum(end.completion_tokens for end in ends),
+        completion_tokens=sum(end.completion_tokens for end in finished),
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _cached(prompts: Sequence[Sequence[Finished]]) -> int:
-    return sum(min(end.timings.cache_n for end in same) for same in prompts)
+def _shared_cached_tokens(finished_by_prompt: Sequence[Sequence[Finished]]) -> int:
+    return sum(min(end.timings.cache_n for end in same) for same in finished_by_prompt)
 
 
-def _timings(each: Sequence[Timings], cache_n: int) -> Timings:
+def _merge_timings(all_timings: Sequence[Timings], num_cached_tokens: int) -> Timings:
     """They run side by side: the first token is that of the fastest, the last of the slowest."""
-    prompt_n = sum(timings.prompt_n for timings in each)
-    prompt_ms = max(timings.prompt_ms for timings in each)
-    predicted_n = sum(timings.predicted_n for timings in each)
-    predicted_ms = max(timings.predicted_ms for timings in each)
+    prompt_n = sum(timings.prompt_n for timings in all_timings)
+    prompt_ms = max(timings.prompt_ms for timings in all_timings)
+    predicted_n = sum(timings.predicted_n for timings in all_timings)
+    predicted_ms = max(timings.predicted_ms for timings in all_timings)
     return Timings(
-        cache_n=cache_n,
+        cache_n=num_cached_tokens,
         prompt_n=prompt_n,
         prompt_ms=prompt_ms,
-        prompt_per_second=_rate(prompt_n, prompt_ms),
+        prompt_per_second=_tokens_per_s(prompt_n, prompt_ms),
         predicted_n=predicted_n,
         predicted_ms=predicted_ms,
-        predicted_per_second=_rate(predicted_n, predicted_ms),
-        ttft_ms=min(timings.ttft_ms for timings in each),
-        queue_ms=min(timings.queue_ms for timings in each),
-        template_ms=max(timings.template_ms for timings in each),
-        cached_ms=max(timings.cached_ms for timings in each),
-        first_step_ms=max(timings.first_step_ms for timings in each),
+        predicted_per_second=_tokens_per_s(predicted_n, predicted_ms),
+        ttft_ms=min(timings.ttft_ms for timings in all_timings),
+        queue_ms=min(timings.queue_ms for timings in all_timings),
+        template_ms=max(timings.template_ms for timings in all_timings),
+        cached_ms=max(timings.cached_ms for timings in all_timings),
+        first_step_ms=max(timings.first_step_ms for timings in all_timings),
     )
 
 
-def _rate(tokens: int, ms: float) -> float:
+def _tokens_per_s(tokens: int, ms: float) -> float:
     return tokens / ms * 1e3 if ms else 0.0

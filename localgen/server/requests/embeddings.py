@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 from localgen.backends.errors import InvalidRequest, LocalgenError, TimedOut
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Embedded, EmbedRequest, Finished
-from localgen.server.models.engine_client import Engine
+from localgen.server.models.engine_client import EngineClient
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
-from localgen.server.requests.protocol import encode
-from localgen.server.requests.streaming import cancelled_on_disconnect
-from localgen.server.stats.request_log import EMBEDDED, Entry, Journal
+from localgen.server.requests.protocol import encode_json
+from localgen.server.requests.streaming import cancel_on_disconnect
+from localgen.server.stats.request_log import EMBEDDED_REASON, RequestLog, RequestRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedJob:
+class EmbeddingJob:
     """What was asked. account: who pays for its tokens. timeout_s: how long it may take in all.
 
-    dimensions: elements of a vector; None: as many as the model has. options, keep_alive, paths:
-    as ModelManager.using has them.
+    dimensions: elements of a vector; None: as many as the model has. options, keep_alive,
+    allow_paths: as ModelManager.acquire has them.
     """
 
     model: str | None
@@ -41,31 +41,31 @@ class EmbedJob:
     dimensions: int | None = None
     options: LoadOptions = LoadOptions()
     keep_alive: KeepAlive | None = None
-    paths: bool = False
+    allow_paths: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Vectors:
+class EmbeddingVectors:
     """Vectors of texts, in their order. model: as the server calls it.
 
     dimensions: how many elements of each were asked for, at most `embedded.width`.
     """
 
     model: str
-    embedded: Embedded
+    output: Embedded
     dimensions: int
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all texts."""
-        return sum(self.embedded.prompt_tokens)
+        return sum(self.output.prompt_tokens)
 
-    def rows(self) -> NDArray[np.float32]:
+    def to_array(self) -> NDArray[np.float32]:
         """float32 little-endian [texts, dimensions], each of length 1."""
         import numpy as np  # what serves chats alone does without it
 
-        width = self.embedded.width
-        whole = np.frombuffer(self.embedded.vectors, "<f4").reshape(-1, width)
+        width = self.output.width
+        whole = np.frombuffer(self.output.vectors, "<f4").reshape(-1, width)
         if self.dimensions == width:
             return whole
         cut = whole[:, : self.dimensions].astype(np.float64)
@@ -73,27 +73,32 @@ class Vectors:
         return (cut / np.where(lengths == 0, 1, lengths)).astype("<f4")
 
 
-async def embed(manager: ModelManager, journal: Journal, job: EmbedJob) -> Vectors:
+async def compute_embeddings(
+    manager: ModelManager, journal: RequestLog, job: EmbeddingJob
+) -> EmbeddingVectors:
     """Vectors of texts, whatever protocol asks for them; cancelled with the task that waits.
 
-    Raises what manager.using does, and what the engine reports: InvalidRequest, ContextExceeded, …
+    Raises what manager.acquire does, and what the engine reports: InvalidRequest,
+    ContextExceeded, …
     """
     request = job.request
-    entry = Entry(
+    entry = RequestRecord(
         id=request.id,
-        asked=job.model or "",
+        requested_model=job.model or "",
         client=request.client,
         account=job.account,
         arrived_s=request.arrived_s,
     )
     try:
-        using = manager.using(job.model, job.options, keep_alive=job.keep_alive, paths=job.paths)
-        async with using as (resident, info):
+        acquired = manager.acquire(
+            job.model, job.options, keep_alive=job.keep_alive, allow_paths=job.allow_paths
+        )
+        async with acquired as (resident, info):
             entry.model = resident.file.name
-            dimensions = _dimensions(job, info)
-            done = await _in_time(resident.engine, job)
-            entry.outcome, entry.end = EMBEDDED, _end(done, info.ctx)
-            return Vectors(entry.model, done, dimensions)
+            dimensions = _resolve_dimensions(job, info)
+            done = await _embed_with_timeout(resident.engine, job)
+            entry.outcome, entry.total = EMBEDDED_REASON, _to_finished(done, info.ctx)
+            return EmbeddingVectors(entry.model, done, dimensions)
     except LocalgenError as error:
         entry.outcome = error.code
         raise
@@ -101,7 +106,7 @@ async def embed(manager: ModelManager, journal: Journal, job: EmbedJob) -> Vecto
         journal.close(entry)
 
 
-def _dimensions(job: EmbedJob, info: ModelInfo) -> int:
+def _resolve_dimensions(job: EmbeddingJob, info: ModelInfo) -> int:
     """Elements of a vector. InvalidRequest: the model has fewer."""
     width = info.embedding_width
     if job.dimensions is not None and job.dimensions > width:
@@ -113,7 +118,7 @@ def _dimensions(job: EmbedJob, info: ModelInfo) -> int:
     return job.dimensions or width
 
 
-async def _in_time(engine: Engine, job: EmbedJob) -> Embedded:
+async def _embed_with_timeout(engine: EngineClient, job: EmbeddingJob) -> Embedded:
     limit_s, waited_s = job.timeout_s, time.monotonic() - job.request.arrived_s
     try:
         async with asyncio.timeout(None if limit_s is None else limit_s - waited_s):
@@ -124,39 +129,40 @@ async def _in_time(engine: Engine, job: EmbedJob) -> Embedded:
         ) from None
 
 
-def _end(done: Embedded, ctx: int) -> Finished:
+def _to_finished(output: Embedded, ctx: int) -> Finished:
     """As the journal has ends."""
     return Finished(
-        request_id=done.request_id,
-        reason=EMBEDDED,
-        timings=done.timings,
-        prompt_tokens=sum(done.prompt_tokens),
+        request_id=output.request_id,
+        reason=EMBEDDED_REASON,
+        timings=output.timings,
+        prompt_tokens=sum(output.prompt_tokens),
         completion_tokens=0,
         ctx=ctx,
     )
 
 
-class VectorsResponse(Response):
-    """Answers a job. What goes wrong is raised, as an HTTP status. body_of: how it is printed."""
+class EmbeddingResponse(Response):
+    """Answers a job. What goes wrong is raised, as an HTTP status. build_body: how it is
+    printed."""
 
     def __init__(
         self,
         manager: ModelManager,
-        journal: Journal,
-        job: EmbedJob,
-        body_of: Callable[[Vectors], dict[str, Any]],
+        journal: RequestLog,
+        job: EmbeddingJob,
+        build_body: Callable[[EmbeddingVectors], dict[str, Any]],
     ) -> None:
         super().__init__()
         self._manager, self._journal, self._job = manager, journal, job
-        self._body_of = body_of
+        self._build_body = build_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancelled_on_disconnect(receive):
-            vectors = await embed(self._manager, self._journal, self._job)
+        async with cancel_on_disconnect(receive):
+            vectors = await compute_embeddings(self._manager, self._journal, self._job)
             # in a thread: it may be millions of numbers
-            response = await asyncio.to_thread(self._rendered, vectors)
+            response = await asyncio.to_thread(self._render, vectors)
             await response(scope, receive, send)
 
-    def _rendered(self, vectors: Vectors) -> Response:
+    def _render(self, vectors: EmbeddingVectors) -> Response:
         headers = {"X-Request-Id": self._job.request.id}
-        return Response(encode(self._body_of(vectors)), 200, headers, "application/json")
+        return Response(encode_json(self._build_body(vectors)), 200, headers, "application/json")

@@ -10,25 +10,29 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from localgen.backends.errors import LocalgenError, TimedOut, error_of
+from localgen.backends.errors import LocalgenError, TimedOut, error_from_code
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Failed, Finished, Request
-from localgen.server.models.engine_client import Event, Stream
+from localgen.server.models.engine_client import RequestEvent, RequestStream
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
-from localgen.server.requests.choices import Choice, together
-from localgen.server.requests.protocol import Format, Start
-from localgen.server.requests.streaming import cancelled_on_disconnect, send_head, send_json
-from localgen.server.stats.request_log import Entry, Journal
+from localgen.server.requests.choices import FinishedChoice, merge_finished
+from localgen.server.requests.protocol import ResponseMetadata, ResponseSerializer
+from localgen.server.requests.streaming import (
+    cancel_on_disconnect,
+    send_json_response,
+    send_stream_headers,
+)
+from localgen.server.stats.request_log import RequestLog, RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What was asked. format_of: how it is printed, once its model is found.
+class GenerationJob:
+    """What was asked. make_serializer: how it is printed, once its model is found.
 
     requests: one for each answer, n of them for each prompt. options, keep_alive: of the model.
-    account: who pays for its tokens. timeout_s: how long it may take in all. paths: whether the
-    model may be named by its path.
+    account: who pays for its tokens. timeout_s: how long it may take in all. allow_paths: whether
+    the model may be named by its path.
     """
 
     id: str
@@ -40,23 +44,23 @@ class Job:
     options: LoadOptions = LoadOptions()
     keep_alive: KeepAlive | None = None
     stream: bool
-    format_of: Callable[[Start], Format]
-    paths: bool = False
+    make_serializer: Callable[[ResponseMetadata], ResponseSerializer]
+    allow_paths: bool = False
 
 
 class GenerationResponse(Response):
     """Answers a job. What fails before the first token is raised, as an HTTP status."""
 
-    def __init__(self, manager: ModelManager, journal: Journal, job: Job) -> None:
+    def __init__(self, manager: ModelManager, journal: RequestLog, job: GenerationJob) -> None:
         super().__init__()
         self._manager = manager
         self._journal = journal
         self._job = job
         self._index = {request.id: index for index, request in enumerate(job.requests)}
-        self._ends: dict[str, Finished] = {}
-        self._entry = Entry(
+        self._finished: dict[str, Finished] = {}
+        self._record = RequestRecord(
             id=job.id,
-            asked=job.model or "",
+            requested_model=job.model or "",
             client=job.requests[0].client,
             account=job.account,
             arrived_s=job.requests[0].arrived_s,
@@ -65,105 +69,122 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, asked_s = self._job, time.monotonic()
         try:
-            using = self._manager.using(
-                job.model, job.options, keep_alive=job.keep_alive, paths=job.paths
+            acquired = self._manager.acquire(
+                job.model, job.options, keep_alive=job.keep_alive, allow_paths=job.allow_paths
             )
-            async with cancelled_on_disconnect(receive), using as (resident, _):
-                name = self._entry.model = resident.file.name
+            async with cancel_on_disconnect(receive), acquired as (resident, _):
+                name = self._record.model = resident.file.name
                 load_ms = (time.monotonic() - asked_s) * 1e3
                 stream = resident.engine.submit(*job.requests)
-                late = self._end_in_time(stream)
+                late = self._start_timeout(stream)
                 try:
-                    start = Start(
-                        id=job.id, model=name, arrived_s=self._entry.arrived_s, load_ms=load_ms
+                    start = ResponseMetadata(
+                        id=job.id, model=name, arrived_s=self._record.arrived_s, load_ms=load_ms
                     )
-                    await self._answer(stream, job.format_of(start), self._named(send))
+                    await self._respond(
+                        stream, job.make_serializer(start), self._with_request_id(send)
+                    )
                 finally:
-                    stream.cancel()
+                    stream.abort()
                     if late is not None:
                         late.cancel()
         except LocalgenError as error:
-            self._entry.outcome = error.code
+            self._record.outcome = error.code
             raise
         finally:
-            self._journal.close(self._entry)
+            self._journal.close(self._record)
 
-    def _end_in_time(self, stream: Stream) -> asyncio.TimerHandle | None:
+    def _start_timeout(self, stream: RequestStream) -> asyncio.TimerHandle | None:
         """See that the request ends in an error when its time is over."""
         limit_s = self._job.timeout_s
         if limit_s is None:
             return None
         message = f"the request took longer than the {limit_s:g} s that it may take here"
-        left_s = limit_s - (time.monotonic() - self._entry.arrived_s)
+        left_s = limit_s - (time.monotonic() - self._record.arrived_s)
         return asyncio.get_running_loop().call_later(left_s, stream.fail, TimedOut.code, message)
 
-    def _named(self, send: Send) -> Send:
+    def _with_request_id(self, send: Send) -> Send:
         """The same with the request's id among the headers."""
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                name = (b"x-request-id", self._entry.id.encode())
+                name = (b"x-request-id", self._record.id.encode())
                 message = {**message, "headers": [*message["headers"], name]}
             await send(message)
 
-        return named
+        return send_with_id
 
-    async def _take(self, stream: Stream) -> list[Event]:
-        events = _to_failure(await stream.take())
-        self._entry.see(events)
-        self._ends |= {end.request_id: end for end in events if isinstance(end, Finished)}
+    async def _next_events(self, stream: RequestStream) -> list[RequestEvent]:
+        events = _until_failure(await stream.next_events())
+        self._record.add_events(events)
+        self._finished |= {end.request_id: end for end in events if isinstance(end, Finished)}
         if self._total is not None:
-            self._entry.finish(self._total)
+            self._record.finish(self._total)
         return events
 
     @property
     def _total(self) -> Finished | None:
         """What all answers took together; None: not all have ended."""
-        if len(self._ends) < len(self._index):
+        if len(self._finished) < len(self._index):
             return None
-        return together([self._ends[request_id] for request_id in self._index], self._job.n)
+        return merge_finished(
+            [self._finished[request_id] for request_id in self._index], self._job.n
+        )
 
-    async def _answer(self, stream: Stream, answer: Format, send: Send) -> None:
-        events = await self._take(stream)
-        _require_good(events)
+    async def _respond(
+        self, stream: RequestStream, serializer: ResponseSerializer, send: Send
+    ) -> None:
+        events = await self._next_events(stream)
+        _raise_if_failed(events)
         if self._job.stream:
-            await self._send_stream(events, stream, answer, send)
+            await self._send_stream(events, stream, serializer, send)
         else:
-            await self._send_whole(events, stream, answer, send)
+            await self._send_full(events, stream, serializer, send)
 
     async def _send_stream(
-        self, events: list[Event], stream: Stream, answer: Format, send: Send
+        self,
+        events: list[RequestEvent],
+        stream: RequestStream,
+        serializer: ResponseSerializer,
+        send: Send,
     ) -> None:
-        framing = answer.framing
-        await send_head(send, framing)
-        body = b"".join(map(framing.event, self._opening(answer)))
+        framing = serializer.framing
+        await send_stream_headers(send, framing)
+        body = b"".join(map(framing.encode_event, self._choice_starts(serializer)))
         while True:
             # events that piled up while the socket was busy leave in one write
-            body += b"".join(self._encode(event, answer) for event in events)
+            body += b"".join(self._encode_event(event, serializer) for event in events)
             ended = self._total is not None or isinstance(events[-1], Failed)
             if self._total is not None:
-                body += b"".join(map(framing.event, answer.closing(self._total))) + framing.end
+                body += (
+                    b"".join(map(framing.encode_event, serializer.stream_end(self._total)))
+                    + framing.terminator
+                )
             await send({"type": "http.response.body", "body": body, "more_body": not ended})
             if ended:
                 return
             body = b""
-            events = await self._take(stream)
+            events = await self._next_events(stream)
 
-    def _opening(self, answer: Format) -> list[object]:
-        return [event for index in self._index.values() for event in answer.opening(index)]
+    def _choice_starts(self, serializer: ResponseSerializer) -> list[object]:
+        return [event for index in self._index.values() for event in serializer.choice_start(index)]
 
-    def _encode(self, event: Event, answer: Format) -> bytes:
-        framing, index = answer.framing, self._index[event.request_id]
+    def _encode_event(self, event: RequestEvent, serializer: ResponseSerializer) -> bytes:
+        framing, index = serializer.framing, self._index[event.request_id]
         match event:
             case Delta():
-                return b"".join(map(framing.event, answer.delta(index, event)))
+                return b"".join(map(framing.encode_event, serializer.choice_delta(index, event)))
             case Finished():
-                return b"".join(map(framing.event, answer.ended(index, event)))
+                return b"".join(map(framing.encode_event, serializer.choice_end(index, event)))
             case Failed(_, code, message, param):
-                return framing.failed(code, message, param)
+                return framing.encode_error(code, message, param)
 
-    async def _send_whole(
-        self, events: list[Event], stream: Stream, answer: Format, send: Send
+    async def _send_full(
+        self,
+        events: list[RequestEvent],
+        stream: RequestStream,
+        serializer: ResponseSerializer,
+        send: Send,
     ) -> None:
         deltas: dict[str, list[Delta]] = {request_id: [] for request_id in self._index}
         while True:
@@ -172,13 +193,16 @@ class GenerationResponse(Response):
                     deltas[event.request_id].append(event)
             if self._total is not None:
                 break
-            events = await self._take(stream)
-            _require_good(events)
-        choices = [Choice(parts, self._ends[request_id]) for request_id, parts in deltas.items()]
-        await send_json(send, answer.whole(choices, self._total))
+            events = await self._next_events(stream)
+            _raise_if_failed(events)
+        choices = [
+            FinishedChoice(parts, self._finished[request_id])
+            for request_id, parts in deltas.items()
+        ]
+        await send_json_response(send, serializer.full_response(choices, self._total))
 
 
-def _to_failure(events: list[Event]) -> list[Event]:
+def _until_failure(events: list[RequestEvent]) -> list[RequestEvent]:
     """The events up to the first bad end, which is that of them all."""
     for at, event in enumerate(events):
         if isinstance(event, Failed):
@@ -186,7 +210,7 @@ def _to_failure(events: list[Event]) -> list[Event]:
     return events
 
 
-def _require_good(events: list[Event]) -> None:
+def _raise_if_failed(events: list[RequestEvent]) -> None:
     last = events[-1]
     if isinstance(last, Failed):
-        raise error_of(last.code, last.message, last.param)
+        raise error_from_code(last.code, last.message, last.param)

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import msgspec
 
 from localgen.backends.types import Delta, Finished
-from localgen.server.requests.choices import Choice
+from localgen.server.requests.choices import FinishedChoice
 
-encode = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 # codes of LocalgenError; anything else is our fault
-_STATUS_OF_CODE = {
+_HTTP_STATUS_BY_CODE = {
     "invalid_request": 400,
     "context_length_exceeded": 400,
     "bad_setting": 400,
@@ -38,19 +38,19 @@ _STATUS_OF_CODE = {
 
 
 class Framing(Protocol):
-    """How objects follow each other in a stream. end: what comes after a whole one."""
+    """How objects follow each other in a stream. terminator: what comes after a whole one."""
 
     content_type: str
-    end: bytes
+    terminator: bytes
 
-    def event(self, value: object) -> bytes:
+    def encode_event(self, value: object) -> bytes:
         """One object."""
 
-    def failed(self, code: str, message: str, param: str | None = None) -> bytes:
+    def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         """The last of a stream that ends in an error."""
 
 
-class Format(Protocol):
+class ResponseSerializer(Protocol):
     """How the answers to one request are printed; several of them are told apart by an index.
 
     What a stream gets is a list, which may be empty: not everything is worth an event.
@@ -59,24 +59,24 @@ class Format(Protocol):
     @property
     def framing(self) -> Framing: ...
 
-    def opening(self, index: int) -> Sequence[object]:
+    def choice_start(self, index: int) -> Sequence[object]:
         """What an answer starts with in a stream."""
 
-    def delta(self, index: int, delta: Delta) -> Sequence[object]:
+    def choice_delta(self, index: int, delta: Delta) -> Sequence[object]:
         """More of an answer."""
 
-    def ended(self, index: int, end: Finished) -> Sequence[object]:
+    def choice_end(self, index: int, finished: Finished) -> Sequence[object]:
         """An answer is whole."""
 
-    def closing(self, total: Finished) -> Sequence[object]:
+    def stream_end(self, total: Finished) -> Sequence[object]:
         """All are. total: what they took together."""
 
-    def whole(self, choices: Sequence[Choice], total: Finished) -> object:
+    def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> object:
         """Everything in one object, for those who want no stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class ResponseMetadata:
     """A request that has found its model. load_ms: how long it waited for that."""
 
     id: str
@@ -85,14 +85,19 @@ class Start:
     load_ms: float
 
 
-def extras(end: Finished) -> dict[str, Any]:
+def extension_fields(finished: Finished) -> dict[str, Any]:
     """What we add to a finished answer in every protocol: times, and how it was served."""
     return {
-        "timings": end.timings,
-        "localgen": {"ctx": end.ctx, "seed": end.seed, "stop": end.stop, "notes": end.notes},
+        "timings": finished.timings,
+        "localgen": {
+            "ctx": finished.ctx,
+            "seed": finished.seed,
+            "stop": finished.stop,
+            "notes": finished.notes,
+        },
     }
 
 
-def status_of(code: str) -> int:
+def http_status_for_code(code: str) -> int:
     """The status of a failure."""
-    return _STATUS_OF_CODE.get(code, 500)
+    return _HTTP_STATUS_BY_CODE.get(code, 500)

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError
-from localgen.server.requests.protocol import Framing, encode
+from localgen.server.requests.protocol import Framing, encode_json
 
 _log = logging.getLogger("localgen.server")
 
 
-async def send_head(send: Send, framing: Framing) -> None:
+async def send_stream_headers(send: Send, framing: Framing) -> None:
     """The headers of a stream."""
     headers = [
         (b"content-type", framing.content_type.encode()),
@@ -25,9 +25,9 @@ async def send_head(send: Send, framing: Framing) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def send_json(send: Send, value: object, status: int = 200) -> None:
+async def send_json_response(send: Send, value: object, status: int = 200) -> None:
     """A whole JSON response."""
-    body = encode(value)
+    body = encode_json(value)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -37,7 +37,7 @@ async def send_json(send: Send, value: object, status: int = 200) -> None:
 
 
 @contextlib.asynccontextmanager
-async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Cancel the block when the client goes away; to its caller it then just ends."""
     task = asyncio.current_task()
     assert task is not None
@@ -62,7 +62,7 @@ async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class EventStream(Response):
+class EventStreamResponse(Response):
     """Events of our own making. The first is awaited before the headers: it may be an error."""
 
     def __init__(self, events: AsyncGenerator[object, None], framing: Framing) -> None:
@@ -72,27 +72,27 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         framing = self._framing
-        async with cancelled_on_disconnect(receive), contextlib.aclosing(self._events) as events:
+        async with cancel_on_disconnect(receive), contextlib.aclosing(self._events) as events:
             first = await anext(events)
-            await send_head(send, framing)
-            await self._send(send, first)
+            await send_stream_headers(send, framing)
+            await self._send_event(send, first)
             try:
                 async for event in events:
-                    await self._send(send, event)
-                end = framing.end
+                    await self._send_event(send, event)
+                end = framing.terminator
             except LocalgenError as error:
-                end = framing.failed(error.code, error.message, error.param)
+                end = framing.encode_error(error.code, error.message, error.param)
             except Exception:
                 _log.exception("a stream of events failed")
-                end = framing.failed("internal_error", "the server's log says why")
+                end = framing.encode_error("internal_error", "the server's log says why")
             await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _send(self, send: Send, event: object) -> None:
-        body = self._framing.event(event)
+    async def _send_event(self, send: Send, event: object) -> None:
+        body = self._framing.encode_event(event)
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-class LastEvent(Response):
+class LastEventResponse(Response):
     """The last of such events alone."""
 
     def __init__(self, events: AsyncGenerator[object, None]) -> None:
@@ -100,8 +100,8 @@ class LastEvent(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancelled_on_disconnect(receive), contextlib.aclosing(self._events) as events:
+        async with cancel_on_disconnect(receive), contextlib.aclosing(self._events) as events:
             last = None
             async for event in events:
                 last = event
-            await send_json(send, last)
+            await send_json_response(send, last)

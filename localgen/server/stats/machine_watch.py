@@ -8,46 +8,46 @@ from collections.abc import Callable
 
 import psutil
 
-from localgen.backends.machine_stats import MachineUse
-from localgen.backends.memory.system import available_bytes, total_bytes
-from localgen.machine.gpus import gpu_uses
+from localgen.backends.machine_stats import MachineStats
+from localgen.backends.memory.system import available_memory_bytes, total_memory_bytes
+from localgen.machine.gpus import read_gpu_metrics
 
 # older than this it is asked again
-FRESH_S = 1.0
+MAX_AGE_S = 1.0
 
 
 class MachineWatch:
-    """look: finds out, and may take its time."""
+    """probe: finds out, and may take its time."""
 
-    def __init__(self, look: Callable[[], MachineUse] | None = None) -> None:
-        self._look = look or machine_use
+    def __init__(self, probe: Callable[[], MachineStats] | None = None) -> None:
+        self._probe = probe or measure_machine_use
         psutil.cpu_percent()  # it tells of the time since it was asked last
-        self._found: MachineUse | None = None
-        self._asked_s = -FRESH_S
-        self._asking = False
+        self._latest: MachineStats | None = None
+        self._probed_s = -MAX_AGE_S
+        self._is_probing = False
 
     @property
-    def use(self) -> MachineUse | None:
+    def latest(self) -> MachineStats | None:
         """What was found last, a second ago or so if somebody keeps asking; None: nothing yet."""
         now_s = time.monotonic()
-        if not self._asking and now_s - self._asked_s >= FRESH_S:
-            self._asked_s, self._asking = now_s, True
-            threading.Thread(target=self._ask, name="machine", daemon=True).start()
-        return self._found
+        if not self._is_probing and now_s - self._probed_s >= MAX_AGE_S:
+            self._probed_s, self._is_probing = now_s, True
+            threading.Thread(target=self._run_probe, name="machine", daemon=True).start()
+        return self._latest
 
-    def _ask(self) -> None:
+    def _run_probe(self) -> None:
         try:
-            self._found = self._look()
+            self._latest = self._probe()
         finally:
-            self._asking = False
+            self._is_probing = False
 
 
-def machine_use() -> MachineUse:
+def measure_machine_use() -> MachineStats:
     """This machine now, in this process' control group where that has less memory."""
-    return MachineUse(
+    return MachineStats(
         cpu=psutil.cpu_percent() / 100,
         cores=psutil.cpu_count(),
-        ram_bytes=total_bytes(),
-        ram_free_bytes=available_bytes(),
-        gpus=gpu_uses(),
+        ram_bytes=total_memory_bytes(),
+        ram_free_bytes=available_memory_bytes(),
+        gpus=read_gpu_metrics(),
     )

@@ -7,22 +7,22 @@ from collections import deque
 from dataclasses import replace
 
 from localgen.backends.machine_stats import EndedRequest
-from localgen.backends.types import Finished, Phases, Timings
-from localgen.server.stats.request_log import UNKNOWN, Entry
+from localgen.backends.types import Finished, RequestPhases, Timings
+from localgen.server.stats.request_log import UNKNOWN_MODEL, RequestRecord
 
-MOST = 50
+MAX_RECENT_REQUESTS = 50
 
 
-class Recent:
+class RecentRequests:
     """Observes the journal; an entry for each answer of a request."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[float, EndedRequest]] = deque(maxlen=MOST)
+        self._ended: deque[tuple[float, EndedRequest]] = deque(maxlen=MAX_RECENT_REQUESTS)
 
-    def ended(self, entry: Entry) -> None:
+    def on_request_end(self, record: RequestRecord) -> None:
         """A request has ended, however it did."""
-        for each in _of(entry):
-            self._ended.appendleft((entry.ended_s, each))
+        for each in _ended_requests(record):
+            self._ended.appendleft((record.ended_s, each))
 
     def requests(self) -> list[EndedRequest]:
         """Newest first."""
@@ -30,34 +30,34 @@ class Recent:
         return [replace(each, ended_ago_s=now_s - at_s) for at_s, each in self._ended]
 
 
-def _of(entry: Entry) -> list[EndedRequest]:
-    model = entry.asked if entry.model == UNKNOWN else entry.model
-    ends = entry.ends or ([entry.end] if entry.end else [])
+def _ended_requests(record: RequestRecord) -> list[EndedRequest]:
+    model = record.requested_model if record.model == UNKNOWN_MODEL else record.model
+    ends = record.finished or ([record.total] if record.total else [])
     if ends:
-        return [_finished(end, model, entry.client) for end in ends]
+        return [_from_finished(end, model, record.client) for end in ends]
     cut = EndedRequest(
-        request_id=entry.id,
+        request_id=record.id,
         model=model,
-        client=entry.client,
-        outcome=entry.outcome,
+        client=record.client,
+        outcome=record.outcome,
         ended_ago_s=0.0,
-        generated_tokens=entry.num_tokens,
+        generated_tokens=record.num_tokens,
     )
     return [cut]
 
 
-def _finished(end: Finished, model: str, client: str) -> EndedRequest:
-    timings = end.timings
+def _from_finished(finished: Finished, model: str, client: str) -> EndedRequest:
+    timings = finished.timings
     return EndedRequest(
-        request_id=end.request_id,
+        request_id=finished.request_id,
         model=model,
         client=client,
-        outcome=end.reason,
+        outcome=finished.reason,
         ended_ago_s=0.0,
-        prompt_tokens=end.prompt_tokens,
+        prompt_tokens=finished.prompt_tokens,
         cached_tokens=timings.cache_n,
-        generated_tokens=end.completion_tokens,
-        ctx=end.ctx,
+        generated_tokens=finished.completion_tokens,
+        ctx=finished.ctx,
         ttft_ms=timings.ttft_ms or None,
         tokens_per_s=timings.predicted_per_second or None,
         draft_tokens=timings.draft_n,
@@ -66,9 +66,9 @@ def _finished(end: Finished, model: str, client: str) -> EndedRequest:
     )
 
 
-def _phases(timings: Timings) -> Phases:
+def _phases(timings: Timings) -> RequestPhases:
     rest_ms = timings.prompt_ms - timings.cached_ms - timings.first_step_ms
-    return Phases(
+    return RequestPhases(
         template_ms=timings.template_ms,
         queue_ms=timings.queue_ms,
         cached_ms=timings.cached_ms,

@@ -11,98 +11,98 @@ from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
 from localgen.backends.types import Delta, Failed, Finished
-from localgen.server.models.engine_client import Event
+from localgen.server.models.engine_client import RequestEvent
 
 # how a request for vectors ends well
-EMBEDDED = "embedded"
+EMBEDDED_REASON = "embedded"
 # a client's misspellings shall not become labels of figures
-UNKNOWN = "unknown"
+UNKNOWN_MODEL = "unknown"
 _log = logging.getLogger("localgen.requests")
 LogFormat = Literal["text", "json"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Entry:
+class RequestRecord:
     """One request for text, or for vectors. Times are monotonic seconds.
 
-    asked: the model as the client calls it; model: as the server does, once it is found.
+    requested_model: the model as the client calls it; model: as the server does, once it is found.
     account: who pays for its tokens. outcome: stop, length, cancelled or embedded; the code of the
-    error that ended it; gone: the client left. end: what all its answers took together; ends: each.
-    gaps_s: between one text of an answer and the next, for each token of the later one:
-    (seconds, tokens). last: tokens of an answer so far, and when they came.
+    error that ended it; gone: the client left. total: what all its answers took together; finished:
+    each. token_gaps_s: between one text of an answer and the next, for each token of the later one:
+    (seconds, tokens). last_delta: tokens of an answer so far, and when they came.
     """
 
     id: str
-    asked: str
+    requested_model: str
     client: str
     account: str
     arrived_s: float
-    model: str = UNKNOWN
+    model: str = UNKNOWN_MODEL
     outcome: str = "gone"
-    end: Finished | None = None
-    ends: list[Finished] = field(default_factory=list)
-    gaps_s: list[tuple[float, int]] = field(default_factory=list)
-    last: dict[str, tuple[int, float]] = field(default_factory=dict)
+    total: Finished | None = None
+    finished: list[Finished] = field(default_factory=list)
+    token_gaps_s: list[tuple[float, int]] = field(default_factory=list)
+    last_delta: dict[str, tuple[int, float]] = field(default_factory=dict)
     ended_s: float = 0.0
     num_tokens: int = 0
 
-    def see(self, events: list[Event]) -> None:
+    def add_events(self, events: list[RequestEvent]) -> None:
         """Events that have just come."""
         now_s = time.monotonic()
         for event in events:
             match event:
                 case Delta():
-                    self._see_text(event, now_s)
+                    self._add_delta(event, now_s)
                 case Finished():
-                    self.ends.append(event)
+                    self.finished.append(event)
                 case Failed():
                     self.outcome = event.code
 
-    def _see_text(self, delta: Delta, now_s: float) -> None:
-        before, last_s = self.last.get(delta.request_id, (0, None))
+    def _add_delta(self, delta: Delta, now_s: float) -> None:
+        before, last_s = self.last_delta.get(delta.request_id, (0, None))
         new = delta.num_tokens - before
         if last_s is not None and new:
-            self.gaps_s.append(((now_s - last_s) / new, new))
-        self.last[delta.request_id] = delta.num_tokens, now_s
+            self.token_gaps_s.append(((now_s - last_s) / new, new))
+        self.last_delta[delta.request_id] = delta.num_tokens, now_s
         self.num_tokens += new
 
     def finish(self, total: Finished) -> None:
         """All its answers have ended well."""
-        self.end, self.outcome = total, total.reason
+        self.total, self.outcome = total, total.reason
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Who wants to know of ended requests."""
 
-    def ended(self, entry: Entry) -> None: ...
+    def on_request_end(self, record: RequestRecord) -> None: ...
 
 
-class Journal:
+class RequestLog:
     """Writes down requests that have ended."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    def __init__(self, observers: Sequence[RequestObserver]) -> None:
         self._observers = observers
 
-    def close(self, entry: Entry) -> None:
+    def close(self, record: RequestRecord) -> None:
         """The request has ended, however it did."""
-        entry.ended_s = time.monotonic()
+        record.ended_s = time.monotonic()
         for observer in self._observers:
-            observer.ended(entry)
-        _log.info("request", extra={"fields": fields_of(entry)})
+            observer.on_request_end(record)
+        _log.info("request", extra={"fields": log_fields(record)})
 
 
-def fields_of(entry: Entry) -> dict[str, str | int | float]:
+def log_fields(record: RequestRecord) -> dict[str, str | int | float]:
     """What the log says of a request; times in milliseconds."""
     fields: dict[str, str | int | float] = {
-        "id": entry.id,
-        "model": entry.asked if entry.model == UNKNOWN else entry.model,
-        "client": entry.client,
-        "outcome": entry.outcome,
-        "total_ms": _ms(entry.ended_s - entry.arrived_s),
+        "id": record.id,
+        "model": record.requested_model if record.model == UNKNOWN_MODEL else record.model,
+        "client": record.client,
+        "outcome": record.outcome,
+        "total_ms": _ms(record.ended_s - record.arrived_s),
     }
-    if entry.end is None:
-        return fields | {"answer_tokens": entry.num_tokens}
-    timings = entry.end.timings
+    if record.total is None:
+        return fields | {"answer_tokens": record.num_tokens}
+    timings = record.total.timings
     return fields | {
         "queue_ms": round(timings.queue_ms, 1),
         "template_ms": round(timings.template_ms, 1),
@@ -111,7 +111,7 @@ def fields_of(entry: Entry) -> dict[str, str | int | float]:
         "ttft_ms": round(timings.ttft_ms, 1),
         "cached_tokens": timings.cache_n,
         "new_tokens": timings.prompt_n,
-        "answer_tokens": entry.end.completion_tokens,
+        "answer_tokens": record.total.completion_tokens,
         "tokens_per_s": round(timings.predicted_per_second, 1),
     }
 
@@ -120,37 +120,43 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 1)
 
 
-def formatter(kind: LogFormat = "text") -> logging.Formatter:
+def create_log_formatter(log_format: LogFormat = "text") -> logging.Formatter:
     """One line for each record. What is passed as `extra={"fields": {…}}` follows the message."""
-    return _Json() if kind == "json" else _Text("%(asctime)s %(levelname)s %(message)s")
+    return (
+        _JsonFormatter()
+        if log_format == "json"
+        else _TextFormatter("%(asctime)s %(levelname)s %(message)s")
+    )
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
+def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     found: dict[str, Any] = getattr(record, "fields", {})
     return found
 
 
-class _Text(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        pairs = (f" {name}={_word(value)}" for name, value in _fields(record).items())
+        pairs = (
+            f" {name}={_quote_if_needed(value)}" for name, value in _extra_fields(record).items()
+        )
         return super().formatMessage(record) + "".join(pairs)
 
 
-def _word(value: object) -> str:
+def _quote_if_needed(value: object) -> str:
     """As one word: a name that a client chose could forge a line or another field."""
     text = str(value)
     plain = text.isprintable() and not set(text) & set(' "=')
     return text if plain and text else json.dumps(text)
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-        } | _fields(record)
+        } | _extra_fields(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -13,46 +13,46 @@ import psutil
 import localgen
 from localgen import PROTOCOL
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.memory.system import available_bytes
+from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
-from localgen.config import Settings
-from localgen.hub.resolve import available, resolve
-from localgen.machine.gpus import gpu_bytes_of
+from localgen.config import ServerSettings
+from localgen.hub.resolve import installed_models, resolve_model
+from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.manager import ModelManager
-from localgen.server.models.resident import Resident, model_id
+from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.stats.machine_watch import MachineWatch
-from localgen.server.stats.memory_reads import ReadCosts
-from localgen.server.stats.recent_requests import Recent
+from localgen.server.stats.memory_reads import ReadCostCache
+from localgen.server.stats.recent_requests import RecentRequests
 
 
 class ServerState:
     """Views of the manager for /health, /v1/models and /v1/stats.
 
-    starting: whether the model that the server begins with is still to come. recent: to be told
-    of requests that end.
+    is_preloading: whether the model that the server begins with is still to come. recent_requests:
+    to be told of requests that end.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ServerSettings,
         manager: ModelManager,
         *,
-        starting: Callable[[], bool] = lambda: False,
+        is_preloading: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._manager = manager
-        self._starting = starting
+        self._is_preloading = is_preloading
         self._started_s = time.monotonic()
-        self.recent = Recent()
+        self.recent_requests = RecentRequests()
         self._machine = MachineWatch()
-        self._costs = ReadCosts()
+        self._read_costs = ReadCostCache()
 
     @property
     def status(self) -> str:
         """`ok`: requests are welcome; `loading` the model that it was started with; `stopping`."""
-        if self._manager.closing:
+        if self._manager.is_closing:
             return "stopping"
-        return "loading" if self._starting() else "ok"
+        return "loading" if self._is_preloading() else "ok"
 
     def health(self) -> dict[str, Any]:
         """Who answers here, and whether it is at work."""
@@ -64,17 +64,17 @@ class ServerState:
             "active_requests": self._manager.active_requests,
         }
 
-    def models(self) -> list[dict[str, Any]]:
+    def list_models(self) -> list[dict[str, Any]]:
         """Every model that can be named, and those loaded from elsewhere. Reads the disk."""
-        files = {file.path: file for file in available()}
+        files = {file.path: file for file in installed_models()}
         files |= {resident.file.path: resident.file for resident in self._manager.residents}
-        return [self._card(file, file.name) for file in files.values()]
+        return [self._build_card(file, file.name) for file in files.values()]
 
-    def model(self, name: str, *, paths: bool) -> dict[str, Any]:
+    def model_card(self, name: str, *, allow_paths: bool) -> dict[str, Any]:
         """One of them, under the name that was asked for. Reads the disk. ModelNotFound."""
-        return self._card(resolve(name, paths=paths), name)
+        return self._build_card(resolve_model(name, allow_paths=allow_paths), name)
 
-    def _card(self, file: ModelFile, name: str) -> dict[str, Any]:
+    def _build_card(self, file: ModelFile, name: str) -> dict[str, Any]:
         loaded = {resident.file.path: resident for resident in self._manager.residents}
         return {
             "id": name,
@@ -97,14 +97,14 @@ class ServerState:
                 "rss_bytes": _rss_bytes(os.getpid()),
                 "keep_alive_s": self._settings.keep_alive_s,
                 "memory_limit": self._settings.memory_limit,
-                "memory_available": available_bytes(),
+                "memory_available": available_memory_bytes(),
             },
-            "machine": self._machine.use,
-            "models": [self._model(resident) for resident in self._manager.residents],
-            "ended": self.recent.requests(),
+            "machine": self._machine.latest,
+            "models": [self._model_stats(resident) for resident in self._manager.residents],
+            "ended": self.recent_requests.requests(),
         }
 
-    def _model(self, resident: Resident) -> dict[str, Any]:
+    def _model_stats(self, resident: ResidentModel) -> dict[str, Any]:
         info = resident.info
         summary = {
             "name": resident.file.name,
@@ -114,10 +114,10 @@ class ServerState:
             "progress": 1.0 if info else resident.engine.progress,
             "pid": resident.engine.pid,
             "rss_bytes": _rss_bytes(resident.engine.pid),
-            "gpu_bytes": gpu_bytes_of(resident.engine.pid) if _on_gpu(resident) else None,
+            "gpu_bytes": process_gpu_bytes(resident.engine.pid) if _is_on_gpu(resident) else None,
             "size_bytes": _weight_bytes(info) if info else resident.file.size_bytes,
-            "active_requests": resident.users,
-            "until_s": resident.seconds_left(),
+            "active_requests": resident.num_users,
+            "until_s": resident.expires_in_s(),
             "processor": info.processor if info else "",
             "ctx": info.ctx if info else 0,
             "draft": info.draft.name if info and info.draft else "",
@@ -125,14 +125,14 @@ class ServerState:
         if info is not None:
             # not the template: it is long, and snapshots are frequent
             summary["info"] = asdict(replace(info, chat_template=None))
-        return summary | {"read": self._costs.of(resident), "stats": resident.engine.stats}
+        return summary | {"read": self._read_costs.lookup(resident), "stats": resident.engine.stats}
 
 
 def _weight_bytes(info: ModelInfo) -> int:
     return info.size_bytes + (info.draft.size_bytes if info.draft else 0)
 
 
-def _on_gpu(resident: Resident) -> bool:
+def _is_on_gpu(resident: ResidentModel) -> bool:
     return "GPU" in (resident.info.processor if resident.info else "")
 
 

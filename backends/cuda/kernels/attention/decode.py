@@ -13,242 +13,247 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.online_softmax import (
-    UNALIGNED,
-    attend,
-    constants,
-    example,
-    pointer_types,
-    pointers,
+    UNALIGNED_ARGS,
+    attention_constants,
+    attention_pointer_types,
+    attention_pointers,
+    meta_layer_kv,
+    online_softmax_step,
 )
-from localgen.backends.cuda.kernels.attention_metadata import Ragged
-from localgen.backends.cuda.kernels.device import ARCHS, arch_of, units_of
-from localgen.backends.cuda.kernels.kv_cache import LARGEST, LayerKV
+from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
+from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # sequences with more rows than that are prompts: a token, and the drafts after it
-MAX_ROWS = 8
+MAX_DECODE_ROWS = 8
 # a split reads at least so many tokens, unless the window is shorter
-_LEAST_SPLIT = 128
-_MOST_SPLITS = 64
+_MIN_SPLIT_TOKENS = 128
+_MAX_SPLITS = 64
 # programs for each multiprocessor: two, so that one loads while another computes
-_PROGRAMS = 2
-_HOPPER = 90
+_PROGRAMS_PER_SM = 2
+_HOPPER_ARCH = 90
 # of a thread: two programs of four warps can have that many
-_MOST_REGISTERS = 255
+_MAX_REGISTERS = 255
 # tl.dot has no smaller side
-_LEAST_SIDE = 16
+_MIN_DOT_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """rows: of a sequence, at most. padded: rows times the heads that share a kv head, as tl.dot
-    wants them. block: tokens at a time. registers: most of a thread; None: as the compiler has it.
+class SplitKVPlan:
+    """max_rows: of a sequence, at most. padded_rows: rows times the heads that share a kv head, as
+    tl.dot wants them. block_tokens: tokens at a time. max_registers: most of a thread; None: as the
+    compiler has it.
     """
 
-    rows: int
-    padded: int
-    block: int
-    splits: int
-    warps: int
-    stages: int
-    registers: int | None = None
+    max_rows: int
+    padded_rows: int
+    block_tokens: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
 
 
-def plan(
+def plan_split_kv(
     *,
-    sequences: int,
-    max_rows: int,
-    max_len: int,
-    heads: int,
-    kv_heads: int,
-    size: int,
+    num_seqs: int,
+    max_query_len: int,
+    max_seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
     quantized: bool,
     arch: int,
-    units: int,
-) -> Plan:
+    num_sms: int,
+) -> SplitKVPlan:
     """How to cut the work. quantized: the cache, in eight bits. arch: compute capability of the
-    GPU. units: its multiprocessors."""
-    rows = 1 if max_rows == 1 else MAX_ROWS
-    padded = max(_LEAST_SIDE, triton.next_power_of_2(rows * heads // kv_heads))
-    wanted = -(-_PROGRAMS * units // max(1, sequences * kv_heads))
-    useful = -(-max_len // _LEAST_SPLIT)
-    splits = triton.next_power_of_2(max(1, min(wanted, useful, _MOST_SPLITS)))
+    GPU. num_sms: its multiprocessors."""
+    rows = 1 if max_query_len == 1 else MAX_DECODE_ROWS
+    padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(rows * num_heads // num_kv_heads))
+    wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_seqs * num_kv_heads))
+    useful = -(-max_seq_len // _MIN_SPLIT_TOKENS)
+    splits = triton.next_power_of_2(max(1, min(wanted, useful, _MAX_SPLITS)))
     # 16 KiB of keys and as much of values at a time: two of each fit everywhere
-    block = 8192 // triton.next_power_of_2(size)
+    block = 8192 // triton.next_power_of_2(head_dim)
     if padded >= 64:  # or registers would not hold the rows
         block //= 2
     # beside 64 KiB of sums, four warps would not hold the queries
-    warps = 8 if padded * triton.next_power_of_2(size) >= 16384 else 4
+    warps = 8 if padded * triton.next_power_of_2(head_dim) >= 16384 else 4
     registers = None
-    if _may_spill(padded * block, splits, size, quantized, arch):
-        registers = _MOST_REGISTERS
-    return Plan(rows, padded, block, splits, warps, stages=2, registers=registers)
+    if _may_spill(padded * block, splits, head_dim, quantized, arch):
+        registers = _MAX_REGISTERS
+    return SplitKVPlan(rows, padded, block, splits, warps, num_stages=2, max_registers=registers)
 
 
-def _may_spill(scores: int, splits: int, size: int, quantized: bool, arch: int) -> bool:
+def _may_spill(num_scores: int, num_splits: int, head_dim: int, quantized: bool, arch: int) -> bool:
     """Whether the compiler, left alone, may spill a few bytes so that more programs fit on a
     multiprocessor. Given all registers it does not; with four warps, two programs still fit.
 
-    scores: of a program at a time. Found by compiling what `plan` can choose, and a little wider
-    than what spilled, for that differs between versions of Triton.
+    num_scores: of a program at a time. Found by compiling what `plan_split_kv` can choose, and a
+    little wider than what spilled, for that differs between versions of Triton.
     """
-    if splits == 1 and scores >= (2048 if quantized else 4096):
+    if num_splits == 1 and num_scores >= (2048 if quantized else 4096):
         return True
-    return arch < _HOPPER and (quantized or size > 128)
+    return arch < _HOPPER_ARCH and (quantized or head_dim > 128)
 
 
-def decode_triton(
+def decode_attention_triton(
     queries: Tensor,
-    cache: LayerKV,
-    ragged: Ragged,
+    layer_kv: LayerKV,
+    metadata: AttentionMetadata,
     out: Tensor,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Fill the rows of `out` that belong to sequences of at most MAX_ROWS rows."""
+    """Fill the rows of `out` that belong to sequences of at most MAX_DECODE_ROWS rows."""
     _, heads, size = queries.shape
-    sequences, kv_heads = len(ragged.lengths), cache.keys.shape[1]
-    chosen = plan(
-        sequences=sequences,
-        max_rows=ragged.max_rows,
-        max_len=min(ragged.max_len, (window or ragged.max_len) + MAX_ROWS),
-        heads=heads,
-        kv_heads=kv_heads,
-        size=size,
-        quantized=cache.keys.dtype in LARGEST,
-        arch=arch_of(queries.device),
-        units=units_of(queries.device),
+    sequences, kv_heads = len(metadata.seq_lens), layer_kv.keys.shape[1]
+    chosen = plan_split_kv(
+        num_seqs=sequences,
+        max_query_len=metadata.max_query_len,
+        max_seq_len=min(metadata.max_seq_len, (window or metadata.max_seq_len) + MAX_DECODE_ROWS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        quantized=layer_kv.keys.dtype in QUANTIZED_MAX,
+        arch=compute_capability(queries.device),
+        num_sms=count_sms(queries.device),
     )
     partial, peaks = out, out
-    if chosen.splits > 1:
-        shape = (sequences, chosen.rows, heads, chosen.splits)
+    if chosen.num_splits > 1:
+        shape = (sequences, chosen.max_rows, heads, chosen.num_splits)
         partial = torch.empty(*shape, size, dtype=torch.float32, device=out.device)
         peaks = torch.empty(shape, dtype=torch.float32, device=out.device)
-    launch(_decode, (sequences, kv_heads, chosen.splits))(
-        *pointers(queries, cache, ragged, out),
+    launch(_decode_attention_kernel, (sequences, kv_heads, chosen.num_splits))(
+        *attention_pointers(queries, layer_kv, metadata, out),
         partial,
         peaks,
         scale,
         softcap or 1.0,
-        ragged.tables.stride(0),
-        **_constants(chosen, heads, cache, window, softcap),
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
-        maxnreg=chosen.registers,
+        metadata.page_tables.stride(0),
+        **_decode_constants(chosen, heads, layer_kv, window, softcap),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        maxnreg=chosen.max_registers,
     )
-    if chosen.splits > 1:
-        launch(_combine, (sequences * chosen.rows, heads))(
+    if chosen.num_splits > 1:
+        launch(_combine_splits_kernel, (sequences * chosen.max_rows, heads))(
             partial,
             peaks,
-            ragged.starts,
+            metadata.query_starts,
             out,
-            heads=heads,
-            size=size,
-            block_size=triton.next_power_of_2(size),
-            rows=chosen.rows,
-            splits=chosen.splits,
-            num_warps=_combine_warps(chosen.splits, size),
+            num_heads=heads,
+            head_dim=size,
+            padded_head_dim=triton.next_power_of_2(size),
+            max_rows=chosen.max_rows,
+            num_splits=chosen.num_splits,
+            num_warps=_combine_warps(chosen.num_splits, size),
         )
 
 
-def _combine_warps(splits: int, size: int) -> int:
+def _combine_warps(num_splits: int, head_dim: int) -> int:
     """So that a thread holds at most 64 numbers."""
-    numbers: int = splits * triton.next_power_of_2(size)
+    numbers: int = num_splits * triton.next_power_of_2(head_dim)
     return max(1, min(8, numbers // 2048))
 
 
-def _constants(
-    chosen: Plan, heads: int, cache: LayerKV, window: int | None, softcap: float | None
+def _decode_constants(
+    plan: SplitKVPlan, heads: int, cache: LayerKV, window: int | None, softcap: float | None
 ) -> dict[str, object]:
     return {
-        **constants(heads, cache, window, softcap),
-        "rows": chosen.rows,
-        "padded": chosen.padded,
-        "block": chosen.block,
-        "splits": chosen.splits,
+        **attention_constants(heads, cache, window, softcap),
+        "max_rows": plan.max_rows,
+        "padded_rows": plan.padded_rows,
+        "block_tokens": plan.block_tokens,
+        "num_splits": plan.num_splits,
     }
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=UNALIGNED)
-def _decode(
-    queries, keys, values, key_scales, value_scales, tables, starts, lengths, out, partial, peaks,
-    scale, softcap, table_stride,
-    heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, block_size: tl.constexpr,
-    page: tl.constexpr, rows: tl.constexpr, padded: tl.constexpr, block: tl.constexpr,
-    splits: tl.constexpr, window: tl.constexpr, quantized: tl.constexpr, capped: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=UNALIGNED_ARGS)
+def _decode_attention_kernel(
+    queries, keys, values, key_scales, value_scales, page_tables, query_starts, seq_lens, out,
+    split_out, split_lse, scale, softcap, table_stride,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    padded_head_dim: tl.constexpr, page_tokens: tl.constexpr, max_rows: tl.constexpr,
+    padded_rows: tl.constexpr, block_tokens: tl.constexpr, num_splits: tl.constexpr,
+    window: tl.constexpr, quantized: tl.constexpr, has_softcap: tl.constexpr,
 ):  # fmt: skip
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - first
-    length = tl.load(lengths + sequence)
-    if (count == 0) | (count > rows):
+    first = tl.load(query_starts + sequence)
+    count = tl.load(query_starts + sequence + 1) - first
+    length = tl.load(seq_lens + sequence)
+    if (count == 0) | (count > max_rows):
         return
-    group: tl.constexpr = heads // kv_heads
+    group: tl.constexpr = num_heads // num_kv_heads
     # rows of the dot are the queries of a token for all heads of the group, token after token
-    at = tl.arange(0, padded)
+    at = tl.arange(0, padded_rows)
     row, member = at // group, at % group
-    element = tl.arange(0, block_size)
+    element = tl.arange(0, padded_head_dim)
     live = row < count
-    query_at = ((first + row).to(tl.int64) * heads + head * group + member) * size
-    mask = live[:, None] & (element < size)[None, :]
+    query_at = ((first + row).to(tl.int64) * num_heads + head * group + member) * head_dim
+    mask = live[:, None] & (element < head_dim)[None, :]
     q = tl.load(queries + query_at[:, None] + element[None, :], mask=mask, other=0.0)
     seen_to = length - count + row + 1
     seen_from = tl.zeros_like(seen_to)
     begin = 0
     if window > 0:
         seen_from = tl.maximum(seen_to - window, 0)
-        begin = tl.maximum(length - count + 1 - window, 0) // block * block
+        begin = tl.maximum(length - count + 1 - window, 0) // block_tokens * block_tokens
     # cut by what there is, not by what there may be: all splits have work
-    share = tl.cdiv(tl.cdiv(length - begin, splits), block) * block
+    share = tl.cdiv(tl.cdiv(length - begin, num_splits), block_tokens) * block_tokens
     begin += split * share
     end = tl.minimum(begin + share, length)
-    peak = tl.full([padded], float("-inf"), tl.float32)
-    total = tl.zeros([padded], tl.float32)
-    mixed = tl.zeros([padded, block_size], tl.float32)
-    table = tables + sequence.to(tl.int64) * table_stride
-    for start in range(begin, end, block):
-        peak, total, mixed = attend(
-            q, keys, values, key_scales, value_scales, table, head, start + tl.arange(0, block),
-            end, seen_from, seen_to, peak, total, mixed, scale, softcap,
-            kv_heads, size, block_size, page, quantized, capped,
+    peak = tl.full([padded_rows], float("-inf"), tl.float32)
+    total = tl.zeros([padded_rows], tl.float32)
+    mixed = tl.zeros([padded_rows, padded_head_dim], tl.float32)
+    table = page_tables + sequence.to(tl.int64) * table_stride
+    for start in range(begin, end, block_tokens):
+        peak, total, mixed = online_softmax_step(
+            q, keys, values, key_scales, value_scales, table, head,
+            start + tl.arange(0, block_tokens), end, seen_from, seen_to, peak, total, mixed,
+            scale, softcap,
+            num_kv_heads, head_dim, padded_head_dim, page_tokens, quantized, has_softcap,
         )  # fmt: skip
     # a row of this split that saw nothing: its peak of -inf says so
     total = tl.where(total == 0.0, 1.0, total)
     mixed = mixed / total[:, None]
-    if splits == 1:
+    if num_splits == 1:
         to = out + query_at[:, None] + element[None, :]
         tl.store(to, mixed.to(out.dtype.element_ty), mask=mask)
     else:
-        own = ((sequence * rows + row).to(tl.int64) * heads + head * group + member) * splits
-        tl.store(partial + (own + split)[:, None] * size + element[None, :], mixed, mask=mask)
-        tl.store(peaks + own + split, peak + tl.log2(total), mask=live)
+        own = (
+            (sequence * max_rows + row).to(tl.int64) * num_heads + head * group + member
+        ) * num_splits
+        tl.store(split_out + (own + split)[:, None] * head_dim + element[None, :], mixed, mask=mask)
+        tl.store(split_lse + own + split, peak + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts"])
-def _combine(
-    partial, peaks, starts, out,
-    heads: tl.constexpr, size: tl.constexpr, block_size: tl.constexpr, rows: tl.constexpr,
-    splits: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["query_starts"])
+def _combine_splits_kernel(
+    split_out, split_lse, query_starts, out,
+    num_heads: tl.constexpr, head_dim: tl.constexpr, padded_head_dim: tl.constexpr,
+    max_rows: tl.constexpr, num_splits: tl.constexpr,
 ):  # fmt: skip
     """Splits weighted by their sums. A split that saw nothing has the weight 2 ** -inf."""
     place, head = tl.program_id(0), tl.program_id(1)
-    sequence, row = place // rows, place % rows
-    first = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - first
-    if (row >= count) | (count > rows):
+    sequence, row = place // max_rows, place % max_rows
+    first = tl.load(query_starts + sequence)
+    count = tl.load(query_starts + sequence + 1) - first
+    if (row >= count) | (count > max_rows):
         return
-    split = tl.arange(0, splits)
-    element = tl.arange(0, block_size)
-    own = (place.to(tl.int64) * heads + head) * splits + split
-    logs = tl.load(peaks + own)
+    split = tl.arange(0, num_splits)
+    element = tl.arange(0, padded_head_dim)
+    own = (place.to(tl.int64) * num_heads + head) * num_splits + split
+    logs = tl.load(split_lse + own)
     weights = tl.exp2(logs - tl.max(logs, 0))
-    mask = (split < splits)[:, None] & (element < size)[None, :]
-    parts = tl.load(partial + own[:, None] * size + element[None, :], mask=mask, other=0.0)
+    mask = (split < num_splits)[:, None] & (element < head_dim)[None, :]
+    parts = tl.load(split_out + own[:, None] * head_dim + element[None, :], mask=mask, other=0.0)
     mixed = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    to = out + ((first + row).to(tl.int64) * heads + head) * size + element
-    tl.store(to, mixed.to(out.dtype.element_ty), mask=element < size)
+    to = out + ((first + row).to(tl.int64) * num_heads + head) * head_dim + element
+    tl.store(to, mixed.to(out.dtype.element_ty), mask=element < head_dim)
 
 
 def variants() -> Iterator[Variant]:
@@ -274,37 +279,37 @@ def _decode_variants() -> Iterator[Variant]:
         (32, 32, 96, 1, 4, "bf16", 2047, None),
     ):
         for arch in ARCHS:
-            cache = example(kv_heads, size, kind)
-            chosen = plan(
-                sequences=sequences,
-                max_rows=max_rows,
-                max_len=window or 8192,
-                heads=heads,
-                kv_heads=kv_heads,
-                size=size,
-                quantized=cache.keys.dtype in LARGEST,
+            cache = meta_layer_kv(kv_heads, size, kind)
+            chosen = plan_split_kv(
+                num_seqs=sequences,
+                max_query_len=max_rows,
+                max_seq_len=window or 8192,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=size,
+                quantized=cache.keys.dtype in QUANTIZED_MAX,
                 arch=arch,
-                units=132,
+                num_sms=132,
             )
-            compiled = _constants(chosen, heads, cache, window, softcap)
-            types = pointer_types(kind)
-            partial = "*fp32" if chosen.splits > 1 else types["out"]
+            compiled = _decode_constants(chosen, heads, cache, window, softcap)
+            types = attention_pointer_types(kind)
+            partial = "*fp32" if chosen.num_splits > 1 else types["out"]
             yield Variant(
-                name=f"decode-{heads}-{kv_heads}-{size}-{kind}-{chosen.rows}-{chosen.splits}",
+                name=f"decode-{heads}-{kv_heads}-{size}-{kind}-{chosen.max_rows}-{chosen.num_splits}",
                 archs=frozenset({arch}),
-                kernel=_decode,
+                kernel=_decode_attention_kernel,
                 signature={
                     **types,
-                    **dict.fromkeys(("partial", "peaks"), partial),
+                    **dict.fromkeys(("split_out", "split_lse"), partial),
                     "scale": "fp32",
                     "softcap": "fp32",
                     "table_stride": "i32",
                     **dict.fromkeys(compiled, "constexpr"),
                 },
                 constants=compiled,
-                num_warps=chosen.warps,
-                num_stages=chosen.stages,
-                registers=chosen.registers,
+                num_warps=chosen.num_warps,
+                num_stages=chosen.num_stages,
+                max_registers=chosen.max_registers,
                 min_arch=89 if kind == "fp8e4nv" else 80,
             )
 
@@ -312,19 +317,19 @@ def _decode_variants() -> Iterator[Variant]:
 def _combine_variants() -> Iterator[Variant]:
     for size, splits in ((128, 32), (256, 64)):
         compiled = {
-            "heads": 32,
-            "size": size,
-            "block_size": triton.next_power_of_2(size),
-            "rows": 1,
-            "splits": splits,
+            "num_heads": 32,
+            "head_dim": size,
+            "padded_head_dim": triton.next_power_of_2(size),
+            "max_rows": 1,
+            "num_splits": splits,
         }
         yield Variant(
             name=f"combine-{size}-{splits}",
-            kernel=_combine,
+            kernel=_combine_splits_kernel,
             signature={
-                "partial": "*fp32",
-                "peaks": "*fp32",
-                "starts": "*i32",
+                "split_out": "*fp32",
+                "split_lse": "*fp32",
+                "query_starts": "*i32",
                 "out": "*bf16",
                 **dict.fromkeys(compiled, "constexpr"),
             },

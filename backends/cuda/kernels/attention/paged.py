@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.attention.decode import MAX_ROWS, decode_triton
-from localgen.backends.cuda.kernels.attention.prefill import prompt_triton
-from localgen.backends.cuda.kernels.attention_metadata import Ragged
-from localgen.backends.cuda.kernels.device import has_kernels, wide
-from localgen.backends.cuda.kernels.kv_cache import LayerKV, widen
+from localgen.backends.cuda.kernels.attention.decode import MAX_DECODE_ROWS, decode_attention_triton
+from localgen.backends.cuda.kernels.attention.prefill import prefill_attention_triton
+from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.kv_cache import LayerKV, dequantize_kv
 
 
 def paged_attention(
     queries: Tensor,
-    cache: LayerKV,
-    ragged: Ragged,
+    layer_kv: LayerKV,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
@@ -26,14 +26,14 @@ def paged_attention(
     queries: [rows, heads, size]. window: a row sees so many positions up to its own; None: all.
     softcap: logits are bent to stay within it (Gemma 2).
     """
-    chosen = paged_attention_triton if has_kernels(queries) else paged_attention_reference
-    return chosen(queries, cache, ragged, scale=scale, window=window, softcap=softcap)
+    chosen = paged_attention_triton if can_use_triton(queries) else paged_attention_reference
+    return chosen(queries, layer_kv, metadata, scale=scale, window=window, softcap=softcap)
 
 
 def paged_attention_triton(
     queries: Tensor,
-    cache: LayerKV,
-    ragged: Ragged,
+    layer_kv: LayerKV,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
@@ -43,17 +43,19 @@ def paged_attention_triton(
     alone what is for the other. Rows of no sequence are left as they are, which is anything."""
     out = torch.empty_like(queries)
     # a single sequence has all rows there are; of several, any may be short
-    longest = min(ragged.max_rows, len(queries))
-    some_short = len(ragged.lengths) > 1 or longest <= MAX_ROWS
+    longest = min(metadata.max_query_len, len(queries))
+    some_short = len(metadata.seq_lens) > 1 or longest <= MAX_DECODE_ROWS
     if some_short:
-        decode_triton(queries, cache, ragged, out, scale=scale, window=window, softcap=softcap)
-    if longest > MAX_ROWS:
-        prompt_triton(
+        decode_attention_triton(
+            queries, layer_kv, metadata, out, scale=scale, window=window, softcap=softcap
+        )
+    if longest > MAX_DECODE_ROWS:
+        prefill_attention_triton(
             queries,
-            cache,
-            ragged,
+            layer_kv,
+            metadata,
             out,
-            above=MAX_ROWS,
+            max_decode_rows=MAX_DECODE_ROWS,
             scale=scale,
             window=window,
             softcap=softcap,
@@ -63,8 +65,8 @@ def paged_attention_triton(
 
 def paged_attention_reference(
     queries: Tensor,
-    cache: LayerKV,
-    ragged: Ragged,
+    layer_kv: LayerKV,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
@@ -72,24 +74,26 @@ def paged_attention_reference(
 ) -> Tensor:
     """The same in plain torch."""
     out = torch.zeros_like(queries)
-    first = ragged.starts.tolist()
-    for sequence, length in enumerate(ragged.lengths.tolist()):
+    first = metadata.query_starts.tolist()
+    for sequence, length in enumerate(metadata.seq_lens.tolist()):
         begin, end = first[sequence], first[sequence + 1]
-        pages = ragged.tables[sequence, : -(-length // cache.keys.shape[2])].long()
-        k = _tokens(cache.keys, cache.key_scales, pages, length)
-        v = _tokens(cache.values, cache.value_scales, pages, length)
+        pages = metadata.page_tables[sequence, : -(-length // layer_kv.keys.shape[2])].long()
+        k = _gather_kv(layer_kv.keys, layer_kv.key_scales, pages, length)
+        v = _gather_kv(layer_kv.values, layer_kv.value_scales, pages, length)
         positions = torch.arange(length - (end - begin), length, device=queries.device)
-        out[begin:end] = _attend(queries[begin:end], k, v, positions, scale, window, softcap)
+        out[begin:end] = _attend_one_sequence(
+            queries[begin:end], k, v, positions, scale, window, softcap
+        )
     return out
 
 
-def _tokens(cache: Tensor, scales: Tensor | None, pages: Tensor, length: int) -> Tensor:
+def _gather_kv(cache: Tensor, scales: Tensor | None, pages: Tensor, length: int) -> Tensor:
     """[pages, kv heads, page tokens, size] -> float32 [kv heads, length, size]."""
-    found = widen(cache[pages], None if scales is None else scales[pages])
+    found = dequantize_kv(cache[pages], None if scales is None else scales[pages])
     return found.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-def _attend(
+def _attend_one_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -100,7 +104,7 @@ def _attend(
 ) -> Tensor:
     """One sequence. q: [rows, heads, size]; k, v: [kv heads, length, size]."""
     rows, heads, size = q.shape
-    grouped = wide(q).transpose(0, 1).reshape(len(k), heads // len(k), rows, size)
+    grouped = upcast(q).transpose(0, 1).reshape(len(k), heads // len(k), rows, size)
     k, v = k.to(grouped.dtype), v.to(grouped.dtype)
     scores = grouped @ k[:, None].transpose(-1, -2) * scale
     if softcap:

@@ -13,127 +13,130 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.online_softmax import (
-    UNALIGNED,
-    attend,
-    constants,
-    example,
-    pointer_types,
-    pointers,
+    UNALIGNED_ARGS,
+    attention_constants,
+    attention_pointer_types,
+    attention_pointers,
+    meta_layer_kv,
+    online_softmax_step,
 )
-from localgen.backends.cuda.kernels.attention_metadata import Ragged
-from localgen.backends.cuda.kernels.device import ARCHS, arch_of
+from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class PrefillTile:
     """Query rows and tokens at a time."""
 
     rows: int
-    block: int
-    warps: int
-    stages: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
 
 
 # the tensor cores of this one keep their sums out of the way of everything else
-_HOPPER = 90
+_HOPPER_ARCH = 90
 
 
-def tile_of(size: int, max_rows: int, arch: int) -> Tile:
+def choose_prefill_tile(head_dim: int, max_query_len: int, arch: int) -> PrefillTile:
     """As large as registers and 99 KiB of shared memory allow. arch: compute capability."""
-    if size > 128:
-        return Tile(64, 32, 8, 2)
-    if max_rows <= 64:
-        return Tile(64, 32, 4, 2)
-    return Tile(128, 64 if arch == _HOPPER else 32, 8, 2)
+    if head_dim > 128:
+        return PrefillTile(64, 32, 8, 2)
+    if max_query_len <= 64:
+        return PrefillTile(64, 32, 4, 2)
+    return PrefillTile(128, 64 if arch == _HOPPER_ARCH else 32, 8, 2)
 
 
-def prompt_triton(
+def prefill_attention_triton(
     queries: Tensor,
-    cache: LayerKV,
-    ragged: Ragged,
+    layer_kv: LayerKV,
+    metadata: AttentionMetadata,
     out: Tensor,
     *,
-    above: int,
+    max_decode_rows: int,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Fill the rows of `out` that belong to sequences of more than `above` rows."""
+    """Fill the rows of `out` that belong to sequences of more than `max_decode_rows` rows."""
     total, heads, size = queries.shape
-    sequences = len(ragged.lengths)
-    tile = tile_of(size, ragged.max_rows, arch_of(queries.device))
+    sequences = len(metadata.seq_lens)
+    tile = choose_prefill_tile(size, metadata.max_query_len, compute_capability(queries.device))
     # a sequence begins at tile starts // rows + its number: so no two share one, and only the
     # device has to know where sequences begin
     tiles = total // tile.rows + sequences
-    launch(_prompt, (tiles, heads))(
-        *pointers(queries, cache, ragged, out),
+    launch(_prefill_attention_kernel, (tiles, heads))(
+        *attention_pointers(queries, layer_kv, metadata, out),
         scale,
         softcap or 1.0,
-        ragged.tables.stride(0),
+        metadata.page_tables.stride(0),
         sequences,
-        above,
-        **_constants(tile, heads, cache, window, softcap),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        max_decode_rows,
+        **_prefill_constants(tile, heads, layer_kv, window, softcap),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
 
 
-def _constants(
-    tile: Tile, heads: int, cache: LayerKV, window: int | None, softcap: float | None
+def _prefill_constants(
+    tile: PrefillTile, heads: int, cache: LayerKV, window: int | None, softcap: float | None
 ) -> dict[str, object]:
-    shared = constants(heads, cache, window, softcap)
-    return {**shared, "rows": tile.rows, "block": tile.block}
+    shared = attention_constants(heads, cache, window, softcap)
+    return {**shared, "rows": tile.rows, "block_tokens": tile.block_tokens}
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "sequences", "above"],
-    do_not_specialize_on_alignment=UNALIGNED,
+    do_not_specialize=["table_stride", "num_seqs", "max_decode_rows"],
+    do_not_specialize_on_alignment=UNALIGNED_ARGS,
 )
-def _prompt(
-    queries, keys, values, key_scales, value_scales, tables, starts, lengths, out,
-    scale, softcap, table_stride, sequences, above,
-    heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, block_size: tl.constexpr,
-    page: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, window: tl.constexpr,
-    quantized: tl.constexpr, capped: tl.constexpr,
+def _prefill_attention_kernel(
+    queries, keys, values, key_scales, value_scales, page_tables, query_starts, seq_lens, out,
+    scale, softcap, table_stride, num_seqs, max_decode_rows,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    padded_head_dim: tl.constexpr, page_tokens: tl.constexpr, rows: tl.constexpr,
+    block_tokens: tl.constexpr, window: tl.constexpr, quantized: tl.constexpr,
+    has_softcap: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     # the last sequence that begins at this tile or before
-    low, high = tile * 0, sequences
+    low, high = tile * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(starts + middle) // rows + middle <= tile:
+        if tl.load(query_starts + middle) // rows + middle <= tile:
             low = middle
         else:
             high = middle
-    first = tl.load(starts + low)
-    count = tl.load(starts + low + 1) - first
-    length = tl.load(lengths + low)
+    first = tl.load(query_starts + low)
+    count = tl.load(query_starts + low + 1) - first
+    length = tl.load(seq_lens + low)
     begin_row = (tile - (first // rows + low)) * rows
-    if (count <= above) | (begin_row >= count):
+    if (count <= max_decode_rows) | (begin_row >= count):
         return
     row = begin_row + tl.arange(0, rows)
-    element = tl.arange(0, block_size)
-    mask = (row < count)[:, None] & (element < size)[None, :]
-    query_at = ((first + row).to(tl.int64) * heads + head) * size
+    element = tl.arange(0, padded_head_dim)
+    mask = (row < count)[:, None] & (element < head_dim)[None, :]
+    query_at = ((first + row).to(tl.int64) * num_heads + head) * head_dim
     q = tl.load(queries + query_at[:, None] + element[None, :], mask=mask, other=0.0)
     seen_to = length - count + row + 1
     seen_from = tl.zeros_like(seen_to)
     begin = 0
     if window > 0:
         seen_from = tl.maximum(seen_to - window, 0)
-        begin = tl.maximum(length - count + begin_row + 1 - window, 0) // block * block
+        begin = (
+            tl.maximum(length - count + begin_row + 1 - window, 0) // block_tokens * block_tokens
+        )
     end = tl.minimum(length - count + begin_row + rows, length)
     peak = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
-    mixed = tl.zeros([rows, block_size], tl.float32)
-    table = tables + low.to(tl.int64) * table_stride
-    for start in range(begin, end, block):
-        peak, total, mixed = attend(
-            q, keys, values, key_scales, value_scales, table, head // (heads // kv_heads),
-            start + tl.arange(0, block), end, seen_from, seen_to, peak, total, mixed, scale,
-            softcap, kv_heads, size, block_size, page, quantized, capped,
+    mixed = tl.zeros([rows, padded_head_dim], tl.float32)
+    table = page_tables + low.to(tl.int64) * table_stride
+    for start in range(begin, end, block_tokens):
+        peak, total, mixed = online_softmax_step(
+            q, keys, values, key_scales, value_scales, table, head // (num_heads // num_kv_heads),
+            start + tl.arange(0, block_tokens), end, seen_from, seen_to, peak, total, mixed, scale,
+            softcap, num_kv_heads, head_dim, padded_head_dim, page_tokens, quantized, has_softcap,
         )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     to = out + query_at[:, None] + element[None, :]
@@ -153,21 +156,23 @@ def variants() -> Iterator[Variant]:
         (32, 8, 128, 2048, "fp8e4nv", None, None),
     ):
         for arch in ARCHS:
-            tile = tile_of(size, max_rows, arch)
-            compiled = _constants(tile, heads, example(kv_heads, size, kind), window, softcap)
+            tile = choose_prefill_tile(size, max_rows, arch)
+            compiled = _prefill_constants(
+                tile, heads, meta_layer_kv(kv_heads, size, kind), window, softcap
+            )
             yield Variant(
-                name=f"prompt-{heads}-{kv_heads}-{size}-{kind}-{tile.rows}x{tile.block}",
+                name=f"prefill-{heads}-{kv_heads}-{size}-{kind}-{tile.rows}x{tile.block_tokens}",
                 archs=frozenset({arch}),
-                kernel=_prompt,
+                kernel=_prefill_attention_kernel,
                 signature={
-                    **pointer_types(kind),
+                    **attention_pointer_types(kind),
                     "scale": "fp32",
                     "softcap": "fp32",
-                    **dict.fromkeys(("table_stride", "sequences", "above"), "i32"),
+                    **dict.fromkeys(("table_stride", "num_seqs", "max_decode_rows"), "i32"),
                     **dict.fromkeys(compiled, "constexpr"),
                 },
                 constants=compiled,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
                 min_arch=89 if kind == "fp8e4nv" else 80,
             )

@@ -1,9 +1,9 @@
 """Products of a few rows with a weight: a step reads every weight once, and little else.
 
-One row: each thread keeps a part of the sum of a few outputs. More rows: `thin`, tensor cores with
-the weight as the tall operand, so that the rows are padded to 8 and not to 16. In both the warps of
-a program split the inputs and are summed in their order at the end: no workspace, no second
-launch, the same bits every time.
+One row: each thread keeps a part of the sum of a few outputs. More rows: `skinny_gemm_triton`,
+tensor cores with the weight as the tall operand, so that the rows are padded to 8 and not to 16. In
+both the warps of a program split the inputs and are summed in their order at the end: no workspace,
+no second launch, the same bits every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -19,34 +19,34 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.activation import gated_reference
-from localgen.backends.cuda.kernels.device import has_kernels
+from localgen.backends.cuda.kernels.activation import gated_activation_reference
+from localgen.backends.cuda.kernels.device import can_use_triton
 from localgen.backends.cuda.kernels.gemm.tile import (
-    Kind,
-    Tile,
-    as_operand,
-    dot_type,
-    finish,
-    output_ids,
+    ActivationKind,
+    GemmTile,
+    cast_for_dot,
+    dot_dtype,
+    gemm_epilogue,
+    weight_row_ids,
 )
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # above, cuBLAS
-MOST_ROWS = 8
+MAX_SKINNY_ROWS = 8
 # inputs must be a multiple, for loads of 16 bytes
-INPUTS = 16
+INPUT_MULTIPLE = 16
 
 
-def one_row_tile(ins: int, outs: int) -> Tile:
+def choose_gemv_tile(ins: int, outs: int) -> GemmTile:
     """For a single row. 4.3 TB/s at about 1 µs of latency are 33 KB in flight on each of 132 SMs.
 
     A program of 4 outputs x 16 bytes x 128 threads has 8 KB in flight; at 48 to 56 registers 9 or
     10 of them fit on an SM: 72 KB. Small weights are cut finer, to have programs for every SM.
     """
-    return Tile(4 if outs >= 2048 else 2, 256, 1, 4 if ins > 1024 else 2)
+    return GemmTile(4 if outs >= 2048 else 2, 256, 1, 4 if ins > 1024 else 2)
 
 
-def thin_tile(rows: int, outs: int, item_bytes: int) -> Tile:
+def choose_skinny_gemm_tile(rows: int, outs: int, item_bytes: int) -> GemmTile:
     """For 2 rows and more; above 32 rows several programs read the same weights, out of the L2.
 
     In flight are stages - 2 tiles or one more: at 4096 outputs 256 programs of 2 x 16 KB in bf16
@@ -56,7 +56,7 @@ def thin_tile(rows: int, outs: int, item_bytes: int) -> Tile:
     padded = 8 if rows <= 8 else 16 if rows <= 16 else 32
     stages = 6 if padded * item_bytes == 8 else 4
     wide = padded > 8 or outs > 8192
-    return Tile(32, 64, padded, 4, stages) if wide else Tile(16, 64, padded, 8, stages)
+    return GemmTile(32, 64, padded, 4, stages) if wide else GemmTile(16, 64, padded, 8, stages)
 
 
 def matmul(
@@ -66,24 +66,24 @@ def matmul(
 
     x: [rows, ins]. weight: [outs, ins], of the same dtype. bias: [outs]. residual: [rows, outs].
     """
-    if has_kernels(x) and fits(x, weight) and x.shape[0] <= MOST_ROWS:
+    if can_use_triton(x) and supports_triton_gemm(x, weight) and x.shape[0] <= MAX_SKINNY_ROWS:
         return matmul_triton(x, weight, bias, residual)
     return matmul_reference(x, weight, bias, residual)
 
 
-def gated_matmul(x: Tensor, weight: Tensor, kind: Kind) -> Tensor:
+def gated_matmul(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
     """act(gate) * up, [rows, outs / 2]. weight: [outs, ins], all of gate, then all of up."""
-    if has_kernels(x) and fits(x, weight) and x.shape[0] <= MOST_ROWS:
-        return matmul_triton(x, weight, kind=kind)
-    return gated_matmul_reference(x, weight, kind)
+    if can_use_triton(x) and supports_triton_gemm(x, weight) and x.shape[0] <= MAX_SKINNY_ROWS:
+        return matmul_triton(x, weight, activation=activation)
+    return gated_matmul_reference(x, weight, activation)
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def supports_triton_gemm(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels can take these: 16 bits an element, whole loads."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[0] > 0
-        and weight.shape[1] % INPUTS == 0
+        and weight.shape[1] % INPUT_MULTIPLE == 0
         and weight.is_contiguous()
     )
 
@@ -96,9 +96,9 @@ def matmul_reference(
     return out if residual is None else out + residual
 
 
-def gated_matmul_reference(x: Tensor, weight: Tensor, kind: Kind) -> Tensor:
+def gated_matmul_reference(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
     """The same in plain torch."""
-    return gated_reference(functional.linear(x, weight), kind)
+    return gated_activation_reference(functional.linear(x, weight), activation)
 
 
 def matmul_triton(
@@ -107,53 +107,53 @@ def matmul_triton(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    kind: Kind | None = None,
+    activation: ActivationKind | None = None,
 ) -> Tensor:
     """Both of them in one launch."""
     if x.shape[0] > 1:
-        return thin_triton(x, weight, None, bias, residual, kind=kind)
+        return skinny_gemm_triton(x, weight, None, bias, residual, activation=activation)
     (outs, ins), x = weight.shape, x.contiguous()
-    outs = outs if kind is None else outs // 2
-    tile = one_row_tile(ins, weight.shape[0])
+    outs = outs if activation is None else outs // 2
+    tile = choose_gemv_tile(ins, weight.shape[0])
     out = torch.empty((1, outs), dtype=x.dtype, device=x.device)
-    step = tile.inputs * tile.warps
-    launch(_one_row, (triton.cdiv(weight.shape[0], tile.outputs),))(
+    step = tile.inputs * tile.num_warps
+    launch(_gemv_kernel, (triton.cdiv(weight.shape[0], tile.outputs),))(
         x,
         weight,
         bias,
         None if residual is None else residual.contiguous(),
         out,
-        ins // INPUTS,
+        ins // INPUT_MULTIPLE,
         outs,
-        kind=kind,
+        activation=activation,
         outputs=tile.outputs,
         step=step,
         even=ins % step == 0,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )
     return out
 
 
-def thin_triton(
+def skinny_gemm_triton(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    kind: Kind | None = None,
+    activation: ActivationKind | None = None,
 ) -> Tensor:
     """matmul or gated_matmul of up to about 64 rows. weight: x's dtype or float8_e4m3fn.
 
     scale: float32 [outs], of each output of the weight, or None.
     """
     rows, (outs, ins) = x.shape[0], weight.shape
-    tile = thin_tile(rows, outs, weight.element_size())
-    outs = outs if kind is None else outs // 2
+    tile = choose_skinny_gemm_tile(rows, outs, weight.element_size())
+    outs = outs if activation is None else outs // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     # programs over the same weights follow one another, and find them in the L2
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
-    launch(_thin, grid)(
+    launch(_skinny_gemm_kernel, grid)(
         x.contiguous(),
         weight,
         scale,
@@ -161,31 +161,31 @@ def thin_triton(
         None if residual is None else residual.contiguous(),
         out,
         rows,
-        ins // INPUTS,
+        ins // INPUT_MULTIPLE,
         outs,
-        dot=dot_type(x),
-        kind=kind,
+        dot_dtype=dot_dtype(x),
+        activation=activation,
         outputs=tile.outputs,
         inputs=tile.inputs,
-        padded=tile.rows,
-        warps=tile.warps,
-        stages=tile.stages,
-        even=ins % (tile.inputs * tile.warps) == 0,
-        num_warps=tile.warps,
+        padded_rows=tile.rows,
+        warps=tile.num_warps,
+        stages=tile.num_stages,
+        even=ins % (tile.inputs * tile.num_warps) == 0,
+        num_warps=tile.num_warps,
     )
     return out
 
 
 @triton.jit
-def added(total, x, weight, own, ins, step: tl.constexpr, even: tl.constexpr):
+def accumulate_gemv(total, x, weight, weight_rows, ins, step: tl.constexpr, even: tl.constexpr):
     """total, float32 [outputs, step / 4], and what a row x [ins] adds to it.
 
     Every thread has 8 inputs of each step, so that x and the weight lie alike; a sum of four
     of them before the sum over steps halves the registers.
     """
-    outputs: tl.constexpr = own.shape[0]
+    outputs: tl.constexpr = weight_rows.shape[0]
     at = tl.arange(0, step)
-    w_at = weight + own.to(tl.int64)[:, None] * ins + at[None, :]
+    w_at = weight + weight_rows.to(tl.int64)[:, None] * ins + at[None, :]
     for k in range(0, ins, step):
         if even:
             w = tl.load(w_at + k, eviction_policy="evict_first")
@@ -200,7 +200,7 @@ def added(total, x, weight, own, ins, step: tl.constexpr, even: tl.constexpr):
 
 
 @triton.jit
-def _one_row(
+def _gemv_kernel(
     x,
     weight,
     bias,
@@ -208,21 +208,23 @@ def _one_row(
     out,
     ins_16,
     outs,
-    kind: tl.constexpr,
+    activation: tl.constexpr,
     outputs: tl.constexpr,
     step: tl.constexpr,
     even: tl.constexpr,
 ):
     block = tl.program_id(0)
-    own = output_ids(block, outs, outputs, kind is not None)
+    own = weight_row_ids(block, outs, outputs, activation is not None)
     total = tl.zeros([outputs, step // 4], tl.float32)
-    total = added(total, x, weight, own, ins_16 * 16, step, even)
+    total = accumulate_gemv(total, x, weight, own, ins_16 * 16, step, even)
     row = tl.arange(0, 1)
-    finish(tl.sum(total, 1)[:, None], None, bias, residual, out, block, own, row, 1, outs, kind)
+    gemm_epilogue(
+        tl.sum(total, 1)[:, None], None, bias, residual, out, block, own, row, 1, outs, activation
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _thin(
+def _skinny_gemm_kernel(
     x,
     weight,
     scale,
@@ -232,11 +234,11 @@ def _thin(
     rows,
     ins_16,
     outs,
-    dot: tl.constexpr,
-    kind: tl.constexpr,
+    dot_dtype: tl.constexpr,
+    activation: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
-    padded: tl.constexpr,
+    padded_rows: tl.constexpr,
     warps: tl.constexpr,
     stages: tl.constexpr,
     even: tl.constexpr,
@@ -244,15 +246,15 @@ def _thin(
     """A dot for each warp, [warps, outputs, inputs] @ [warps, inputs, padded rows]."""
     ins = ins_16 * 16
     block = tl.program_id(1)
-    row = tl.program_id(0) * padded + tl.arange(0, padded)
-    own = output_ids(block, outs, outputs, kind is not None)
+    row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
+    own = weight_row_ids(block, outs, outputs, activation is not None)
     first = tl.arange(0, warps)[:, None, None] * inputs
     w_k = first + tl.arange(0, inputs)[None, None, :]
     x_k = first + tl.arange(0, inputs)[None, :, None]
     w_at = weight + own.to(tl.int64)[None, :, None] * ins + w_k
     x_at = x + row.to(tl.int64)[None, None, :] * ins + x_k
     given = (row < rows)[None, None, :]
-    total = tl.zeros([warps, outputs, padded], tl.float32)
+    total = tl.zeros([warps, outputs, padded_rows], tl.float32)
     for k in tl.range(0, ins, warps * inputs, num_stages=stages):
         if even:
             w = tl.load(w_at + k, eviction_policy="evict_first")
@@ -260,13 +262,15 @@ def _thin(
         else:
             w = tl.load(w_at + k, mask=w_k < ins - k, other=0.0, eviction_policy="evict_first")
             a = tl.load(x_at + k, mask=given & (x_k < ins - k), other=0.0)
-        total = tl.dot(as_operand(w, dot), a.to(dot), total, input_precision="ieee")
-    finish(tl.sum(total, 0), scale, bias, residual, out, block, own, row, rows, outs, kind)
+        total = tl.dot(cast_for_dot(w, dot_dtype), a.to(dot_dtype), total, input_precision="ieee")
+    gemm_epilogue(
+        tl.sum(total, 0), scale, bias, residual, out, block, own, row, rows, outs, activation
+    )
 
 
 def variants() -> Iterator[Variant]:
     """Of an 8B, its logits, a small mixture's experts and a gate; whole and with a rest."""
-    shapes: tuple[tuple[int, int, Kind | None], ...] = (
+    shapes: tuple[tuple[int, int, ActivationKind | None], ...] = (
         (4096, 6144, None),
         (4096, 28672, "silu"),
         (3584, 4608, None),
@@ -275,63 +279,65 @@ def variants() -> Iterator[Variant]:
         (512, 1024, None),
     )
     for ins, outs, kind in shapes:
-        yield _one_row_variant(ins, outs, kind)
-    yield thin_variant(8, 4096, 6144, "*bf16", None)
-    yield thin_variant(8, 4096, 28672, "*bf16", "silu")
-    yield thin_variant(8, 896, 4864, "*bf16", "gelu_tanh")
-    yield thin_variant(2, 4096, 4096, "*fp16", None)
+        yield _gemv_variant(ins, outs, kind)
+    yield skinny_gemm_variant(8, 4096, 6144, "*bf16", None)
+    yield skinny_gemm_variant(8, 4096, 28672, "*bf16", "silu")
+    yield skinny_gemm_variant(8, 896, 4864, "*bf16", "gelu_tanh")
+    yield skinny_gemm_variant(2, 4096, 4096, "*fp16", None)
 
 
-def _one_row_variant(ins: int, outs: int, kind: Kind | None) -> Variant:
-    tile = one_row_tile(ins, outs)
-    step = tile.inputs * tile.warps
+def _gemv_variant(ins: int, outs: int, activation: ActivationKind | None) -> Variant:
+    tile = choose_gemv_tile(ins, outs)
+    step = tile.inputs * tile.num_warps
     constants = {
-        "kind": kind,
+        "activation": activation,
         "outputs": tile.outputs,
         "step": step,
         "even": ins % step == 0,
     }
     pointers = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
     return Variant(
-        name=f"one-row-{ins}-{outs}-{kind}",
-        kernel=_one_row,
+        name=f"gemv-{ins}-{outs}-{activation}",
+        kernel=_gemv_kernel,
         signature=pointers
         | {"ins_16": "i32", "outs": "i32"}
         | dict.fromkeys(constants, "constexpr"),
         constants=constants,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )
 
 
-def thin_variant(rows: int, ins: int, outs: int, weight: str, kind: Kind | None) -> Variant:
-    """As thin_triton launches it. weight: its Triton pointer type."""
-    small = weight == "*fp8e4nv"
-    tile = thin_tile(rows, outs, 1 if small else 2)
-    pointer = "*bf16" if small else weight
+def skinny_gemm_variant(
+    rows: int, ins: int, outs: int, weight_type: str, activation: ActivationKind | None
+) -> Variant:
+    """As skinny_gemm_triton launches it. weight_type: its Triton pointer type."""
+    small = weight_type == "*fp8e4nv"
+    tile = choose_skinny_gemm_tile(rows, outs, 1 if small else 2)
+    pointer = "*bf16" if small else weight_type
     constants: dict[str, Any] = {
-        "dot": tl.float16 if pointer == "*fp16" else tl.bfloat16,
-        "kind": kind,
+        "dot_dtype": tl.float16 if pointer == "*fp16" else tl.bfloat16,
+        "activation": activation,
         "outputs": tile.outputs,
         "inputs": tile.inputs,
-        "padded": tile.rows,
-        "warps": tile.warps,
-        "stages": tile.stages,
-        "even": ins % (tile.inputs * tile.warps) == 0,
+        "padded_rows": tile.rows,
+        "warps": tile.num_warps,
+        "stages": tile.num_stages,
+        "even": ins % (tile.inputs * tile.num_warps) == 0,
     }
     if not small:
         constants["scale"] = None
     signature = {
         "x": pointer,
-        "weight": weight,
+        "weight": weight_type,
         "scale": "*fp32" if small else "constexpr",
         **dict.fromkeys(("bias", "residual", "out"), pointer),
         **dict.fromkeys(("rows", "ins_16", "outs"), "i32"),
     }
     return Variant(
-        name=f"thin-{weight}-{rows}-{ins}-{outs}-{kind}",
-        kernel=_thin,
+        name=f"skinny-gemm-{weight_type}-{rows}-{ins}-{outs}-{activation}",
+        kernel=_skinny_gemm_kernel,
         signature=signature | {name: "constexpr" for name in constants if name not in signature},
         constants=constants,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
         min_arch=89 if small else 80,
     )

@@ -1,11 +1,12 @@
 """Weights of 4 bits in groups of inputs with a scale and a zero each: (digit - zero) * scale.
 
-Where the inputs are a multiple of TILE, a tile of 128 of them is 16 words of 32 bits. Digit s of
-the low half of word i is input 32 s + 2 i of the tile, and that of the high half the input after
-it. So one mask leaves two neighbours where tensor cores want them, each in the low bits of a 16-bit
-float whose exponent is put in by an `or`: 128 + digit in bfloat16, 1024 + digit in float16. What is
-too much is taken off at the end of a group, as a product with ones; scales multiply sums of whole
-numbers, in float32. A program streams whole words of an output row, and no digit is ever moved.
+Where the inputs are a multiple of TILE_INPUTS, a tile of 128 of them is 16 words of 32 bits. Digit
+s of the low half of word i is input 32 s + 2 i of the tile, and that of the high half the input
+after it. So one mask leaves two neighbours where tensor cores want them, each in the low bits of a
+16-bit float whose exponent is put in by an `or`: 128 + digit in bfloat16, 1024 + digit in float16.
+What is too much is taken off at the end of a group, as a product with ones; scales multiply sums of
+whole numbers, in float32. A program streams whole words of an output row, and no digit is ever
+moved.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -21,15 +22,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.device import ARCHS, arch_of, has_kernels
-from localgen.backends.cuda.kernels.gemm.dense import fits
-from localgen.backends.cuda.kernels.gemm.tile import Tile, dot_type, store
+from localgen.backends.cuda.kernels.device import ARCHS, can_use_triton, compute_capability
+from localgen.backends.cuda.kernels.gemm.dense import supports_triton_gemm
+from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-# inputs of a tile; inputs of a group are a multiple of PART in the kernels
-TILE, PART = 128, 32
+# inputs of a tile; inputs of a group are a multiple of PART_INPUTS in the kernels
+TILE_INPUTS, PART_INPUTS = 128, 32
 # above, the weight is widened once and cuBLAS multiplies
-MOST_ROWS = 64
+MAX_INT4_GEMM_ROWS = 64
 
 
 def int4_matmul(
@@ -37,46 +38,48 @@ def int4_matmul(
 ) -> Tensor:
     """x @ weight.T + bias, [rows, outs] of x's dtype, summed in float32.
 
-    x: [rows, ins], inputs in packed order. packed: uint8 [outs, ins / 2] as `pack` makes it.
+    x: [rows, ins], inputs in packed order. packed: uint8 [outs, ins / 2] as `pack_int4` makes it.
     scales: float [outs, groups]. zeros: uint8 [outs, groups], 0 to 15. bias: [outs].
     """
-    if not (has_kernels(x) and tiled(2 * packed.shape[1]) and _in_parts(packed, scales)):
+    if not (
+        can_use_triton(x) and is_tiled(2 * packed.shape[1]) and _has_whole_parts(packed, scales)
+    ):
         return int4_matmul_reference(x, packed, scales, zeros, bias)
-    if x.shape[0] <= MOST_ROWS and fits(x, packed):
+    if x.shape[0] <= MAX_INT4_GEMM_ROWS and supports_triton_gemm(x, packed):
         return int4_matmul_triton(x, packed, scales, zeros, bias)
-    return functional.linear(x, widened_triton(packed, scales, zeros, x.dtype), bias)
+    return functional.linear(x, dequantize_int4_triton(packed, scales, zeros, x.dtype), bias)
 
 
-def tiled(ins: int) -> bool:
+def is_tiled(ins: int) -> bool:
     """Whether digits of so many inputs lie in tiles; else an even one lies below the next."""
-    return ins % TILE == 0
+    return ins % TILE_INPUTS == 0
 
 
-def _in_parts(packed: Tensor, scales: Tensor) -> bool:
-    return 2 * packed.shape[1] // scales.shape[1] % PART == 0
+def _has_whole_parts(packed: Tensor, scales: Tensor) -> bool:
+    return 2 * packed.shape[1] // scales.shape[1] % PART_INPUTS == 0
 
 
-def pack(digits: Tensor) -> Tensor:
+def pack_int4(codes: Tensor) -> Tensor:
     """uint8 [outs, ins] of 0 to 15 -> [outs, ins / 2]."""
-    outs, ins = digits.shape
-    if tiled(ins):
+    outs, ins = codes.shape
+    if is_tiled(ins):
         # [.., digit, word, half] -> [.., word, half, digit]: a half is two bytes of two digits
-        digits = digits.view(outs, -1, 4, 16, 2).permute(0, 1, 3, 4, 2).reshape(outs, ins)
-    return digits[:, 0::2] | digits[:, 1::2] << 4
+        codes = codes.view(outs, -1, 4, 16, 2).permute(0, 1, 3, 4, 2).reshape(outs, ins)
+    return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def unpack(packed: Tensor) -> Tensor:
+def unpack_int4(packed: Tensor) -> Tensor:
     """What was packed, uint8 [outs, ins]."""
     outs, ins = packed.shape[0], 2 * packed.shape[1]
     digits = torch.stack((packed & 15, packed >> 4), dim=-1)
-    if tiled(ins):
+    if is_tiled(ins):
         digits = digits.view(outs, -1, 16, 2, 4).permute(0, 1, 4, 2, 3)
     return digits.reshape(outs, ins)
 
 
-def widened(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_int4(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight, [outs, ins] of dtype."""
-    digits = unpack(packed).view(*scales.shape, -1)
+    digits = unpack_int4(packed).view(*scales.shape, -1)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     # a digit less a zero is exact, so this rounds once for float32 and once for dtype
     values = (digits.to(wide) - zeros[..., None].to(wide)) * scales[..., None].to(wide)
@@ -87,10 +90,10 @@ def int4_matmul_reference(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """The same by torch, the weight rounded to x's dtype."""
-    return functional.linear(x, widened(packed, scales, zeros, x.dtype), bias)
+    return functional.linear(x, dequantize_int4(packed, scales, zeros, x.dtype), bias)
 
 
-def int4_tile(rows: int, outs: int, group: int, arch: int) -> Tile:
+def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTile:
     """Inputs of each warp at once are a tile. Above 32 rows, programs share weights in the L2.
 
     In flight are stages - 2 tiles of 8 KB of digits or one more; 4096 outputs are 256 programs, 31
@@ -98,13 +101,17 @@ def int4_tile(rows: int, outs: int, group: int, arch: int) -> Tile:
     (32 rows) 80 KB of shared memory, 99 being what the smallest GPU has.
     """
     if rows <= 8:
-        return Tile(16, TILE, 8, 8, 4) if outs <= 8192 else Tile(32, TILE, 8, 4, 4)
+        return (
+            GemmTile(16, TILE_INPUTS, 8, 8, 4)
+            if outs <= 8192
+            else GemmTile(32, TILE_INPUTS, 8, 4, 4)
+        )
     if rows <= 16:
-        return Tile(32, TILE, 16, 4, 4)
+        return GemmTile(32, TILE_INPUTS, 16, 4, 4)
     # Triton 3.6 would leave room for a third program in the registers of sm_100, and spill: shared
     # memory has none for it
-    spills = arch // 10 == 10 and group % TILE == 0
-    return Tile(32, TILE, 32, 4, 3, 255 if spills else None)
+    spills = arch // 10 == 10 and group_size % TILE_INPUTS == 0
+    return GemmTile(32, TILE_INPUTS, 32, 4, 3, 255 if spills else None)
 
 
 def int4_matmul_triton(
@@ -113,10 +120,10 @@ def int4_matmul_triton(
     """The same in one launch, for up to about 64 rows."""
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
     group = ins // scales.shape[1]
-    tile = int4_tile(rows, outs, group, arch_of(x.device))
+    tile = choose_int4_tile(rows, outs, group, compute_capability(x.device))
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outputs))
-    launch(_int4, grid)(
+    launch(_int4_gemm_kernel, grid)(
         x.contiguous(),
         packed.view(torch.int32),
         scales,
@@ -124,44 +131,52 @@ def int4_matmul_triton(
         bias,
         out,
         rows,
-        ins // TILE,
+        ins // TILE_INPUTS,
         outs,
         group,
-        float_bits=_float_bits(x.dtype),
-        dot=dot_type(x),
-        dots=_dots(group),
+        float_type=_float_type(x.dtype),
+        dot_dtype=dot_dtype(x),
+        dots_per_group=_dots_per_group(group),
         outputs=tile.outputs,
-        padded=tile.rows,
-        warps=tile.warps,
-        stages=tile.stages,
-        even=ins % (TILE * tile.warps) == 0,
-        num_warps=tile.warps,
-        maxnreg=tile.registers,
+        padded_rows=tile.rows,
+        warps=tile.num_warps,
+        stages=tile.num_stages,
+        even=ins % (TILE_INPUTS * tile.num_warps) == 0,
+        num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
     )
     return out
 
 
-def widened_triton(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_int4_triton(
+    packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype
+) -> Tensor:
     """The weight, [outs, ins] of dtype, in one launch."""
     outs, ins = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty((outs, ins), dtype=dtype, device=packed.device)
-    launch(_widened, (triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE)))(
-        packed.view(torch.int32), scales, zeros, out, ins // TILE, outs, ins // scales.shape[1]
+    launch(_dequantize_int4_kernel, (triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE_INPUTS)))(
+        packed.view(torch.int32),
+        scales,
+        zeros,
+        out,
+        ins // TILE_INPUTS,
+        outs,
+        ins // scales.shape[1],
     )
     return out
 
 
-def _dots(group: int) -> int:
+def _dots_per_group(group: int) -> int:
     """Parts of a tile in the same group."""
-    return 4 if group % TILE == 0 else 2 if group % (2 * PART) == 0 else 1
+    return 4 if group % TILE_INPUTS == 0 else 2 if group % (2 * PART_INPUTS) == 0 else 1
 
 
-def _float_bits(dtype: torch.dtype) -> Any:
+def _float_type(dtype: torch.dtype) -> Any:
     return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
 
 
 @triton.jit
-def neighbours(both, to: tl.constexpr):
+def split_float_pairs(both, to: tl.constexpr):
     """Two 16-bit floats in each word, int32 [.., words] -> [.., 2 * words] of `to`."""
     low = both.to(tl.int16).to(to, bitcast=True)
     high = (both >> 16).to(tl.int16).to(to, bitcast=True)
@@ -169,7 +184,7 @@ def neighbours(both, to: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _int4(
+def _int4_gemm_kernel(
     x,
     words,
     scales,
@@ -179,24 +194,24 @@ def _int4(
     rows,
     tiles,
     outs,
-    group,
-    float_bits: tl.constexpr,
-    dot: tl.constexpr,
-    dots: tl.constexpr,
+    group_size,
+    float_type: tl.constexpr,
+    dot_dtype: tl.constexpr,
+    dots_per_group: tl.constexpr,
     outputs: tl.constexpr,
-    padded: tl.constexpr,
+    padded_rows: tl.constexpr,
     warps: tl.constexpr,
     stages: tl.constexpr,
     even: tl.constexpr,
 ):
     """Warp w computes tiles w, w + warps, ...; [warps, outputs, 32] @ [warps, 32, padded rows]."""
-    exponent: tl.constexpr = 0x4300 if float_bits == tl.bfloat16 else 0x6400
-    one: tl.constexpr = 0x3F80 if float_bits == tl.bfloat16 else 0x3C00
-    surplus: tl.constexpr = 128.0 if float_bits == tl.bfloat16 else 1024.0
+    exponent: tl.constexpr = 0x4300 if float_type == tl.bfloat16 else 0x6400
+    one: tl.constexpr = 0x3F80 if float_type == tl.bfloat16 else 0x3C00
+    surplus: tl.constexpr = 128.0 if float_type == tl.bfloat16 else 1024.0
     ins = tiles * 128
-    groups = ins // group
+    groups = ins // group_size
     block = tl.program_id(1)
-    row = tl.program_id(0) * padded + tl.arange(0, padded)
+    row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
     own = tl.minimum(block * outputs + tl.arange(0, outputs), outs - 1)
     warp = tl.arange(0, warps)
     w_at = (
@@ -214,8 +229,8 @@ def _int4(
     # nothing at all of some words: what does not come of a load would lie in another way
     none = (tl.load(words + tl.arange(0, 16)) & 0xFFFF) >> 16
     some = tl.broadcast_to((none | (one << 16 | one))[None, None, :], [warps, outputs, 16])
-    ones = neighbours(some, float_bits).to(dot)
-    total = tl.zeros([warps, outputs, padded], tl.float32)
+    ones = split_float_pairs(some, float_type).to(dot_dtype)
+    total = tl.zeros([warps, outputs, padded_rows], tl.float32)
     for tile in tl.range(0, tiles, warps, num_stages=stages):
         mine = tile + warp
         here = given
@@ -226,16 +241,16 @@ def _int4(
             w = tl.load(w_at + tile * 16, mask=there, other=0, eviction_policy="evict_first")
             here = given & there
             mine = tl.minimum(mine, tiles - 1)
-        for part in tl.static_range(0, 4, dots):
-            at = g_at + ((mine * 128 + part * 32) // group)[:, None]
+        for part in tl.static_range(0, 4, dots_per_group):
+            at = g_at + ((mine * 128 + part * 32) // group_size)[:, None]
             scale = tl.load(scales + at)[:, :, None].to(tl.float32)
             zero = tl.load(zeros + at)[:, :, None].to(tl.float32)
-            summed = tl.zeros([warps, outputs, padded], tl.float32)
-            inputs = tl.zeros([warps, outputs, padded], tl.float32)
-            for i in tl.static_range(dots):
-                a = tl.load(x_at + tile * 128 + (part + i) * 32, mask=here, other=0.0).to(dot)
+            summed = tl.zeros([warps, outputs, padded_rows], tl.float32)
+            inputs = tl.zeros([warps, outputs, padded_rows], tl.float32)
+            for i in tl.static_range(dots_per_group):
+                a = tl.load(x_at + tile * 128 + (part + i) * 32, mask=here, other=0.0).to(dot_dtype)
                 digits = ((w >> (4 * (part + i))) & 0x000F000F) | (exponent << 16 | exponent)
-                floats = neighbours(digits, float_bits).to(dot)
+                floats = split_float_pairs(digits, float_type).to(dot_dtype)
                 summed = tl.dot(floats, a, summed, input_precision="ieee")
                 inputs = tl.dot(ones, a, inputs, input_precision="ieee")
             total += scale * (summed - (zero + surplus) * inputs)
@@ -243,11 +258,11 @@ def _int4(
     to = block * outputs + tl.arange(0, outputs)
     if bias is not None:
         result += tl.load(bias + to, mask=to < outs, other=0.0).to(tl.float32)[:, None]
-    store(result, out, row, rows, to, outs)
+    store_transposed(result, out, row, rows, to, outs)
 
 
 @triton.jit
-def _widened(words, scales, zeros, out, tiles, outs, group):
+def _dequantize_int4_kernel(words, scales, zeros, out, tiles, outs, group_size):
     """8 outputs and 8 tiles of each."""
     own = (tl.program_id(0) * 8 + tl.arange(0, 8))[:, None, None]
     tile = (tl.program_id(1) * 8 + tl.arange(0, 8))[None, :, None]
@@ -255,7 +270,7 @@ def _widened(words, scales, zeros, out, tiles, outs, group):
     first = own.to(tl.int64) * tiles + tile
     w = tl.load(words + first * 16 + tl.arange(0, 16)[None, None, :], mask=inside, other=0)
     for part in tl.static_range(4):
-        at = own.to(tl.int64) * (tiles * 128 // group) + (tile * 128 + part * 32) // group
+        at = own.to(tl.int64) * (tiles * 128 // group_size) + (tile * 128 + part * 32) // group_size
         scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
         zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
         low = ((w >> (4 * part)) & 15).to(tl.float32)
@@ -277,41 +292,49 @@ def variants() -> Iterator[Variant]:
         (64, 4096, 4096, 128, "*bf16"),
         (64, 896, 4864, 32, "*bf16"),
     ):
-        tiles = {arch: int4_tile(rows, outs, group, arch) for arch in ARCHS}
+        tiles = {arch: choose_int4_tile(rows, outs, group, arch) for arch in ARCHS}
         for tile in dict.fromkeys(tiles.values()):
             archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
-            yield _variant(tile, rows, ins, outs, group, kind, archs)
+            yield _int4_gemm_variant(tile, rows, ins, outs, group, kind, archs)
     pointers = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "out": "*bf16"}
-    numbers = dict.fromkeys(("tiles", "outs", "group"), "i32")
-    yield Variant(name="int4-widened", kernel=_widened, signature=pointers | numbers)
+    numbers = dict.fromkeys(("tiles", "outs", "group_size"), "i32")
+    yield Variant(
+        name="int4-dequantize", kernel=_dequantize_int4_kernel, signature=pointers | numbers
+    )
 
 
-def _variant(
-    tile: Tile, rows: int, ins: int, outs: int, group: int, kind: str, archs: frozenset[int]
+def _int4_gemm_variant(
+    tile: GemmTile,
+    rows: int,
+    ins: int,
+    outs: int,
+    group_size: int,
+    input_type: str,
+    archs: frozenset[int],
 ) -> Variant:
-    """As int4_matmul_triton launches it. kind: Triton's pointer type of the rows."""
-    of = tl.float16 if kind == "*fp16" else tl.bfloat16
+    """As int4_matmul_triton launches it. input_type: Triton's pointer type of the rows."""
+    of = tl.float16 if input_type == "*fp16" else tl.bfloat16
     constants: dict[str, Any] = {
-        "float_bits": of,
-        "dot": of,
-        "dots": _dots(group),
+        "float_type": of,
+        "dot_dtype": of,
+        "dots_per_group": _dots_per_group(group_size),
         "outputs": tile.outputs,
-        "padded": tile.rows,
-        "warps": tile.warps,
-        "stages": tile.stages,
-        "even": ins % (TILE * tile.warps) == 0,
+        "padded_rows": tile.rows,
+        "warps": tile.num_warps,
+        "stages": tile.num_stages,
+        "even": ins % (TILE_INPUTS * tile.num_warps) == 0,
     }
-    pointers = {"x": kind, "words": "*i32", "scales": "*fp16", "zeros": "*u8"}
-    numbers = dict.fromkeys(("rows", "tiles", "outs", "group"), "i32")
+    pointers = {"x": input_type, "words": "*i32", "scales": "*fp16", "zeros": "*u8"}
+    numbers = dict.fromkeys(("rows", "tiles", "outs", "group_size"), "i32")
     return Variant(
-        name=f"int4-{rows}-{ins}-{outs}-{group}-{kind}",
-        kernel=_int4,
+        name=f"int4-{rows}-{ins}-{outs}-{group_size}-{input_type}",
+        kernel=_int4_gemm_kernel,
         signature=pointers
-        | {"bias": kind, "out": kind}
+        | {"bias": input_type, "out": input_type}
         | numbers
         | dict.fromkeys(constants, "constexpr"),
         constants=constants,
-        num_warps=tile.warps,
-        registers=tile.registers,
+        num_warps=tile.num_warps,
+        max_registers=tile.max_registers,
         archs=archs,
     )

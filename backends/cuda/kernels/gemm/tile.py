@@ -12,87 +12,99 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import has_kernels
+from localgen.backends.cuda.kernels.device import can_use_triton
 
-Kind = Literal["silu", "gelu_tanh"]
+ActivationKind = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class GemmTile:
     """What a program computes: outputs at once, inputs of each warp at once, rows padded to.
 
-    registers: most of a thread; None: as the compiler has it.
+    max_registers: most of a thread; None: as the compiler has it.
     """
 
     outputs: int
     inputs: int
     rows: int
-    warps: int
-    stages: int = 1
-    registers: int | None = None
+    num_warps: int
+    num_stages: int = 1
+    max_registers: int | None = None
 
 
-def dot_type(x: Tensor) -> Any:
+def dot_dtype(x: Tensor) -> Any:
     """Triton's type of what tl.dot multiplies: x's own, but exact in the interpreter."""
-    if not has_kernels(x):
+    if not can_use_triton(x):
         return tl.float32
     return tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16
 
 
 @triton.jit
-def as_operand(x, kind: tl.constexpr):
+def cast_for_dot(x, dtype: tl.constexpr):
     """x, of 8 bits or more, as the type that tl.dot multiplies."""
-    if x.dtype == tl.float8e4nv and kind == tl.bfloat16:
+    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
         # exact in float16; Triton 3.6 has no direct way to bfloat16 on sm_89
         x = x.to(tl.float16).to(tl.float32)
-    return x.to(kind)
+    return x.to(dtype)
 
 
 @triton.jit
-def acted(gate, kind: tl.constexpr):
+def apply_activation(gate, activation: tl.constexpr):
     """silu or gelu_tanh of float32."""
     bent = gate
-    if kind == "gelu_tanh":
+    if activation == "gelu_tanh":
         # (1 + tanh y) / 2 is sigmoid(2 y)
         bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate * tl.sigmoid(bent)
 
 
 @triton.jit
-def output_ids(block, outs, outputs: tl.constexpr, paired: tl.constexpr):
-    """Weight rows of a program. paired: gate, up, gate, up, ...; outs counts pairs then."""
+def weight_row_ids(block, num_outputs, outputs: tl.constexpr, paired: tl.constexpr):
+    """Weight rows of a program. paired: gate, up, gate, up, ...; num_outputs counts pairs then."""
     at = tl.arange(0, outputs)
     if paired:
         of = block * (outputs // 2) + at // 2
-        return tl.minimum(of, outs - 1) + (at % 2) * outs
-    return tl.minimum(block * outputs + at, outs - 1)
+        return tl.minimum(of, num_outputs - 1) + (at % 2) * num_outputs
+    return tl.minimum(block * outputs + at, num_outputs - 1)
 
 
 @triton.jit
-def finish(summed, scale, bias, residual, out, block, own, row, rows, outs, kind: tl.constexpr):
-    """Scale, gate, add and store sums [outputs, padded rows] of the weight rows `own`."""
-    outputs: tl.constexpr = summed.shape[0]
+def gemm_epilogue(
+    acc,
+    scale,
+    bias,
+    residual,
+    out,
+    block,
+    weight_rows,
+    row,
+    rows,
+    num_outputs,
+    activation: tl.constexpr,
+):
+    """Scale, gate, add and store sums [outputs, padded rows] of the weight rows `weight_rows`."""
+    outputs: tl.constexpr = acc.shape[0]
     if scale is not None:
-        summed *= tl.load(scale + own)[:, None]
-    if kind is not None:
-        paired = tl.reshape(summed, [outputs // 2, 2, summed.shape[1]])
+        acc *= tl.load(scale + weight_rows)[:, None]
+    if activation is not None:
+        paired = tl.reshape(acc, [outputs // 2, 2, acc.shape[1]])
         gate, up = tl.split(tl.permute(paired, [0, 2, 1]))
         to = block * (outputs // 2) + tl.arange(0, outputs // 2)
-        store(acted(gate, kind) * up, out, row, rows, to, outs)
+        store_transposed(apply_activation(gate, activation) * up, out, row, rows, to, num_outputs)
     else:
         to = block * outputs + tl.arange(0, outputs)
         if bias is not None:
-            summed += tl.load(bias + to, mask=to < outs, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias + to, mask=to < num_outputs, other=0.0).to(tl.float32)[:, None]
         if residual is not None:
-            at = row.to(tl.int64)[None, :] * outs + to[:, None]
-            inside = (row < rows)[None, :] & (to < outs)[:, None]
-            summed += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        store(summed, out, row, rows, to, outs)
+            at = row.to(tl.int64)[None, :] * num_outputs + to[:, None]
+            inside = (row < rows)[None, :] & (to < num_outputs)[:, None]
+            acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        store_transposed(acc, out, row, rows, to, num_outputs)
 
 
 @triton.jit
-def store(values, out, row, rows, to, outs):
+def store_transposed(values, out, row, rows, output_ids, num_outputs):
     """values: [outputs, rows] -> out: [rows, outs]."""
-    at = row.to(tl.int64)[None, :] * outs + to[:, None]
-    inside = (row < rows)[None, :] & (to < outs)[:, None]
+    at = row.to(tl.int64)[None, :] * num_outputs + output_ids[:, None]
+    inside = (row < rows)[None, :] & (output_ids < num_outputs)[:, None]
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """A mixture of experts: each row goes through the few experts that were chosen for it.
 
 A slot is a row and one of its experts. Few rows: a program for each slot and some outputs, as in a
-product of one row. More: as in experts_many.
+product of one row. More: as in grouped_experts.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -17,131 +17,149 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from localgen.backends.cuda.kernels.activation import gated_reference
-from localgen.backends.cuda.kernels.device import has_kernels
-from localgen.backends.cuda.kernels.gemm.dense import INPUTS, added, one_row_tile
-from localgen.backends.cuda.kernels.gemm.tile import Kind, Tile, dot_type, finish, output_ids
+from localgen.backends.cuda.kernels.activation import gated_activation_reference
+from localgen.backends.cuda.kernels.device import can_use_triton
+from localgen.backends.cuda.kernels.gemm.dense import (
+    INPUT_MULTIPLE,
+    accumulate_gemv,
+    choose_gemv_tile,
+)
+from localgen.backends.cuda.kernels.gemm.tile import (
+    ActivationKind,
+    GemmTile,
+    dot_dtype,
+    gemm_epilogue,
+    weight_row_ids,
+)
 from localgen.backends.cuda.kernels.launch import Variant, launch
-from localgen.backends.cuda.kernels.moe.grouped_experts import Chosen, many_triton
+from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting, grouped_experts_triton
 
 # up to here every slot reads its expert's weights by itself
-FEW_ROWS = 8
+MAX_SMALL_BATCH_ROWS = 8
 # experts of a row that a program can hold, one for each warp
-_MOST_EXPERTS = 8
+_MAX_SMALL_BATCH_TOP_K = 8
 
 
-def mixture(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: Kind) -> Tensor:
+def fused_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
+) -> Tensor:
     """Sum of the chosen experts' answers by their shares, [rows, hidden].
 
     x: [rows, hidden]. gate_up: [experts, 2 * inner, hidden], all of gate, then all of up.
     down: [experts, hidden, inner].
     """
-    whole = gate_up.shape[2] % INPUTS == 0 and down.shape[2] % INPUTS == 0
-    if not (has_kernels(x) and whole and x.dtype in (torch.bfloat16, torch.float16)):
-        return mixture_reference(x, gate_up, down, chosen, kind)
-    if x.shape[0] <= FEW_ROWS and chosen.ids.shape[1] <= _MOST_EXPERTS:
-        return few_triton(x, gate_up, down, chosen, kind)
-    return many_triton(x, gate_up, down, chosen, kind)
+    whole = gate_up.shape[2] % INPUT_MULTIPLE == 0 and down.shape[2] % INPUT_MULTIPLE == 0
+    if not (can_use_triton(x) and whole and x.dtype in (torch.bfloat16, torch.float16)):
+        return fused_experts_reference(x, gate_up, down, routing, activation)
+    if x.shape[0] <= MAX_SMALL_BATCH_ROWS and routing.topk_ids.shape[1] <= _MAX_SMALL_BATCH_TOP_K:
+        return small_batch_experts_triton(x, gate_up, down, routing, activation)
+    return grouped_experts_triton(x, gate_up, down, routing, activation)
 
 
-def mixture_reference(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: Kind
+def fused_experts_reference(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
 ) -> Tensor:
     """The same in plain torch, expert by expert."""
     out = torch.zeros_like(x)
-    for expert in sorted(set(chosen.ids.flatten().tolist())):
-        rows, place = (chosen.ids == expert).nonzero(as_tuple=True)
-        inner = gated_reference(linear(x[rows], gate_up[expert]), kind)
+    for expert in sorted(set(routing.topk_ids.flatten().tolist())):
+        rows, place = (routing.topk_ids == expert).nonzero(as_tuple=True)
+        inner = gated_activation_reference(linear(x[rows], gate_up[expert]), activation)
         answer = linear(inner, down[expert])
-        out.index_add_(0, rows, answer * chosen.shares[rows, place, None].to(x.dtype))
+        out.index_add_(0, rows, answer * routing.topk_weights[rows, place, None].to(x.dtype))
     return out
 
 
-def few_triton(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: Kind) -> Tensor:
+def small_batch_experts_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
+) -> Tensor:
     """The same in two launches."""
-    (rows, hidden), top_k = x.shape, chosen.ids.shape[1]
-    slots, inner_size = chosen.ids.numel(), down.shape[2]
-    x, ids, shares = x.contiguous(), chosen.ids.contiguous(), chosen.shares.contiguous()
+    (rows, hidden), top_k = x.shape, routing.topk_ids.shape[1]
+    slots, inner_size = routing.topk_ids.numel(), down.shape[2]
+    x, ids, shares = (
+        x.contiguous(),
+        routing.topk_ids.contiguous(),
+        routing.topk_weights.contiguous(),
+    )
     inner = torch.empty((slots, inner_size), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    tile = one_row_tile(hidden, 2 * inner_size)
-    step = tile.inputs * tile.warps
-    launch(_few_gate_up, (triton.cdiv(2 * inner_size, tile.outputs), slots))(
+    tile = choose_gemv_tile(hidden, 2 * inner_size)
+    step = tile.inputs * tile.num_warps
+    launch(_small_batch_gate_up_kernel, (triton.cdiv(2 * inner_size, tile.outputs), slots))(
         x,
         gate_up,
         ids,
         inner,
-        hidden // INPUTS,
+        hidden // INPUT_MULTIPLE,
         inner_size,
         top_k,
-        kind=kind,
+        activation=activation,
         outputs=tile.outputs,
         step=step,
         even=hidden % step == 0,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )
-    tile, splits = _down_tile(top_k)
-    launch(_few_down, (triton.cdiv(hidden, tile.outputs), rows))(
+    tile, splits = _choose_down_tile(top_k)
+    launch(_small_batch_down_kernel, (triton.cdiv(hidden, tile.outputs), rows))(
         inner,
         down,
         ids,
         shares,
         out,
-        inner_size // INPUTS,
+        inner_size // INPUT_MULTIPLE,
         hidden,
-        dot=dot_type(x),
+        dot_dtype=dot_dtype(x),
         top_k=top_k,
         outputs=tile.outputs,
         inputs=tile.inputs,
-        warps=tile.warps,
+        warps=tile.num_warps,
         splits=splits,
-        stages=tile.stages,
+        stages=tile.num_stages,
         even=inner_size % (splits * tile.inputs) == 0,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )
     return out
 
 
-def _down_tile(top_k: int) -> tuple[Tile, int]:
+def _choose_down_tile(top_k: int) -> tuple[GemmTile, int]:
     """And how many warps share an expert. In flight are 2 or 3 x 16 KB a program."""
-    return Tile(16, 64, 8, 8, 4), 8 // triton.next_power_of_2(top_k)
+    return GemmTile(16, 64, 8, 8, 4), 8 // triton.next_power_of_2(top_k)
 
 
 @triton.jit
-def _few_gate_up(
+def _small_batch_gate_up_kernel(
     x,
     weight,
-    ids,
+    topk_ids,
     out,
     ins_16,
     outs,
     top_k,
-    kind: tl.constexpr,
+    activation: tl.constexpr,
     outputs: tl.constexpr,
     step: tl.constexpr,
     even: tl.constexpr,
 ):
     ins = ins_16 * 16
     block, slot = tl.program_id(0), tl.program_id(1)
-    own = output_ids(block, outs, outputs, True)
-    matrix = weight + tl.load(ids + slot).to(tl.int64) * 2 * outs * ins
+    own = weight_row_ids(block, outs, outputs, True)
+    matrix = weight + tl.load(topk_ids + slot).to(tl.int64) * 2 * outs * ins
     total = tl.zeros([outputs, step // 4], tl.float32)
-    total = added(total, x + slot // top_k * ins, matrix, own, ins, step, even)
+    total = accumulate_gemv(total, x + slot // top_k * ins, matrix, own, ins, step, even)
     summed = tl.sum(total, 1)[:, None]
     row = tl.arange(0, 1)
-    finish(summed, None, None, None, out + slot * outs, block, own, row, 1, outs, kind)
+    gemm_epilogue(summed, None, None, None, out + slot * outs, block, own, row, 1, outs, activation)
 
 
 @triton.jit
-def _few_down(
+def _small_batch_down_kernel(
     x,
     weight,
-    ids,
-    shares,
+    topk_ids,
+    topk_weights,
     out,
     ins_16,
     outs,
-    dot: tl.constexpr,
+    dot_dtype: tl.constexpr,
     top_k: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
@@ -152,15 +170,15 @@ def _few_down(
 ):
     """All experts of a row: `splits` warps for each, whose sums are weighed and added at the end.
 
-    As in `_thin`, with a weight of its own and one row, padded to 8, for each warp.
+    As in `_skinny_gemm_kernel`, with a weight of its own and one row, padded to 8, for each warp.
     """
     ins = ins_16 * 16
     block, row = tl.program_id(0), tl.program_id(1)
-    own = output_ids(block, outs, outputs, False).to(tl.int64)
+    own = weight_row_ids(block, outs, outputs, False).to(tl.int64)
     warp = tl.arange(0, warps)
     chosen = warp // splits < top_k
     slot = row * top_k + tl.minimum(warp // splits, top_k - 1)
-    matrix = weight + tl.load(ids + slot).to(tl.int64) * outs * ins
+    matrix = weight + tl.load(topk_ids + slot).to(tl.int64) * outs * ins
     first = (warp % splits)[:, None, None] * inputs
     w_k = first + tl.arange(0, inputs)[None, None, :]
     x_k = first + tl.arange(0, inputs)[None, :, None]
@@ -176,10 +194,10 @@ def _few_down(
         else:
             w = tl.load(w_at + k, mask=w_k < ins - k, other=0.0, eviction_policy="evict_first")
             a = tl.load(x_at + k, mask=given & (x_k < ins - k), other=0.0)
-        total = tl.dot(w.to(dot), a.to(dot), total, input_precision="ieee")
-    share = tl.load(shares + slot, mask=chosen, other=0.0)
+        total = tl.dot(w.to(dot_dtype), a.to(dot_dtype), total, input_precision="ieee")
+    share = tl.load(topk_weights + slot, mask=chosen, other=0.0)
     summed = tl.sum(total * share[:, None, None], 0)
-    finish(summed, None, None, None, out + row * outs, block, own, only, 1, outs, None)
+    gemm_epilogue(summed, None, None, None, out + row * outs, block, own, only, 1, outs, None)
 
 
 def variants() -> Iterator[Variant]:
@@ -190,43 +208,49 @@ def variants() -> Iterator[Variant]:
 
 
 def _gate_up_variant(inner: int, hidden: int) -> Variant:
-    tile = one_row_tile(hidden, 2 * inner)
-    step = tile.inputs * tile.warps
+    tile = choose_gemv_tile(hidden, 2 * inner)
+    step = tile.inputs * tile.num_warps
     constants = {
-        "kind": "silu",
+        "activation": "silu",
         "outputs": tile.outputs,
         "step": step,
         "even": hidden % step == 0,
     }
-    pointers = {"x": "*bf16", "weight": "*bf16", "ids": "*i64", "out": "*bf16"}
+    pointers = {"x": "*bf16", "weight": "*bf16", "topk_ids": "*i64", "out": "*bf16"}
     numbers = dict.fromkeys(("ins_16", "outs", "top_k"), "i32")
     return Variant(
-        name=f"few-gate-up-{hidden}-{inner}",
-        kernel=_few_gate_up,
+        name=f"small-batch-gate-up-{hidden}-{inner}",
+        kernel=_small_batch_gate_up_kernel,
         signature={**pointers, **numbers, **dict.fromkeys(constants, "constexpr")},
         constants=constants,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )
 
 
 def _down_variant(inner: int, top_k: int) -> Variant:
-    tile, splits = _down_tile(top_k)
+    tile, splits = _choose_down_tile(top_k)
     constants: dict[str, Any] = {
-        "dot": tl.bfloat16,
+        "dot_dtype": tl.bfloat16,
         "top_k": top_k,
         "outputs": tile.outputs,
         "inputs": tile.inputs,
-        "warps": tile.warps,
+        "warps": tile.num_warps,
         "splits": splits,
-        "stages": tile.stages,
+        "stages": tile.num_stages,
         "even": inner % (splits * tile.inputs) == 0,
     }
-    pointers = {"x": "*bf16", "weight": "*bf16", "ids": "*i64", "shares": "*fp32", "out": "*bf16"}
+    pointers = {
+        "x": "*bf16",
+        "weight": "*bf16",
+        "topk_ids": "*i64",
+        "topk_weights": "*fp32",
+        "out": "*bf16",
+    }
     numbers = dict.fromkeys(("ins_16", "outs"), "i32")
     return Variant(
-        name=f"few-down-{inner}-{top_k}",
-        kernel=_few_down,
+        name=f"small-batch-down-{inner}-{top_k}",
+        kernel=_small_batch_down_kernel,
         signature={**pointers, **numbers, **dict.fromkeys(constants, "constexpr")},
         constants=constants,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )

@@ -16,176 +16,210 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.gemm.dense import INPUTS
-from localgen.backends.cuda.kernels.gemm.tile import Kind, acted, dot_type, output_ids
+from localgen.backends.cuda.kernels.gemm.dense import INPUT_MULTIPLE
+from localgen.backends.cuda.kernels.gemm.tile import (
+    ActivationKind,
+    apply_activation,
+    dot_dtype,
+    weight_row_ids,
+)
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # slots that a program counts at once; numbers that one weighs
-_DEALT, _WEIGHED = 1024, 1024
+_SORT_BLOCK, _SUM_BLOCK = 1024, 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
-    """ids: int64 [rows, top_k], experts of each row. shares: float32 [rows, top_k]."""
+class ExpertRouting:
+    """topk_ids: int64 [rows, top_k], experts of each row. topk_weights: float32 [rows, top_k]."""
 
-    ids: Tensor
-    shares: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dealt:
-    """order: int32 [slots], slots expert by expert. places: int32 [slots], where each slot went.
+class SlotsByExpert:
+    """sorted_slots: int32 [slots], slots expert by expert. slot_positions: int32 [slots], where
+    each slot went.
 
-    starts: int32 [experts + 1], where those of each expert begin.
+    expert_offsets: int32 [experts + 1], where those of each expert begin.
     """
 
-    order: Tensor
-    places: Tensor
-    starts: Tensor
+    sorted_slots: Tensor
+    slot_positions: Tensor
+    expert_offsets: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTile:
+class GroupedGemmTile:
     """Slots, outputs and inputs of a program at once."""
 
     slots: int
     outputs: int
     inputs: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
 
 
-def group_tile(slots: int, experts: int) -> GroupTile:
+def choose_grouped_gemm_tile(num_slots: int, num_experts: int) -> GroupedGemmTile:
     """By the mean number of slots an expert has."""
-    mean = slots / experts
+    mean = num_slots / num_experts
     if mean <= 16:
-        return GroupTile(16, 64, 128, 4, 4)
-    return GroupTile(64, 128, 64, 4, 4) if mean <= 96 else GroupTile(128, 128, 64, 8, 3)
+        return GroupedGemmTile(16, 64, 128, 4, 4)
+    return GroupedGemmTile(64, 128, 64, 4, 4) if mean <= 96 else GroupedGemmTile(128, 128, 64, 8, 3)
 
 
-def many_triton(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, kind: Kind) -> Tensor:
-    """See experts.mixture."""
+def grouped_experts_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
+) -> Tensor:
+    """See fused_experts.fused_experts."""
     (rows, hidden), (experts, _, inner_size) = x.shape, down.shape
-    dealt = deal_triton(chosen.ids, experts)
-    inner = torch.empty((chosen.ids.numel(), inner_size), dtype=x.dtype, device=x.device)
+    dealt = sort_slots_by_expert_triton(routing.topk_ids, experts)
+    inner = torch.empty((routing.topk_ids.numel(), inner_size), dtype=x.dtype, device=x.device)
     answers = torch.empty((len(inner), hidden), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    top_k = chosen.ids.shape[1]
-    _grouped(x.contiguous(), gate_up, dealt, inner, dealt.order, top_k, kind)
-    _grouped(inner, down, dealt, answers, None, top_k, None)
-    launch(_weigh, (rows, triton.cdiv(hidden, _WEIGHED)))(
+    top_k = routing.topk_ids.shape[1]
+    _grouped_gemm(x.contiguous(), gate_up, dealt, inner, dealt.sorted_slots, top_k, activation)
+    _grouped_gemm(inner, down, dealt, answers, None, top_k, None)
+    launch(_weighted_sum_kernel, (rows, triton.cdiv(hidden, _SUM_BLOCK)))(
         answers,
-        dealt.places,
-        chosen.shares.contiguous(),
+        dealt.slot_positions,
+        routing.topk_weights.contiguous(),
         out,
         hidden,
         top_k=top_k,
-        block=_WEIGHED,
+        block=_SUM_BLOCK,
         num_warps=4,
     )
     return out
 
 
-def deal_triton(ids: Tensor, experts: int) -> Dealt:
+def sort_slots_by_expert_triton(topk_ids: Tensor, num_experts: int) -> SlotsByExpert:
     """Slots by their experts; those of an expert stay in order."""
-    slots = ids.numel()
-    order, places = (torch.empty(slots, dtype=torch.int32, device=ids.device) for _ in range(2))
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    launch(_deal, (experts,))(
-        ids.contiguous(), order, places, starts, slots, experts, block=_DEALT, num_warps=4
+    slots = topk_ids.numel()
+    order, places = (
+        torch.empty(slots, dtype=torch.int32, device=topk_ids.device) for _ in range(2)
     )
-    return Dealt(order, places, starts)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    launch(_sort_slots_kernel, (num_experts,))(
+        topk_ids.contiguous(),
+        order,
+        places,
+        starts,
+        slots,
+        num_experts,
+        block=_SORT_BLOCK,
+        num_warps=4,
+    )
+    return SlotsByExpert(order, places, starts)
 
 
-def _grouped(
+def _grouped_gemm(
     x: Tensor,
     weight: Tensor,
-    dealt: Dealt,
+    slots_by_expert: SlotsByExpert,
     out: Tensor,
-    order: Tensor | None,
+    sorted_slots: Tensor | None,
     top_k: int,
-    kind: Kind | None,
+    activation: ActivationKind | None,
 ) -> None:
-    """Row p of out is for place p; it is made of row p of x or, by order, of the slot's row."""
+    """Row p of out is for place p; it is made of row p of x or, by sorted_slots, of the slot's
+    row."""
     experts, outs, ins = weight.shape
-    tile = group_tile(len(out), experts)
+    tile = choose_grouped_gemm_tile(len(out), experts)
     # every expert can have one tile that is not full
     tiles = len(out) // tile.slots + min(experts, len(out))
     across = triton.cdiv(outs, tile.outputs)
-    launch(_product, (tiles * across,))(
+    launch(_grouped_gemm_kernel, (tiles * across,))(
         x,
         weight,
-        order,
-        dealt.starts,
+        sorted_slots,
+        slots_by_expert.expert_offsets,
         out,
-        ins // INPUTS,
-        out.shape[1] // INPUTS,
+        ins // INPUT_MULTIPLE,
+        out.shape[1] // INPUT_MULTIPLE,
         experts,
         top_k,
         tiles,
         across,
-        dot=dot_type(x),
-        kind=kind,
-        lanes=triton.next_power_of_2(experts),
+        dot_dtype=dot_dtype(x),
+        activation=activation,
+        padded_experts=triton.next_power_of_2(experts),
         slots=tile.slots,
         outputs=tile.outputs,
         inputs=tile.inputs,
-        stages=tile.stages,
+        stages=tile.num_stages,
         even=ins % tile.inputs == 0,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )
 
 
-@triton.jit(do_not_specialize=["slots"])
-def _deal(ids, order, places, starts, slots, experts, block: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots"])
+def _sort_slots_kernel(
+    topk_ids,
+    sorted_slots,
+    slot_positions,
+    expert_offsets,
+    num_slots,
+    num_experts,
+    block: tl.constexpr,
+):
     """An expert's slots go behind those of all experts before it, in their order."""
     expert = tl.program_id(0)
     at = tl.arange(0, block)
     before = 0
-    for first in range(0, slots, block):
-        found = tl.load(ids + first + at, mask=first + at < slots, other=experts)
+    for first in range(0, num_slots, block):
+        found = tl.load(topk_ids + first + at, mask=first + at < num_slots, other=num_experts)
         before += tl.sum((found < expert).to(tl.int32))
-    tl.store(starts + expert, before)
-    if expert == experts - 1:
-        tl.store(starts + experts, slots)
-    for first in range(0, slots, block):
-        found = tl.load(ids + first + at, mask=first + at < slots, other=experts)
+    tl.store(expert_offsets + expert, before)
+    if expert == num_experts - 1:
+        tl.store(expert_offsets + num_experts, num_slots)
+    for first in range(0, num_slots, block):
+        found = tl.load(topk_ids + first + at, mask=first + at < num_slots, other=num_experts)
         mine = (found == expert).to(tl.int32)
         place = before + tl.cumsum(mine) - 1
-        tl.store(order + place, first + at, mask=mine > 0)
-        tl.store(places + first + at, place, mask=mine > 0)
+        tl.store(sorted_slots + place, first + at, mask=mine > 0)
+        tl.store(slot_positions + first + at, place, mask=mine > 0)
         before += tl.sum(mine)
 
 
 @triton.jit
-def _weigh(answers, places, shares, out, size, top_k: tl.constexpr, block: tl.constexpr):
+def _weighted_sum_kernel(
+    expert_outputs,
+    slot_positions,
+    topk_weights,
+    out,
+    size,
+    top_k: tl.constexpr,
+    block: tl.constexpr,
+):
     """Answers of a row's slots by their shares, one after the other."""
     row = tl.program_id(0)
     at = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     for i in tl.static_range(top_k):
-        place = tl.load(places + row * top_k + i).to(tl.int64)
-        share = tl.load(shares + row * top_k + i)
-        total += share * tl.load(answers + place * size + at, mask=at < size, other=0.0)
+        place = tl.load(slot_positions + row * top_k + i).to(tl.int64)
+        share = tl.load(topk_weights + row * top_k + i)
+        total += share * tl.load(expert_outputs + place * size + at, mask=at < size, other=0.0)
     tl.store(out + row.to(tl.int64) * size + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def _product(
+@triton.jit(do_not_specialize=["num_slot_tiles"])
+def _grouped_gemm_kernel(
     x,
     weight,
-    order,
-    starts,
+    sorted_slots,
+    expert_offsets,
     out,
     ins_16,
     outs_16,
-    experts,
+    num_experts,
     top_k,
-    tiles,
-    across,
-    dot: tl.constexpr,
-    kind: tl.constexpr,
-    lanes: tl.constexpr,
+    num_slot_tiles,
+    num_output_tiles,
+    dot_dtype: tl.constexpr,
+    activation: tl.constexpr,
+    padded_experts: tl.constexpr,
     slots: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
@@ -195,27 +229,27 @@ def _product(
     """[slots, inputs] @ [inputs, outputs] of one expert, summed over inputs."""
     ins, outs = ins_16 * 16, outs_16 * 16
     # 8 tiles of slots share what they read of the weight, out of the L2
-    band = tl.program_id(0) // (8 * across)
-    height = tl.minimum(tiles - band * 8, 8)
-    inside_band = tl.program_id(0) % (8 * across)
+    band = tl.program_id(0) // (8 * num_output_tiles)
+    height = tl.minimum(num_slot_tiles - band * 8, 8)
+    inside_band = tl.program_id(0) % (8 * num_output_tiles)
     tile, block = band * 8 + inside_band % height, inside_band // height
 
-    lane = tl.arange(0, lanes)
-    start = tl.load(starts + lane, mask=lane < experts, other=0)
-    end = tl.load(starts + lane + 1, mask=lane < experts, other=0)
+    lane = tl.arange(0, padded_experts)
+    start = tl.load(expert_offsets + lane, mask=lane < num_experts, other=0)
+    end = tl.load(expert_offsets + lane + 1, mask=lane < num_experts, other=0)
     ends = tl.cumsum((end - start + slots - 1) // slots)
     expert = tl.sum((ends <= tile).to(tl.int32))
-    if expert >= experts:
+    if expert >= num_experts:
         return
     tile -= tl.max(tl.where(ends <= tile, ends, 0))
-    place = tl.load(starts + expert) + tile * slots + tl.arange(0, slots)
-    given = place < tl.load(starts + expert + 1)
+    place = tl.load(expert_offsets + expert) + tile * slots + tl.arange(0, slots)
+    given = place < tl.load(expert_offsets + expert + 1)
     row = place
-    if order is not None:
-        row = tl.load(order + place, mask=given, other=0) // top_k
+    if sorted_slots is not None:
+        row = tl.load(sorted_slots + place, mask=given, other=0) // top_k
 
-    paired: tl.constexpr = kind is not None
-    own = output_ids(block, outs, outputs, paired).to(tl.int64)
+    paired: tl.constexpr = activation is not None
+    own = weight_row_ids(block, outs, outputs, paired).to(tl.int64)
     matrix = weight + expert.to(tl.int64) * (outs * (2 if paired else 1)) * ins
     k = tl.arange(0, inputs)
     x_at = x + row.to(tl.int64)[:, None] * ins + k[None, :]
@@ -229,10 +263,10 @@ def _product(
             inside = k < ins - done
             a = tl.load(x_at + done, mask=given[:, None] & inside[None, :], other=0.0)
             w = tl.load(w_at + done, mask=inside[:, None], other=0.0)
-        total = tl.dot(a.to(dot), w.to(dot), total, input_precision="ieee")
-    if kind is not None:
+        total = tl.dot(a.to(dot_dtype), w.to(dot_dtype), total, input_precision="ieee")
+    if activation is not None:
         gate, up = tl.split(tl.reshape(total, [slots, outputs // 2, 2]))
-        total = acted(gate, kind) * up
+        total = apply_activation(gate, activation) * up
     width: tl.constexpr = total.shape[1]
     to = block * width + tl.arange(0, width)
     inside = given[:, None] & (to < outs)[None, :]
@@ -248,51 +282,63 @@ def variants() -> Iterator[Variant]:
         (14336, 4096, 8, 4096),
         (48, 96, 4, 16),
     ):
-        yield _product_variant(hidden, 2 * inner, experts, slots, "silu")
-        yield _product_variant(inner, hidden, experts, slots, None)
-    pointers = {"ids": "*i64", "order": "*i32", "places": "*i32", "starts": "*i32"}
-    yield Variant(
-        name="deal",
-        kernel=_deal,
-        signature={**pointers, "slots": "i32", "experts": "i32", "block": "constexpr"},
-        constants={"block": _DEALT},
+        yield _grouped_gemm_variant(hidden, 2 * inner, experts, slots, "silu")
+        yield _grouped_gemm_variant(inner, hidden, experts, slots, None)
+    pointers = {"topk_ids": "*i64"} | dict.fromkeys(
+        ("sorted_slots", "slot_positions", "expert_offsets"), "*i32"
     )
-    pointers = {"answers": "*bf16", "places": "*i32", "shares": "*fp32", "out": "*bf16"}
     yield Variant(
-        name="weigh",
-        kernel=_weigh,
+        name="sort-slots",
+        kernel=_sort_slots_kernel,
+        signature={**pointers, "num_slots": "i32", "num_experts": "i32", "block": "constexpr"},
+        constants={"block": _SORT_BLOCK},
+    )
+    pointers = {
+        "expert_outputs": "*bf16",
+        "slot_positions": "*i32",
+        "topk_weights": "*fp32",
+        "out": "*bf16",
+    }
+    yield Variant(
+        name="weighted-sum",
+        kernel=_weighted_sum_kernel,
         signature={**pointers, "size": "i32", "top_k": "constexpr", "block": "constexpr"},
-        constants={"top_k": 8, "block": _WEIGHED},
+        constants={"top_k": 8, "block": _SUM_BLOCK},
     )
 
 
-def _product_variant(ins: int, outs: int, experts: int, slots: int, kind: Kind | None) -> Variant:
-    tile = group_tile(slots, experts)
+def _grouped_gemm_variant(
+    ins: int, outs: int, experts: int, slots: int, activation: ActivationKind | None
+) -> Variant:
+    tile = choose_grouped_gemm_tile(slots, experts)
     constants: dict[str, Any] = {
-        "dot": tl.bfloat16,
-        "kind": kind,
-        "lanes": triton.next_power_of_2(experts),
+        "dot_dtype": tl.bfloat16,
+        "activation": activation,
+        "padded_experts": triton.next_power_of_2(experts),
         "slots": tile.slots,
         "outputs": tile.outputs,
         "inputs": tile.inputs,
-        "stages": tile.stages,
+        "stages": tile.num_stages,
         "even": ins % tile.inputs == 0,
     }
-    if kind is None:
-        constants["order"] = None
-    numbers = ("ins_16", "outs_16", "experts", "top_k", "tiles", "across")
+    if activation is None:
+        constants["sorted_slots"] = None
+    numbers = (
+        *("ins_16", "outs_16", "num_experts", "top_k"),
+        *("num_slot_tiles", "num_output_tiles"),
+    )
     return Variant(
-        name=f"experts-{ins}-{outs}-{experts}-{slots}",
-        kernel=_product,
+        name=f"grouped-gemm-{ins}-{outs}-{experts}-{slots}",
+        kernel=_grouped_gemm_kernel,
         signature={
             "x": "*bf16",
             "weight": "*bf16",
-            "order": "*i32" if kind else "constexpr",
-            "starts": "*i32",
+            "sorted_slots": "*i32" if activation else "constexpr",
+            "expert_offsets": "*i32",
             "out": "*bf16",
             **dict.fromkeys(numbers, "i32"),
-            **dict.fromkeys((name for name in constants if name != "order"), "constexpr"),
+            **dict.fromkeys((name for name in constants if name != "sorted_slots"), "constexpr"),
         },
         constants=constants,
-        num_warps=tile.warps,
+        num_warps=tile.num_warps,
     )

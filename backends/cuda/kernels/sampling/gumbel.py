@@ -18,68 +18,71 @@ from torch import Tensor
 # splitmix64's odd constants; torch wants them as signed 64-bit integers
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TL_GOLDEN, _TL_MIX_1, _TL_MIX_2 = map(tl.constexpr, (_GOLDEN, _MIX_1, _MIX_2))
-_MASK = (1 << 64) - 1
+_UINT64_MASK = (1 << 64) - 1
 
 
 @lru_cache(4096)
-def seed_mix(seed: int) -> int:
+def hash_seed(seed: int) -> int:
     """What stands for any whole number as a seed: a signed 64-bit integer."""
-    x = (seed + _GOLDEN) & _MASK
-    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
-    return _signed(x ^ (x >> 31))
+    x = (seed + _GOLDEN) & _UINT64_MASK
+    x = ((x ^ (x >> 30)) * _MIX_1) & _UINT64_MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _UINT64_MASK
+    return _to_int64(x ^ (x >> 31))
 
 
-def noise_bits(mixes: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def random_bits(seed_hashes: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """32 random bits for each row and token, int64 [rows, vocab].
 
-    mixes: int64 [rows], of seed_mix. positions: int64 [rows].
+    seed_hashes: int64 [rows], of hash_seed. positions: int64 [rows].
     """
-    start = _scrambled(mixes + positions + _signed(_GOLDEN))[:, None]
-    tokens = torch.arange(1, vocab + 1, device=mixes.device)
-    return _shifted(_scrambled(start + tokens * _signed(_GOLDEN)), 32)
+    start = _splitmix64(seed_hashes + positions + _to_int64(_GOLDEN))[:, None]
+    tokens = torch.arange(1, vocab + 1, device=seed_hashes.device)
+    return _logical_shift_right(_splitmix64(start + tokens * _to_int64(_GOLDEN)), 32)
 
 
-def gumbel(mixes: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def gumbel_noise(seed_hashes: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Noise for each row and token, float32 [rows, vocab]."""
-    bits = noise_bits(mixes, positions, vocab)
+    bits = random_bits(seed_hashes, positions, vocab)
     # near 0 a float32 is finest, and that is where the largest noise comes from
     uniform = ((bits.to(torch.float32) + 0.5) / 2**32).clamp(max=1 - 2**-24)
     return -torch.log(-torch.log1p(-uniform))
 
 
-def coin(mixes: Tensor, positions: Tensor) -> Tensor:
-    """A number from 0 to 1 for each row, float32 [rows], apart from all of `gumbel`."""
-    bits = _shifted(_scrambled(_scrambled(mixes + positions + _signed(_GOLDEN))), 32)
+def uniform_noise(seed_hashes: Tensor, positions: Tensor) -> Tensor:
+    """A number from 0 to 1 for each row, float32 [rows], apart from all of `gumbel_noise`."""
+    bits = _logical_shift_right(
+        _splitmix64(_splitmix64(seed_hashes + positions + _to_int64(_GOLDEN))), 32
+    )
     return (bits.to(torch.float32) / 2**32).clamp(max=1 - 2**-24)
 
 
-def _scrambled(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
-    return x ^ _shifted(x, 31)
+def _splitmix64(x: Tensor) -> Tensor:
+    x = (x ^ _logical_shift_right(x, 30)) * _to_int64(_MIX_1)
+    x = (x ^ _logical_shift_right(x, 27)) * _to_int64(_MIX_2)
+    return x ^ _logical_shift_right(x, 31)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
+def _logical_shift_right(x: Tensor, by: int) -> Tensor:
     """A logical shift to the right; torch's own keeps the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _signed(x: int) -> int:
+def _to_int64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
 @triton.jit
-def tl_noise_bits(mix, position, tokens):
-    """noise_bits in a kernel, uint32. mix, position: int64 scalars. tokens: int32 of any shape."""
-    start = _tl_scrambled((mix + position).to(tl.uint64) + _TL_GOLDEN)
-    return (_tl_scrambled(start + (tokens + 1).to(tl.uint64) * _TL_GOLDEN) >> 32).to(tl.uint32)
+def tl_random_bits(seed_hash, position, tokens):
+    """random_bits in a kernel, uint32. seed_hash, position: int64 scalars. tokens: int32 of any
+    shape."""
+    start = _tl_splitmix64((seed_hash + position).to(tl.uint64) + _TL_GOLDEN)
+    return (_tl_splitmix64(start + (tokens + 1).to(tl.uint64) * _TL_GOLDEN) >> 32).to(tl.uint32)
 
 
 @triton.jit
-def tl_gumbel(mix, position, tokens):
-    """gumbel in a kernel."""
-    bits = tl_noise_bits(mix, position, tokens)
+def tl_gumbel_noise(seed_hash, position, tokens):
+    """gumbel_noise in a kernel."""
+    bits = tl_random_bits(seed_hash, position, tokens)
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 2.0**-24)
     # log1p as log(w) * u / (w - 1): w's rounding is in both (Goldberg 1991)
     left = 1.0 - uniform
@@ -89,15 +92,15 @@ def tl_gumbel(mix, position, tokens):
 
 
 @triton.jit
-def tl_coin(mix, position):
-    """coin in a kernel, of a row."""
-    start = _tl_scrambled((mix + position).to(tl.uint64) + _TL_GOLDEN)
-    bits = (_tl_scrambled(start) >> 32).to(tl.uint32)
+def tl_uniform_noise(seed_hash, position):
+    """uniform_noise in a kernel, of a row."""
+    start = _tl_splitmix64((seed_hash + position).to(tl.uint64) + _TL_GOLDEN)
+    bits = (_tl_splitmix64(start) >> 32).to(tl.uint32)
     return tl.minimum(bits.to(tl.float32) * (1.0 / 4294967296.0), 1.0 - 2.0**-24)
 
 
 @triton.jit
-def _tl_scrambled(x):
+def _tl_splitmix64(x):
     x = (x ^ (x >> 30)) * _TL_MIX_1
     x = (x ^ (x >> 27)) * _TL_MIX_2
     return x ^ (x >> 31)

@@ -15,13 +15,13 @@ import torch
 import triton
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import has_kernels, wide
+from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.launch import Variant, launch
 from localgen.backends.cuda.kernels.sampling import kernels
-from localgen.backends.cuda.kernels.sampling.gumbel import gumbel
+from localgen.backends.cuda.kernels.sampling.gumbel import gumbel_noise
 
-_EDITS_BLOCK = 128
-_CHOOSE_WARPS = 8
+_PENALTIES_BLOCK = 128
+_SAMPLE_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,8 +29,8 @@ class SamplingTensors:
     """Settings of each row, float32 [rows] where nothing else is said, on the logits' device.
 
     temperature: 0 is greedy. top_k: int32, 0 is off. top_p, min_p: 1 and 0 are off.
-    seed_mix: int64, noise.seed_mix of the seed. position: int64, of the token to draw.
-    repeat, presence, frequency: penalties (Keskar et al. 2019; OpenAI).
+    seed_hash: int64, gumbel.hash_seed of the seed. position: int64, of the token to draw.
+    repeat_penalty, presence_penalty, frequency_penalty: penalties (Keskar et al. 2019; OpenAI).
 
     edit_rows, edit_tokens: int32 [edits], the logits to change, each once. edit_counts: float32
     [edits], how often the token was seen, for the penalties. edit_biases: float32 [edits], added.
@@ -40,11 +40,11 @@ class SamplingTensors:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    seed_mix: Tensor
+    seed_hash: Tensor
     position: Tensor
-    repeat: Tensor
-    presence: Tensor
-    frequency: Tensor
+    repeat_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
     edit_rows: Tensor
     edit_tokens: Tensor
     edit_counts: Tensor
@@ -52,46 +52,48 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class SamplerOutput:
     """tokens: int64 [rows]. What they were drawn from: logits [rows, vocab], after penalties and
-    biases, as far as they are not below least [rows]. Greedy rows have no least."""
+    biases, as far as they are not below min_logits [rows]. Greedy rows have none."""
 
     tokens: Tensor
     logits: Tensor
-    least: Tensor
+    min_logits: Tensor
 
 
-def sample(logits: Tensor, settings: SamplingTensors) -> Drawn:
+def sample_tokens(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
     """A token for each row. logits: float [rows, vocab], left as they are."""
-    return (sample_triton if has_kernels(logits) else sample_reference)(logits, settings)
+    return (sample_tokens_triton if can_use_triton(logits) else sample_tokens_reference)(
+        logits, settings
+    )
 
 
-def sample_reference(logits: Tensor, settings: SamplingTensors) -> Drawn:
+def sample_tokens_reference(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
     """The same in plain torch."""
-    x = wide(logits)
+    x = upcast(logits)
     if len(settings.edit_rows):
-        x = _edited(x, settings)
+        x = _apply_penalties(x, settings)
     greedy = settings.temperature == 0
     if bool(greedy.all()):
-        return Drawn(x.argmax(-1), x, x.new_full((len(x),), -torch.inf))
-    least = _threshold(x, settings)
+        return SamplerOutput(x.argmax(-1), x, x.new_full((len(x),), -torch.inf))
+    least = _min_kept_logit(x, settings)
     kept = x.masked_fill(x < least, -torch.inf)
-    noise = gumbel(settings.seed_mix, settings.position, x.shape[-1])
+    noise = gumbel_noise(settings.seed_hash, settings.position, x.shape[-1])
     drawn = (kept / settings.temperature[:, None] + noise).argmax(-1)
-    return Drawn(torch.where(greedy, x.argmax(-1), drawn), x, least[:, 0])
+    return SamplerOutput(torch.where(greedy, x.argmax(-1), drawn), x, least[:, 0])
 
 
-def _edited(x: Tensor, settings: SamplingTensors) -> Tensor:
+def _apply_penalties(x: Tensor, settings: SamplingTensors) -> Tensor:
     rows, tokens = settings.edit_rows.long(), settings.edit_tokens.long()
-    found, by, counts = x[rows, tokens], settings.repeat[rows], settings.edit_counts
+    found, by, counts = x[rows, tokens], settings.repeat_penalty[rows], settings.edit_counts
     seen = torch.where(found > 0, found / by, found * by)
-    seen = seen - counts * settings.frequency[rows] - settings.presence[rows]
+    seen = seen - counts * settings.frequency_penalty[rows] - settings.presence_penalty[rows]
     x = x.clone()
     x[rows, tokens] = torch.where(counts > 0, seen, found) + settings.edit_biases
     return x
 
 
-def _threshold(x: Tensor, settings: SamplingTensors) -> Tensor:
+def _min_kept_logit(x: Tensor, settings: SamplingTensors) -> Tensor:
     """The least logit that is kept, [rows, 1]."""
     best = x.amax(-1, keepdim=True)
     lowest = best + settings.min_p[:, None].log()
@@ -110,15 +112,15 @@ def _threshold(x: Tensor, settings: SamplingTensors) -> Tensor:
     return torch.maximum(lowest, torch.where(has_mass, ordered.gather(-1, place), -torch.inf))
 
 
-def sample_triton(logits: Tensor, settings: SamplingTensors) -> Drawn:
+def sample_tokens_triton(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
     """The same in two launches; penalties and biases take a copy and one launch more."""
     rows, vocab = logits.shape
     if edits := len(settings.edit_rows):
         logits = logits.to(torch.float32, copy=True)
-        _edit(logits, settings, edits)
+        _apply_penalties_triton(logits, settings, edits)
     assert logits.stride(1) == 1
-    chunk_groups, num_warps = _chunk(rows)
-    groups = triton.cdiv(vocab, kernels.GROUP)
+    chunk_groups, num_warps = _scan_groups_and_warps(rows)
+    groups = triton.cdiv(vocab, kernels.GROUP_TOKENS)
     splits = triton.cdiv(groups, chunk_groups)
 
     def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,7 +134,7 @@ def sample_triton(logits: Tensor, settings: SamplingTensors) -> Drawn:
         settings.top_k,
         settings.top_p,
         settings.min_p,
-        settings.seed_mix,
+        settings.seed_hash,
         settings.position,
         room(rows, groups),
         room(rows, 3, splits),
@@ -140,39 +142,41 @@ def sample_triton(logits: Tensor, settings: SamplingTensors) -> Drawn:
         splits,
         groups,
     )
-    launch(kernels.scan, (rows, splits))(*shared, chunk_groups=chunk_groups, num_warps=num_warps)
+    launch(kernels.scan_logits_kernel, (rows, splits))(
+        *shared, chunk_groups=chunk_groups, num_warps=num_warps
+    )
     chosen, least = room(rows, dtype=torch.int64), room(rows)
-    launch(kernels.choose, (rows,))(
+    launch(kernels.sample_token_kernel, (rows,))(
         *shared,
         room(rows, groups, dtype=torch.int32),
         chosen,
         least,
         splits_block=triton.next_power_of_2(splits),
         groups_block=triton.next_power_of_2(groups),
-        num_warps=_CHOOSE_WARPS,
+        num_warps=_SAMPLE_WARPS,
     )
-    return Drawn(chosen, logits, least)
+    return SamplerOutput(chosen, logits, least)
 
 
-def _edit(logits: Tensor, settings: SamplingTensors, edits: int) -> None:
-    launch(kernels.edit, (triton.cdiv(edits, _EDITS_BLOCK),))(
+def _apply_penalties_triton(logits: Tensor, settings: SamplingTensors, num_edits: int) -> None:
+    launch(kernels.apply_penalties_kernel, (triton.cdiv(num_edits, _PENALTIES_BLOCK),))(
         logits,
         logits.stride(0),
         settings.edit_rows,
         settings.edit_tokens,
         settings.edit_counts,
         settings.edit_biases,
-        settings.repeat,
-        settings.presence,
-        settings.frequency,
-        edits,
-        block=_EDITS_BLOCK,
+        settings.repeat_penalty,
+        settings.presence_penalty,
+        settings.frequency_penalty,
+        num_edits,
+        block=_PENALTIES_BLOCK,
         num_warps=4,
     )
 
 
-def _chunk(rows: int) -> tuple[int, int]:
-    """Groups and warps of a program of scan: for few rows, more programs."""
+def _scan_groups_and_warps(rows: int) -> tuple[int, int]:
+    """Groups and warps of a program of scan_logits_kernel: for few rows, more programs."""
     return (16, 4) if rows <= 4 else (64, 8)
 
 
@@ -182,52 +186,55 @@ def variants() -> Iterator[Variant]:
         **dict.fromkeys(("temperatures",), "*fp32"),
         "top_ks": "*i32",
         **dict.fromkeys(("top_ps", "min_ps"), "*fp32"),
-        **dict.fromkeys(("mixes", "positions"), "*i64"),
-        **dict.fromkeys(("group_best", "partials"), "*fp32"),
-        "best_tokens": "*i32",
-        **dict.fromkeys(("splits", "groups"), "i32"),
+        **dict.fromkeys(("seed_hashes", "positions"), "*i64"),
+        **dict.fromkeys(("group_max", "split_stats"), "*fp32"),
+        "split_best_tokens": "*i32",
+        **dict.fromkeys(("num_splits", "num_groups"), "i32"),
     }
     for kind in ("fp32", "bf16"):
         first = {"logits": f"*{kind}", "stride": "i32", "vocab": "i32", **pointers}
         for rows in (1, 64):
-            chunk_groups, num_warps = _chunk(rows)
+            chunk_groups, num_warps = _scan_groups_and_warps(rows)
             yield Variant(
-                name=f"scan-{rows}-{kind}",
-                kernel=kernels.scan,
+                name=f"scan-logits-{rows}-{kind}",
+                kernel=kernels.scan_logits_kernel,
                 signature={**first, "chunk_groups": "constexpr"},
                 constants={"chunk_groups": chunk_groups},
                 num_warps=num_warps,
             )
     first = {"logits": "*fp32", "stride": "i32", "vocab": "i32", **pointers}
     for rows, vocab in ((1, 32003), (1, 128256), (1, 151936), (64, 262208)):
-        groups = triton.cdiv(vocab, kernels.GROUP)
+        groups = triton.cdiv(vocab, kernels.GROUP_TOKENS)
         blocks = {
-            "splits_block": triton.next_power_of_2(triton.cdiv(groups, _chunk(rows)[0])),
+            "splits_block": triton.next_power_of_2(
+                triton.cdiv(groups, _scan_groups_and_warps(rows)[0])
+            ),
             "groups_block": triton.next_power_of_2(groups),
         }
         yield Variant(
-            name=f"choose-{rows}-{vocab}",
-            kernel=kernels.choose,
+            name=f"sample-token-{rows}-{vocab}",
+            kernel=kernels.sample_token_kernel,
             signature={
                 **first,
-                "candidates": "*i32",
-                "chosen": "*i64",
-                "least": "*fp32",
+                "candidate_groups": "*i32",
+                "sampled_tokens": "*i64",
+                "min_logits": "*fp32",
                 **dict.fromkeys(blocks, "constexpr"),
             },
             constants=blocks,
-            num_warps=_CHOOSE_WARPS,
+            num_warps=_SAMPLE_WARPS,
         )
+    penalties = ("repeat_penalties", "presence_penalties", "frequency_penalties")
     yield Variant(
-        name="edit",
-        kernel=kernels.edit,
+        name="apply-penalties",
+        kernel=kernels.apply_penalties_kernel,
         signature={
             "logits": "*fp32",
             "stride": "i32",
             **dict.fromkeys(("rows", "tokens"), "*i32"),
-            **dict.fromkeys(("counts", "biases", "repeat", "presence", "frequency"), "*fp32"),
-            "edits": "i32",
+            **dict.fromkeys(("counts", "biases", *penalties), "*fp32"),
+            "num_edits": "i32",
             "block": "constexpr",
         },
-        constants={"block": _EDITS_BLOCK},
+        constants={"block": _PENALTIES_BLOCK},
     )
