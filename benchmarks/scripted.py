@@ -24,7 +24,7 @@ _CERTAIN = 1000.0
 SCRIPTED = SamplingParams(temperature=0.0, logit_bias={SAID: _CERTAIN})
 
 
-class Watched:
+class Watched(Drafter):
     """A drafter as it is; what stands between it and the engine overrides what it watches."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -34,18 +34,14 @@ class Watched:
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> Seq[float]:
         return self._drafter.acceptance_probs(seq, max_drafts)
 
-    @property
-    def failure(self) -> str:
-        return self._drafter.failure
+    def draft_ms(self) -> float:
+        return self._drafter.draft_ms()
 
-    def draft_ms(self, num_sequences: int) -> float:
-        return self._drafter.draft_ms(num_sequences)
+    def prefill_acceptance(self) -> float:
+        return self._drafter.prefill_acceptance()
 
-    def default_acceptance(self) -> float:
-        return self._drafter.default_acceptance()
-
-    def prefill(self, budget_ms: float) -> None:
-        self._drafter.prefill(budget_ms)
+    def prefill(self, max_tokens: int) -> None:
+        self._drafter.prefill(max_tokens)
 
     def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
         return self._drafter.propose(requests)
@@ -105,11 +101,11 @@ class Insisting(Watched):
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> Seq[float]:
         return [1.0] * len(self._drafter.acceptance_probs(seq, min(max_drafts, self._drafts)))
 
-    def draft_ms(self, num_sequences: int) -> float:
+    def draft_ms(self) -> float:
         return 0.0
 
-    def default_acceptance(self) -> float:
-        return 1.0 if self._drafter.default_acceptance() else 0.0
+    def prefill_acceptance(self) -> float:
+        return 1.0 if self._drafter.prefill_acceptance() else 0.0
 
 
 @dataclass(frozen=True, slots=True)

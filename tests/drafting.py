@@ -10,17 +10,10 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from localgen.backends.engine.speculation import speculation
-from localgen.backends.engine.speculation.acceptance import AcceptanceEstimator, SharedPrior
-from localgen.backends.engine.speculation.allowance import Allowance
-from localgen.backends.engine.speculation.choice import (
-    DraftAllocation,
-    DraftMs,
-    DraftOption,
-    StepMs,
-)
-from localgen.backends.engine.speculation.drafter import DraftProposal
-from localgen.backends.engine.speculation.reference import BaselineSchedule
+from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
+from localgen.backends.engine.speculation.policy import Allocation, DraftOption, StepCosts
 from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SamplingParams
@@ -29,36 +22,40 @@ RIGHT, WRONG = 1, 2
 DRAFTS = 5
 
 
-def as_many_as_may_be(
-    offers: Seq[Seq[DraftOption]], step_ms: StepMs, draft_ms: DraftMs, *, most: int
-) -> list[DraftAllocation]:
-    """Drafts whether they pay or not: the last drafter that has any."""
-    picks = []
-    for offered in offers:
-        drafts = min(DRAFTS, most, len(offered[-1].tokens) - 1) if offered else 0
-        most -= drafts
-        picks.append(DraftAllocation(offered[-1].drafter, drafts) if drafts else DraftAllocation())
-    return picks
+def _last_option(self: Speculation, seq: Sequence, limit: int) -> DraftOption | None:
+    limit = min(limit, seq.max_len - len(seq.tokens) - 1)
+    found = [DraftOption(each, each.acceptance_probs(seq, limit)) for each in self._drafters]
+    return next((option for option in reversed(found) if option.probs), None)
+
+
+def _allocate_all(
+    options: Seq[DraftOption | None],
+    step_ms: Callable[[int], float],
+    *,
+    max_drafts: int,
+    **_: float,
+) -> Allocation | None:
+    counts = []
+    for option in options:
+        counts.append(min(DRAFTS, max_drafts, len(option.probs)) if option else 0)
+        max_drafts -= counts[-1]
+    return Allocation(counts, 1.0, 1.0, gain=2.0, loss_ms=0.0) if any(counts) else None
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> None:
-    """Whatever steps are measured to take: what a test sees must not depend on the machine.
+    """Draft with the last drafter that can, whatever was measured: tests must not depend on time.
 
-    plain_every: steps with drafts until there are two without; 0: there are none.
+    plain_every: steps with drafts between two pairs without; 0: all steps have drafts.
     """
-    monkeypatch.setattr(speculation, "allocate_drafts", as_many_as_may_be)
-    monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.0)
-    monkeypatch.setattr(speculation, "_LEAP", 100)
-    monkeypatch.setattr(Allowance, "may_look", lambda *_: True)
     asked = itertools.count()
+    monkeypatch.setattr(speculation, "allocate", _allocate_all)
+    monkeypatch.setattr(Speculation, "_option", _last_option)
+    monkeypatch.setattr(StepCosts, "largest", property(lambda _: 1 << 20))
     monkeypatch.setattr(
-        BaselineSchedule,
-        "is_due",
-        lambda *_: plain_every > 0 and next(asked) % (plain_every + 2) >= plain_every,
+        Speculation,
+        "_is_time_to_look",
+        lambda *_: plain_every == 0 or next(asked) % (plain_every + 2) < plain_every,
     )
-    # nor how much of a text a draft model has read
-    monkeypatch.setattr(Allowance, "may_read", lambda *_, **__: True)
-    monkeypatch.setattr(speculation, "_CATCH_UP_SHARE", 1e9)
 
 
 def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:
@@ -70,33 +67,26 @@ def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:
     return seq
 
 
-class Guesser:
+class Guesser(Drafter):
     """A drafter whose every draft is right with probability `alpha`, if those before it were."""
 
     name = "guesser"
-    failure = ""
     needs_probing = True
 
     def __init__(self, alpha: float, *, ms: float = 0.0, prior: float = 0.5, seed: int = 0) -> None:
         self.alpha, self.ms = alpha, ms
         self._chance = random.Random(seed)
-        self._common = SharedPrior((prior,), weight=12.0)
+        self._shared = [AcceptanceRate(prior, 12.0)]
         self._known: dict[Sequence, AcceptanceEstimator] = {}
         self.proposed: dict[Sequence, list[int]] = {}
         self.closed = False
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        known = self._known.setdefault(seq, AcceptanceEstimator(self._common))
+        known = self._known.setdefault(seq, AcceptanceEstimator(self._shared))
         return [known.probability(0)] * max_drafts
 
-    def draft_ms(self, num_sequences: int) -> float:
+    def draft_ms(self) -> float:
         return self.ms
-
-    def default_acceptance(self) -> float:
-        return 0.0
-
-    def prefill(self, budget_ms: float) -> None:
-        """It is always ready."""
 
     def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
         found = []
@@ -110,6 +100,8 @@ class Guesser:
         drafts = self.proposed.pop(seq, [])
         for draft, token in zip(drafts, new_tokens, strict=False):
             self._known[seq].add(0, draft == token)
+            if draft != token:
+                break
 
     def release(self, seq: Sequence) -> None:
         self._known.pop(seq, None)
@@ -118,27 +110,23 @@ class Guesser:
         self.closed = True
 
 
-class Unread(Guesser):
-    """A draft model that has a long text to read. read_ms: what it has read for. is_ready: whether
-    it has read it."""
+class Unprefilled(Guesser):
+    """A draft model that has to prefill a long prompt. prefilled: tokens that it was let."""
 
-    is_ready, delay_ms = False, 0.0
+    is_ready = False
 
-    def __init__(self, chance: float, *, ms: float = 0.0) -> None:
-        super().__init__(chance, ms=ms)
-        self.chance, self.read_ms = chance, 0.0
+    def __init__(self, alpha: float, *, prior: float = 0.5) -> None:
+        super().__init__(alpha, prior=prior)
+        self.prior, self.prefilled = prior, 0
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         return super().acceptance_probs(seq, max_drafts) if self.is_ready else []
 
-    def default_acceptance(self) -> float:
-        return 0.0 if self.is_ready else self.chance
+    def prefill_acceptance(self) -> float:
+        return 0.0 if self.is_ready else self.prior
 
-    def prefill(self, budget_ms: float) -> None:
-        self.read_ms += budget_ms + (self.delay_ms if budget_ms else 0.0)
-
-    def clock(self) -> float:
-        return self.read_ms / 1e3
+    def prefill(self, max_tokens: int) -> None:
+        self.prefilled += max_tokens
 
 
 class Steps:
@@ -157,7 +145,7 @@ class Steps:
 
     def run(self, seqs: list[Sequence], count: int, *, draft_ms: float = 0.0) -> None:
         for _ in range(count):
-            drafts = self.speculation.propose(seqs, outputs=512)
+            drafts = self.speculation.propose(seqs, max_outputs=512, max_prefill_tokens=64)
             chunks = []
             for seq in seqs:
                 proposed = drafts[seq].tokens if seq in drafts else []

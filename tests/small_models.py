@@ -216,11 +216,13 @@ def generate(
         scheduler.submit(seq)
     outputs = min(runner.limits.max_outputs, runner.limits.max_batch_tokens)
     while scheduler.has_work:
-        for seq, proposal in speculation.propose(scheduler.decoding, outputs=outputs).items():
+        for seq, proposal in speculation.propose(
+            scheduler.decoding, max_outputs=outputs, max_prefill_tokens=256
+        ).items():
             scheduler.set_drafts(seq, proposal)
         chunks = scheduler.plan()
         result = runner.collect(runner.launch(chunks))
         scheduler.apply(chunks, result, 1.0)
         speculation.observe(chunks, 1.0)
-    speculation.propose([], outputs=0)  # forgets all
+    speculation.propose([], max_outputs=0, max_prefill_tokens=0)  # forgets all
     return made

@@ -149,8 +149,8 @@ def test_drafts_that_are_made_whatever_is_expected() -> None:
     insisting = Insisting(Guesser(0.0, ms=5.0), 3)
     assert insisting.acceptance_probs(seq, 8) == [1.0] * 3
     assert insisting.acceptance_probs(seq, 2) == [1.0] * 2
-    assert insisting.draft_ms(1) == 0.0
-    assert insisting.default_acceptance() == 0.0, "there is nothing to be read"
+    assert insisting.draft_ms() == 0.0
+    assert insisting.prefill_acceptance() == 0.0, "there is nothing to be read"
     (found,) = insisting.propose([(seq, 3)])
     assert found.tokens == [WRONG] * 3
 

@@ -12,7 +12,7 @@ from hf_folders import TINY, edit
 from models import LoadedBench, noisy, questions
 
 from localgen.backends.cuda.loader import load_cuda_model
-from localgen.backends.engine.drafters import create_drafters
+from localgen.backends.engine.draft_loading import create_drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest

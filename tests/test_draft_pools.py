@@ -93,7 +93,9 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
     while waiting or scheduler.has_work:
         for _ in range(min(len(waiting), chance.randrange(5))):
             scheduler.submit(waiting.pop())
-        for seq, proposal in speculation.propose(scheduler.decoding, outputs=outputs).items():
+        for seq, proposal in speculation.propose(
+            scheduler.decoding, max_outputs=outputs, max_prefill_tokens=256
+        ).items():
             scheduler.set_drafts(seq, proposal)
             seen["drawn"] += bool(proposal.draft_probs)
         chunks = scheduler.plan()
@@ -108,7 +110,7 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
         check(draft)
     assert all(seq.state is SequenceState.ENDED for seq in every)
     assert whole(runner)
-    speculation.propose([], outputs=0)  # nobody decodes any more
+    speculation.propose([], max_outputs=0, max_prefill_tokens=0)  # nobody decodes any more
     assert whole(draft.runner)
     assert scheduler.counters.preemptions > 10
     assert seen["cancelled"] > 20

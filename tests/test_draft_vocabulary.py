@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from localgen.backends.engine.speculation.vocabulary import require_same_vocabulary
+from localgen.backends.engine.draft_loading import require_same_vocabulary
 from localgen.backends.errors import InvalidRequest
 
 

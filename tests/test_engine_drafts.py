@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import fake_runner
 import pytest
-from drafting import Unread, always_draft
+from drafting import always_draft
 from fake_runner import VOCAB, FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
-from localgen.backends.engine.speculation.drafter import DraftProposal
+from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.runner.interface import Chunk, NoRoom, SampledTokens
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import Failed, Finished
@@ -29,12 +26,10 @@ def repeating(tokens: list[int]) -> int:
     return tokens[-7] if len(tokens) > 7 and fresh % 11 else fresh
 
 
-class Oracle:
+class Oracle(Drafter):
     """Proposes what the model will say, wrong now and then."""
 
     name = "oracle"
-    failure = ""
-    needs_probing = False
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -44,15 +39,6 @@ class Oracle:
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         self.known.add(seq.id)
         return [0.9] * max_drafts
-
-    def draft_ms(self, num_sequences: int) -> float:
-        return 0.0
-
-    def default_acceptance(self) -> float:
-        return 0.0
-
-    def prefill(self, budget_ms: float) -> None:
-        """It is always ready."""
 
     def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
         return [DraftProposal(self._ahead(seq, count)) for seq, count in requests]
@@ -147,44 +133,6 @@ def test_random_schedules_leave_the_pool_whole(seed: int, monkeypatch: pytest.Mo
     assert log.stats.speculation.draft_tokens_total > 100
     runner.check()
     assert not oracle.known
-
-
-class AheadRunner(FakeRunner):
-    """Computes a step before it is asked for: what is left of it takes no time."""
-
-    def synchronize(self) -> None:
-        time.sleep(0.005)
-
-
-@pytest.mark.parametrize("drafts", [True, False])
-def test_a_plain_step_takes_what_was_waited_for_it(
-    drafts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, log = Unread(0.6), Log()
-    reader.is_ready = drafts
-    # drafts, what the step took, what of that was waited for
-    entered: list[tuple[int, float, float]] = []
-
-    def spy(self: Speculation, chunks: Seq[Chunk], step_ms: float) -> None:
-        entered.append((sum(chunk.num_drafts for chunk in chunks), step_ms, self.waited_ms))
-        observe(self, chunks, step_ms)
-
-    observe = Speculation.observe
-    monkeypatch.setattr(Speculation, "observe", spy)
-    if drafts:
-        always_draft(monkeypatch)
-    runner = AheadRunner(kv_tokens=1024)
-    runner.limits = replace(runner.limits, runs_ahead=True)
-    engine = make(runner, log, drafters=[reader])
-    engine.submit(request("a", "a prompt", max_tokens=30, ignore_eos=True))
-    run_until_ended(engine, log, 1)
-    if drafts:
-        # the step in its place was computed in vain: that is a price of drafts
-        assert any(count for count, _, _ in entered)
-        assert not any(waited_ms for count, _, waited_ms in entered if count)
-    else:
-        assert max(waited_ms for _, _, waited_ms in entered) >= 5
-        assert all(step_ms > waited_ms for _, step_ms, waited_ms in entered)
 
 
 def test_drafters_are_closed_with_the_engine() -> None:

@@ -12,7 +12,7 @@ from drafting import always_draft
 from gguf_files import bert, short_convolutions
 from models import TINY_GGUF, LoadedBench, noisy, questions
 
-from localgen.backends.engine.drafters import create_drafters
+from localgen.backends.engine.draft_loading import create_drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model

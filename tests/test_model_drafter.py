@@ -10,7 +10,6 @@ from drafting import always_draft, decoding
 from fake_runner import FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
-from localgen.backends.engine.speculation import speculation
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.runner.interface import Chunk, SampledTokens, StepFailed
@@ -61,52 +60,37 @@ def test_drafts_are_what_the_draft_model_says() -> None:
     runner.check()
 
 
-class Slow(FakeRunner):
-    """Each step takes step_s on its own clock."""
-
-    def __init__(self, step_s: float, **sizes: int) -> None:
-        super().__init__(**sizes)  # type: ignore[arg-type]
-        self.step_s, self.now_s = step_s, 0.0
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
-        self.now_s += self.step_s
-        return super().collect(ticket)
-
-
-def test_a_long_prompt_is_read_bit_by_bit() -> None:
-    runner = Slow(0.004, kv_tokens=1024, batch=100)
-    drafter, seq = ModelDrafter(runner, "draft", clock=runner.clock), decoding(limit=1024)
+def test_a_long_prompt_is_prefilled_in_pieces() -> None:
+    runner = FakeRunner(kv_tokens=1024, batch=100)
+    drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
-    drafter.acceptance_probs(seq, 4)
-    drafter.prefill(0.0)
-    assert runner.computed == 0, "there is no time"
-    calls = 0
+    pieces: list[int] = []
     while not drafter.acceptance_probs(seq, 4):
-        before, calls = runner.computed, calls + 1
-        drafter.prefill(1.0)
-        assert runner.computed - before <= 16
-    assert runner.now_s * 1e3 == pytest.approx(calls, abs=5.0), "in the mean as long as it may"
+        assert drafter.prefill_acceptance() > 0
+        before = runner.computed
+        drafter.prefill(160 if pieces else 40)
+        pieces.append(runner.computed - before)
+    assert pieces[0] == 40
+    assert set(pieces[1:]) == {100}, "no more than the draft model's batch"
+    assert drafter.prefill_acceptance() == 0.0
     (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
 
 
-def test_a_piece_that_was_delayed_is_not_paid_for_to_the_end() -> None:
-    runner = Slow(5.0, kv_tokens=1024, batch=100)
-    drafter, seq = ModelDrafter(runner, "draft", clock=runner.clock), decoding(limit=1024)
-    seq.tokens = [1 + i % 90 for i in range(600)]
-    drafter.acceptance_probs(seq, 4)
-    drafter.prefill(1.0)
-    before, runner.step_s = runner.computed, 0.001
-    for _ in range(6):
-        drafter.prefill(1.0)
-    assert runner.computed > before
+def test_the_shortest_prompt_is_prefilled_first() -> None:
+    runner = FakeRunner(kv_tokens=2048, batch=100)
+    drafter = ModelDrafter(runner, "draft")
+    long, short = decoding("long", limit=1024), decoding("short", limit=1024)
+    for seq, count in ((long, 900), (short, 200)):
+        seq.tokens = [1 + i % 90 for i in range(count)]
+        assert not drafter.acceptance_probs(seq, 4)
+    for _ in range(2):
+        drafter.prefill(100)
+    assert drafter.acceptance_probs(short, 4)
+    assert not drafter.acceptance_probs(long, 4)
 
 
-def test_how_often_drafts_are_right_is_that_of_those_who_wait() -> None:
-    # nobody draws here: what would be of drawn drafts says nothing
+def test_acceptance_of_greedy_drafts_is_estimated_from_greedy_drafts() -> None:
     drafter = ModelDrafter(FakeRunner(kv_tokens=1024, batch=100), "draft")
     seq, late = decoding("seq", limit=512), decoding("late", limit=512)
     for _ in range(60):
@@ -114,10 +98,10 @@ def test_how_often_drafts_are_right_is_that_of_those_who_wait() -> None:
         ((draft,),) = proposed(drafter, [(seq, 1)])
         seq.tokens.append(7 if draft != 7 else 8)
         drafter.observe(seq, seq.tokens[-1:])
-    assert drafter.default_acceptance() == 0.0, "nobody waits"
+    assert drafter.prefill_acceptance() == 0.0, "no sequence has to be prefilled"
     late.tokens = [1 + i % 90 for i in range(300)]
     drafter.acceptance_probs(late, 4)
-    assert drafter.default_acceptance() < 0.15
+    assert 0 < drafter.prefill_acceptance() < 0.15
 
 
 def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
@@ -132,7 +116,8 @@ def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
             seq.tokens += [5] * 20
             drafter.acceptance_probs(seq, 4)
         for _ in range(5):
-            drafter.prefill(1e-9)
+            if drafter.prefill_acceptance():
+                drafter.prefill(16)
     assert len(runner.cache) < 2, "both grew beyond the pool"
     for seq in seqs:
         drafter.release(seq)
@@ -198,7 +183,6 @@ def test_padding_is_neither_drafted_nor_read() -> None:
 
 def test_a_draft_model_that_fails_takes_nobody_down(monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch)
-    monkeypatch.setattr(speculation, "_LEAST_OFFER", 1.01)  # none is one
     log, runner = Log(), FakeRunner(kv_tokens=512, batch=64)
     broken = Failing(kv_tokens=512, batch=64)
     engine = make(runner, log, drafters=[ModelDrafter(broken, "draft")])
@@ -232,12 +216,9 @@ def test_what_it_costs() -> None:
         return now[0]
 
     drafter = ModelDrafter(FakeRunner(kv_tokens=512, batch=64), "draft", clock=clock)
-    assert drafter.draft_ms(2) == 0.0, "not known yet"
+    assert drafter.draft_ms() == 0.0, "not known yet"
     seqs = [decoding(str(i), limit=512) for i in range(2)]
     for seq in seqs:
         drafter.acceptance_probs(seq, 4)
     drafter.propose([(seq, 4) for seq in seqs])
-    assert drafter.draft_ms(2) == pytest.approx(2.0)
-    for _ in range(600):
-        drafter.prefill(0.0)
-    assert drafter.draft_ms(2) == 0.0, "what was slow long ago may not be"
+    assert drafter.draft_ms() == pytest.approx(2.0)

@@ -19,9 +19,8 @@ from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.model.source import ModelSource, open_model_source
 from localgen.backends.cuda.parallel.rank_model import RankModel
 from localgen.backends.cuda.runner import CudaRunner
+from localgen.backends.engine.draft_loading import require_prefix_cache, require_same_vocabulary
 from localgen.backends.engine.loaded_model import LoadedDraftModel
-from localgen.backends.engine.optional_draft import require_prefix_cache
-from localgen.backends.engine.speculation.vocabulary import require_same_vocabulary
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.memory.kv_sizing import KVSize

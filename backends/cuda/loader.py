@@ -19,9 +19,8 @@ from localgen.backends.cuda.parallel import tensor_parallel
 from localgen.backends.cuda.parallel.rank_model import RankModel
 from localgen.backends.cuda.precompile import KernelPrecompiler
 from localgen.backends.cuda.runner import StepExecutor
-from localgen.backends.engine.drafters import validate_draft_options
+from localgen.backends.engine.draft_loading import OptionalDraftLoader, validate_draft_options
 from localgen.backends.engine.loaded_model import LoadedDraftModel, LoadedModel
-from localgen.backends.engine.optional_draft import OptionalDraftLoader
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.sharding import ModelShard
@@ -46,7 +45,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     template, template_source = _load_template(source, tokenizer, options)
     attempt = OptionalDraftLoader(request.draft)
     companion = attempt.run(
-        lambda: CudaDraftModel(attempt.requested, options, device, source, tokenizer)
+        lambda: CudaDraftModel(attempt.request, options, device, source, tokenizer)
     )
     executor, size, weight_bytes = _load_executor(
         source, options, dtype, request, companion, on_progress

@@ -23,8 +23,8 @@ from localgen.backends.cuda.steps.sampler import (
     sample_with_probs,
     uses_penalties,
 )
-from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS
 from localgen.backends.runner.interface import (
+    MAX_DRAFT_TOKENS,
     Chunk,
     EmbedSlice,
     Limits,

@@ -15,11 +15,12 @@ from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.output_processor import OutputProcessor
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS, Speculation
+from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.engine.stats import StatsRecorder, finished_event
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
+    MAX_DRAFT_TOKENS,
     AsyncRunner,
     Chunk,
     ModelRunner,
@@ -204,7 +205,8 @@ class Engine:
         decoding = self._scheduler.decoding
         drafts = self._speculation.propose(
             decoding,
-            outputs=outputs,
+            max_outputs=outputs,
+            max_prefill_tokens=self._budget.prompt_tokens(len(decoding)),
             with_prompts=len(decoding) < len(self._scheduler.running),
         )
         for seq, proposal in drafts.items():
@@ -222,7 +224,7 @@ class Engine:
 
     def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
         now_s = time.monotonic()
-        step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
+        step_ms = (now_s - started_s) * 1e3
         outputs = self._scheduler.apply(chunks, result, step_ms)
         self._stats.record_step(now_s, step_ms, chunks, outputs)
         self._speculation.observe(chunks, step_ms)

@@ -9,14 +9,13 @@ import threading
 from collections.abc import Iterator
 
 from localgen.backends.engine import wire
-from localgen.backends.engine.drafters import create_drafters
+from localgen.backends.engine.draft_loading import create_drafters
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
-from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import ModelLoadRequest
-from localgen.backends.runner.interface import StepFailed
+from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, StepFailed
 from localgen.backends.text.grammar import GrammarCompiler
 
 log = logging.getLogger(__name__)

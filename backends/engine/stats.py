@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
-from localgen.backends.engine.speculation.record import NO_DRAFT_STATS, RequestDraftStats
+from localgen.backends.engine.speculation.stats import RequestDraftStats
 from localgen.backends.runner.interface import Chunk, PoolUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
@@ -26,6 +26,7 @@ MAX_ALWAYS_SORTED = 256
 SORT_INTERVAL_S = 1.0
 # steps are counted by their tokens: up to each of these, and above all
 STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_NO_DRAFTS = RequestDraftStats()
 
 
 class RecentSamples:
@@ -218,7 +219,7 @@ def request_phases(seq: Sequence, now_s: float) -> RequestPhases:
     )
 
 
-def request_timings(seq: Sequence, draft_stats: RequestDraftStats = NO_DRAFT_STATS) -> Timings:
+def request_timings(seq: Sequence, draft_stats: RequestDraftStats = _NO_DRAFTS) -> Timings:
     """Where the time of an ended sequence went."""
     admitted_s = seq.admitted_s if seq.admitted_s is not None else seq.arrived_s
     first_s = seq.first_token_s if seq.first_token_s is not None else admitted_s
@@ -254,7 +255,7 @@ def finished_event(
     *,
     stop: str | None,
     completion_tokens: int,
-    draft_stats: RequestDraftStats = NO_DRAFT_STATS,
+    draft_stats: RequestDraftStats = _NO_DRAFTS,
 ) -> Finished:
     """The good end of a sequence, with what its user should know."""
     notes = [*seq.notes]

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from localgen.backends.engine.draft_loading import require_prefix_cache, require_same_vocabulary
 from localgen.backends.engine.loaded_model import LoadedDraftModel
-from localgen.backends.engine.optional_draft import require_prefix_cache
-from localgen.backends.engine.speculation.vocabulary import require_same_vocabulary
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.build_runner import (

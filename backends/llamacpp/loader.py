@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from localgen.backends import sampling_params
-from localgen.backends.engine.drafters import validate_draft_options
+from localgen.backends.engine.draft_loading import OptionalDraftLoader, validate_draft_options
 from localgen.backends.engine.loaded_model import LoadedModel
-from localgen.backends.engine.optional_draft import OptionalDraftLoader
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing
@@ -64,7 +63,7 @@ def load_llamacpp_model(
     template, source = _load_template(model, vocab, options)
     shape = sizing.llama_model_shape(model)
     attempt = OptionalDraftLoader(request.draft)
-    companion = attempt.run(lambda: LlamaDraftModel(attempt.requested, options, model, vocab))
+    companion = attempt.run(lambda: LlamaDraftModel(attempt.request, options, model, vocab))
     options, size = _resolve_size(model, shape, request, options, companion)
     try:
         context = _create_context(model, options, size)

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 import llama_cpp.llama_cpp as C
 import psutil
 
-from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.library import CACHE_TYPES, FLASH_ATTN, MAX_SEQUENCES, supports_gpu
 from localgen.backends.memory.load_defaults import DEFAULT_SPLIT_PARTS, LLAMACPP_DEFAULTS
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
+from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

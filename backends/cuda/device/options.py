@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from localgen.backends.engine.speculation.speculation import MAX_DRAFT_TOKENS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.load_defaults import CUDA_DEFAULTS, CUDA_ON_CPU_DEFAULTS
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
+from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
 # what the cache may be kept in, besides the type of the weights
 CACHE_DTYPES = {

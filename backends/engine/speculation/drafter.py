@@ -1,69 +1,60 @@
-"""Who proposes tokens, and how sure one may be of them."""
+"""Drafter: proposes how sequences continue, and estimates how often it is right."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from localgen.backends.runner.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProposal:
-    """How a sequence may go on. draft_probs: what each token was drawn from, as Chunk has it;
-    empty: they are points."""
+    """Draft tokens of one sequence. draft_probs: what each was sampled from, as in Chunk."""
 
     tokens: list[int]
     draft_probs: Seq[Any] = ()
 
 
-class Drafter(Protocol):
-    """Proposes how sequences go on, one way for each. Called between steps, by the engine's thread.
+class Drafter(ABC):
+    """Called between steps by the engine's thread. failure: why it no longer drafts.
 
-    name: as users know it. needs_probing: whether trying alone tells how often it is right; else it
-    knows without.
+    needs_probing: acceptance is known only from drafts that were verified.
     """
 
-    name: str
-    needs_probing: bool
+    name = failure = ""
+    needs_probing = False
 
-    @property
-    def failure(self) -> str:
-        """Why it proposes no more; empty: it works."""
-        ...
-
+    @abstractmethod
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> Seq[float]:
-        """How often each of the next drafts would be right, those before it being right; at most
-        `max_drafts` of them. Empty: there is nothing to propose."""
-        ...
+        """Of each of the next drafts, if those before it are accepted. Empty: no drafts."""
 
-    def draft_ms(self, num_sequences: int) -> float:
-        """About what one draft takes, for so many sequences at once."""
-        ...
-
-    def default_acceptance(self) -> float:
-        """How often a draft is right for a sequence of which nothing else is known; 0: there is
-        nothing to prepare for."""
-        ...
-
-    def prefill(self, budget_ms: float) -> None:
-        """Prepare for sequences that cannot be drafted for yet; that long, in the mean of several
-        calls. Called once a step in which drafts are looked for."""
-        ...
-
+    @abstractmethod
     def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
-        """That many drafts for each sequence, or fewer."""
-        ...
+        """At most that many drafts for each sequence."""
 
+    @abstractmethod
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
-        """The sequence has gone on with these, whether they were drafts in a step or not."""
-        ...
+        """Learn from new_tokens, which are now at the end of seq, drafted or not."""
+
+    def draft_ms(self) -> float:
+        """Of one more draft for all sequences at once; 0: unknown or negligible."""
+        return 0.0
+
+    def prefill_acceptance(self) -> float:
+        """Expected acceptance where the prompt must be prefilled first; 0: nowhere."""
+        return 0.0
+
+    def prefill(self, max_tokens: int) -> None:
+        """Prefill up to max_tokens of one such prompt."""
+        return
 
     def release(self, seq: Sequence) -> None:
-        """The sequence has ended or lost its place."""
-        ...
+        """Forget a sequence that has ended or was preempted."""
+        return
 
     def close(self) -> None:
-        """Free everything."""
-        ...
+        """Free everything. No call may follow."""
+        return

@@ -1,112 +1,78 @@
-"""Drafts from the sequence's own text: what followed the last time it read like this."""
+"""N-gram drafter: what followed the last time the text read like this (prompt lookup)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from localgen.backends.engine.speculation.acceptance import AcceptanceEstimator, SharedPrior
-from localgen.backends.engine.speculation.drafter import DraftProposal
+from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
+from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
 from localgen.backends.runner.sequence import Sequence
 
-# a match is at least so many tokens
-MIN_MATCH = 2
-# places of each pair that are compared, the latest ones
+# shortest match, and the length from which on matches count as equally long
+MIN_MATCH, _MAX_MATCH = 2, 32
+# the latest positions of each pair of tokens that are compared
 _POSITIONS_PER_PAIR = 8
-# matches count as equally long from here on
-_MAX_MATCH = 32
-# a kind is a length of match: up to each of these
-_MATCH_LENGTH_BOUNDS = (2, 3, 4, 6, 8, 12, 16, 24, _MAX_MATCH)
-_BUCKET_BY_LENGTH = tuple(
-    next(kind for kind, bound in enumerate(_MATCH_LENGTH_BOUNDS) if length <= bound)
+# acceptance is estimated by length of match, up to each of these; at first as assumed here: short
+# matches are mostly chance, long ones are copies
+_BUCKETS = {2: 0.1, 3: 0.15, 4: 0.25, 6: 0.4, 8: 0.55, 12: 0.7, 16: 0.8, 24: 0.85, _MAX_MATCH: 0.9}
+_BUCKET_OF_LENGTH = [
+    next(bucket for bucket, bound in enumerate(_BUCKETS) if length <= bound)
     for length in range(_MAX_MATCH + 1)
-)
-# before anything is known: short matches are mostly chance, long ones are copies
-_PRIOR = (0.1, 0.15, 0.25, 0.4, 0.55, 0.7, 0.8, 0.85, 0.9)
+]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks the end of a sequence up in its own prompt and answer; the longest match wins, the
-    latest of equals.
+    latest of equals (prompt lookup decoding, Saxena 2023).
 
-    Whether it is right can be seen without computing anything: each token that comes is compared
-    with what would have been proposed (source: prompt lookup decoding, Saxena 2023).
+    Acceptance is learned without drafting: each new token is compared with what would have been
+    proposed.
     """
 
     name = "n-gram"
-    needs_probing = False
-    failure = ""
 
     def __init__(self) -> None:
-        self._shared_prior = SharedPrior(_PRIOR)
+        self._shared = [AcceptanceRate(prior) for prior in _BUCKETS.values()]
         self._indexes: WeakKeyDictionary[Sequence, _NgramIndex] = WeakKeyDictionary()
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        """As Drafter.acceptance_probs."""
         return self._index_of(seq).acceptance_probs(max_drafts)
 
-    def draft_ms(self, num_sequences: int) -> float:
-        """As Drafter.draft_ms: too little to count."""
-        return 0.0
-
-    def default_acceptance(self) -> float:
-        """As Drafter.default_acceptance: it is ready at once."""
-        return 0.0
-
-    def prefill(self, budget_ms: float) -> None:
-        """As Drafter.prefill."""
-
     def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
-        """As Drafter.propose."""
         return [DraftProposal(self._index_of(seq).continuation(count)) for seq, count in requests]
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
-        """As Drafter.observe."""
-        text = self._indexes.get(seq)
-        if text is not None:
-            text.observe(new_tokens)
-
-    def release(self, seq: Sequence) -> None:
-        """As Drafter.release: its text stays what it is."""
-
-    def close(self) -> None:
-        """As Drafter.close."""
-        self._indexes.clear()
+        if seq in self._indexes:
+            self._indexes[seq].observe(len(new_tokens))
 
     def _index_of(self, seq: Sequence) -> _NgramIndex:
-        text = self._indexes.get(seq)
-        if text is None:
-            text = self._indexes[seq] = _NgramIndex(
-                seq.tokens, AcceptanceEstimator(self._shared_prior)
-            )
-        return text
+        if seq not in self._indexes:
+            self._indexes[seq] = _NgramIndex(seq.tokens, AcceptanceEstimator(self._shared))
+        return self._indexes[seq]
 
 
 class _NgramIndex:
-    """The tokens of a sequence, and where each pair of them stands.
-
-    tokens: the sequence's own list, which grows.
-    """
-
-    __slots__ = ("_acceptance", "_indexed", "_positions", "_tokens")
+    """The tokens of a sequence, its own growing list, and the positions of each pair of them."""
 
     def __init__(self, tokens: list[int], acceptance: AcceptanceEstimator) -> None:
         self._tokens = tokens
         self._acceptance = acceptance
         self._positions: dict[tuple[int, int], list[int]] = {}
-        self._indexed = 1  # pairs that end before this position are known
+        self._indexed = 1  # pairs that end before this position are in _positions
 
     def acceptance_probs(self, max_drafts: int) -> list[float]:
-        """Of what followed the longest match of the end, the match growing with each token."""
+        """Of what followed the longest match; the match grows with each accepted token."""
         length, _ = self._longest_match(len(self._tokens))
         if not length:
             return []
-        kinds = [_BUCKET_BY_LENGTH[min(length + ahead, _MAX_MATCH)] for ahead in range(max_drafts)]
-        known = {kind: self._acceptance.probability(kind) for kind in set(kinds)}
-        return [known[kind] for kind in kinds]
+        lengths = range(length, length + max_drafts)
+        buckets = [_BUCKET_OF_LENGTH[min(each, _MAX_MATCH)] for each in lengths]
+        known = {bucket: self._acceptance.probability(bucket) for bucket in set(buckets)}
+        return [known[bucket] for bucket in buckets]
 
     def continuation(self, count: int) -> list[int]:
-        """What followed the longest match; a repetition goes on beyond the end."""
+        """What followed the longest match; a repetition continues beyond the end."""
         tokens, end = self._tokens, len(self._tokens)
         length, follows = self._longest_match(end)
         if not length:
@@ -116,43 +82,37 @@ class _NgramIndex:
             found.append(found[len(found) + follows - end])
         return found
 
-    def observe(self, new_tokens: Seq[int]) -> None:
-        """The tokens at the end have just come: enter how each would have been foreseen."""
+    def observe(self, num_new: int) -> None:
+        """Record whether each of the last num_new tokens would have been drafted."""
         tokens = self._tokens
-        for at in range(len(tokens) - len(new_tokens), len(tokens)):
+        for at in range(len(tokens) - num_new, len(tokens)):
             length, follows = self._longest_match(at)
             if length:
-                self._acceptance.add(_BUCKET_BY_LENGTH[length], tokens[follows] == tokens[at])
+                self._acceptance.add(_BUCKET_OF_LENGTH[length], tokens[follows] == tokens[at])
 
     def _longest_match(self, end: int) -> tuple[int, int]:
-        """Length of the longest match of what stands before `end`, and what follows it; 0: none."""
+        """Length of the longest match of the text before `end`, and the position after it."""
         tokens = self._tokens
-        if end < MIN_MATCH + 1:
+        if end <= MIN_MATCH:
             return 0, 0
         self._index_until(end - 1)
         best, follows = 0, 0
-        for place in reversed(self._positions.get((tokens[end - 2], tokens[end - 1]), ())):
-            length = self._match_length(place, end)
+        for position in reversed(self._positions.get((tokens[end - 2], tokens[end - 1]), ())):
+            length, limit = MIN_MATCH, min(_MAX_MATCH, position + 1)
+            while length < limit and tokens[position - length] == tokens[end - 1 - length]:
+                length += 1
             if length > best:
-                best, follows = length, place + 1
+                best, follows = length, position + 1
                 if best == _MAX_MATCH:
                     break
         return best, follows
 
     def _index_until(self, end: int) -> None:
-        """Enter all pairs that end before this position: each has a token that follows."""
-        tokens, places = self._tokens, self._positions
+        """Index all pairs that end before `end`: each has a token that follows."""
         for at in range(self._indexed, end):
-            known = places.setdefault((tokens[at - 1], tokens[at]), [])
+            pair = self._tokens[at - 1], self._tokens[at]
+            known = self._positions.setdefault(pair, [])
             known.append(at)
             if len(known) > _POSITIONS_PER_PAIR:
                 del known[0]
         self._indexed = max(self._indexed, end)
-
-    def _match_length(self, position: int, end: int) -> int:
-        """How many tokens up to `position` are those before `end`, at most _MAX_MATCH."""
-        tokens, length = self._tokens, MIN_MATCH
-        most = min(_MAX_MATCH, position + 1)
-        while length < most and tokens[position - length] == tokens[end - 1 - length]:
-            length += 1
-        return length
