@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 # what LoadOptions.draft may be besides a model
 DRAFT_NGRAM, DRAFT_NONE, DRAFT_AUTO = "ngram", "none", "auto"

@@ -1,38 +1,160 @@
-"""Which sampling settings make sense, whatever the backend."""
+"""Sampling parameters: the one table of samplers, and which settings make sense."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_args, get_type_hints
 
-from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import SamplingParams
+from localgen.backends.errors import InvalidRequest, LocalgenError
 
-# field: (lowest, highest) that means something; values outside are refused
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_k": (0, math.inf),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "top_n_sigma": (-1.0, 100.0),
-    "xtc_probability": (0.0, 1.0),
-    "xtc_threshold": (0.0, 0.5),
-    "dynatemp_range": (0.0, 100.0),
-    "dynatemp_exponent": (0.0, 100.0),
-    "adaptive_target": (-1.0, 1.0),
-    "adaptive_decay": (0.0, 0.99),
-    "mirostat": (0, 2),
-    "mirostat_tau": (0.0, 100.0),
-    "mirostat_eta": (0.0, 1.0),
-    "repeat_penalty": (1e-3, 100.0),
-    "repeat_last_n": (-1, math.inf),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-    "dry_multiplier": (0.0, 100.0),
-    "dry_base": (1.0, 100.0),
-    "dry_allowed_length": (0, math.inf),
-    "dry_penalty_last_n": (-1, math.inf),
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A row of the table.
+
+    default: where neither the request nor the model says otherwise. lowest, highest: inclusive;
+    None: no number. flag: command-line option. hf_key: in generation_config.json. gguf_key: in a
+    GGUF file, after `general.sampling.`. in_ollama: an option of Ollama's API. aliases: other names
+    that users know. name, value_type: those of the field.
+    """
+
+    default: float | tuple[str, ...]
+    lowest: float | None
+    highest: float | None
+    flag: str
+    help: str
+    hf_key: str = ""
+    gguf_key: str = ""
+    in_ollama: bool = False
+    aliases: tuple[str, ...] = ()
+    name: str = ""
+    value_type: Any = float
+
+
+def _sampler(
+    default: float | tuple[str, ...],
+    lowest: float | None,
+    highest: float | None,
+    flag: str,
+    help: str,
+    **names: Any,
+) -> Any:
+    row = Sampler(default=default, lowest=lowest, highest=highest, flag=flag, help=help, **names)
+    return field(default=None, metadata={"sampler": row})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. None: the model's own default, else BASE_SAMPLING.
+
+    temperature 0 is greedy. mirostat 1 or 2 replaces top_k, top_p, min_p and typical_p.
+    repeat_last_n and dry_penalty_last_n count tokens; -1 is the whole context.
+    logprobs: None for none, n for the n best at each position besides the chosen one.
+    min_tokens: no end of text and no stop string before that many tokens.
+    json_schema, regex, grammar (GBNF or Lark): constrain the answer; at most one of them.
+    """
+
+    # fmt: off
+    temperature: float | None = _sampler(
+        0.8, 0.0, 100.0, "--temp", "Temperature; 0: greedy.",
+        hf_key="temperature", gguf_key="temp", in_ollama=True, aliases=("temp",))
+    top_k: int | None = _sampler(
+        40, 0, math.inf, "--top-k", "Keep the k most likely tokens; 0: all.",
+        hf_key="top_k", gguf_key="top_k", in_ollama=True)
+    top_p: float | None = _sampler(
+        0.95, 0.0, 1.0, "--top-p", "Keep the most likely tokens up to this total probability.",
+        hf_key="top_p", gguf_key="top_p", in_ollama=True)
+    min_p: float | None = _sampler(
+        0.05, 0.0, 1.0, "--min-p", "Drop tokens below this share of the most likely one.",
+        hf_key="min_p", gguf_key="min_p", in_ollama=True)
+    typical_p: float | None = _sampler(
+        1.0, 0.0, 1.0, "--typical-p", "Locally typical sampling; 1: off.",
+        in_ollama=True, aliases=("typical",))
+    top_n_sigma: float | None = _sampler(
+        -1.0, -1.0, 100.0, "--top-n-sigma", "Keep logits within n sigma of the best; -1: off.")
+    xtc_probability: float | None = _sampler(
+        0.0, 0.0, 1.0, "--xtc-probability", "How often XTC drops the best tokens; 0: off.",
+        gguf_key="xtc_probability")
+    xtc_threshold: float | None = _sampler(
+        0.1, 0.0, 0.5, "--xtc-threshold", "XTC counts tokens above this probability.",
+        gguf_key="xtc_threshold")
+    dynatemp_range: float | None = _sampler(
+        0.0, 0.0, 100.0, "--dynatemp-range", "Dynamic temperature: range; 0: off.")
+    dynatemp_exponent: float | None = _sampler(
+        1.0, 0.0, 100.0, "--dynatemp-exp", "Dynamic temperature: exponent.")
+    adaptive_target: float | None = _sampler(
+        -1.0, -1.0, 1.0, "--adaptive-target", "Adaptive-p: target; below 0: off.")
+    adaptive_decay: float | None = _sampler(
+        0.9, 0.0, 0.99, "--adaptive-decay", "Adaptive-p: decay.")
+    mirostat: int | None = _sampler(
+        0, 0, 2, "--mirostat", "Mirostat 1 or 2 instead of top-k, top-p, …; 0: off.",
+        gguf_key="mirostat", in_ollama=True)
+    mirostat_tau: float | None = _sampler(
+        5.0, 0.0, 100.0, "--mirostat-ent", "Mirostat's target entropy.",
+        gguf_key="mirostat_tau", in_ollama=True)
+    mirostat_eta: float | None = _sampler(
+        0.1, 0.0, 1.0, "--mirostat-lr", "Mirostat's learning rate.",
+        gguf_key="mirostat_eta", in_ollama=True)
+    repeat_penalty: float | None = _sampler(
+        1.0, 1e-3, 100.0, "--repeat-penalty", "Penalty of recent tokens; 1: off.",
+        hf_key="repetition_penalty", gguf_key="penalty_repeat", in_ollama=True,
+        aliases=("repetition_penalty",))
+    repeat_last_n: int | None = _sampler(
+        64, -1, math.inf, "--repeat-last-n", "Tokens that the penalties count; -1: all.",
+        gguf_key="penalty_last_n", in_ollama=True)
+    presence_penalty: float | None = _sampler(
+        0.0, -100.0, 100.0, "--presence-penalty", "Penalty of tokens that occurred; 0: off.",
+        in_ollama=True)
+    frequency_penalty: float | None = _sampler(
+        0.0, -100.0, 100.0, "--frequency-penalty", "Penalty for each occurrence; 0: off.",
+        in_ollama=True)
+    dry_multiplier: float | None = _sampler(
+        0.0, 0.0, 100.0, "--dry-multiplier", "Strength of the DRY penalty; 0: off.")
+    dry_base: float | None = _sampler(
+        1.75, 1.0, 100.0, "--dry-base", "Growth of DRY with the length of the repetition.")
+    dry_allowed_length: int | None = _sampler(
+        2, 0, math.inf, "--dry-allowed-length", "Longest repetition without a DRY penalty.")
+    dry_penalty_last_n: int | None = _sampler(
+        -1, -1, math.inf, "--dry-penalty-last-n", "Tokens that DRY searches; -1: all.")
+    dry_sequence_breakers: tuple[str, ...] | None = _sampler(
+        ("\n", ":", '"', "*"), None, None, "--dry-sequence-breaker",
+        "Text at which a repetition ends (may be repeated).")
+    # fmt: on
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
+        """These settings, each None replaced by that of `defaults`."""
+        missing = {
+            f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None
+        }
+        return replace(self, **missing)
+
+
+def _read_table() -> tuple[Sampler, ...]:
+    hints = get_type_hints(SamplingParams)
+    return tuple(
+        replace(row, name=f.name, value_type=get_args(hints[f.name])[0])
+        for f in fields(SamplingParams)
+        if (row := f.metadata.get("sampler"))
+    )
+
+
+SAMPLERS = _read_table()
+_defaults: dict[str, Any] = {sampler.name: sampler.default for sampler in SAMPLERS}
+BASE_SAMPLING = SamplingParams(**_defaults)
+
 # an infinite logit leaves no probabilities
 _MAX_BIAS = 1e6
 # each is looked up in the whole vocabulary; llama.cpp would cut a longer one without a word
@@ -41,8 +163,11 @@ _MAX_SEQUENCE_BREAKER_BYTES = 40
 
 
 def validate_sampling_params(params: SamplingParams) -> None:
-    """InvalidRequest for a value out of range or settings that exclude each other."""
-    for name, (lowest, highest) in _RANGES.items():
+    """Raises InvalidRequest for a value out of range or settings that exclude each other."""
+    for sampler in SAMPLERS:
+        name, lowest, highest = sampler.name, sampler.lowest, sampler.highest
+        if lowest is None or highest is None:
+            continue
         value = getattr(params, name)
         if not lowest <= value <= highest:  # NaN fails too
             most = "" if highest == math.inf else f" to {highest:g}"
@@ -86,7 +211,7 @@ def _validate_sequence_breakers(breakers: tuple[str, ...]) -> None:
             )
 
 
-# what mirostat decides in place of the truncating samplers
+# samplers that mirostat replaces
 _REPLACED_BY_MIROSTAT = (
     "top_k",
     "top_p",
@@ -99,7 +224,7 @@ _REPLACED_BY_MIROSTAT = (
 
 
 def reject_mirostat_conflicts(requested: SamplingParams) -> None:
-    """InvalidRequest if a request asks for mirostat and, explicitly, for what it replaces."""
+    """Raises InvalidRequest if a request sets mirostat and a sampler that mirostat replaces."""
     if not requested.mirostat:
         return
     for name in _REPLACED_BY_MIROSTAT:
@@ -110,3 +235,33 @@ def reject_mirostat_conflicts(requested: SamplingParams) -> None:
 def uses_adaptive_p(params: SamplingParams) -> bool:
     """Whether adaptive-p chooses the token."""
     return params.adaptive_target is not None and params.adaptive_target >= 0
+
+
+def model_sampling_defaults(
+    values: Mapping[str, object],
+) -> tuple[SamplingParams, tuple[str, ...]]:
+    """A model's own defaults, and a note if they are invalid and therefore ignored.
+
+    values: as a model's files have them, by field; None is left out.
+    """
+    try:
+        known: dict[str, Any] = {
+            sampler.name: _number(sampler, values[sampler.name])
+            for sampler in SAMPLERS
+            if values.get(sampler.name) is not None
+        }
+        defaults = SamplingParams(**known)
+        validate_sampling_params(defaults.with_defaults(BASE_SAMPLING))
+    except (LocalgenError, ValueError) as error:
+        # or every request that names no settings of its own would fail
+        return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)
+    return defaults, ()
+
+
+def _number(sampler: Sampler, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{sampler.hf_key or sampler.name} is {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{sampler.hf_key or sampler.name} is {value}")
+    number: float = sampler.value_type(value)
+    return number

@@ -6,90 +6,9 @@ Times are seconds on the system-wide monotonic clock, durations are milliseconds
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop. None: the model's own default, else BASE_SAMPLING.
-
-    temperature 0 is greedy. mirostat 1 or 2 replaces top_k, top_p, min_p and typical_p.
-    repeat_last_n and dry_penalty_last_n count tokens; -1 is the whole context.
-    logprobs: None for none, n for the n best at each position besides the chosen one.
-    min_tokens: before so many there is no end, be it a token or a stop string.
-    json_schema, regex, grammar (GBNF or Lark): what the answer is held to; one of them at most.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: tuple[str, ...] | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    logprobs: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    json_schema: str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-
-    def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
-        """These settings, each None replaced by that of `defaults`."""
-        missing = {
-            f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None
-        }
-        return replace(self, **missing)
-
-
-BASE_SAMPLING = SamplingParams(
-    temperature=0.8,
-    top_k=40,
-    top_p=0.95,
-    min_p=0.05,
-    typical_p=1.0,
-    top_n_sigma=-1.0,
-    xtc_probability=0.0,
-    xtc_threshold=0.1,
-    dynatemp_range=0.0,
-    dynatemp_exponent=1.0,
-    adaptive_target=-1.0,
-    adaptive_decay=0.9,
-    mirostat=0,
-    mirostat_tau=5.0,
-    mirostat_eta=0.1,
-    repeat_penalty=1.0,
-    repeat_last_n=64,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    dry_multiplier=0.0,
-    dry_base=1.75,
-    dry_allowed_length=2,
-    dry_penalty_last_n=-1,
-    dry_sequence_breakers=("\n", ":", '"', "*"),
-)
+from localgen.backends.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from localgen.backends.llamacpp.options import resolve_llama_options
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Seq
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 CROWDS = ((4, 200), (4, 1000), (4, 4000), (16, 200), (16, 1000))  # sequences × tokens each
 CONTEXTS = (400, 1600, 3900)

@@ -19,7 +19,8 @@ from benchmarks.streams import LocalgenSpeaker, StreamFailed
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel
-from localgen.backends.types import Message, Request, SamplingParams, StepEvents
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message, Request, StepEvents
 from localgen.machine.python_process import python_command, python_environment
 
 OVERHEAD_MS, HELP_MS, MEMORY_MB = 5.0, 200.0, 150.0

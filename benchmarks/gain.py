@@ -17,7 +17,7 @@ from benchmarks.pairs import Pair
 from benchmarks.scripted import Counted, Insisting, acceptance
 from benchmarks.step_curve import Curve, Measured
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 REACHED, HARMLESS = 0.9, 0.98
 PLAIN, DRAFTED, AGAIN = "plain", "drafts", "plain again"

@@ -17,8 +17,9 @@ from benchmarks import llamacpp_tools
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.servers import private_settings
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Client, TextDelta
 from localgen.hub.resolve import BUILT_IN_MODEL, BUILT_IN_PATH
 

@@ -10,7 +10,7 @@ from benchmarks.answers import Answer
 from benchmarks.session import OwnTime, Session
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.runner.interface import ModelRunner
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 # a turn: one step, or as many as fit. An engine on its own computes step after step, and what
 # another side has left (the processor's caches, llama.cpp's graph of another size) would make each

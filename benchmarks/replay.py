@@ -19,7 +19,7 @@ from localgen.backends.runner.interface import (
     StepResult,
 )
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 HELD_OUT = Path(localgen.quant.__file__).parent / "texts/heldout.txt"
 # tokens in place of a copied one where a copy differs

@@ -16,7 +16,7 @@ from localgen.backends.runner.interface import (
     StepResult,
 )
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 # the target says this for ever where the acceptance is scripted: what it says must be known
 SAID = 100

@@ -12,14 +12,8 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.runner.interface import ModelRunner
-from localgen.backends.types import (
-    EngineStats,
-    Failed,
-    Finished,
-    Request,
-    SamplingParams,
-    StepEvents,
-)
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import EngineStats, Failed, Finished, Request, StepEvents
 
 GREEDY = SamplingParams(temperature=0.0)
 

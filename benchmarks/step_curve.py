@@ -12,7 +12,7 @@ from itertools import pairwise
 from benchmarks.in_turn import TURN_S
 from localgen.backends.runner.interface import Chunk, ModelRunner
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)

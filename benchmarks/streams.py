@@ -14,7 +14,8 @@ from typing import Protocol
 
 import httpx
 
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Client, Completion, TextDelta
 from localgen.client.protocol import message_fields
 

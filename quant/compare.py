@@ -9,7 +9,7 @@ from pathlib import Path
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 from localgen.client import Client, Completion
 from localgen.placement.backend_choice import detect_hardware
 from localgen.quant import evaluate

@@ -17,7 +17,7 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.llamacpp.library import llama_library
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 
 def our_logits(spec: ModelSpec, weights: DecoderWeights, tokens: list[int], ctx: int) -> Tensor:

@@ -18,7 +18,7 @@ from localgen.backends.cuda.model.weights import load_weights
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 # no longer than LongRoPE's short factors go in cuda_configs
 VOCAB, MAX_LEN = int(SIZES["vocab_size"]), 128

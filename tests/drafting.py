@@ -16,7 +16,7 @@ from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 RIGHT, WRONG = 1, 2
 DRAFTS = 5

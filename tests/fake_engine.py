@@ -30,6 +30,7 @@ from localgen.backends.model_info import (
     ModelInfo,
     ModelLoadRequest,
 )
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -39,7 +40,6 @@ from localgen.backends.types import (
     Finished,
     PositionLogprobs,
     Request,
-    SamplingParams,
     StepEvents,
     Timings,
     TokenLogprob,

@@ -15,6 +15,7 @@ from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import (
     EngineStats,
@@ -23,7 +24,6 @@ from localgen.backends.types import (
     Message,
     PositionLogprobs,
     Request,
-    SamplingParams,
     StepEvents,
     ToolCallDelta,
 )

@@ -8,7 +8,8 @@ from typing import Any
 
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.backends.types import Message, SamplingParams, Timings
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message, Timings
 from localgen.client import Client, Completion, Health, ModelCard, RunningModel, TextDelta
 
 TIMINGS = Timings(

@@ -35,7 +35,7 @@ from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import Chunk, ModelRunner
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 VOCAB, CTX, DRAFTS = 64, 256, 2
 _WIDTH, _SEQS = 32, 64

@@ -19,7 +19,8 @@ from benchmarks.answers import Answer
 from benchmarks.scripted import Counted, Insisting, acceptance
 from benchmarks.session import GREEDY, OwnTime, Session
 from localgen.backends.runner.interface import Chunk
-from localgen.backends.types import Finished, SamplingParams, Timings
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Finished, Timings
 
 FLAT = dict.fromkeys(range(1, 65), 10.0)
 STEEP = {size: 10.0 * size for size in range(1, 65)}

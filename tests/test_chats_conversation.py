@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.chat import saved_chats
 from localgen.chat.conversation import Conversation, Turn, conversation_from_messages
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.database import StoreFailed, WriterLock
 from localgen.chat.session_store import (

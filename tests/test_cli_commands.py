@@ -293,7 +293,7 @@ def test_leaving_early_cancels(scripted: Callable[..., ScriptedClient]) -> None:
 
 
 def answer_params() -> Any:
-    from localgen.backends.types import SamplingParams
+    from localgen.backends.sampling_params import SamplingParams
 
     return SamplingParams()
 

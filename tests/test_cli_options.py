@@ -11,7 +11,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import options as declared
 from localgen.cli.options import takes_model_options

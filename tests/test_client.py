@@ -24,7 +24,8 @@ from localgen.backends.errors import (
     ServerUnavailable,
 )
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Client, Completion, TextDelta
 from localgen.config import BadSetting
 

@@ -15,7 +15,8 @@ from serving import MANY_WORDS, House, house, wait_until
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Client, ModelClient, RemoteClient
 from localgen.client.endpoints import Endpoint
 from localgen.client.launch import start_lock

@@ -32,7 +32,7 @@ from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 # an interpreter's device, as kernels.device has it
 ARCH, UNITS, DTYPE = 80, 4, torch.float16

@@ -16,7 +16,7 @@ from localgen.backends.engine.draft_loading import create_drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=2)
 

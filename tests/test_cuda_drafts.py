@@ -21,7 +21,7 @@ from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import Chunk
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 NOISE, MAX_NOISY = 0.02, 1
 CHATS = [*questions(7), *COPY]

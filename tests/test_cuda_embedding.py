@@ -27,7 +27,8 @@ from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.engine.embeddings import l2_normalize
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import EmbeddingArray, NoRoom
-from localgen.backends.types import EmbedRequest, Failed, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import EmbedRequest, Failed
 
 TOLERANCE = 2e-4
 PAGES = 24

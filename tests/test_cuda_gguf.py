@@ -29,6 +29,7 @@ from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.gguf import file as gguf_file
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.template import ChatTemplate
 from localgen.quant.gguf.convert import convert_to_gguf
 
@@ -261,7 +262,7 @@ def test_the_built_in_model_says_the_same_as_in_llama_cpp() -> None:
 
 def test_what_else_a_file_says() -> None:
     checkpoint = open_gguf_source(TINY_GGUF)
-    assert checkpoint.generation_config == {"temperature": 0.0}
+    assert checkpoint.sampling_defaults() == (SamplingParams(temperature=0.0), ())
     assert checkpoint.chat_template is not None
     assert "<|im_start|>" in checkpoint.chat_template
 

@@ -22,7 +22,7 @@ from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 SPEC = read_hf_config(TINY)

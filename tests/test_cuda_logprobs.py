@@ -12,7 +12,7 @@ from test_cuda_runner import CHATS, PLAIN, CudaBench
 from localgen.backends.cuda.steps.logprobs import step_logprobs
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 VOCAB = 300
 

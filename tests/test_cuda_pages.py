@@ -19,7 +19,7 @@ from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.runner.interface import NoRoom
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 
 def sequence(name: str, tokens: Seq[int], *, answer: int = 20, priority: int = 0) -> Sequence:

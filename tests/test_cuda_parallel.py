@@ -42,7 +42,7 @@ from localgen.backends.formats.architecture.sharding import ModelShard, ensure_d
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 CTX = 64
 

@@ -20,7 +20,8 @@ from test_cuda_end_to_end import ON_CPU, error_of, run
 
 from localgen.backends.cuda.parallel.worker_group import _WORKER_MODULE
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Client, TextDelta
 from localgen.config import ServerSettings
 

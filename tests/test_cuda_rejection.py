@@ -17,7 +17,7 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.sampling import rejection, sample
 from localgen.backends.cuda.steps import sampler
 from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows, sample_with_probs
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 OFF = replace(BASE_SAMPLING, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 SETTINGS: list[dict[str, Any]] = [

@@ -22,7 +22,7 @@ from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, PreviousStepTokens
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 TINY = Path(__file__).parents[1] / "localgen/models/tiny"
 # llama.cpp keeps keys, values and some products in 16 bits: logits differ by up to this

@@ -31,7 +31,7 @@ from localgen.backends.cuda.kernels.sampling.gumbel import (
 from localgen.backends.cuda.steps import sampler
 from localgen.backends.cuda.steps.logprobs import top_logprobs
 from localgen.backends.cuda.steps.sampler import UNSUPPORTED_PARAMS, SamplingRow, sample_rows
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000
 LEAST_P = 1e-4

@@ -19,7 +19,7 @@ from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 TOLERANCE = 2e-4
 PAGES, MAX_LEN = 20, 512

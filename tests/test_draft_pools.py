@@ -20,7 +20,7 @@ from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.runner.sequence import Sequence, SequenceState
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 REQUESTS = 300
 # too little for all that run; the draft model has room for fewer still

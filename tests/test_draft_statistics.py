@@ -27,7 +27,7 @@ from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.runner.interface import Chunk, SampledTokens
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 DRAWS, TOKENS = 50_000, 100
 # of a rule that is wrong fewer are enough: many sequences at once leave few drafts to each

@@ -20,7 +20,8 @@ import psutil
 import pytest
 from models import questions
 
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Client, Completion, TextDelta
 from localgen.config import ServerSettings
 

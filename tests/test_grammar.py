@@ -13,8 +13,9 @@ from models import Bench, questions
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
-from localgen.backends.types import Failed, Message, SamplingParams
+from localgen.backends.types import Failed, Message
 
 PERSON = {
     "type": "object",

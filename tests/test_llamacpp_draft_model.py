@@ -18,7 +18,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=2)
 NOISE, MAX_NOISY = 0.02, 2

@@ -17,7 +17,8 @@ from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 
 # as in test_llamacpp_runner
 NOISE, MAX_NOISY = 0.02, 2

@@ -25,7 +25,8 @@ from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import Embedder, EmbeddingArray
-from localgen.backends.types import EmbedRequest, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import EmbedRequest
 
 TEXTS = (
     "The sun is a star.",

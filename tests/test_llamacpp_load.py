@@ -24,7 +24,8 @@ from localgen.backends.engine import wire
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-from localgen.backends.types import Failed, Finished, Message, Request, SamplingParams, StepEvents
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Failed, Finished, Message, Request, StepEvents
 
 HANG_S = 30
 ASK = Request(id="r", prompt_tokens=(5, 6, 7), params=SamplingParams(max_tokens=4, seed=1))

@@ -9,7 +9,8 @@ from localgen.backends.llamacpp.native import LlamaModel
 from localgen.backends.llamacpp.options import resolve_llama_options
 from localgen.backends.llamacpp.slots import BLOCK_ROWS, PrefixReusePolicy
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 
 # 1.2 B parameters, 16 layers of 2,048
 LARGE = PrefixReusePolicy(16 * 2048 / 1.236e9)

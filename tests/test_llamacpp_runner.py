@@ -22,7 +22,8 @@ from localgen.backends.llamacpp.runner import LlamaStepTicket
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as EngineSequence
-from localgen.backends.types import Finished, Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Finished, Message
 
 # logits of this model are of order 10; f16 KV and float32 sums leave differences of 1e-3
 NOISE = 0.02

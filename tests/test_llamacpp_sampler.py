@@ -29,7 +29,7 @@ from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Job
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 DRAWS = 20_000
 LEAST_P = 1e-4

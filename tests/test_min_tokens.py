@@ -15,7 +15,8 @@ from test_llamacpp_runner import guess
 
 from localgen.backends.errors import ContextExceeded
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Failed, Finished, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Failed, Finished
 
 CHATS = questions(8)
 GREEDY = SamplingParams(temperature=0, max_tokens=80)

@@ -16,7 +16,8 @@ import pytest
 from models import TINY_GGUF
 from test_llamacpp_embedding import CLS, MEAN, TEXTS, TOLERANCE, theirs
 
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Client
 from localgen.config import ServerSettings
 

@@ -23,7 +23,8 @@ from localgen.backends.errors import (
     QueueFull,
 )
 from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.backends.types import Message, SamplingParams, ToolCall
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message, ToolCall
 from localgen.client import Completion, RemoteClient, TextDelta
 from localgen.client.connection import parse_retry_after
 from localgen.client.endpoints import Endpoint

@@ -13,7 +13,8 @@ from serving import House, house, wait_until
 
 from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client import Completion, RemoteClient, TextDelta
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import EndpointUnavailable

@@ -17,7 +17,8 @@ from scripted_client import Script, ScriptedClient, answer
 
 from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession

@@ -14,7 +14,8 @@ from localgen.backends import sampling_params
 from localgen.backends.engine.input_processor import MAX_LOGPROBS, MAX_STOP_STRINGS, InputProcessor
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.runner.interface import Limits
-from localgen.backends.types import BASE_SAMPLING, Request, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
+from localgen.backends.types import Request
 
 VOCAB = 100
 UNBOUNDED = ("top_k", "repeat_last_n", "dry_penalty_last_n", "dry_allowed_length")

@@ -14,7 +14,7 @@ from localgen.backends.engine.scheduler import MIN_SHARED_TOKENS, Scheduler
 from localgen.backends.engine.token_budget import MIN_PROMPT_TOKENS, TokenBudget
 from localgen.backends.errors import QueueFull
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 
 class Clock:

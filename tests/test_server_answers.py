@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from serving import MANY_WORDS, WORDS, House, chat_body, house, wait_until
 
-from localgen.backends.types import SamplingParams, Timings
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Timings
 from localgen.server.openai.schema import ChatRequest, CompletionRequest
 
 

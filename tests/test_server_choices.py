@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from serving import House, house, wait_until
 
-from localgen.backends.types import Finished, Request, SamplingParams, Timings
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Finished, Request, Timings
 from localgen.server.openai.schema import MAX_CHOICES
 from localgen.server.requests.choices import fan_out_requests, merge_finished
 

@@ -14,7 +14,8 @@ import pytest
 from tool_templates import OPEN_THINKING
 
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Delta, Message, SamplingParams, ToolCall, ToolCallDelta
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Delta, Message, ToolCall, ToolCallDelta
 from localgen.client import Client, Completion, TextDelta
 from localgen.config import ServerSettings
 from localgen.server.openai.schema import ChatRequest

@@ -15,8 +15,9 @@ from tool_templates import FAMILIES
 
 from localgen.backends.cuda.loader import load_cuda_model as load_cuda
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.prompt_renderer import TOOLS_IN_SYSTEM_NOTE
-from localgen.backends.types import Failed, Message, SamplingParams, Tool, ToolCall
+from localgen.backends.types import Failed, Message, Tool, ToolCall
 
 CHAT = (Message("user", "What is the weather in Paris?"),)
 CITY = {"type": "string", "maxLength": 12}

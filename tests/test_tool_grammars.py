@@ -8,12 +8,13 @@ import pytest
 from hf_folders import TINY
 
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text import tool_families
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.lark_grammar import ResponseGrammar
 from localgen.backends.text.reasoning import detect_thinking_tags
 from localgen.backends.text.tool_format import ToolCallFormat
-from localgen.backends.types import SamplingParams, Tool
+from localgen.backends.types import Tool
 
 SCHEMA = {
     "type": "object",

@@ -10,7 +10,7 @@ from scripted_client import answer
 from tui_chats import MakeTui, settle, wait
 
 from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, ServerUnavailable
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.client import TextDelta

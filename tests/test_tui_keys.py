@@ -12,7 +12,7 @@ from textual.widgets import Collapsible, Input, Static, TextArea
 from tui_chats import Tui, play, press, told, turns
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.conversation import Turn
 from localgen.client import TextDelta
 from localgen.tui.base_app import KeyHelp

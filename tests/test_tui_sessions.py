@@ -12,7 +12,7 @@ from localgen.backends.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 from localgen.chat import commands
 from localgen.chat.parameters import ModelOptions
 from localgen.tui.chat.active_session import CTX_SETTING

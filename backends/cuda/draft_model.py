@@ -27,7 +27,7 @@ from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.model_info import DraftInfo, DraftModelRequest, MemoryUsage
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 
 class CudaDraftModel:

@@ -30,7 +30,7 @@ from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 # one of every range within which launchers choose the same
 _PROMPT_LENGTHS = (8, 16, 64, 128, 512, 2048)

@@ -21,7 +21,8 @@ from localgen.backends.runner.interface import (
     NoRoom,
 )
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import BASE_SAMPLING, Embedded, Failed, Timings
+from localgen.backends.sampling_params import BASE_SAMPLING
+from localgen.backends.types import Embedded, Failed, Timings
 
 # inputs that are computed side by side
 MAX_INPUTS = 16

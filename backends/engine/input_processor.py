@@ -11,11 +11,12 @@ from localgen.backends.engine.embeddings import EmbeddingTask
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.runner.sequence import Sequence
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import BASE_SAMPLING, EmbedRequest, Request, SamplingParams
+from localgen.backends.types import EmbedRequest, Request
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100

@@ -19,7 +19,7 @@ from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.memory.load_defaults import LLAMACPP_DEFAULTS
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 
 def max_cached_prefixes(model: LlamaModel, options: LlamaOptions) -> int:

@@ -27,7 +27,7 @@ from localgen.backends.runner.interface import (
     StepResult,
 )
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 
 class EncoderRunner:

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from localgen.backends import sampling_params
 from localgen.backends.engine.draft_loading import OptionalDraftLoader, validate_draft_options
 from localgen.backends.engine.loaded_model import LoadedModel
-from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, OutOfMemory
+from localgen.backends.errors import InvalidRequest, LoadFailed, OutOfMemory
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.build_runner import (
@@ -30,22 +29,8 @@ from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, ModelInfo, ModelLoadRequest
+from localgen.backends.sampling_params import SAMPLERS, model_sampling_defaults
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
-
-_SAMPLING_KEYS = {
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "xtc_probability": "general.sampling.xtc_probability",
-    "xtc_threshold": "general.sampling.xtc_threshold",
-    "repeat_last_n": "general.sampling.penalty_last_n",
-    "repeat_penalty": "general.sampling.penalty_repeat",
-    "mirostat": "general.sampling.mirostat",
-    "mirostat_tau": "general.sampling.mirostat_tau",
-    "mirostat_eta": "general.sampling.mirostat_eta",
-}
 
 
 def load_llamacpp_model(
@@ -76,7 +61,13 @@ def load_llamacpp_model(
         draft = attempt.run(partial(companion.start_runner, options, size, context.executor))
     share = can_rewind and options.prefix_cache
     runner = build_llama_runner(model, context, vocab, options, ctx=size.ctx, share_prefixes=share)
-    sampling_defaults, sampling_notes = _default_sampling(model)
+    sampling_defaults, sampling_notes = model_sampling_defaults(
+        {
+            sampler.name: model.metadata_number(f"general.sampling.{sampler.gguf_key}")
+            for sampler in SAMPLERS
+            if sampler.gguf_key
+        }
+    )
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -249,22 +240,6 @@ def _load_template(
         if options.chat_template:
             raise
         raise LoadFailed(f"cannot load {model.path}: {error}") from error
-
-
-def _default_sampling(model: LlamaModel) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The model's own sampling defaults, from its metadata, and notes on them."""
-    found = {}
-    try:
-        for field, key in _SAMPLING_KEYS.items():
-            value = model.metadata_number(key)
-            if value is not None:
-                found[field] = type(getattr(BASE_SAMPLING, field))(value)
-        defaults = SamplingParams(**found)
-        sampling_params.validate_sampling_params(defaults.with_defaults(BASE_SAMPLING))
-    except (LocalgenError, ValueError, OverflowError) as error:
-        # or every request that names no settings of its own would fail
-        return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)
-    return defaults, ()
 
 
 def _gpu_layer_fraction(model: LlamaModel, options: LlamaOptions) -> float:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.sampling_params import uses_adaptive_p
-from localgen.backends.types import PositionLogprobs, SamplingParams, TokenLogprob
+from localgen.backends.sampling_params import SamplingParams, uses_adaptive_p
+from localgen.backends.types import PositionLogprobs, TokenLogprob
 
 Logits = NDArray[np.float32]
 _MIN_KEEP = 1

@@ -7,9 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
 from localgen.backends.text.response_parser import ResponseParser
-from localgen.backends.types import SamplingParams
 
 _NO_TOKENS: frozenset[int] = frozenset()
 

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.lark_grammar import CONTENT_RULE, WHITESPACE, ResponseGrammar
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.text.tool_format import arguments_schema
-from localgen.backends.types import SamplingParams, Tool
+from localgen.backends.types import Tool
 
 # fields of SamplingParams, of which one at most is given
 GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")

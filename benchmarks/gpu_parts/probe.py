@@ -19,7 +19,7 @@ from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Seq
-from localgen.backends.types import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING
 
 Part = TypeVar("Part")
 

@@ -16,7 +16,7 @@ from benchmarks.gpu_parts.plan import Crew
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.session import GREEDY, Session
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 # the standard deviation of the logarithm of lengths, about that of chats people shared
 _SPREAD = 1.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.chat import parameters, report, saved_chats
 from localgen.chat.session import ChatSession, OnProgress
 

@@ -13,16 +13,12 @@ from typing import Any, get_args, get_type_hints
 from localgen.backends import sampling_params
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SAMPLERS, SamplingParams
 
 # logprobs have nowhere to be shown in a chat
 PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
-PARAMETER_ALIASES = {
-    "temp": "temperature",
-    "n": "max_tokens",
-    "num_predict": "max_tokens",
-    "typical": "typical_p",
-    "repetition_penalty": "repeat_penalty",
+PARAMETER_ALIASES = {"n": "max_tokens", "num_predict": "max_tokens"} | {
+    alias: sampler.name for sampler in SAMPLERS for alias in sampler.aliases
 }
 _UNSET_WORDS = ("default", "none", "unset")
 

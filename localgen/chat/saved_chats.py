@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.chat.conversation import Conversation, conversation_from_messages
 
 FILE_FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.database import Database, StoreFailed, WriterLock
 

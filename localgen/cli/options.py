@@ -13,7 +13,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.chat import parameters
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
@@ -78,43 +78,15 @@ SAMPLING_OPTIONS = (
     CliOption("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
     CliOption("min_tokens", int, "--min-tokens", "Shortest answer in tokens: no end before.", 0),
     CliOption("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
-    CliOption("temperature", float, "--temp", "Temperature; 0: always the likeliest token."),
-    CliOption("top_k", int, "--top-k", "Keep the k likeliest tokens; 0: all."),
-    CliOption("top_p", float, "--top-p", "Keep the likeliest tokens up to this probability."),
-    CliOption("min_p", float, "--min-p", "Drop tokens below this share of the likeliest."),
-    CliOption("typical_p", float, "--typical-p", "Locally typical sampling; 1: off."),
-    CliOption(
-        "top_n_sigma", float, "--top-n-sigma", "Keep logits within n sigma of the best; -1: off."
+    *(
+        CliOption(
+            sampler.name,
+            sampler.value_type if sampler.value_type in (int, float) else list[str],
+            sampler.flag,
+            sampler.help,
+        )
+        for sampler in SAMPLERS
     ),
-    CliOption(
-        "xtc_probability", float, "--xtc-probability", "How often XTC drops the best; 0: off."
-    ),
-    CliOption(
-        "xtc_threshold", float, "--xtc-threshold", "XTC counts tokens above this probability."
-    ),
-    CliOption("dry_multiplier", float, "--dry-multiplier", "Strength of the DRY penalty; 0: off."),
-    CliOption("dry_base", float, "--dry-base", "How DRY grows with the length of the repetition."),
-    CliOption("dry_allowed_length", int, "--dry-allowed-length", "Repetitions this long are free."),
-    CliOption("dry_penalty_last_n", int, "--dry-penalty-last-n", "Tokens DRY looks at; -1: all."),
-    CliOption(
-        "dry_sequence_breakers",
-        list[str],
-        "--dry-sequence-breaker",
-        "Text at which a repetition ends (may be repeated).",
-    ),
-    CliOption("mirostat", int, "--mirostat", "Mirostat 1 or 2 instead of top-k, top-p, …; 0: off."),
-    CliOption("mirostat_tau", float, "--mirostat-ent", "Mirostat's target entropy."),
-    CliOption("mirostat_eta", float, "--mirostat-lr", "Mirostat's learning rate."),
-    CliOption("dynatemp_range", float, "--dynatemp-range", "Dynamic temperature: range; 0: off."),
-    CliOption("dynatemp_exponent", float, "--dynatemp-exp", "Dynamic temperature: exponent."),
-    CliOption("adaptive_target", float, "--adaptive-target", "Adaptive-p: target; below 0: off."),
-    CliOption("adaptive_decay", float, "--adaptive-decay", "Adaptive-p: decay."),
-    CliOption(
-        "repeat_penalty", float, "--repeat-penalty", "Penalty of tokens seen lately; 1: off."
-    ),
-    CliOption("repeat_last_n", int, "--repeat-last-n", "Tokens the penalties look at; -1: all."),
-    CliOption("presence_penalty", float, "--presence-penalty", "Penalty of tokens seen at all."),
-    CliOption("frequency_penalty", float, "--frequency-penalty", "Penalty for each time seen."),
     CliOption(
         "logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."
     ),

@@ -18,7 +18,8 @@ import localgen
 from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_shutdown
 from localgen.client.protocol import (
     encode_json,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client.responses import Completion, ModelCard, TextDelta
 
 

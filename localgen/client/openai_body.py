@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client.protocol import message_fields, sampling_fields
 
 _STANDARD_FIELDS = {

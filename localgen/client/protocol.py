@@ -15,7 +15,8 @@ from localgen.backends.errors import (
     ServerUnavailable,
     error_from_code,
 )
-from localgen.backends.types import Message, SamplingParams, Timings
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message, Timings
 from localgen.client.responses import Completion, Health, TextDelta
 from localgen.client.sse import DONE
 

@@ -10,7 +10,8 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.client.connection import EndpointConnection, EndpointResponse
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import (

@@ -9,11 +9,12 @@ from typing import Any
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.model_files import ModelFile, stem_of
+from localgen.backends.sampling_params import SAMPLERS
 from localgen.hub.catalog import CatalogEntry, entry_by_repo
 from localgen.hub.quants import quant_of
 
 _SAMPLING_PREFIX = "general.sampling."
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+_SAMPLING = (*(sampler.hf_key for sampler in SAMPLERS if sampler.hf_key), "do_sample")
 
 
 @dataclass(frozen=True, slots=True)

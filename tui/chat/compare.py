@@ -18,8 +18,8 @@ from textual.widgets import Button, Static, TextArea
 
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.terminal_text import escape_control_chars, one_line
-from localgen.backends.types import SamplingParams
 from localgen.chat import parameters
 from localgen.chat.session import BUILT_IN_MODEL
 from localgen.chat.session_store import SessionRecord

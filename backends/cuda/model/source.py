@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,16 +24,7 @@ from localgen.backends.formats.hf.tokenizer import (
     read_chat_template,
     read_optional_json,
 )
-from localgen.backends.types import SamplingParams
-
-# generation_config.json's names of what a file may have under general.sampling
-_SAMPLING_KEYS = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
 
 
 class ModelSource(Protocol):
@@ -127,15 +118,12 @@ class GgufModelSource:
         found = self._file.section("tokenizer.chat_template").values.get("")
         return found if isinstance(found, str) else None
 
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        """The model's own sampling defaults, as a generation_config.json would have them."""
-        found = self._file.section("general.sampling.").values
-        return {_SAMPLING_KEYS[key]: value for key, value in found.items() if key in _SAMPLING_KEYS}
-
     def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
         """The model's own sampling defaults, and notes on them."""
-        return parse_generation_config(self.generation_config)
+        values = self._file.section("general.sampling.").values
+        return model_sampling_defaults(
+            {sampler.name: values.get(sampler.gguf_key) for sampler in SAMPLERS if sampler.hf_key}
+        )
 
     def load_tokenizer(self) -> HfTokenizer:
         """LoadFailed: there is none, or of a kind that is not supported."""

@@ -31,7 +31,7 @@ from localgen.backends.cuda.kernels.sampling.sample import (
     SamplingTensors,
     sample_tokens,
 )
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 # settings that this sampler does not have; asking for them is an error
 UNSUPPORTED_PARAMS = frozenset(

@@ -15,7 +15,7 @@ from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
 from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
 from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepFailed
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
-from localgen.backends.types import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 # more uncomputed tokens than this are prefilled before a sequence is drafted for
 _MAX_UNCOMPUTED = 64

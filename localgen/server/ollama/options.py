@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.sampling_params import SAMPLERS
 from localgen.server.models.resident import KeepAlive
-from localgen.server.requests.body import StrictModel, reject_unsupported_fields
+from localgen.server.requests.body import (
+    Int32,
+    StrictModel,
+    reject_unsupported_fields,
+    with_sampler_fields,
+)
 
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
 _DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"(-?)((?:{_DURATION_PART.pattern})+|{_NUMBER})")
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _NUM_SEEDS = 2**32
 # what people write for "all layers"
 _ALL_LAYERS = 999
@@ -55,7 +60,14 @@ def parse_ollama_keep_alive(value: float | str | None) -> KeepAlive | None:
     return KeepAlive(None if seconds < 0 else seconds)
 
 
-class OllamaOptions(StrictModel):
+_SAMPLERS = tuple(sampler for sampler in SAMPLERS if sampler.in_ollama)
+if TYPE_CHECKING:
+    _SamplerFields = StrictModel
+else:
+    _SamplerFields = with_sampler_fields(StrictModel, _SAMPLERS)
+
+
+class OllamaOptions(_SamplerFields):
     """None: the model's own, or chosen for this machine.
 
     num_keep: how much of a prompt stays when a context is shifted; here none is, so all does.
@@ -64,18 +76,6 @@ class OllamaOptions(StrictModel):
     seed: int | None = None
     num_predict: Int32 | None = None
     num_keep: Int32 | None = None
-    temperature: float | None = None
-    top_k: Int32 | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repeat_last_n: Int32 | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    mirostat: Int32 | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     num_batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -91,12 +91,7 @@ class OllamaOptions(StrictModel):
 
     def sampling_fields(self) -> dict[str, Any]:
         """Fields of SamplingParams. InvalidRequest: a number that means nothing."""
-        same = (
-            *("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_last_n"),
-            *("repeat_penalty", "presence_penalty", "frequency_penalty"),
-            *("mirostat", "mirostat_tau", "mirostat_eta"),
-        )
-        return {name: getattr(self, name) for name in same} | {
+        return {sampler.name: getattr(self, sampler.name) for sampler in _SAMPLERS} | {
             "seed": self._resolved_seed(),
             "max_tokens": self._resolved_max_tokens(),
             "stop": tuple(self.stop or ()),

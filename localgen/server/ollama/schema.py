@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import Message, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.hub.resolve import reject_path
 from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama.messages import OllamaChatMessage, OllamaTool, from_ollama_messages

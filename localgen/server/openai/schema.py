@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.types import SamplingParams
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
 from localgen.server.openai.messages import ChatMessage, ChatTemplateKwargs
 from localgen.server.openai.tools import FunctionTool, parse_tool_choice, parse_tools
-from localgen.server.requests.body import RequestBody, StrictModel, reject_unsupported_fields
+from localgen.server.requests.body import (
+    Int32,
+    RequestBody,
+    StrictModel,
+    reject_unsupported_fields,
+    with_sampler_fields,
+)
 
-# what the wire to the engine can carry, and what llama.cpp takes
+# as wide as the wire to the engine
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 MAX_N = 16
 # of all prompts of one request
@@ -90,7 +95,13 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _GenerationRequest(RequestBody):
+if TYPE_CHECKING:
+    _SamplerFields = RequestBody
+else:
+    _SamplerFields = with_sampler_fields(RequestBody, SAMPLERS)
+
+
+class _GenerationRequest(_SamplerFields):
     """What chat and completions share. The engine checks the ranges of the samplers."""
 
     model: str | None = None
@@ -108,31 +119,7 @@ class _GenerationRequest(RequestBody):
     stop_token_ids: list[Int32] = Field(default_factory=list)
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    temperature: float | None = None
-    top_k: Int32 | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    mirostat: Int32 | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    repeat_penalty: float | None = None
     repetition_penalty: float | None = None
-    repeat_last_n: Int32 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: Int32 | None = None
-    dry_penalty_last_n: Int32 | None = None
-    dry_sequence_breakers: list[str] | None = None
     logit_bias: dict[Int32, float] | None = None
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | None = None

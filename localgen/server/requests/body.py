@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.sampling_params import Sampler
+
+# as wide as the engine's own numbers
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 def reject_unsupported_fields(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
@@ -74,3 +79,13 @@ class RequestBody(StrictModel):
                 f"{place}: not Unicode text, a surrogate stands alone", param=place
             )
         return body
+
+
+def with_sampler_fields(base: type[BaseModel], samplers: Iterable[Sampler]) -> type[BaseModel]:
+    """The model with an optional field for each sampler. The engine checks their ranges."""
+    types: dict[object, Any] = {int: Int32, float: float}
+    optional: dict[str, Any] = {
+        sampler.name: (types.get(sampler.value_type, list[str]) | None, None)
+        for sampler in samplers
+    }
+    return create_model(base.__name__, __base__=base, **optional)
