@@ -1,1 +1,1 @@
-"""Floors 0 and 1: the engine that every model runs in, and the runners under it."""
+"""The inference engine, the model runners under it, and the file formats they load."""

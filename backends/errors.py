@@ -1,13 +1,13 @@
-"""Errors that reach a user: one clear sentence that says what to do."""
+"""Errors shown to the user: one sentence that states the problem and the fix."""
 
 from __future__ import annotations
 
 
 class LocalgenError(Exception):
-    """Base of every error that is shown to a user.
+    """Base class of all errors shown to the user.
 
-    code: stable name, the `code` of an API error and the key of the CLI's exit code.
-    param: the request field at fault, where there is one.
+    code: stable identifier, used as the `code` of API errors and to look up the CLI exit code.
+    param: the invalid request field, if any.
     """
 
     code = "internal_error"
@@ -19,31 +19,31 @@ class LocalgenError(Exception):
 
 
 class InvalidRequest(LocalgenError):
-    """The request cannot be honoured as written: unknown, contradictory or out of range."""
+    """The request is invalid: an unknown field, a value out of range, or conflicting values."""
 
     code = "invalid_request"
 
 
 class ContextExceeded(LocalgenError):
-    """The prompt does not fit the context; the message states both numbers."""
+    """The prompt does not fit in the context; the message states both numbers."""
 
     code = "context_length_exceeded"
 
 
 class QueueFull(LocalgenError):
-    """Too many requests wait already: try again later."""
+    """The request queue is full; the client should retry later."""
 
     code = "queue_full"
 
 
 class ModelNotFound(LocalgenError):
-    """No model of that name, or no such file."""
+    """No model or file of that name exists."""
 
     code = "model_not_found"
 
 
 class ModelBusy(LocalgenError):
-    """The model is loaded with other options, or in use where it would have to go."""
+    """The model is already loaded with other options, or is in use and cannot be unloaded."""
 
     code = "model_busy"
 
@@ -55,37 +55,37 @@ class LoadFailed(LocalgenError):
 
 
 class OutOfMemory(LocalgenError):
-    """The model does not fit; the message states what it needs and what there is."""
+    """The model does not fit in memory; the message states the bytes needed and available."""
 
     code = "out_of_memory"
 
 
 class DiskFull(LocalgenError):
-    """The files do not fit; the message states what they need and what there is."""
+    """The files do not fit on the disk; the message states the bytes needed and available."""
 
     code = "disk_full"
 
 
 class EngineDied(LocalgenError):
-    """The model's engine process ended in mid-request; the next request starts a new one."""
+    """The engine process exited during a request; the next request starts a new one."""
 
     code = "engine_died"
 
 
 class TimedOut(LocalgenError):
-    """The request took longer than the server lets one take."""
+    """The request exceeded the server's time limit."""
 
     code = "timeout"
 
 
 class ServerUnavailable(LocalgenError):
-    """The server cannot be started or reached."""
+    """The server could not be started or reached."""
 
     code = "server_unavailable"
 
 
 def error_from_code(code: str, message: str, param: str | None = None) -> LocalgenError:
-    """The error class of a code that came over a wire; an unknown code stays a LocalgenError."""
+    """Rebuild an error from its serialized code; an unknown code gives a plain LocalgenError."""
     for kind in LocalgenError.__subclasses__():
         if kind.code == code:
             return kind(message, param=param)

@@ -1,4 +1,4 @@
-"""What a server measures beside its engines: the machine, and requests that have ended."""
+"""Statistics of the machine and of finished requests, measured by the server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from localgen.backends.types import RequestPhases
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuStats:
-    """A GPU at this moment, as its driver says. None: it does not say.
+    """Current state of a GPU. None: not reported by the driver.
 
-    busy: share of the time in which a kernel ran.
+    busy: fraction of time in which a kernel was running.
     """
 
     index: int
@@ -28,7 +28,7 @@ class GpuStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineStats:
-    """The machine that a server runs on. cpu: share of all its cores that is at work."""
+    """Current state of the server's machine. cpu: utilization over all cores, 0 to 1."""
 
     cpu: float | None = None
     cores: int | None = None
@@ -39,11 +39,13 @@ class MachineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCost:
-    """What a step reads from memory, and how fast memory is.
+    """Bytes that a step reads from memory, and the memory bandwidth.
 
-    weights_bytes: once a step, of a mixture the active experts' only. kv_token_bytes: for each
-    token of the contexts in it. medium: which memory. bytes_per_s: what it can be read at; None:
-    not known, `how` says why, and otherwise where the figure is from.
+    weights_bytes: per step; active experts only for a mixture-of-experts model.
+    kv_token_bytes: per context token.
+    medium: the memory that is read.
+    bytes_per_s: memory bandwidth, None if unknown.
+    how: source of the bandwidth figure, or the reason why it is unknown.
     """
 
     weights_bytes: int
@@ -55,8 +57,11 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """A request that has ended. outcome: stop, length, tool_calls, cancelled, embedded; the code
-    of an error; gone: its client left. ended_ago_s: seconds since."""
+    """A request that has ended.
+
+    outcome: a finish reason (stop, length, tool_calls, cancelled), embedded, an error code, or gone
+    if the client disconnected. ended_ago_s: seconds since the end.
+    """
 
     request_id: str
     model: str

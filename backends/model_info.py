@@ -1,4 +1,4 @@
-"""A model as it is asked for, and as it was loaded."""
+"""Load requests and load options, and the description of a loaded model."""
 
 from __future__ import annotations
 
@@ -6,27 +6,35 @@ from dataclasses import dataclass
 
 from localgen.backends.sampling_params import SamplingParams
 
-# what LoadOptions.draft may be besides a model
+# values of LoadOptions.draft that are not model names
 DRAFT_NGRAM, DRAFT_NONE, DRAFT_AUTO = "ngram", "none", "auto"
 DRAFT_KEYWORDS = (DRAFT_NGRAM, DRAFT_NONE, DRAFT_AUTO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded. None: chosen for this machine and reported in ModelInfo.
+    """Load options. None: chosen for this machine and reported in ModelInfo.
 
-    backend: auto, llamacpp or cuda. device: cuda, cuda:N or cpu. tp: among how many GPUs each layer
-    is divided. dummy: random weights of the model's shapes, for benchmarks. ctx: longest sequence
-    in tokens. kv_tokens: size of the KV cache, at least ctx.
-    kv_unified: whether all sequences share it, or each has a part of its own. None: parts where
-    parallel and ctx say how many and how large, shared otherwise.
-    gpu_layers: -1 is all. flash_attn: auto, on or off. cache_type_k/_v: f16, q8_0, …
-    repack: weights laid out anew for this CPU, as in llama.cpp. max_batch_tokens: most tokens in
-    one step. itl_target_ms: prefill yields to keep decoding
-    under this. max_queue: waiting requests beyond which new ones are refused.
-    draft: who proposes tokens that are verified together: ngram (the text itself), none, or a
-    model beside the text; auto: the one that the catalog knows. draft_max: most of them for one
-    sequence in a step.
+    backend: auto, llamacpp or cuda.
+    device: cuda, cuda:N or cpu.
+    tp: tensor-parallel size, the number of GPUs that each layer is split over.
+    dummy: random weights of the model's shapes, for benchmarks.
+    ctx: context length in tokens.
+    kv_tokens: size of the KV cache in tokens, at least ctx.
+    kv_unified: True shares the KV cache among all sequences, False splits it into one equal part
+    per sequence. None: split if parallel and ctx are given, kv_tokens is not, and the parts fit;
+    else shared.
+    parallel: maximum number of running sequences.
+    gpu_layers: layers on the GPU, -1 for all.
+    flash_attn: auto, on or off.
+    cache_type_k, cache_type_v: f16, q8_0, …
+    repack: rearrange weights for this CPU, as llama.cpp does.
+    max_batch_tokens: maximum number of tokens in a step.
+    itl_target_ms: target inter-token latency; prefill chunks shrink to keep steps below it.
+    max_queue: maximum number of waiting requests; further ones are rejected.
+    draft: source of draft tokens for speculative decoding: ngram (copied from the text), a draft
+    model, none, or auto for the catalog's draft model.
+    draft_max: maximum number of draft tokens per sequence and step.
     """
 
     backend: str | None = None
@@ -57,8 +65,9 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelRequest:
-    """A model that is to draft for another. optional: where it cannot, that one is loaded without
-    it, and a note says why."""
+    """A draft model to load. optional: if it cannot be loaded, load the target model without it and
+    add a note with the reason.
+    """
 
     name: str
     path: str
@@ -67,10 +76,10 @@ class DraftModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoadRequest:
-    """What to load, under which name, how.
+    """A model to load, its name and its options.
 
-    memory_bytes: most that weights and KV pool may take; None: what the machine has. draft: the
-    model that options.draft means; None: it means none.
+    memory_bytes: limit for weights and KV cache; None: the machine's available memory.
+    draft: the draft model that options.draft resolves to; None: no draft model.
     """
 
     name: str
@@ -82,10 +91,7 @@ class ModelLoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsage:
-    """Bytes that a runner has allocated, by its own account; None: it cannot tell.
-
-    work: buffers of the computation.
-    """
+    """Bytes allocated by a runner; None: unknown. work: compute buffers."""
 
     weights: int | None = None
     kv: int | None = None
@@ -94,7 +100,7 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInfo:
-    """A draft model as it was loaded; all of it as in ModelInfo."""
+    """A loaded draft model; fields as in ModelInfo."""
 
     name: str
     path: str
@@ -108,15 +114,20 @@ class DraftInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a loaded model is, and what was decided for it.
+    """A loaded model and its resolved options.
 
-    ctx: longest sequence; kv_tokens: the pool; processor: as `ps` shows it, e.g. `100% CPU`.
-    options: the load options in force; None: the backend has no such option. notes: why things
-    are as they are. backend_reason: why this backend. generates: whether it can write an answer;
-    a pure embedding model cannot. embedding_width: elements of a vector; 0: it makes none.
-    url: where it is, if on a server that is not ours; what that one does not tell is then 0 or
-    empty. kv_bytes, work_bytes: as estimated before loading; memory: as allocated. draft: the model
-    that drafts for this one, whose bytes come on top.
+    ctx: context length.
+    kv_tokens: size of the KV cache in tokens.
+    processor: as shown by `ps`, e.g. `100% CPU`.
+    options: the resolved load options; None: the backend does not have that option.
+    notes: explanations and warnings for the user.
+    backend_reason: why this backend was chosen.
+    generates: False for an embedding-only model.
+    embedding_width: dimensions of an embedding; 0: embeddings are not supported.
+    url: address of a remote server, empty for the local one; values that a remote server does not
+    report are 0 or empty.
+    kv_bytes, work_bytes: estimates made before loading; memory: bytes allocated.
+    draft: the draft model, whose memory is not included.
     """
 
     name: str

@@ -157,7 +157,7 @@ BASE_SAMPLING = SamplingParams(**_defaults)
 
 # an infinite logit leaves no probabilities
 _MAX_BIAS = 1e6
-# each is looked up in the whole vocabulary; llama.cpp would cut a longer one without a word
+# each is matched against the whole vocabulary; llama.cpp silently truncates longer ones
 _MAX_SEQUENCE_BREAKERS = 32
 _MAX_SEQUENCE_BREAKER_BYTES = 40
 
@@ -173,7 +173,7 @@ def validate_sampling_params(params: SamplingParams) -> None:
             most = "" if highest == math.inf else f" to {highest:g}"
             raise InvalidRequest(f"{name} is {value:g}, it must be {lowest:g}{most}", param=name)
     for token, bias in params.logit_bias.items():
-        if not bias <= _MAX_BIAS:  # NaN fails too; -inf is fine and bans the token
+        if not bias <= _MAX_BIAS:  # NaN fails too; -inf is allowed and bans the token
             raise InvalidRequest(
                 f"logit_bias of token {token} is {bias:g}, it must be a number up to {_MAX_BIAS:g}",
                 param="logit_bias",
@@ -233,7 +233,7 @@ def reject_mirostat_conflicts(requested: SamplingParams) -> None:
 
 
 def uses_adaptive_p(params: SamplingParams) -> bool:
-    """Whether adaptive-p chooses the token."""
+    """Whether adaptive-p sampling is enabled."""
     return params.adaptive_target is not None and params.adaptive_target >= 0
 
 

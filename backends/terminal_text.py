@@ -1,4 +1,4 @@
-"""Text that a terminal shows and never obeys."""
+"""Escape control characters, so that untrusted text is safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ _C0_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09
 _REPLACEMENTS = {
     code: 0xFFFD
     for block in (
-        range(0x80, 0xA0),  # C1: CSI, OSC and friends in one character
-        range(0x202A, 0x202F),  # direction overrides: they make text look like other text
+        range(0x80, 0xA0),  # C1 controls: CSI, OSC etc. as one character
+        range(0x202A, 0x202F),  # bidirectional overrides, which can disguise text
         range(0x2066, 0x206A),
         range(0xD800, 0xE000),  # lone surrogates cannot be written as UTF-8
     )
@@ -17,14 +17,14 @@ _TABLE: dict[int, int | None] = {**_C0_PICTURES, **_REPLACEMENTS, 0x7F: 0x2421, 
 
 
 def escape_control_chars(text: str) -> str:
-    """The text with every control character but newline and tab made visible; \\r is dropped.
+    """Replace control characters except newline and tab by visible ones, and drop \\r.
 
-    Character by character, so a stream may be cut anywhere: an escape sequence that spans two
-    pieces loses its ESC like any other.
+    Works character by character, so a stream may be split anywhere: an escape sequence across two
+    chunks loses its ESC like any other.
     """
     return text.translate(_TABLE)
 
 
 def one_line(text: str) -> str:
-    """The text inert and on a single line."""
+    """Escape control characters and collapse all whitespace to single spaces."""
     return " ".join(escape_control_chars(text).split())

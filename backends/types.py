@@ -1,7 +1,7 @@
-"""Values that cross folders: what is asked of an engine, and what it answers.
+"""Requests, results and statistics that cross process boundaries.
 
-All are frozen, made of plain types, and travel between processes as they are.
-Times are seconds on the system-wide monotonic clock, durations are milliseconds.
+All types are frozen, made of plain values, and serialized field by field. Times are seconds on the
+system-wide monotonic clock; durations are milliseconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from localgen.backends.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. parameters: the JSON schema of its arguments, as text."""
+    """A function that the model may call. parameters: JSON schema of its arguments, as text."""
 
     name: str
     description: str = ""
@@ -22,7 +22,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model made. arguments: a JSON object, as text."""
+    """A tool call made by the model. arguments: a JSON object, as text."""
 
     id: str
     name: str
@@ -31,10 +31,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat. role: system, user, assistant or tool.
+    """A chat message. role: system, user, assistant or tool.
 
-    reasoning: what an assistant thought before its content. tool_calls: the calls it made.
-    tool_call_id, name: which call, of which function, a message of role tool answers.
+    reasoning: the reasoning text of an assistant message. tool_calls: the calls of an assistant
+    message. tool_call_id, name: the call and the function that a message of role tool answers.
     """
 
     role: str
@@ -47,15 +47,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation. Exactly one of messages, prompt and prompt_tokens is given.
+    """A generation request. Exactly one of messages, prompt and prompt_tokens is set.
 
-    client: who asks; waiting clients are served in turn. priority: higher goes first.
-    ctx: cap on prompt + answer in tokens; None is the model's limit.
-    arrived_s: when the server received it; TTFT and queue time start there.
-    tools: only with messages. tool_choice: auto, none, required, or the name of the one to call.
-    parallel_tool_calls: whether an answer may make several calls.
-    thinking: whether to think first; reasoning_effort: how much (none, low, medium, high).
-    None: as the model's template does it.
+    client: identifies the client; waiting clients are scheduled fairly.
+    priority: higher runs first.
+    ctx: limit on prompt + completion in tokens; None: the model's context length.
+    arrived_s: when the server received the request; TTFT and queue time are measured from here.
+    tools: only with messages. tool_choice: auto, none, required or a function name.
+    parallel_tool_calls: allow several tool calls in one answer.
+    thinking: enable or disable reasoning; reasoning_effort: none, low, medium or high.
+    None: the default of the model's template.
     """
 
     id: str
@@ -76,7 +77,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
-    """Texts, or their tokens, of which vectors are wanted. The rest as in Request."""
+    """An embedding request for texts or token lists. Other fields as in Request."""
 
     id: str
     inputs: tuple[str | tuple[int, ...], ...]
@@ -86,7 +87,7 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its text (bytes that are not UTF-8 replaced) and its log probability."""
+    """A token, its text (invalid UTF-8 replaced) and its log probability."""
 
     token_id: int
     text: str
@@ -95,7 +96,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The chosen token of one position and the best alternatives, best first."""
+    """The sampled token of one position and the most likely tokens, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -103,9 +104,9 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of the call at `index` of an answer. id and name come once, with its first delta.
+    """An increment of the tool call at `index`. id and name are set in its first delta only.
 
-    arguments: the next piece of a JSON text.
+    arguments: the next piece of the JSON text.
     """
 
     index: int
@@ -116,9 +117,9 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one request. num_tokens of its answer are now generated in all.
+    """New output of one request. num_tokens: tokens generated so far.
 
-    reasoning: new text of what the model thinks before it answers; no part of `text`.
+    reasoning: new reasoning text, not included in `text`.
     """
 
     request_id: str
@@ -131,15 +132,17 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the time of one request went, in llama-server's terms plus ttft, queue and template.
+    """Timings of one request: llama-server's fields plus ttft, queue, template and draft fields.
 
-    cache_n: prompt tokens taken from the cache; prompt_n: prompt tokens computed.
-    prompt_ms: from admission to the first token; cached_ms of it went into taking the cached part,
-    first_step_ms into the last step. predicted_ms: from the first token to the last.
-    draft_n: tokens that were proposed and computed; draft_n_accepted: how many of them were right.
-    draft_steps: steps that the answer took after its first token. draft_speedup: against plain
-    steps, by what those took meanwhile; 0: not known. draft_reason: why nothing was drafted.
-    draft_by: who proposed, n-gram (the text itself) or a model, the one with most tokens first.
+    cache_n: prompt tokens found in the prefix cache; prompt_n: prompt tokens computed.
+    prompt_ms: from admission to the first token, including cached_ms for reusing the cached prefix
+    and first_step_ms for the step that sampled the first token.
+    predicted_ms: from the first token to the last.
+    draft_n: draft tokens verified; draft_n_accepted: draft tokens accepted.
+    draft_steps: steps after the first token.
+    draft_speedup: speedup over plain decode steps measured over the same period; 0: unknown.
+    draft_reason: why most steps had no draft tokens.
+    draft_by: drafters used (`n-gram` or the name of a draft model), the one with most tokens first.
     """
 
     cache_n: int = 0
@@ -164,11 +167,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The one good end of a request. reason: stop, length, tool_calls or cancelled.
+    """Successful end of a request. reason: stop, length, tool_calls or cancelled.
 
-    stop: the stop string or end token that ended it. ctx: the limit it ran under.
-    notes: what a user should know of how it was served (preempted, context full).
-    seed: what gives this text again; None: nothing does (drafts were drawn).
+    stop: the stop string or end token that was matched. ctx: the context limit applied.
+    notes: messages for the user (preempted, context full). seed: seed that reproduces the text;
+    None: not reproducible, because draft tokens were sampled.
     """
 
     request_id: str
@@ -184,9 +187,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded:
-    """The one good end of an EmbedRequest.
+    """Successful end of an EmbedRequest.
 
-    vectors: float32 little-endian [inputs, width], each of length 1. prompt_tokens: of each input.
+    vectors: float32 little-endian [inputs, width], normalized to length 1. prompt_tokens: tokens of
+    each input.
     """
 
     request_id: str
@@ -198,7 +202,7 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The one bad end of a request. code and param as in LocalgenError."""
+    """A request that failed. code and param as in LocalgenError."""
 
     request_id: str
     code: str
@@ -208,10 +212,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPhases:
-    """Milliseconds of a request's life, in order; what has not begun is 0.
+    """Duration of each phase of a request in ms, in order; 0 if not started.
 
-    cached: taking the known beginning of its prompt from the cache; prefill: the steps of the rest
-    but the last one; first_step: that one, which gives the first token; decode: since then.
+    cached: reusing the cached prefix; prefill: all prefill steps but the last; first_step: the last
+    prefill step, which samples the first token; decode: everything after it.
     """
 
     template_ms: float = 0.0
@@ -224,9 +228,9 @@ class RequestPhases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStats:
-    """One request as the engine sees it now. state: queued, prefill or decode.
+    """State of one request in the engine. state: queued, prefill or decode.
 
-    ttft_ms: None before its first token.
+    ttft_ms: None before the first token.
     """
 
     request_id: str
@@ -246,12 +250,14 @@ class SequenceStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """How drafts do: recently, then totals since the engine started.
+    """Speculative decoding statistics: recent values, then totals since the engine started.
 
-    drafters: who may propose. share: of the recent steps that had drafts. reason: why most had
-    none. acceptance: share of the recent drafts that were kept. tokens_per_step: of one sequence.
-    speedup: against plain steps of as many sequences, by what those took. drafting_steps_total:
-    verified at once for any number of sequences.
+    drafters: available drafters. share: fraction of recent steps that had draft tokens.
+    reason: why most steps had none.
+    acceptance: fraction of recent draft tokens that were accepted.
+    tokens_per_step: per sequence.
+    speedup: over plain decode steps of the same batch size.
+    drafting_steps_total: steps that verified draft tokens, counted once for the whole batch.
     """
 
     drafters: tuple[str, ...] = ()
@@ -267,14 +273,13 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot: gauges of this moment, then totals since the engine started.
+    """Snapshot of the engine: current gauges, then totals since it started.
 
-    kv_*: tokens of the pool; kv_used by running requests, kv_cached kept as prefixes.
-    step_sequences[n]: how many steps computed n sequences at once (index 0 unused).
-    step_tokens: how many steps by their tokens, in the classes of engine.stats.STEP_TOKENS_BOUNDS.
-    *_per_s, ttft_* and itl_* are over the last minute at most; *_last_ms: the newest, 0 before
-    there is one. context_tokens_total: over all steps, tokens in the cache that each one's
-    sequences look at.
+    kv_*: tokens of the KV cache; kv_used: by running requests, kv_cached: by the prefix cache.
+    step_sequences[n]: number of steps that computed n sequences (index 0 unused).
+    step_tokens: histogram of tokens per step, with the buckets engine.stats.STEP_TOKENS_BOUNDS.
+    *_per_s, ttft_* and itl_* cover at most the last minute; *_last_ms: the latest value, 0 if there
+    is none. context_tokens_total: cached tokens attended to, summed over sequences and steps.
     """
 
     running: int = 0
@@ -310,7 +315,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """Everything one step had to say, in one message. Within a request: deltas, then its end."""
+    """All events of one step. Within a request, deltas come before its end."""
 
     deltas: tuple[Delta, ...] = ()
     finished: tuple[Finished, ...] = ()

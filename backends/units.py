@@ -1,4 +1,4 @@
-"""Numbers with units as text: bytes, durations, counts."""
+"""Format sizes, durations and counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def format_size(size_bytes: float) -> str:
-    """Bytes for people, in powers of 1000 as `ps` and the hubs write them."""
+    """Format a size with a decimal unit (powers of 1000), as `ps` and the Hugging Face Hub do."""
     unit = 0
     while size_bytes >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         size_bytes /= 1000
@@ -16,7 +16,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_duration(ms: float) -> str:
-    """Milliseconds below a second, seconds above."""
+    """Format a duration in ms below one second, else in seconds."""
     return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.2f} s"
 
 
@@ -25,12 +25,12 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_gb(size_bytes: float) -> str:
-    """`1.5 GB`, as error messages state sizes."""
+    """Format a size in GB or MB with one decimal, as in error messages: `1.5 GB`."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
 def format_elapsed(seconds: float) -> str:
-    """`1 h 05 min`, `3 min 20 s` or `12 s`."""
+    """Format a duration as `1 h 05 min`, `3 min 20 s` or `12 s`."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02} min"
