@@ -1,1 +1,1 @@
-"""Floor 4: the Textual screens. They know `localgen.client` and nothing below it."""
+"""The Textual apps: `localgen tui` and `localgen top`. They use `localgen.client`."""

@@ -1,4 +1,4 @@
-"""What both programs are: themes, palette, key help, a word where there is no room."""
+"""Base class of both Textual apps: themes, command palette, key help, minimum terminal size."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _KEY_COLUMNS = 19
 
 
 def _enable_gc() -> None:
-    """Look for garbage from now on, but not among all that was imported."""
+    """Enable garbage collection, without scanning the objects that exist after import."""
     gc.freeze()
     gc.enable()
 
 
 class TerminalTooSmall(ModalScreen[None]):
-    """Stands before everything while the terminal is smaller than the screens can be."""
+    """Covers the screen while the terminal is smaller than MIN_COLUMNS × MIN_ROWS."""
 
     DEFAULT_CSS = """
     TerminalTooSmall { align: center middle; background: $background; }
@@ -46,7 +46,7 @@ class TerminalTooSmall(ModalScreen[None]):
         yield Static(self._text(self.app.size.width, self.app.size.height), markup=False)
 
     def on_screen_resume(self) -> None:
-        """What stood before it is gone: is it still true?"""
+        """Close if the terminal was enlarged while another screen was on top."""
         if not is_terminal_too_small(self.app.size):
             self.dismiss()
 
@@ -58,12 +58,11 @@ class TerminalTooSmall(ModalScreen[None]):
 
 
 def is_terminal_too_small(size: Size) -> bool:
-    """Whether there is no room for the screens."""
     return size.width < MIN_COLUMNS or size.height < MIN_ROWS
 
 
 class KeyHelp(ScrollableTextDialog):
-    """Every key that does something where it was asked for, with what it does."""
+    """Lists the key bindings that are active on the current screen."""
 
     DEFAULT_CSS = """
     KeyHelp VerticalScroll { width: 60; max-width: 90%; padding: 1 2; }
@@ -79,7 +78,7 @@ class KeyHelp(ScrollableTextDialog):
 
 
 def _is_textual_default(active: ActiveBinding) -> bool:
-    """Whether it is one of the dozens of keys that do what they do in other programs too."""
+    """Whether Textual itself defines the binding (cursor keys, text editing, …)."""
     common = {
         (binding.action, binding.description)
         for kind in type(active.node).__mro__
@@ -91,16 +90,17 @@ def _is_textual_default(active: ActiveBinding) -> bool:
 
 
 class BaseApp(App[None]):
-    """Base of both programs. theme_choice: which theme to begin with, and where to keep the next
-    one.
+    """Base of `localgen tui` and `localgen top`.
 
-    HELP_NOTES: shown below the keys. A key is told of in the help and in the palette when its
-    binding has a description.
+    theme_choice: loads and saves the selected theme.
+
+    HELP_NOTES: text below the key list. Bindings with a description are shown in the key help and
+    in the command palette.
     """
 
     HELP_NOTES: ClassVar[str] = ""
     BINDINGS: ClassVar[list[BindingType]] = [
-        # first what always does: in the middle of a text ? is a character
+        # F1 has priority and works everywhere; in a text field `?` is an ordinary character
         Binding("f1", "keys", "Keys", key_display="F1", priority=True),
         Binding("question_mark", "keys", "Keys"),
         Binding("f2", "next_theme", "Next theme", show=False),
@@ -114,7 +114,7 @@ class BaseApp(App[None]):
 
     def __init__(self, theme_choice: ThemeChoice | None = None) -> None:
         self._theme_choice = theme_choice or ThemeChoice(None)
-        first = self._theme_choice.load()  # App takes NO_COLOR out of the environment
+        first = self._theme_choice.load()  # before App removes NO_COLOR from the environment
         super().__init__()
         for theme in THEMES:
             self.register_theme(theme)
@@ -123,33 +123,33 @@ class BaseApp(App[None]):
             self.unregister_theme(name)
 
     async def on_event(self, event: events.Event) -> None:
-        """A line has no use for control characters, and would draw them as they are."""
+        """Escape control characters in text pasted into an Input, which would draw them raw."""
         if isinstance(event, events.Paste) and isinstance(self.focused, Input):
             event.text = escape_control_chars(event.text)
         await super().on_event(event)
 
     def copy_to_clipboard(self, text: str) -> None:
-        """As it is shown: what a model writes shall not be obeyed where it is pasted either."""
+        """Copy with control characters escaped: model output must not control other terminals."""
         super().copy_to_clipboard(escape_control_chars(text))
 
     def on_mount(self) -> None:
-        """From now on what is chosen is kept."""
+        """Save theme changes from now on, and enable garbage collection after the first paint."""
         self.theme_changed_signal.subscribe(self, lambda theme: self._theme_choice.save(theme.name))
-        if not gc.isenabled():  # as the commands leave it, for a screen that is there sooner
+        if not gc.isenabled():  # the CLI disables it for a faster start
             self.call_after_refresh(_enable_gc)
 
     @staticmethod
     def theme_file(state_dir: Path) -> Path:
-        """Where the theme that was chosen last is kept."""
+        """Path of the file that stores the selected theme."""
         return state_dir / "tui.json"
 
     def get_driver_class(self) -> type[Driver]:
-        """Our own where Textual would take the one that it is made of."""
+        """Replace Textual's Linux driver with TerminalDriver."""
         found = super().get_driver_class()
         return TerminalDriver if found is LinuxDriver else found
 
     def on_resize(self, event: events.Resize) -> None:
-        """Hide everything behind TerminalTooSmall while there is no room for it."""
+        """Show TerminalTooSmall while the terminal is too small."""
         small, shown = is_terminal_too_small(event.size), isinstance(self.screen, TerminalTooSmall)
         if small and not shown:
             self.push_screen(TerminalTooSmall())
@@ -157,7 +157,7 @@ class BaseApp(App[None]):
             self.pop_screen()
 
     def action_keys(self) -> None:
-        """Show the keys of the screen and of what has the focus; or close them."""
+        """Open or close the key help of the current screen and focused widget."""
         if isinstance(self.screen, KeyHelp):
             self.screen.dismiss()
         elif not isinstance(self.screen, TerminalTooSmall | CommandPalette):
@@ -165,11 +165,10 @@ class BaseApp(App[None]):
             self.push_screen(KeyHelp(self._key_help_rows(self.screen), notes))
 
     def action_next_theme(self) -> None:
-        """Take the next of the themes."""
         self.theme = THEME_NAMES[(THEME_NAMES.index(self.theme) + 1) % len(THEME_NAMES)]
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """What the palette offers: every binding that has a description, and each theme."""
+        """Command palette entries: every binding with a description, and each theme."""
         offered = set()
         for active in self._described_bindings(screen):
             says = active.binding.description
@@ -182,7 +181,7 @@ class BaseApp(App[None]):
             yield SystemCommand(f"Theme: {name}", "Colours of the screen", self._theme_setter(name))
 
     def _key_help_rows(self, screen: Screen[object]) -> list[tuple[str, str]]:
-        """Keys and what they do, several for the same in one line; those of the footer first."""
+        """Rows of (keys, description); footer keys first, one row per description."""
         keys: dict[str, list[str]] = {}
         for active in sorted(
             self._described_bindings(screen), key=lambda active: not active.binding.show
@@ -195,7 +194,7 @@ class BaseApp(App[None]):
         return [(" ".join(shown), says) for says, shown in keys.items()]
 
     def _described_bindings(self, screen: Screen[object]) -> list[ActiveBinding]:
-        """Bindings with a description, without what every text field, list or screen has."""
+        """Bindings with a description, without Textual's own."""
         return [
             active
             for active in screen.active_bindings.values()

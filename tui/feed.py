@@ -1,4 +1,4 @@
-"""Follows a server in a thread of its own, and says so when it is lost and when it is back."""
+"""Follows a server in a background thread and reports when it is lost or found again."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.gauges.sample_builder import SampleBuilder
 from localgen.tui.gauges.samples import ServerSample
 
-# the most often that gauges get to repaint
+# minimum seconds between two gauge updates
 MIN_UPDATE_PERIOD_S = 0.25
-# servers that stream do so with this period themselves: nothing of theirs shall be left out
+# streaming servers send at this period themselves: the slack keeps jitter from dropping samples
 _SLACK = 0.8
-# how long the thread may take to end
+# seconds that stop() waits for the thread
 _JOIN_TIMEOUT_S = 0.3
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 5.0
 
 
 class ServerMonitor(Protocol):
-    """A way to look at one server. Methods raise LocalgenError; nothing they do loads a model."""
+    """Source of snapshots of one server. Methods raise LocalgenError and never load a model."""
 
     def snapshots(self) -> Iterator[ServerSnapshot]:
-        """The server again and again; ends when it leaves."""
+        """Yield snapshots until the server shuts down."""
 
     def close(self) -> None:
-        """Let the connections go; what waits for an answer stops waiting."""
+        """Close the connections; pending requests are aborted."""
 
 
 class SampleReceived(Message):
-    """A new sample."""
-
     def __init__(self, sample: ServerSample) -> None:
         super().__init__()
         self.sample = sample
 
 
 class ServerLost(Message):
-    """Nothing is heard of it. retry_s: seconds until the next try; tries: so far, from 1.
+    """The server does not respond.
 
-    has_shut_down: it took its leave. has_no_stats: it answers, and tells nothing of itself.
+    retry_s: seconds until the next attempt; tries: failed attempts so far, from 1. has_shut_down:
+    the server ended the stream itself. has_no_stats: it responds but reports no statistics.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class ServerLost(Message):
 
 
 class SampleFeed:
-    """Posts SampleReceived at most four times a second, and ServerLost for each try that failed.
+    """Posts SampleReceived at most four times a second, and ServerLost for each failed attempt.
 
-    make_monitor: makes the way to look, in the thread, as that imports what takes long. post: may
-    be called from any thread, as `post_message` may.
+    make_monitor: called in the thread, because it imports slow modules. post: must be safe to call
+    from any thread, as `post_message` is.
     """
 
     def __init__(
@@ -86,12 +85,14 @@ class SampleFeed:
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; nothing is posted any more. Waits for a moment, for a thread that runs while Python
-        leaves may crash it, and not for a server that does not answer."""
+        """Stop posting and close the monitor.
+
+        Waits briefly for the thread, because a thread that runs during interpreter shutdown may
+        crash it, but not for a server that does not respond.
+        """
         self._stop.set()
         self._retry_now.set()
         if self._monitor is not None:
@@ -100,7 +101,7 @@ class SampleFeed:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def retry(self) -> None:
-        """Try at once, if it waits."""
+        """Retry now instead of after the delay."""
         self._retry_now.set()
 
     def _run(self) -> None:
@@ -116,12 +117,12 @@ class SampleFeed:
                     self._post_unless_stopped(SampleReceived(seen))
             except LocalgenError as error:
                 why, fault = error.message, error
-            except Exception as error:  # a sample that we cannot make shall not end the program
+            except Exception as error:  # a bug in sampling must not end the app
                 why, fault = f"a defect of localgen ({type(error).__name__}: {error})", error
             tries += 1
             retry_s = min(MAX_RETRY_S, self._first_retry_s * 2 ** min(tries - 1, 10))
             is_silent = isinstance(fault, InvalidRequest)
-            # whoever sees that it is lost may ask for the next try before this thread waits for it
+            # clear before posting: a handler may call retry() before this thread starts to wait
             self._retry_now.clear()
             self._post_unless_stopped(
                 ServerLost(why, retry_s, tries, has_shut_down=fault is None, has_no_stats=is_silent)

@@ -1,4 +1,4 @@
-"""Reads what a terminal sends so that a pasted text stays a text."""
+"""Terminal input that keeps pasted text from being read as keys."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from textual.events import Paste
 from textual.message import Message
 
 _ESC = "\x1b"
-# a code point that no text has: Unicode keeps it for the inside of programs
+# a Unicode noncharacter, reserved for internal use: no text contains it
 _ESC_PLACEHOLDER = "\ufdd0"
 _READ_BYTES, _POLL_S = 4096, 0.1
 
 
 class PasteSafeParser(XTermParser):
-    """Keys, mouse and pastes, whatever is pasted.
+    """Parses keys, mouse events and pastes; escape sequences inside a paste stay text.
 
-    Textual's own takes escape sequences inside a paste for keys: what somebody has copied from a
-    page could press them.
+    Textual's own parser reads them as keys, so text copied from a web page could press keys.
     """
 
     def __init__(self) -> None:
         self._is_pasting = False
-        self._recent_chars = ""  # the last characters outside of a paste
-        self._held_back = ""  # of a paste, what may be the beginning of its end
+        self._recent_chars = ""  # last characters outside a paste
+        self._held_back = ""  # possible start of the end-of-paste sequence
         super().__init__()
 
     def feed(self, data: str) -> Iterable[Message]:
-        """The messages in the next piece of what is read; no text: it was the last."""
+        """Messages in the next piece of input; an empty piece ends the input."""
         guarded = self._escape_pastes(data)
         if data and not guarded:
             return
@@ -42,7 +41,7 @@ class PasteSafeParser(XTermParser):
             yield message
 
     def _escape_pastes(self, data: str) -> str:
-        """The same with each ESC inside of pastes replaced."""
+        """Return the input with each ESC inside a paste replaced by the placeholder."""
         parts = []
         while data:
             take = self._read_inside_paste if self._is_pasting else self._read_outside_paste
@@ -73,10 +72,10 @@ class PasteSafeParser(XTermParser):
 
 
 class TerminalDriver(LinuxDriver):
-    """Textual's driver with this parser; bytes that are no UTF-8 end nothing."""
+    """Textual's Linux driver with PasteSafeParser; invalid UTF-8 is replaced, not fatal."""
 
     def run_input_thread(self) -> None:
-        """Wait for input and hand it on, until the driver ends or the terminal is gone."""
+        """Read and process input until the driver stops or the terminal is closed."""
         parser = PasteSafeParser()
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         with selectors.SelectSelector() as selector:
@@ -91,6 +90,6 @@ class TerminalDriver(LinuxDriver):
                     self.process_message(message)
 
     def _process_input(self, parser: PasteSafeParser, text: str) -> None:
-        if text:  # a piece may end within a character; nothing would be the end of all
+        if text:  # empty after half a character; an empty piece would end the input
             for message in parser.feed(text):
                 self.process_message(message)

@@ -1,4 +1,4 @@
-"""The four themes of both programs, and which one the user likes."""
+"""The four themes of both apps, and loading and saving the user's choice."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ THEME_NAMES = tuple(theme.name for theme in THEMES)
 
 
 class ThemeChoice:
-    """Kept in a file of the state folder. NO_COLOR decides while it is set."""
+    """The selected theme, stored in a file of the state folder. NO_COLOR overrides it."""
 
     def __init__(self, path: Path | None, environ: Mapping[str, str] = os.environ) -> None:
         self._path = path
         self._no_color = bool(environ.get("NO_COLOR"))
 
     def load(self) -> str:
-        """The theme to begin with; dark where nothing readable is kept."""
+        """Name of the theme to start with; dark if none is stored or the file is unreadable."""
         if self._no_color:
             return MONOCHROME
         if self._path is None:
@@ -97,7 +97,7 @@ class ThemeChoice:
         return name if name in THEME_NAMES else DARK
 
     def save(self, name: str) -> None:
-        """Remember it, where that is possible: a full disk is no reason to stop."""
+        """Store the theme. Write errors are ignored."""
         if self._path is None or self._no_color:
             return
         partial = self._path.with_suffix(f".{os.getpid()}.partial")

@@ -1,1 +1,1 @@
-"""Gauges of a server: each draws a part of a ServerSample."""
+"""Gauges of a server: each draws one part of a ServerSample."""

@@ -1,4 +1,4 @@
-"""How much of what memory can give is read: what limits decoding on most machines."""
+"""The memory bandwidth gauge. Bandwidth limits decoding on most machines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from localgen.tui.widgets.numbers import UNKNOWN_TEXT, format_bytes, format_byte
 
 
 class BandwidthGauge(Gauge[BandwidthSample]):
-    """The share, the bytes, and a minute of the share."""
+    """Bandwidth utilization, bytes per second, and a plot of the last minute."""
 
     def __init__(self) -> None:
         super().__init__("Memory bandwidth", id="bandwidth")
 
     def lines(self, sample: BandwidthSample, width: int, height: int) -> list[Content]:
-        """What is not known is said in words."""
+        """The figures, why one is unknown, and the plot in the remaining rows."""
         if sample.limit_bytes_per_s is None:
             left = Content.assemble(
                 ("read ", "$muted"), (_format_bytes_per_s(sample.read_bytes_per_s), "bold")

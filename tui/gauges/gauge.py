@@ -1,4 +1,4 @@
-"""What every gauge is: a frame, a sample, and lines that are drawn of it."""
+"""Base class of all gauges: a frame around lines drawn from a sample."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from textual.widget import Widget
 from localgen.tui.gauges.plots import plot, plot_maximum
 from localgen.tui.gauges.samples import TimeSeries
 
-# half seconds: a minute
+# one minute, at one point per half second
 _PLOT_POINTS = 120
 _SCALE_COLUMNS = 7
 _Sample = TypeVar("_Sample")
 
 
 class Gauge(Widget, Generic[_Sample]):
-    """Draws its sample, anew only when it is another one."""
+    """Draws its sample; repaints only when the drawn text changes."""
 
     ALLOW_SELECT = False
     DEFAULT_CSS = """
@@ -38,7 +38,7 @@ class Gauge(Widget, Generic[_Sample]):
         self._drawn_text = ""
 
     def watch_sample(self) -> None:
-        """Repaint if it looks otherwise: painting takes longer than finding out."""
+        """Repaint if the drawn text has changed: comparing is cheaper than painting."""
         if (
             self.sample is not None
             and (frame := self.border_texts(self.sample)) != self._border_texts
@@ -51,7 +51,7 @@ class Gauge(Widget, Generic[_Sample]):
             self.refresh()
 
     def render(self) -> Content:
-        """As many lines as there is room for."""
+        """The lines that fit into the widget."""
         drawing = self._draw()
         self._drawn_text = drawing.plain
         return drawing
@@ -64,20 +64,20 @@ class Gauge(Widget, Generic[_Sample]):
         return Content("\n").join(lines[:height])
 
     def border_texts(self, sample: _Sample) -> tuple[str, str]:
-        """What the sample is of, and what stands at the foot of the frame; inert."""
+        """Suffix of the title, and the text in the bottom border; control characters escaped."""
         return "", ""
 
     def lines(self, sample: _Sample, width: int, height: int) -> Sequence[Content]:
-        """The sample in so many columns and rows; plots take the rows that are left."""
+        """Draw the sample in `width` columns and `height` rows; plots fill the remaining rows."""
         return ()
 
 
 def series_plot(
     values: TimeSeries, width: int, rows: int, style: str, format_value: Callable[[float], str]
 ) -> list[Content]:
-    """A plot of the last minute, or of more where it is wide.
+    """A plot of the last minute, or of more if it is wide enough.
 
-    format_value: of a value. At the left of the plot stands what its top is, and its bottom, zero.
+    format_value: formats the maximum, which labels the top of the scale; the bottom is 0.
     """
     if rows < 1:
         return []

@@ -1,4 +1,4 @@
-"""How long one waits: for the first token, and from each token to the next."""
+"""The latency gauge: time to first token (TTFT) and inter-token latency (ITL)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _NAME_COLUMNS, _MIN_COLUMNS, _MAX_COLUMNS = 5, 9, 10
 
 
 class LatencyGauge(Gauge[LatencySample]):
-    """The last one, the median and the 99th percentile; a minute of the last ones."""
+    """Last value, median and 99th percentile, and a plot of the last values over a minute."""
 
     def __init__(self) -> None:
         super().__init__("Latency", id="latency")
 
     def border_texts(self, sample: LatencySample) -> tuple[str, str]:
-        """Which model it is of."""
+        """The model measured."""
         return sample.model, ""
 
     def lines(self, sample: LatencySample, width: int, height: int) -> list[Content]:
-        """The plots share what the table leaves."""
+        """The table; both plots share the remaining rows."""
         rows = max(0, height - 3)
-        # where there is no room for all three, the last one is the one that can be missed
+        # too narrow for three columns: drop "last"
         names = (
             ("last", "p50", "p99") if width >= _NAME_COLUMNS + 3 * _MIN_COLUMNS else ("p50", "p99")
         )

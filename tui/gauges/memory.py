@@ -1,4 +1,4 @@
-"""Where memory goes: of each model weights and cache, beside processes and machine."""
+"""The memory gauge: weights and KV cache per model, process memory, RAM and GPUs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _MIN_BAR_COLUMNS = 6
 
 
 class MemoryGauge(Gauge[MemorySample]):
-    """Models, then main memory and CPU, then GPUs."""
+    """Models, then RAM and CPU, then GPUs."""
 
     def __init__(self) -> None:
         super().__init__("Memory", id="memory")
 
     def border_texts(self, sample: MemorySample) -> tuple[str, str]:
-        """What the server itself takes, beside the processes of its models."""
+        """Memory of the server process itself, without the model processes."""
         known = sample.server_bytes is not None
         return "", f"server {format_bytes(sample.server_bytes)}" if known else ""
 
     def lines(self, sample: MemorySample, width: int, height: int) -> list[Content]:
-        """Models, each in three lines or fewer; the machine below them."""
+        """Up to three lines per model; machine memory below."""
         models = sample.models or ()
-        # a line for each model at least, as far as that leaves one for the machine
+        # at least one line per model, as long as one is left for the machine
         machine = _machine_lines(sample, width, max(1, height - max(1, len(models))))
         room = height - len(machine)
         if not models:
@@ -70,7 +70,7 @@ def _kv_cache_lines(model: ModelMemory, width: int) -> list[Content]:
     used, cached, free = model.kv_used, model.kv_cached, model.kv_free
     if used is None:
         return [Content.styled("KV —", "$muted")]
-    if free is None or cached is None:  # a share is all that is told
+    if free is None or cached is None:  # the server reports only the used fraction
         return [
             Content.assemble(
                 ("KV ", "$muted"), (bar(used, max(1, width - 9)), "$primary"),
@@ -88,7 +88,7 @@ def _kv_cache_lines(model: ModelMemory, width: int) -> list[Content]:
 
 
 def _legend(used: float, cached: float, free: float, width: int) -> Content:
-    """Which characters mean what, in words where there is room for them."""
+    """Legend of the bar's characters, with words if they fit."""
     sizes = [format_bytes(each) for each in (used, cached, free)]
     for words in (("used ", "prefixes ", "free "), ("used ", "kept ", "")):
         if sum(map(len, (*sizes, *words))) + 8 <= width:
@@ -103,7 +103,7 @@ def _legend(used: float, cached: float, free: float, width: int) -> Content:
 
 
 def _machine_lines(sample: MemorySample, width: int, rows: int) -> list[Content]:
-    """Main memory, then each GPU in two lines, or in one; those without room together."""
+    """RAM, then one or two lines per GPU; GPUs that do not fit share one line."""
     machine = sample.machine
     if machine is None:
         return []
@@ -151,7 +151,7 @@ def _gpu_lines(gpu: GpuStats, width: int) -> list[Content]:
 
 
 def _combined_gpus(gpus: Sequence[GpuStats], name: str, width: int) -> Content:
-    """The memory of several."""
+    """The total memory of several GPUs."""
     used, total = sum(gpu.used_bytes for gpu in gpus), sum(gpu.total_bytes for gpu in gpus)
     text = Content(f" {format_bytes_of(used, total)}")
     return _labelled_bar(name, used / total if total else None, text, width)

@@ -1,4 +1,4 @@
-"""All gauges in a column, for the side of another screen; `top` lays them out itself."""
+"""All gauges in one column, for the side of a screen; `top` has a layout of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.tui.gauges.speed import SpeedGauge
 
 
 class GaugePanel(Vertical):
-    """Set `sample`: each gauge takes its part of it. 34 columns at least."""
+    """Distributes its `sample` to the gauges. At least 34 columns wide."""
 
     DEFAULT_CSS = """
     GaugePanel { width: 40; height: 1fr; min-width: 34; }
@@ -37,7 +37,7 @@ class GaugePanel(Vertical):
         yield SpeculationGauge()
 
     def watch_sample(self, sample: ServerSample) -> None:
-        """Hand each gauge its part."""
+        """Give each gauge its part of the sample."""
         if not self.children:
             return
         self.query_one(SpeedGauge).sample = sample.throughput
@@ -47,5 +47,5 @@ class GaugePanel(Vertical):
         self.query_one(SpeculationGauge).sample = sample.speculation
 
     def on_mount(self) -> None:
-        """A sample may have been set before."""
+        """Show a sample that was set before the gauges existed."""
         self.watch_sample(self.sample)

@@ -1,4 +1,4 @@
-"""Bars and plots as text. What they mean is in their characters, colours only help."""
+"""Bars and plots as text, readable without colours."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from textual.content import Content
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _LEFT_EIGHTHS = " ▏▎▍▌▋▊▉"
-# parts of a stacked bar, told apart without colours too
+# fills of the parts of a stacked bar, distinct without colours
 BAR_FILLS = "█▓▒"
 BAR_EMPTY = "░"
 
 
 def plot(values: Sequence[float | None], width: int, rows: int, *, min_points: int) -> list[str]:
-    """Columns over time, the newest at the right, from zero up to their highest.
+    """Rows of a column plot over time, newest at the right, scaled from zero to the maximum.
 
-    min_points: how many there should at least be room for. Each column is the mean of as many as
-    that takes, counted from the oldest kept one, so that columns do not change as they wander left.
-    Where a value is not known there is nothing; next to zero is still a line.
+    min_points: points that must fit. Each column is the mean of as many points as that takes,
+    counted from the newest. Unknown values leave a gap; known ones have at least one eighth.
     """
     each = max(1, math.ceil(min_points / max(1, width)))
     columns = _downsample(values, each)[-width:]
@@ -33,13 +32,13 @@ def plot(values: Sequence[float | None], width: int, rows: int, *, min_points: i
 
 
 def plot_maximum(values: Sequence[float | None], width: int, *, min_points: int) -> float | None:
-    """What the top of such a plot stands for; None: no value is known."""
+    """The value at the top of the same plot; None if no value is known."""
     columns = _downsample(values, max(1, math.ceil(min_points / max(1, width))))[-width:]
     return max((value for value in columns if value is not None), default=None)
 
 
 def _downsample(values: Sequence[float | None], points_per_column: int) -> list[float | None]:
-    # from the newest on: the last column is the one that is still growing
+    # grouped from the newest point backwards
     columns: list[float | None] = []
     for end in range(len(values), 0, -points_per_column):
         known = [
@@ -57,7 +56,7 @@ def _bar_height(value: float | None, maximum: float, eighths: int) -> int:
 
 
 def bar(fraction: float | None, width: int) -> str:
-    """A bar that is so full, to an eighth of a character."""
+    """A bar filled to `fraction`, with a resolution of 1/8 character; dots if unknown."""
     if fraction is None:
         return "·" * width
     eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
@@ -67,9 +66,9 @@ def bar(fraction: float | None, width: int) -> str:
 
 
 def stacked_bar(parts: Sequence[float], total: float, width: int) -> list[str]:
-    """The pieces of a bar: one for each part, each with its own character, and what is left.
+    """The pieces of a stacked bar: one per part, each with its own character, and the rest.
 
-    A part that is there at all has a character at least.
+    A part above zero has at least one character.
     """
     if total <= 0:
         return ["" for _ in parts] + ["·" * width]
@@ -83,7 +82,7 @@ def stacked_bar(parts: Sequence[float], total: float, width: int) -> list[str]:
 
 
 def align_ends(left: Content, right: Content, width: int) -> Content:
-    """One line, an end each; where not both fit, the left one alone."""
+    """One line with left and right text; only the left one if both do not fit."""
     gap = width - left.cell_length - right.cell_length
     if gap < 1:
         return left

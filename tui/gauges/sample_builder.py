@@ -1,4 +1,4 @@
-"""Snapshots to samples: rates from counters that grow, and the last minutes of each figure."""
+"""Builds gauge samples from snapshots: rates from counters, and histories for the plots."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from localgen.tui.gauges.samples import (
     model_memory,
 )
 
-# a rate is over this: shorter and it jumps with each step of a slow model
+# averaging period of rates; shorter periods jump with each step of a slow model
 RATE_WINDOW_S = 2.0
-# one sample of a plot
+# seconds between two points of a plot
 PLOT_INTERVAL_S = 0.5
 MAX_PLOT_POINTS = 240
 _LONG_WINDOW_S = 20.0
@@ -30,7 +30,7 @@ _COUNTER_NAMES = tuple(field.name for field in fields(ModelCounters))
 
 
 class TimeSeriesBuffer:
-    """Samples of one figure, oldest first."""
+    """The last MAX_PLOT_POINTS values of one figure, oldest first."""
 
     def __init__(self) -> None:
         self._values: deque[float | None] = deque(maxlen=MAX_PLOT_POINTS)
@@ -44,13 +44,13 @@ class TimeSeriesBuffer:
 
 
 class CounterRates:
-    """How fast the counters of a model grow."""
+    """Growth rates of a model's counters."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, ModelCounters]] = deque()
 
     def add(self, now_s: float, counters: ModelCounters) -> None:
-        """Enter the counters. An engine that has started anew begins a new series."""
+        """Add a reading. A counter that decreased means a restarted engine: start over."""
         if self._points and _was_reset(counters, self._points[-1][1]):
             self._points.clear()
         self._points.append((now_s, counters))
@@ -58,7 +58,7 @@ class CounterRates:
             self._points.popleft()
 
     def increase(self, counter: str, period_s: float = RATE_WINDOW_S) -> tuple[float, float] | None:
-        """How much a counter has grown lately, and in how many seconds; None: not known."""
+        """Return (growth, seconds) of a counter over about period_s, or None if unknown."""
         if len(self._points) < 2:
             return None
         now_s, last = self._points[-1]
@@ -72,14 +72,14 @@ class CounterRates:
         return new - old, now_s - before_s
 
     def rate(self, counter: str) -> float | None:
-        """Its rate."""
+        """Growth per second, or None if unknown."""
         grown = self.increase(counter)
         return None if grown is None else grown[0] / grown[1]
 
     def ratio(
         self, numerator: str, denominator: str, period_s: float = RATE_WINDOW_S
     ) -> float | None:
-        """How much one has grown for each of the other; None: the other has not."""
+        """Growth of the numerator per growth of the denominator; None if that is unknown or zero."""
         parts, wholes = self.increase(numerator, period_s), self.increase(denominator, period_s)
         if parts is None or wholes is None or not wholes[0]:
             return None
@@ -87,18 +87,18 @@ class CounterRates:
 
 
 class SampleBuilder:
-    """Everything that was seen of a server since it was last found."""
+    """Builds a ServerSample from each snapshot. Keeps the history of one connection."""
 
     def __init__(self) -> None:
         self._counter_rates: dict[str, CounterRates] = {}
         self._last_point_s: float | None = None
         self._decode_series, self._prefill_series = TimeSeriesBuffer(), TimeSeriesBuffer()
         self._utilization_series = TimeSeriesBuffer()
-        # TTFT and ITL of each model: those of two are no history of one
+        # TTFT and ITL per model: values of different models must not be mixed in one plot
         self._latency_series: dict[str, tuple[TimeSeriesBuffer, TimeSeriesBuffer]] = {}
 
     def add_snapshot(self, now_s: float, snapshot: ServerSnapshot) -> ServerSample:
-        """Enter a snapshot; what the gauges draw now. now_s: a clock that never goes back."""
+        """Add a snapshot and return the gauges' sample. now_s: a monotonic time."""
         models = snapshot.models
         for model in models:
             self._counter_rates.setdefault(_key(model), CounterRates()).add(now_s, model.counters)
@@ -137,7 +137,7 @@ class SampleBuilder:
         )
 
     def _is_point_due(self, now_s: float) -> bool:
-        """Whether the plots get another sample."""
+        """Whether PLOT_INTERVAL_S has passed since the last plot point."""
         if self._last_point_s is not None and now_s < self._last_point_s + PLOT_INTERVAL_S * 0.9:
             return False
         self._last_point_s = now_s
@@ -183,7 +183,7 @@ class SampleBuilder:
         return _sum_known(self._rates_of(model).rate(counter) for model in models)
 
     def _bandwidth_sample(self, models: Iterable[ModelSnapshot]) -> BandwidthSample:
-        """Of the medium that is used most: models in the same memory share it."""
+        """Bandwidth of the memory with the highest utilization; models in it are added up."""
         found: dict[str, BandwidthSample] = {}
         for model in models:
             use = self._model_bandwidth(model)
@@ -213,7 +213,7 @@ class SampleBuilder:
         )
 
     def _model_bandwidth(self, model: ModelSnapshot) -> BandwidthSample | None:
-        """What a model reads a second: weights once a step, the cache for each sequence in it."""
+        """Memory read per second: weights once per step, KV cache once per sequence and step."""
         growth, cost = self._rates_of(model), model.read_cost
         if cost is None:
             return None
@@ -243,7 +243,7 @@ def _key(model: ModelSnapshot) -> str:
 
 
 def _sum_known(values: Iterable[_Number | None]) -> _Number | None:
-    """None where nobody tells."""
+    """Sum of the known values; None if there is none."""
     known = [value for value in values if value is not None]
     return sum(known[1:], start=known[0]) if known else None
 

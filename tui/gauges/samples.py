@@ -1,4 +1,4 @@
-"""What the gauges draw. All frozen: a gauge whose sample is the same again need not repaint."""
+"""Samples that the gauges draw. All are frozen, so an equal sample needs no repaint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from localgen.backends.terminal_text import one_line
 from localgen.backends.types import SpeculationStats
 from localgen.client.snapshot import LatencyStats, ModelSnapshot, ServerSnapshot
 
-# one value for each sample of the last minutes, oldest first; None: not known
+# one value per plot point, oldest first; None: unknown
 TimeSeries = tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputSample:
-    """Tokens a second over the last two seconds; batch_size: sequences that a step computes."""
+    """Tokens/s over the last two seconds. batch_size: mean number of sequences per step."""
 
     decode_per_s: float | None = None
     prefill_per_s: float | None = None
@@ -28,7 +28,7 @@ class ThroughputSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySample:
-    """Of the model that is busiest, with what was seen of that one; model: its name, inert."""
+    """Latency of the busiest model. model: its name, control characters escaped."""
 
     model: str = ""
     ttft: LatencyStats = field(default_factory=LatencyStats)
@@ -39,7 +39,7 @@ class LatencySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthSample:
-    """utilization: of what the memory can give; None: see reason. read_bytes_per_s: bytes."""
+    """Memory bandwidth in use. reason: source of the limit, or why it is unknown."""
 
     utilization: float | None = None
     read_bytes_per_s: float | None = None
@@ -51,7 +51,11 @@ class BandwidthSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMemory:
-    """Bytes of one model. kv_*: of its cache, used by requests, kept as prefixes, free."""
+    """Memory of one model, in bytes.
+
+    kv_used, kv_cached, kv_free: KV cache of running requests, of cached prefixes, and free;
+    kv_used is a fraction if the size of the KV cache is unknown.
+    """
 
     name: str
     state: str
@@ -69,7 +73,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """models: None before the server has said anything. server_bytes: of its own process."""
+    """models: None until the server has responded. server_bytes: of the server process itself."""
 
     models: tuple[ModelMemory, ...] | None = None
     machine: MachineStats | None = None
@@ -78,9 +82,10 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSample:
-    """Speculation of the busiest model; acceptance_rate: of the drafts of the last seconds.
+    """Speculation and prefix cache of the busiest model.
 
-    prefix_hit_rate: share of prompt tokens that the cache had, in the last seconds.
+    acceptance_rate: accepted fraction of recent draft tokens. prefix_hit_rate: cached fraction of
+    recent prompt tokens.
     """
 
     stats: SpeculationStats | None = None
@@ -91,7 +96,7 @@ class SpeculationSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSample:
-    """Everything at one moment."""
+    """All gauge samples of one moment."""
 
     snapshot: ServerSnapshot = field(default_factory=lambda: ServerSnapshot(server_type=""))
     throughput: ThroughputSample = ThroughputSample()
@@ -102,7 +107,7 @@ class ServerSample:
 
 
 def model_memory(model: ModelSnapshot) -> ModelMemory:
-    """The cache in bytes where its size is known, by the share that each kind of tokens takes."""
+    """Convert a model's snapshot; KV cache in bytes where its size in bytes is known."""
     per_token = model.kv_bytes / model.kv_tokens if model.kv_bytes and model.kv_tokens else None
 
     def in_bytes(tokens: int | None) -> float | None:
@@ -111,7 +116,7 @@ def model_memory(model: ModelSnapshot) -> ModelMemory:
     return ModelMemory(
         name=one_line(model.name),
         state=model.state,
-        # as drawn: what changes less is no reason to repaint
+        # rounded as drawn, so that smaller changes cause no repaint
         progress=round(model.progress, 2),
         weights_bytes=model.weights_bytes,
         kv_bytes=model.kv_bytes,

@@ -1,4 +1,4 @@
-"""What saves work: drafts that were right, prompts that were known; and what undoes it."""
+"""The gauge of speculative decoding, prefix cache hits and preemptions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from localgen.tui.widgets.numbers import UNKNOWN_TEXT, format_integer, format_nu
 
 
 class SpeculationGauge(Gauge[SpeculationSample]):
-    """Speculation, prefix cache and preemptions."""
-
     def __init__(self) -> None:
         super().__init__("Drafts and prefixes", id="speculation")
 
     def lines(self, sample: SpeculationSample, width: int, height: int) -> list[Content]:
-        """Where nothing is drafted it says why, as far as the server does."""
+        """If there are no drafts, the reason given by the server replaces the figures."""
         stats = sample.stats
         who = one_line(", ".join(stats.drafters)) if stats else ""
         lines = [_line("drafts", who or ("none" if stats else UNKNOWN_TEXT))]

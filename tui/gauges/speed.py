@@ -1,4 +1,4 @@
-"""Tokens a second, with what has to share them."""
+"""The speed gauge: prefill and decode tokens/s, requests and batch size."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from localgen.tui.widgets.numbers import format_integer, format_number, format_r
 
 
 class SpeedGauge(Gauge[ThroughputSample]):
-    """Decode and prefill with a minute of each, requests and the batch."""
+    """Decode and prefill tokens/s with plots of a minute, request counts and batch size."""
 
     def __init__(self) -> None:
         super().__init__("Speed", id="speed")
 
     def lines(self, sample: ThroughputSample, width: int, height: int) -> list[Content]:
-        """The plots share what the three lines of figures leave."""
+        """Three lines of figures; both plots share the remaining rows."""
         rows = max(0, height - 3)
         decode = _line("decode", sample.decode_per_s, "$success")
         prefill = _line("prefill", sample.prefill_per_s, "$secondary")

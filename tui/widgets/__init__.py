@@ -1,1 +1,1 @@
-"""Widgets that every screen uses: dialogs, pickers, footer, numbers."""
+"""Widgets shared by all screens: dialogs, pickers, footer, number formats."""

@@ -1,4 +1,4 @@
-"""What stands before a screen until it is closed."""
+"""Modal dialogs: base class, scrollable text, yes/no question."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ _Result = TypeVar("_Result")
 
 
 class Dialog(ModalScreen[_Result]):
-    """Its keys are in the key help too. A click beside it is what Esc is."""
+    """Base of modal dialogs. F1 shows its keys; a click outside closes it as Esc does."""
 
     DEFAULT_CSS = """
     Dialog { align: center middle; background: $background 60%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f1", "app.keys", "Keys", show=False, key_display="F1"),
-        # not told of: where a text is typed, it is a character like any other
+        # no description: in a text field `?` is an ordinary character
         Binding("question_mark", "app.keys", show=False),
     ]
 
     @property
     def is_open(self) -> bool:
-        """Whether it still is there: what it waited for may come when it has been closed."""
+        """Whether the dialog is still on the screen stack; async results may arrive after it
+        closed.
+        """
         return self in self.app.screen_stack
 
     async def on_click(self, event: events.Click) -> None:
@@ -39,7 +41,7 @@ class Dialog(ModalScreen[_Result]):
 
 
 class ScrollableTextDialog(Dialog[None]):
-    """A text of any length, to be scrolled."""
+    """A text of any length that can be scrolled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter", "dismiss", "Close", show=False)
@@ -64,7 +66,7 @@ class ScrollableTextDialog(Dialog[None]):
 
 
 class ConfirmDialog(Dialog[bool]):
-    """Yes or no. The key that takes nothing away has the focus."""
+    """A yes/no question; focus starts on No, the safe answer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
@@ -95,5 +97,5 @@ class ConfirmDialog(Dialog[bool]):
         self.dismiss(event.button.id == "yes")
 
     def action_answer(self, answer: bool) -> None:
-        """Close with it."""
+        """Close with this answer."""
         self.dismiss(answer)

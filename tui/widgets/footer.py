@@ -1,4 +1,4 @@
-"""The keys that matter, at the bottom of a screen."""
+"""The key bindings at the bottom of a screen."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _PALETTE = "-command-palette"
 
 
 class KeyFooter(Footer):
-    """Textual's footer, with as many keys as there is room for: none is cut.
+    """Textual's footer with only the keys that fit completely.
 
-    The palette, at the right, has all of them.
+    The command palette, at the right, lists all of them.
     """
 
     def compose(self) -> ComposeResult:
         keys = [key for key in super().compose() if isinstance(key, FooterKey)]
         fixed = [key for key in keys if key.has_class(_PALETTE)]
-        # a border stands before it, a space between its texts and one behind it
+        # a docked key has a left border, and spaces between and after its two texts
         left = self.app.size.width - sum(_label_width(key) + 3 for key in fixed)
         for key in keys:
             columns = self._key_width(key)
-            # the space behind it may be the border's
+            # its trailing space may overlap that border
             if key not in fixed and columns - 1 <= left:
                 left -= columns
                 yield key
@@ -35,7 +35,7 @@ class KeyFooter(Footer):
             self.call_after_refresh(self.recompose)
 
     def _key_width(self, key: FooterKey) -> int:
-        """As wide as its two texts and what stands between and behind them."""
+        """Columns of its two texts and the spaces between and after them."""
         return _label_width(key) + (2 if self.compact else 3)
 
 

@@ -1,4 +1,4 @@
-"""A line for what is wrong, above everything else."""
+"""A warning line at the top of a screen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from textual.widgets import Static
 
 
 class Notice(Static):
-    """What is wrong and what to do; there only while something is."""
+    """A problem and how to fix it; hidden while there is none."""
 
     DEFAULT_CSS = """
     Notice { display: none; height: auto; padding: 0 1; color: $warning; background: $surface; }
@@ -19,8 +19,8 @@ class Notice(Static):
         self._shown_text = ""
 
     def show_message(self, text: str) -> None:
-        """This; nothing: all is well."""
-        if text == self._shown_text:  # an update lays the whole screen out anew
+        """Show a message; an empty one hides the widget."""
+        if text == self._shown_text:  # an update would lay out the whole screen
             return
         self._shown_text = text
         self.update(Content(text))

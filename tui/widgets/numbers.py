@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same width wherever they stand below each other."""
+"""Number formats with a nearly constant width, for columns and gauges."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def format_rate(per_s: float | None) -> str:
-    """Tokens a second: `1,234`, `45.6`, `0.43`."""
+    """Tokens/s: `1,234`, `45.6`, `0.43`."""
     return UNKNOWN_TEXT if per_s is None else format_number(per_s)
 
 
 def format_number(value: float | None) -> str:
-    """Three digits that matter: `1,234`, `456`, `45.6`, `4.56`, `0`; from a million on `1.23M`."""
+    """Three significant digits: `1,234`, `456`, `45.6`, `4.56`, `0`; from a million `1.23M`."""
     if value is None or value >= 999_999.5:
         return format_integer(value)
     if value == 0:
@@ -23,7 +23,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_integer(value: float | None) -> str:
-    """A whole number: `12,345`; from a million on `1.23M`."""
+    """A whole number: `12,345`; from a million `1.23M`, from a billion `1.23G`."""
     if value is None:
         return UNKNOWN_TEXT
     if value >= 1e9:
@@ -32,7 +32,7 @@ def format_integer(value: float | None) -> str:
 
 
 def format_duration_ms(ms: float | None) -> str:
-    """Of milliseconds: `0.42 ms`, `12.3 ms`, `456 ms`, `1.23 s`, `2m 05s`, `1h 02m`."""
+    """Milliseconds as `0.42 ms`, `12.3 ms`, `456 ms`, `1.23 s`, `2m 05s`, `1h 02m`."""
     if ms is None:
         return UNKNOWN_TEXT
     if ms < 999.5:
@@ -43,7 +43,7 @@ def format_duration_ms(ms: float | None) -> str:
 
 
 def format_duration_s(seconds: float | None) -> str:
-    """Of seconds: `12s`, `2m 05s`, `1h 02m`, `3d 04h`."""
+    """Seconds as `12s`, `2m 05s`, `1h 02m`, `3d 04h`."""
     if seconds is None:
         return UNKNOWN_TEXT
     whole = round(seconds)
@@ -57,7 +57,7 @@ def format_duration_s(seconds: float | None) -> str:
 
 
 def format_bytes(num_bytes: float | None) -> str:
-    """Bytes in powers of ten, as disks and models are sold: `1.23 GB`."""
+    """Bytes in powers of ten, the unit of disks and model files: `1.23 GB`."""
     if num_bytes is None:
         return UNKNOWN_TEXT
     unit = 0
@@ -67,14 +67,14 @@ def format_bytes(num_bytes: float | None) -> str:
 
 
 def format_bytes_of(used_bytes: float | None, total_bytes: float | None) -> str:
-    """Bytes of all there are, the unit once where it is the same: `9.00 of 16.0 GB`."""
+    """Used and total bytes; a common unit is written once: `9.00 of 16.0 GB`."""
     used, total = format_bytes(used_bytes), format_bytes(total_bytes)
     unit = total.rpartition(" ")[2]
     return f"{used.removesuffix(f' {unit}')} of {total}"
 
 
 def format_percent(fraction: float | None) -> str:
-    """Of a share, 0 to 1: `4.2%`, `42%`; more than all is shown as such."""
+    """A fraction as `4.2%`, `42%`; values above 1 are not clamped."""
     if fraction is None:
         return UNKNOWN_TEXT
     return f"{fraction * 100:.1f}%" if 0 < fraction < 0.0995 else f"{fraction * 100:.0f}%"

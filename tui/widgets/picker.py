@@ -1,4 +1,4 @@
-"""Choosing from a list that is searched by typing."""
+"""A dialog to choose from a list that is filtered by typing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Item = TypeVar("_Item")
 
 
 class Picker(Dialog[_Item | None]):
-    """A box with an Input, which has the keys, and below it an OptionList of what was found."""
+    """Base of dialogs with an Input, which keeps the focus, above an OptionList of the matches."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss(None)", "Close"),
@@ -39,7 +39,7 @@ class Picker(Dialog[_Item | None]):
 
     @property
     def highlighted(self) -> _Item | None:
-        """What the highlighted row stands for."""
+        """The item of the highlighted row."""
         at = self.query_one(OptionList).highlighted
         return None if at is None else self._items[at]
 
@@ -58,13 +58,13 @@ class Picker(Dialog[_Item | None]):
             found.action_cursor_up()
 
     def select_item(self, item: _Item) -> None:
-        """What choosing a row does: close with it."""
+        """Called when a row is chosen: closes with its item."""
         self.dismiss(item)
 
     def show_rows(
         self, rows: Iterable[tuple[_Item, Content]], current: _Item | None = None
     ) -> None:
-        """List these, each with how it is drawn. Highlighted is current, or else the first."""
+        """List these items, each with its rendered row; highlights current, else the first."""
         listed = list(rows)
         self._items = [chosen for chosen, _ in listed]
         found = self.query_one(OptionList)
@@ -75,11 +75,11 @@ class Picker(Dialog[_Item | None]):
 
 
 def matches_query(text: str, query: str) -> bool:
-    """Whether each word that was typed is in a text, in any letter case."""
+    """Whether text contains every word of query, ignoring case."""
     return all(word in text.casefold() for word in query.casefold().split())
 
 
 def name_row(name: str, description: str, *, is_current: bool, style: str = "bold") -> Content:
-    """A name and what is said of it; a mark is at the current one."""
+    """A picker row: name and description, with a mark if it is the current one."""
     mark = "● " if is_current else "  "
     return Content.assemble(mark, (one_line(name), style), (f"  {one_line(description)}", "dim"))

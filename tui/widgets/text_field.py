@@ -1,4 +1,4 @@
-"""A text of several lines that is typed or pasted."""
+"""A multi-line text field."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from localgen.backends.terminal_text import escape_control_chars
 
 
 class TextField(TextArea):
-    """Draws nothing that a terminal obeys; what is in it stays as it was pasted."""
+    """A TextArea that draws control characters escaped; its text keeps them."""
 
     def get_line(self, line_index: int) -> Text:
-        """As it is drawn."""
+        """The line as drawn: control characters escaped."""
         line = super().get_line(line_index)
         line.plain = escape_control_chars(line.plain)
         return line
