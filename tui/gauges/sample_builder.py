@@ -79,7 +79,7 @@ class CounterRates:
     def ratio(
         self, numerator: str, denominator: str, period_s: float = RATE_WINDOW_S
     ) -> float | None:
-        """Growth of the numerator per growth of the denominator; None if that is unknown or zero."""
+        """Growth of the numerator divided by that of the denominator; None if unknown."""
         parts, wholes = self.increase(numerator, period_s), self.increase(denominator, period_s)
         if parts is None or wholes is None or not wholes[0]:
             return None

@@ -1,1 +1,1 @@
-"""`localgen top`."""
+"""The `localgen top` app."""

@@ -1,4 +1,4 @@
-"""`localgen top`: what a server does, at a glance."""
+"""`localgen top`: live statistics of a server."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from localgen.tui.widgets.dialog import ConfirmDialog
 
 
 class TopServerMonitor(ServerMonitor, Protocol):
-    """A way to look at a server that can also end a request."""
+    """A ServerMonitor that can also cancel requests."""
 
     def cancel(self, request_id: str) -> bool:
-        """End it; False: it has ended."""
+        """Cancel a request. Returns False if it has already ended."""
 
 
 class TopApp(BaseApp):
-    """make_monitor: makes the way to the server, in a thread. server_label: what the user calls it;
-    start_hint: what to do while none answers."""
+    """The `localgen top` app.
+
+    make_monitor: connects to the server; called in a thread. server_label: the server's name in the
+    title line. start_hint: advice shown while no server responds.
+    """
 
     TITLE = "localgen top"
     HELP_NOTES = (
@@ -41,7 +44,7 @@ class TopApp(BaseApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "quit", "Quit", show=False, priority=True)
     ]
-    # not a reactive: that would repaint the whole screen each time
+    # var, not reactive: a reactive would repaint the whole screen on each sample
     sample: var[ServerSample] = var(ServerSample(), init=False)
 
     def __init__(
@@ -62,11 +65,10 @@ class TopApp(BaseApp):
         self._feed = SampleFeed(self._open_monitor, self.post_message, first_retry_s=first_retry_s)
 
     def get_default_screen(self) -> Dashboard:
-        """The only one that is no dialog."""
         return self._dashboard
 
     def on_ready(self) -> None:
-        """Paint first, then look: what talks to servers takes its time to import."""
+        """Start the feed after the first paint: the client modules are slow to import."""
         self._feed.start()
 
     def on_unmount(self) -> None:
@@ -77,7 +79,7 @@ class TopApp(BaseApp):
         return self._monitor
 
     def on_sample_received(self, message: SampleReceived) -> None:
-        """A new sample."""
+        """Show a new sample."""
         back = self._is_lost and self._has_connected
         self._has_connected, self._is_lost = True, False
         if back:
@@ -87,7 +89,7 @@ class TopApp(BaseApp):
         self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE")
 
     def on_server_lost(self, message: ServerLost) -> None:
-        """Nobody answers: said, and tried again."""
+        """Show the error and when the feed retries."""
         self._is_lost = True
         again = f"Trying again in {message.retry_s:.3g} s, t: now."
         status = "LOST" if self._has_connected else "WAITING"
@@ -96,17 +98,16 @@ class TopApp(BaseApp):
         )
 
     def action_pause(self) -> None:
-        """Hold what is shown, or go on."""
+        """Pause or resume updates of the screen."""
         self._is_paused = not self._is_paused
         if not self._is_lost:
             self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE")
 
     def action_retry(self) -> None:
-        """Try at once."""
         self._feed.retry()
 
     def action_cancel_request(self) -> None:
-        """Cancel the request under the cursor, or the one whose timeline is open, when sure."""
+        """Cancel the request under the cursor or in the open timeline, after confirmation."""
         row = self._target_request()
         if row is None or not row.is_live:
             said = "It has ended already." if row else "There is no request under the cursor."
@@ -127,7 +128,7 @@ class TopApp(BaseApp):
         return self._dashboard.query_one(RequestTable).cursor_request
 
     def _cancel(self, row: RequestRow) -> None:
-        """In a thread: the server may take its time."""
+        """Cancel a request and show the outcome; runs in a thread, as the server may be slow."""
         try:
             assert self._monitor is not None
             done = self._monitor.cancel(row.id)

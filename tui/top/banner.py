@@ -1,4 +1,4 @@
-"""The first line: which server, how it is; and what is wrong where something is."""
+"""The title line of `localgen top`: server, version, uptime and connection status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLES = {
 
 
 class Banner(Widget):
-    """server_label: the server as the user called it. status: LIVE, WAITING, LOST or PAUSED."""
+    """server_label: how the user named the server. status: LIVE, WAITING, LOST or PAUSED."""
 
     ALLOW_SELECT = False
     DEFAULT_CSS = """
@@ -36,14 +36,14 @@ class Banner(Widget):
         self._server_label = server_label
 
     def show(self, snapshot: ServerSnapshot) -> None:
-        """A word on the server."""
+        """Show the facts of a snapshot."""
         self.facts = server_facts(snapshot)
 
     def render(self) -> Content:
         status = Content.styled(f"● {self.status}", _STYLES[self.status])
         parts: list[tuple[str, str]] = [("localgen top", "bold $primary")]
         parts += [(f"  {fact}", "") for fact in (self._server_label, *self.facts)]
-        # how it stands is never cut off: what matters least makes room
+        # always show the status; drop the least important facts first
         while len(parts) > 1 and self._width(parts) + status.cell_length >= self.content_size.width:
             parts.pop()
         return align_ends(Content.assemble(*parts), status, self.content_size.width)
@@ -53,7 +53,7 @@ class Banner(Widget):
 
 
 def server_facts(snapshot: ServerSnapshot) -> tuple[str, ...]:
-    """What is worth a place in the first line, the most important first."""
+    """Facts for the title line, most important first."""
     name = f"{snapshot.server_type} {one_line(snapshot.version or '')}".strip()
     if snapshot.server_type == "localgen" and snapshot.version not in (None, localgen.__version__):
         name += f" (this is {localgen.__version__})"

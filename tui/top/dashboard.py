@@ -1,4 +1,4 @@
-"""The screen of `localgen top`: gauges above, requests below."""
+"""The main screen of `localgen top`: gauges above, requests below."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_REQUESTS = "no requests yet"
 
 
 class Dashboard(Screen[None]):
-    """Composes; what it shows is handed on to who draws it."""
+    """Lays out banner, gauges and request table, and distributes samples to them."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (23, "-mid"), (36, "-tall"), (52, "-high")]  # noqa: RUF012
@@ -70,7 +70,7 @@ class Dashboard(Screen[None]):
         yield Banner(self._server_label)
         yield Notice()
         with Container(id="gauges"):
-            # in the order in which a grid of three columns is filled
+            # in the order that fills a grid of three columns
             yield SpeedGauge()
             yield LatencyGauge()
             yield MemoryGauge()
@@ -83,12 +83,12 @@ class Dashboard(Screen[None]):
         yield KeyFooter()
 
     def on_mount(self) -> None:
-        """Follow what the application reads."""
+        """Watch the app's `sample`."""
         self.watch(self.app, "sample", self.show_sample)
         self.query_one(RequestTable).focus()
 
     def show_sample(self, sample: ServerSample) -> None:
-        """Hand everybody his part."""
+        """Pass each part of a sample to its widget."""
         self.query_one(SpeedGauge).sample = sample.throughput
         self.query_one(LatencyGauge).sample = sample.latency
         self.query_one(MemoryGauge).sample = sample.memory
@@ -99,7 +99,7 @@ class Dashboard(Screen[None]):
         self._show_requests(sample)
 
     def show_status(self, status: str, notice: str = "") -> None:
-        """How it stands with the server. Figures of one that is gone are dimmed."""
+        """Show the connection status; figures of a lost server are dimmed."""
         self.query_one(Banner).status = status
         self.query_one(Notice).show_message(notice)
         self.set_class(status == "LOST", "-stale")
@@ -113,9 +113,7 @@ class Dashboard(Screen[None]):
         if self._includes_ended:
             counts += f", {len(rows or ()) - live} ended"
         told = (_REQUESTS_NOT_LISTED if rows is None else _NO_REQUESTS, counts if rows else "")
-        if (
-            table.display != bool(rows) or told != self._list_texts
-        ):  # or all is laid out for nothing
+        if table.display != bool(rows) or told != self._list_texts:  # avoid a needless layout
             self._list_texts = told
             table.display, empty.display = bool(rows), not rows
             empty.update(told[0])
@@ -125,7 +123,7 @@ class Dashboard(Screen[None]):
         self.action_timeline()
 
     def action_timeline(self) -> None:
-        """Show where the time of the request under the cursor goes."""
+        """Open the timeline of the request under the cursor."""
         row = self.query_one(RequestTable).cursor_request
         if row is not None:
             from localgen.tui.top.timeline import TimelineScreen
@@ -133,14 +131,12 @@ class Dashboard(Screen[None]):
             self.app.push_screen(TimelineScreen(row))
 
     def action_sort(self) -> None:
-        """Sort by the next column."""
         self.query_one(RequestTable).sort_by_next_column()
 
     def action_reverse_sort(self) -> None:
-        """Sort the other way round."""
         self.query_one(RequestTable).reverse_sort()
 
     def action_toggle_ended(self) -> None:
-        """Show or hide the requests that have ended."""
+        """Show or hide ended requests."""
         self._includes_ended = not self._includes_ended
-        self._show_requests(getattr(self.app, "sample"))  # noqa: B009 - the application's type is above us
+        self._show_requests(getattr(self.app, "sample"))  # noqa: B009 - TopApp would be a circular import

@@ -1,4 +1,4 @@
-"""Requests as rows: what a server lists of those it has and of those that have ended."""
+"""Live and ended requests of a server as table rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ENDED_ORDER = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow:
-    """state: queued, prefill, decode, or how it ended. prefilled_tokens: of the prompt, computed so
-    far.
+    """A request as shown in the table.
 
-    age_s: since it arrived, or since it ended.
+    state: queued, prefill, decode, or the outcome. prefilled_tokens: prompt tokens computed so far,
+    without cached ones. age_s: seconds since arrival, or since the end.
     """
 
     id: str
@@ -47,12 +47,12 @@ class RequestRow:
 
     @property
     def context_fraction(self) -> float | None:
-        """Share of its context that is used."""
+        """Used fraction of the context, or None if its length is unknown."""
         return (self.prompt_tokens + self.generated_tokens) / self.ctx if self.ctx else None
 
     @property
     def state_text(self) -> str:
-        """As a person reads it."""
+        """The state as displayed."""
         match self.state:
             case "prefill":
                 owed = max(1, self.prompt_tokens - self.cached_tokens)
@@ -63,14 +63,15 @@ class RequestRow:
 
     @property
     def state_order(self) -> int:
-        """Order of states: what waits first, what has ended last."""
+        """Sort key: queued first, ended last."""
         return _STATE_ORDER.get(self.state, _ENDED_ORDER) if self.is_live else _ENDED_ORDER
 
 
 @dataclass(frozen=True, slots=True)
 class RequestColumn:
-    """min_terminal_columns: columns of the terminal from which on it is shown. width 0: takes what
-    is left."""
+    """A table column. min_terminal_columns: terminal width from which it is shown. width: 0 takes
+    the remaining columns.
+    """
 
     key: str
     title: str
@@ -157,7 +158,7 @@ REQUEST_COLUMNS = (
 
 
 def request_rows(snapshot: ServerSnapshot, *, include_ended: bool) -> list[RequestRow] | None:
-    """Live requests, then ended ones; None: the server does not list them."""
+    """Live requests, then ended ones; None if the server does not list requests."""
     models = [model for model in snapshot.models if model.sequences is not None]
     if snapshot.models and not models and snapshot.finished_requests is None:
         return None
@@ -174,7 +175,7 @@ def request_rows(snapshot: ServerSnapshot, *, include_ended: bool) -> list[Reque
 def sort_request_rows(
     rows: list[RequestRow], column: RequestColumn, *, descending: bool
 ) -> list[RequestRow]:
-    """Ordered by a column, those that have ended always behind those that live."""
+    """Sort by a column, live requests always before ended ones."""
 
     def order(row: RequestRow) -> float | str:
         return column.sort_key(row)

@@ -1,4 +1,4 @@
-"""The table of requests: sorted, followed by key, repainted where it has changed."""
+"""The request table: sortable, keeps the cursor on its request, updates only changed cells."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ _ELLIPSIS = "…"
 
 @dataclass(frozen=True, slots=True)
 class TextCell:
-    """Renders in a fraction of what rich.text.Text takes, which looks for words and spans: a table
-    draws hundreds of them for a key. style: as rich names it; empty: none."""
+    """A cell that renders much faster than rich.text.Text, which searches for words and spans.
+
+    The table draws hundreds of cells per key press. style: a rich style name, or empty.
+    """
 
     text: str
     style: str = ""
     is_right_aligned: bool = False
 
     def fit_to_width(self, width: int) -> str:
-        """In exactly so many columns."""
+        """The text padded or cut to exactly `width` columns."""
         missing = width - cell_len(self.text)
         if missing < 0:
             return set_cell_size(self.text, width - 1) + _ELLIPSIS if width else ""
@@ -52,10 +54,10 @@ _UPDATE_PERIOD_S = 0.95
 
 
 class RequestTable(DataTable[TextCell]):
-    """Rows of requests. The cursor stays on its request, wherever that moves."""
+    """The request table. The cursor follows its request when rows move."""
 
     class RequestSelected(Message):
-        """Enter or a click on the row of the cursor."""
+        """Enter, or a click on the cursor's row."""
 
         def __init__(self, row: RequestRow) -> None:
             super().__init__()
@@ -73,14 +75,14 @@ class RequestTable(DataTable[TextCell]):
 
     @property
     def cursor_request(self) -> RequestRow | None:
-        """The request that the cursor is on."""
+        """The request under the cursor."""
         if not self.row_count or not self.is_valid_row_index(self.cursor_row):
             return None
         key = self.ordered_rows[self.cursor_row].key.value
         return self._rows.get(key or "")
 
     def show_requests(self, rows: list[RequestRow]) -> None:
-        """These requests from now on. Figures alone are changed once a second."""
+        """Show these requests. Changes of figures alone are drawn once a second."""
         if not self._is_update_due(rows):
             return
         rows = sort_request_rows(rows, self._sort_column, descending=self._descending)
@@ -93,7 +95,7 @@ class RequestTable(DataTable[TextCell]):
         self._shown_texts = shown
 
     def _is_update_due(self, rows: list[RequestRow]) -> bool:
-        """A DataTable draws all of its cells anew for each that changes, which takes long."""
+        """Whether to redraw now: a DataTable redraws all cells for each change, which is slow."""
         before, now_s = self._rows, time.monotonic()
         if now_s < self._last_update_s + _UPDATE_PERIOD_S and len(self._shown_texts) == len(rows):
             states = {each.id: each.state for each in before.values()}
@@ -103,23 +105,22 @@ class RequestTable(DataTable[TextCell]):
         return True
 
     def sort_by(self, key: str) -> None:
-        """Sort by this column; by the other direction if it is sorted by it."""
+        """Sort by a column, or reverse the order if it already is the sort column."""
         column = next(each for each in REQUEST_COLUMNS if each.key == key)
         if column is self._sort_column:
             self._descending = not self._descending
         else:
-            # of numbers the large ones are of interest
+            # numbers start with the largest first
             self._sort_column, self._descending = column, column.is_numeric
         self._make_columns()
 
     def sort_by_next_column(self) -> None:
-        """Sort by the column right of the one it is sorted by."""
+        """Sort by the column to the right of the current sort column."""
         shown = self._shown_columns or REQUEST_COLUMNS
         at = shown.index(self._sort_column) if self._sort_column in shown else -1
         self.sort_by(shown[(at + 1) % len(shown)].key)
 
     def reverse_sort(self) -> None:
-        """Sort the other way round."""
         self.sort_by(self._sort_column.key)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -136,7 +137,7 @@ class RequestTable(DataTable[TextCell]):
             self.post_message(self.RequestSelected(row))
 
     def _make_columns(self) -> None:
-        """The columns that there is room for."""
+        """Add the columns that fit the terminal."""
         room, screen = self.content_size.width, self.app.size.width
         columns = tuple(
             column for column in REQUEST_COLUMNS if column.min_terminal_columns <= screen
@@ -151,7 +152,7 @@ class RequestTable(DataTable[TextCell]):
 
     def _title(self, column: RequestColumn) -> Text:
         arrow = ("↓" if self._descending else "↑") if column is self._sort_column else ""
-        # the arrow must not be cut off
+        # unpadded, so that the arrow is not cut off
         title = f"{column.title}{arrow}"
         return Text(title, justify="right" if column.is_numeric else "left", no_wrap=True)
 
@@ -167,7 +168,7 @@ class RequestTable(DataTable[TextCell]):
 
     @property
     def cursor_request_id(self) -> str:
-        """The id of the row that the cursor is on; empty: none."""
+        """Id of the request under the cursor; empty if there is none."""
         if not self.row_count or not self.is_valid_row_index(self.cursor_row):
             return ""
         return self.ordered_rows[self.cursor_row].key.value or ""

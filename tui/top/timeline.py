@@ -1,4 +1,4 @@
-"""Where the time of one request went, or goes."""
+"""The timeline of a request: how long each phase took."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from localgen.tui.widgets.numbers import (
 )
 
 _NAME_COLUMNS, _DURATION_COLUMNS, _DETAIL_COLUMNS, _MIN_BAR_COLUMNS = 15, 10, 28, 10
-# from so many columns on, figures stand beside the bars
+# minimum width for details in the same line as the bars
 _WIDE_COLUMNS = 84
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def phase_rows(row: RequestRow) -> list[tuple[str, float, str]]:
-    """Name, milliseconds and figures of each phase, in order."""
+    """(name, milliseconds, details) of each phase, in order."""
     phases = row.phases
     total_ms = phases.prefill_ms + phases.first_step_ms
     rate = row.prefilled_tokens / total_ms * 1e3 if total_ms and row.generated_tokens else None
@@ -50,7 +50,7 @@ def phase_rows(row: RequestRow) -> list[tuple[str, float, str]]:
 
 
 def timeline_lines(row: RequestRow, width: int) -> list[Content]:
-    """A line for each phase: its bar begins where that of the one before ends."""
+    """One line per phase, with bars that start where the previous one ends; then a summary."""
     phases = phase_rows(row)
     whole_ms = sum(ms for _, ms, _ in phases)
     beside = width >= _WIDE_COLUMNS
@@ -78,7 +78,7 @@ def timeline_lines(row: RequestRow, width: int) -> list[Content]:
 
 
 def _bar(before_ms: float, ms: float, total_ms: float, width: int) -> str:
-    """To an eighth of a character at its end; what is not nothing is seen."""
+    """A bar that ends at a resolution of 1/8 character; at least that wide if ms > 0."""
     if total_ms <= 0 or ms <= 0:
         return ""
     start = min(width - 1, int(before_ms / total_ms * width))
@@ -106,7 +106,7 @@ def _summary(row: RequestRow, total_ms: float) -> list[Content]:
 
 
 class TimelineScreen(Dialog[None]):
-    """The timeline of a request, followed while it lives."""
+    """The timeline of a request, updated while it runs."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,enter,q", "dismiss", "Close"),
@@ -132,7 +132,7 @@ class TimelineScreen(Dialog[None]):
             yield Static()
 
     def on_mount(self) -> None:
-        """Follow what the application reads."""
+        """Watch the app's `sample`."""
         self.watch(self.app, "sample", self._follow_sample)
 
     def on_resize(self) -> None:
