@@ -1,1 +1,1 @@
-"""The quantize screen of `localgen tui`, and the run that goes on behind it."""
+"""The quantize screen of `localgen tui`, and the background run that it shows."""

@@ -1,4 +1,4 @@
-"""One of a few values, all of them seen: a mark says which."""
+"""Controls of the quantize form: radio choices in a row, and a picker for names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SELECTED_MARK, _UNSELECTED_MARK, _DISABLED_MARK, _GAP = "●", "○", "·", 2
 
 
 class RadioChoices(Widget, can_focus=True):
-    """options: values and what stands for them. Posts Changed when the user takes another."""
+    """A row of options, one selected. options: (value, label). Posts Changed on user input."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "step(-1)", "Value before", show=False),
@@ -32,7 +32,7 @@ class RadioChoices(Widget, can_focus=True):
     """
 
     class Changed(Message):
-        """The user has taken a value."""
+        """The user has selected a value."""
 
         def __init__(self, radio_choices: RadioChoices, value: object) -> None:
             super().__init__()
@@ -50,14 +50,14 @@ class RadioChoices(Widget, can_focus=True):
         self._disabled_reasons: Mapping[object, str] = {}
 
     def show_value(self, value: object, disabled_reasons: Mapping[object, str]) -> None:
-        """disabled_reasons: values that cannot be taken, and why."""
+        """Show a value as selected. disabled_reasons: why values cannot be selected, by value."""
         if (value, disabled_reasons) != (self._value, self._disabled_reasons):
             self._value, self._disabled_reasons = value, disabled_reasons
             self.refresh(layout=True)
 
     @property
     def disabled_reason_text(self) -> str:
-        """Why values cannot be taken."""
+        """Why some values cannot be selected, for display."""
         return "; ".join(dict.fromkeys(self._disabled_reasons.values()))
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -81,7 +81,7 @@ class RadioChoices(Widget, can_focus=True):
                 self._select(value)
 
     def action_step(self, by: int) -> None:
-        """The next value that can be taken; the ends are ends."""
+        """Select the next enabled value in a direction, without wrapping around."""
         values = [value for value, _ in self._options]
         at = values.index(self._value)
         able = values[at + 1 :] if by > 0 else values[:at][::-1]
@@ -95,7 +95,7 @@ class RadioChoices(Widget, can_focus=True):
             self.post_message(self.Changed(self, value))
 
     def _wrapped_options(self, width: int) -> list[list[tuple[int, object, str]]]:
-        """Column, value and label of each, as many in a row as there is room for."""
+        """Rows of (column, value, label), wrapped at the width."""
         rows: list[list[tuple[int, object, str]]] = [[]]
         x = 0
         for value, label in self._options:
@@ -116,8 +116,10 @@ class RadioChoices(Widget, can_focus=True):
 
 
 class NamePicker(Picker[str]):
-    """rows: names and what is said of them. hint: what may be typed that is not among them; empty:
-    nothing. Closes with a name."""
+    """Chooses a name. Closes with it, or None.
+
+    rows: (name, description). hint: describes free text that is accepted too; empty: none is.
+    """
 
     DEFAULT_CSS = """
     NamePicker > Vertical { max-width: 80; }

@@ -1,4 +1,4 @@
-"""What a quantization would take, beside what there is, and which ways suit the machine."""
+"""Estimate of a quantization's size and memory, and the methods that fit this machine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ _NAME_COLUMNS = 10
 
 @dataclass(frozen=True, slots=True)
 class QuantizeEstimate:
-    """What a look has told so far. is_complete: it has come to its end. error: why it could not.
-    option: what is chosen, as advice calls it."""
+    """Result of a dry run so far.
+
+    is_complete: the dry run has finished. error: why it failed. option: the selected method as the
+    recommendation names it.
+    """
 
     option: str = ""
     resources: EstimateEvent | None = None
@@ -37,12 +40,12 @@ class QuantizeEstimate:
 
     @property
     def can_run(self) -> bool:
-        """Whether the run can begin."""
+        """Whether the run can be started."""
         return self.is_complete and not self.error
 
 
 def apply_event(estimate: QuantizeEstimate, event: QuantizeEvent) -> QuantizeEstimate:
-    """What is known after one more event."""
+    """Return the estimate updated with an event of the dry run."""
     match event:
         case EstimateEvent():
             return replace(estimate, resources=combine_estimates(estimate.resources, event))
@@ -54,7 +57,7 @@ def apply_event(estimate: QuantizeEstimate, event: QuantizeEvent) -> QuantizeEst
 
 
 class EstimatePanel(Static):
-    """Draws an estimate."""
+    """Draws a QuantizeEstimate."""
 
     DEFAULT_CSS = """
     EstimatePanel {

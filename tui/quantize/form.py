@@ -1,4 +1,4 @@
-"""What is to be made of which model: a line for each field of the form."""
+"""The quantize form: one row per field of a QuantizeForm."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _OPTIONS: dict[str, list[tuple[object, str]]] = {
     "group_size": [(value, label) for value, label in _GROUP_SIZE_OPTIONS],
     "is_measured": [(True, "yes"), (False, "no")],
 }
-# what is chosen from a list of its own
+# fields whose value is chosen in a picker dialog
 PICKER_FIELDS = ("model", "gguf")
 
 
 class PickerButton(Widget, can_focus=True):
-    """A value that is chosen elsewhere. Posts Pressed."""
+    """Shows a value that is chosen in a dialog. Posts Pressed to open it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,space", "open", "Choose from a list", show=False)
@@ -62,7 +62,7 @@ class PickerButton(Widget, can_focus=True):
     """
 
     class Pressed(Message):
-        """The list of a field is to be shown."""
+        """The picker of a field should be opened."""
 
         def __init__(self, field: str) -> None:
             super().__init__()
@@ -88,7 +88,7 @@ class PickerButton(Widget, can_focus=True):
 
 
 class FormField(Horizontal):
-    """A name, and what sets the value; or why there is nothing to be set."""
+    """A label and its control, or the reason why the field does not apply."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next line", show=False),
@@ -115,7 +115,7 @@ class FormField(Horizontal):
         yield Static(classes="disabled-reason", markup=False)
 
     def show_value(self, form: QuantizeForm, default_out: str) -> None:
-        """default_out: what the result is called if nothing is said."""
+        """Show the form's value. default_out: name of the result if none is entered."""
         why = unavailable_reason(form, self.field_name)
         self.set_class(bool(why), "-disabled")
         self.query_one(".disabled-reason", Static).update(Content(f"– {why}"))
@@ -139,7 +139,7 @@ class FormField(Horizontal):
 
 
 class QuantizeFormPanel(Vertical):
-    """Holds a QuantizeForm. Posts Changed with each new one."""
+    """Edits a QuantizeForm. Posts Changed with each new form."""
 
     DEFAULT_CSS = """
     QuantizeFormPanel {
@@ -151,7 +151,7 @@ class QuantizeFormPanel(Vertical):
     """
 
     class Changed(Message):
-        """The form is another one."""
+        """The user has changed the form."""
 
         def __init__(self, form: QuantizeForm) -> None:
             super().__init__()
@@ -170,7 +170,7 @@ class QuantizeFormPanel(Vertical):
         self.show_values(self.form)
 
     def show_values(self, form: QuantizeForm) -> None:
-        """Take over a form."""
+        """Show a form."""
         self.form = form
         try:
             usual = str(replace(form, out="").output_path)
@@ -180,7 +180,7 @@ class QuantizeFormPanel(Vertical):
             field.show_value(form, usual)
 
     def set_values(self, **changes: Any) -> None:
-        """Change fields of the form as if the user had."""
+        """Change fields of the form; posts Changed if any differ."""
         changed = replace(self.form, **changes)
         if changed != self.form:
             self.show_values(changed)
@@ -199,7 +199,7 @@ class QuantizeFormPanel(Vertical):
         self.screen.focus_next()
 
     def on_click(self, event: events.Click) -> None:
-        """A click on a line's name means the line."""
+        """Focus a field's control when its label is clicked."""
         field = event.widget.parent if isinstance(event.widget, Label) else None
         if isinstance(field, FormField):
             field.query_one(".control").focus()

@@ -1,4 +1,4 @@
-"""A quantization while it goes on: the step, a bar, the time left, memory against the estimate."""
+"""Progress of a running quantization: step, bar, remaining time, memory, latest notes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LATEST_NOTES = 6
 
 
 class ProgressPanel(Static):
-    """Draws a run, anew only when it looks otherwise."""
+    """Draws a run; updates only when the text changes."""
 
     DEFAULT_CSS = """
     ProgressPanel {
@@ -60,7 +60,7 @@ def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
 
 def _memory_lines(run: QuantizeRun) -> Iterable[Content]:
     estimated = None if run.estimate is None else run.estimate.memory_bytes
-    if estimated is None:  # as llama.cpp does it: a tensor at a time
+    if estimated is None:  # llama.cpp quantizes one tensor at a time: no estimate
         return
     memory = run.memory_bytes()
     text = f"{format_bytes(memory)}, about {format_bytes(estimated)} at most"

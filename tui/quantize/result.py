@@ -1,4 +1,4 @@
-"""How a quantization ended: the verdict on the result, or why there is none."""
+"""Outcome of a quantization: the evaluated result, or why there is none."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _layers_done_line(done: int, total: int) -> str:
 
 
 def eval_table_lines(rows: Sequence[EvalRow]) -> Iterable[Content]:
-    """The table of `localgen quantize`, a line for each figure: names are long."""
+    """The table of `localgen quantize`, transposed to one line per figure, as names are long."""
     head, *cells = eval_table(rows)
     titles = ("original", "result")
     yield Content.styled(

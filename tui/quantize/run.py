@@ -1,4 +1,4 @@
-"""One quantization that goes on, whatever screen is shown."""
+"""A quantization run in the background, independent of the screen shown."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from localgen.quant.report import EvalRow
 from localgen.quant.request.form import QuantizeForm
 from localgen.tui.widgets.numbers import format_duration_s, format_percent
 
-# so long a measurement counts for
+# time constant of the exponential moving average
 _SMOOTHING_S = 20.0
 
 
 class StepEta:
-    """Learns what one of many takes, by those that were done while somebody looked."""
+    """Estimates the remaining time of a step from a moving average of seconds per item."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class StepEta:
         self._item_s: float | None = None
 
     def update(self, step: str, done: int, total: int) -> None:
-        """How far it is now."""
+        """Record progress of a step. A new step starts a new estimate."""
         now = self._clock()
         if step != self._step or done < self._done:
             self._step, self._done, self._last_item_s, self._item_s = step, done, now, None
@@ -52,15 +52,15 @@ class StepEta:
         self._total = total
 
     def remaining_s(self) -> float | None:
-        """Of the step; None: not known yet."""
+        """Remaining time of the current step, or None if unknown yet."""
         if self._item_s is None:
             return None
-        # the one that is being worked on goes on since
+        # subtract the time already spent on the current item, at most its average
         going_s = min(self._clock() - self._last_item_s, self._item_s)
         return max(0.0, self._item_s * (self._total - self._done) - going_s)
 
 
-# what has a field or a key here is called by it; the rest is an option of a command
+# the screen has fields and keys for some options; the others are named with their command
 _CLI_TO_TUI = (
     ("run again with --resume", "press Ctrl+R to go on"),
     ("--resume goes on", "Ctrl+R goes on"),
@@ -84,7 +84,7 @@ _CLI_PATTERN = re.compile("|".join(re.escape(said) for said, _ in _CLI_TO_TUI))
 
 
 def replace_cli_options(message: str) -> str:
-    """The message for somebody who has a form and keys before him."""
+    """Replace command line options in a message by the screen's fields and keys."""
     return _CLI_PATTERN.sub(lambda found: _REPLACEMENTS[found[0]], message)
 
 
@@ -92,9 +92,9 @@ _MEMORY_POLL_S = 1.0
 
 
 class QuantizeRun:
-    """Gathers what the work tells, in a thread of its own, which alone writes to it.
+    """State of one run, updated from the worker's events by a background thread, its only writer.
 
-    error: why it failed. ended: set last of all.
+    error: why it failed. ended: set last.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class QuantizeRun:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns at once; `ended` follows, and what is done stays."""
+        """Request a stop without waiting for it; finished layers are kept. `ended` is set later."""
         self.is_stopping = True
         self._worker.stop()
 
@@ -133,16 +133,16 @@ class QuantizeRun:
 
     @property
     def elapsed_s(self) -> float:
-        """So far, or in all."""
+        """Seconds since the start, up to the end."""
         return (self._clock() if self._ended_s is None else self._ended_s) - self._started_s
 
     @property
     def remaining_s(self) -> float | None:
-        """Of the step that it is at; None: not known."""
+        """Remaining time of the current step, or None if unknown."""
         return self._eta.remaining_s()
 
     def memory_bytes(self) -> int | None:
-        """What it has in memory, asked for once a second."""
+        """Memory of the worker process, polled once a second."""
         if self._clock() - self._memory_polled_s >= _MEMORY_POLL_S:
             self._memory_polled_s = self._clock()
             self._memory_bytes = self._worker.memory_bytes()
@@ -150,7 +150,7 @@ class QuantizeRun:
 
     @property
     def step_position(self) -> str:
-        """Where in the step it is: `layer 3 of 8`, `45%`."""
+        """Progress within the step: `layer 3 of 8`, `45%`."""
         if self.progress is None:
             return "beginning"
         done, total = self.progress.done, self.progress.total
@@ -160,7 +160,7 @@ class QuantizeRun:
 
     @property
     def step_status(self) -> str:
-        """What it does, and where in that it is."""
+        """Step and progress within it."""
         return (
             self.step_position
             if self.progress is None
@@ -168,7 +168,7 @@ class QuantizeRun:
         )
 
     def status_line(self) -> str:
-        """How it goes or went, in one line."""
+        """Progress or outcome in one line."""
         if self.is_running:
             left = (
                 "" if self.remaining_s is None else f", {format_duration_s(self.remaining_s)} left"
@@ -188,7 +188,7 @@ class QuantizeRun:
                 self._apply_event(event)
         except LocalgenError as error:
             self.error = replace_cli_options(error.message)
-        except Exception as error:  # a user sees a sentence, and the chats go on
+        except Exception as error:  # report it; the chats must keep running
             self.error = f"a defect of localgen ({type(error).__name__}: {error})"
         finally:
             self._worker.kill()

@@ -1,4 +1,4 @@
-"""What is being quantized in a program: one model at a time."""
+"""Runs quantizations for the app, one at a time."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from localgen.quant.request.form import (
 from localgen.quant.request.request import QuantizeRequest
 from localgen.tui.quantize.run import QuantizeRun
 
-# begins to make what is asked for, or only looks at what that would take
+# the flag: dry run, which only estimates
 StartProcess = Callable[[QuantizeRequest, bool], QuantizeWorker]
 
 
 def start_process(request: QuantizeRequest, dry_run: bool) -> QuantizeWorker:
-    """In a process of its own."""
+    """Start a quantization, or its dry run, in a child process."""
     return QuantizeProcess(request, dry_run=dry_run)
 
 
 class QuantizeRunner:
-    """state_dir: where what was chosen last is remembered. is_remote: the program talks to a
-    server of another machine. current_run: the one that goes on, or the last one."""
+    """Starts and tracks quantization runs.
+
+    state_dir: stores the form of the last run. is_remote: the app uses a server on another machine.
+    current_run: the running or the last run.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class QuantizeRunner:
         self._announced_run: QuantizeRun | None = None
 
     def require_available(self) -> None:
-        """InvalidRequest, LoadFailed: nothing can be quantized from here."""
+        """Raises InvalidRequest or LoadFailed if nothing can be quantized on this machine."""
         if self._is_remote:
             raise InvalidRequest(
                 "a model is quantized on the machine where it lies: localgen tui without --url, "
@@ -60,7 +63,7 @@ class QuantizeRunner:
         return self.current_run is not None and self.current_run.is_running
 
     def initial_form(self) -> QuantizeForm:
-        """What a form begins with: what there is to be gone on with, else the usual."""
+        """Initial form: of the current run, else of an unfinished saved run, else the defaults."""
         if self.current_run is not None:
             return self.current_run.form
         kept = load_form(self._saved_path)
@@ -69,11 +72,11 @@ class QuantizeRunner:
         return with_relative_output(kept)
 
     def dry_run(self, request: QuantizeRequest) -> QuantizeWorker:
-        """Find out what it would take. LoadFailed: no process can be started."""
+        """Start a dry run. Raises LoadFailed if no process can be started."""
         return self._start_process(request, True)
 
     def start(self, form: QuantizeForm, *, resume: bool) -> QuantizeRun:
-        """InvalidRequest: one is going on. LoadFailed: no process can be started."""
+        """Start a run. Raises InvalidRequest if one is running, LoadFailed if no process starts."""
         if self.is_running:
             raise InvalidRequest("a model is being quantized: one at a time")
         run = QuantizeRun(
@@ -89,11 +92,11 @@ class QuantizeRunner:
             self.current_run.stop()
 
     def mark_announced(self) -> None:
-        """Whoever asked has seen how the last run ended."""
+        """Mark the last run's outcome as seen by the user."""
         self._announced_run = self.current_run
 
     def take_end_message(self) -> str:
-        """How the run ended, said once; empty while there is nothing to say."""
+        """Return the outcome of the last run once; empty if there is nothing new."""
         if (
             self.current_run is None
             or self.current_run.is_running

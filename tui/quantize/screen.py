@@ -1,4 +1,4 @@
-"""The quantize screen: what to make, what that takes, how far it is, what came of it."""
+"""The quantize screen: form, estimate, progress and result."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _WIDE_COLUMNS = 76
 
 
 class QuantizeScreen(Screen[str | None]):
-    """Shows what the runner does. sync() is called many times a second.
+    """Shows the runner's state; sync() is called many times a second.
 
-    Closes with the result that is to be talked with, or None; the run goes on.
+    Closes with the result's path to chat with it, or None; a run continues in the background.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -77,13 +77,13 @@ class QuantizeScreen(Screen[str | None]):
         self._chat_button = Button(
             "Chat with it (Ctrl+T)", id="chat", variant="success", compact=True
         )
-        # whether the form has changed since the run that is shown began
+        # whether the form was changed after the displayed run started
         self._is_form_changed = runner.current_run is None
-        # the last run whose end is known here
+        # the last run whose end this screen has handled
         self._last_ended_run = None if runner.is_running else runner.current_run
         self._estimated_model = ""
         self._was_running: bool | None = None
-        # the beat of the program may come before all parts are there
+        # the app may call sync() before compose() has finished
         self._is_composed = False
         self._shown_state: tuple[object, ...] = ()
 
@@ -115,7 +115,7 @@ class QuantizeScreen(Screen[str | None]):
         self.set_class(event.size.width >= _WIDE_COLUMNS, "-wide")
 
     def sync(self) -> None:
-        """What is new in the run."""
+        """Show what has changed in the run."""
         if not self._is_composed:
             return
         run, is_running = self._runner.current_run, self._runner.is_running
@@ -131,16 +131,16 @@ class QuantizeScreen(Screen[str | None]):
             self._handle_run_end()
 
     def show_message(self, message: str) -> None:
-        """Something that did not do, below everything; nothing: it does."""
+        """Show an error below the panels; an empty message hides it."""
         told = self.query_one("#message", Static)
         told.update(Content(one_line(message)))
         told.set_class(bool(message), "-shown")
 
     @work(exclusive=True, group="estimate")
     async def update_estimate(self) -> None:
-        """Look at what the form takes, once it has been left alone for a moment."""
+        """Dry-run the form, after a pause in typing."""
         choice = self._form_panel.form
-        # what suits the machine stays while it is the same model
+        # the recommendation depends on the model alone
         is_same = self._estimated_model == choice.model
         advised = self._estimate_panel.estimate.recommendation if is_same else None
         self._estimated_model = choice.model
@@ -179,7 +179,7 @@ class QuantizeScreen(Screen[str | None]):
                 self.action_chat()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys are offered while they do something."""
+        """Offer keys only while they have an effect."""
         match action:
             case "run":
                 return not self._runner.is_running and (
@@ -193,7 +193,7 @@ class QuantizeScreen(Screen[str | None]):
 
     @work(group="run")
     async def action_run(self) -> None:
-        """Begin, or go on with what lies there."""
+        """Start the run, or resume the unfinished one."""
         reckoning = self._estimate_panel.estimate
         if reckoning.error:
             self.show_message(reckoning.error)
@@ -204,7 +204,7 @@ class QuantizeScreen(Screen[str | None]):
             await self._start_run(self._form_panel.form, resume=reckoning.unfinished is not None)
 
     def action_stop(self) -> None:
-        """Copy what is selected; or stop the run, after a question."""
+        """Copy the selection, or stop the run after confirmation."""
         selected = self.get_selected_text()
         if selected:
             self.app.copy_to_clipboard(selected)
@@ -223,7 +223,7 @@ class QuantizeScreen(Screen[str | None]):
         self.dismiss(None)
 
     def action_scroll(self, by: int) -> None:
-        """Of the two that can scroll one does, by the room there is."""
+        """Scroll the body or the side panel; depending on the width, only one of them can."""
         for part in (self.query_one("#body"), self.query_one("#side")):
             if by < 0:
                 part.scroll_page_up(animate=False)
@@ -232,7 +232,7 @@ class QuantizeScreen(Screen[str | None]):
 
     @work(group="pick")
     async def action_model(self) -> None:
-        """Choose one of the models that are here, or type one."""
+        """Choose an installed model or type a name."""
         found = await asyncio.to_thread(scan_originals)
         rows = [(one.name, f"{format_bytes(one.size_bytes)} · {one.source}") for one in found]
         hint = "a folder with config.json and safetensors"
@@ -262,19 +262,19 @@ class QuantizeScreen(Screen[str | None]):
     async def _dry_run(
         self, estimate: QuantizeEstimate, request: QuantizeRequest
     ) -> QuantizeEstimate:
-        """What is found out; cancelled: the one who looks is ended."""
+        """Return the estimate after the dry run; cancelling kills its process."""
         looking = await asyncio.to_thread(self._runner.dry_run, request)
         told = []
 
         def listen() -> None:
             for event in looking.events():
-                told.append(event)  # noqa: PERF402  # what is told before an error counts too
+                told.append(event)  # noqa: PERF402  # events before an error count too
 
         try:
             await asyncio.to_thread(listen)
         except LocalgenError as error:
             estimate = replace(estimate, error=replace_cli_options(error.message))
-        except Exception as error:  # a user sees a sentence, and the chats go on
+        except Exception as error:  # report it; the chats must keep running
             defect = f"a defect of localgen ({type(error).__name__}: {error})"
             estimate = replace(estimate, error=defect)
         finally:
@@ -305,10 +305,10 @@ class QuantizeScreen(Screen[str | None]):
     def _handle_run_end(self) -> None:
         self._runner.mark_announced()
         if not self._has_result:
-            self.update_estimate()  # what is done can be gone on with
+            self.update_estimate()  # shows that it can be resumed
 
     def _update_panels(self) -> None:
-        """The parts that say something now."""
+        """Show the panels and buttons that apply to the current state."""
         run, is_running = self._runner.current_run, self._runner.is_running
         has_verdict = run is not None and not is_running and not self._is_form_changed
         self._form_panel.disabled = is_running
