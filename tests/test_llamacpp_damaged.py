@@ -22,5 +22,5 @@ WHOLE = Path(TINY_GGUF).read_bytes()
 def test_what_to_do_with_it(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with pytest.raises(LoadFailed, match="it is no whole GGUF file, fetch it again"):
+    with pytest.raises(LoadFailed, match="the file is incomplete or not GGUF, download it again"):
         load_llamacpp_model(ModelLoadRequest("m", str(path), LoadOptions()), lambda share: None)

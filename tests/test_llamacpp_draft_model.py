@@ -111,8 +111,8 @@ def test_the_pools_are_sized_together() -> None:
     [
         (other_token, "small cannot draft for tiny: token 1 is '<|sesame|>' there and"),
         (other_end, "<|endoftext|> ends its texts, <|im_end|> tiny's"),
-        (bert, "small cannot draft: it makes embeddings and no text"),
-        (short_convolutions, "keeps a state that cannot go back by a token"),
+        (bert, "small cannot draft: it is an embedding model"),
+        (short_convolutions, "keeps recurrent state that cannot be rewound"),
         (lambda path: path, "no.gguf"),
         (lambda path: Path(__file__), "test_llamacpp_draft_model.py"),
     ],
@@ -133,8 +133,8 @@ def test_what_cannot_draft_says_why(
 
 def test_targets_that_nothing_drafts_for(tmp_path: Path) -> None:
     encoder, recurrent = bert(tmp_path / "bert.gguf"), short_convolutions(tmp_path / "lfm.gguf")
-    assert "so nothing drafts for it" in refusal(DRAFT_GGUF, target=encoder)
-    assert "lfm.gguf, which keeps a state" in refusal(DRAFT_GGUF, target=recurrent)
+    assert "cannot use a draft model" in refusal(DRAFT_GGUF, target=encoder)
+    assert "lfm.gguf, which keeps recurrent state" in refusal(DRAFT_GGUF, target=recurrent)
     assert "--no-prefix-cache" in refusal(DRAFT_GGUF, prefix_cache=False)
     assert loaded(DRAFT_GGUF, encoder, optional=True).info.options.draft == "ngram"
 

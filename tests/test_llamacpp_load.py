@@ -234,7 +234,7 @@ def test_an_engine_that_llama_cpp_aborts_ends_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor", ["output_norm.weight", "token_embd.weight"])
 def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
-    assert "not numbers" in refusal(files.with_nan(tmp_path / "nan.gguf", tensor))
+    assert "its weights produce NaN" in refusal(files.with_nan(tmp_path / "nan.gguf", tensor))
 
 
 # -- other kinds of models --------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
 
 def test_a_model_that_ranks_texts(tmp_path: Path) -> None:
     path = files.bert(tmp_path / "rank.gguf", C.LLAMA_POOLING_TYPE_RANK)
-    assert "ranks texts and makes no embeddings" in refusal(path)
+    assert "it is a reranking model, not an embedding model" in refusal(path)
 
 
 def test_an_embedding_model_loads_and_refuses_to_chat(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_an_embedding_model_of_nan(tmp_path: Path) -> None:
     begin = int(norm.data_offset)
     content[begin : begin + int(norm.n_bytes)] = b"\xff" * int(norm.n_bytes)
     path.write_bytes(content)
-    assert "not numbers" in refusal(path)
+    assert "its weights produce NaN" in refusal(path)
 
 
 def test_a_model_without_vocabulary(tmp_path: Path) -> None:
@@ -431,9 +431,9 @@ def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: 
     model.runner.close()
     assert model.info.options.kv_unified is not in_parts
     said = [note for note in model.info.notes if "--kv-unified" in note]
-    assert said == ["the KV cache is in 3 parts of 300 tokens; --kv-unified shares one pool"] * (
-        in_parts
-    )
+    assert said == [
+        "the KV cache is split into 3 parts of 300 tokens; --kv-unified shares one pool"
+    ] * (in_parts)
 
 
 def test_no_parts_where_they_do_not_fit() -> None:

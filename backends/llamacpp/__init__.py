@@ -1,1 +1,1 @@
-"""Floor 1: GGUF models through llama.cpp, on CPU, Metal, CUDA or Vulkan."""
+"""GGUF models through llama.cpp on CPU, Metal, CUDA or Vulkan."""

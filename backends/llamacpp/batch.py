@@ -1,4 +1,4 @@
-"""A llama_batch over numpy arrays: filled with slices, not element by element."""
+"""A llama_batch backed by numpy arrays, which are filled by slices instead of per element."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localgen.backends.runner.interface import Chunk
 
 
 class LlamaBatch:
-    """Tokens of one step. Rows of sampled positions come in the order of the chunks."""
+    """Tokens of one step. Output rows are in the order of the chunks."""
 
     def __init__(self, max_tokens: int) -> None:
         self._token = np.zeros(max_tokens, np.int32)
@@ -21,7 +21,7 @@ class LlamaBatch:
         self._seq = np.zeros(max_tokens, np.int32)
         self._num_seqs = np.ones(max_tokens, np.int32)
         self._output = np.zeros(max_tokens, np.int8)
-        # each token has one sequence: its pointer leads to its own slot, for ever
+        # each token belongs to one sequence: its pointer always addresses its own entry of _seq
         self._seq_pointers = self._seq.ctypes.data + 4 * np.arange(max_tokens, dtype=np.uintp)
         self._positions = np.arange(max_tokens, dtype=np.int32)
         self.native = C.llama_batch(
@@ -37,9 +37,9 @@ class LlamaBatch:
         )
 
     def fill(self, chunks: Sequence[Chunk], seq_ids: Sequence[int]) -> list[int]:
-        """Write a step; returns the batch index of the first sampled position of each chunk.
+        """Write one step. Returns the batch index of the first sampled position of each chunk.
 
-        seq_ids: llama.cpp's sequence id for each chunk. A chunk that samples nothing gets -1.
+        A chunk that is not sampled gets -1. seq_ids: llama.cpp's sequence id of each chunk.
         """
         end = 0
         rows = []

@@ -1,4 +1,4 @@
-"""A runner from its parts: weights, a context whose model is known to run, lanes."""
+"""Build a LlamaRunner from a model and a context, and test-run the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from localgen.backends.sampling_params import SamplingParams
 
 
 def max_cached_prefixes(model: LlamaModel, options: LlamaOptions) -> int:
-    """Sequence ids for kept prefixes beside the running ones; parts are kept where they are."""
+    """Number of extra sequence ids for cached prefixes.
+
+    Returns 0 for a split cache, which caches prefixes in its slots, and where prefixes cannot be
+    shared.
+    """
     if not options.kv_unified or not options.prefix_cache or model.is_recurrent:
         return 0
     return min(LLAMACPP_DEFAULTS.num_cached_prefixes, MAX_SEQUENCES - options.parallel)
@@ -38,7 +42,7 @@ def build_llama_runner(
     ctx: int,
     share_prefixes: bool,
 ) -> LlamaRunner:
-    """ctx: longest sequence. share_prefixes: whether prefixes are kept and shared."""
+    """Build the runner. ctx: context length. share_prefixes: cache and reuse prompt prefixes."""
     return LlamaRunner(
         model,
         context,
@@ -68,10 +72,10 @@ def _build_kv_cache(
 
 
 def probe_rewind(model: LlamaModel, tokenizer: LlamaCppTokenizer, context: LlamaContext) -> bool:
-    """Compute a few tokens, cut the last ones off; whether that works.
+    """Decode a few tokens and truncate them. Returns True if the model can rewind its KV cache.
 
-    It also reads the weights in, and shows here rather than in mid-answer if this build of
-    llama.cpp cannot run the model on this machine.
+    This also pages the weights in. Raises LoadFailed if this build of llama.cpp cannot run the
+    model on this machine or its logits contain NaN.
     """
     seq = Sequence(
         id="probe", tokens=[0, 0, 0, 0], num_prompt=4, params=SamplingParams(), ctx=4, max_len=4
@@ -82,7 +86,7 @@ def probe_rewind(model: LlamaModel, tokenizer: LlamaCppTokenizer, context: Llama
         raise LoadFailed(f"cannot run {model.path}: {llama_library().reason()}")
     logits = C.llama_get_logits(context.handle)
     if np.isnan(np.ctypeslib.as_array(logits, (tokenizer.vocab_size,))).any():
-        raise LoadFailed(f"cannot run {model.path}: its weights give results that are not numbers")
+        raise LoadFailed(f"cannot run {model.path}: its weights produce NaN")
     rewinds = not model.is_recurrent and context.truncate(0, 2) and context.last_position(0) == 1
     C.llama_memory_clear(context.memory, False)
     return rewinds

@@ -1,4 +1,4 @@
-"""The devices that this build of llama.cpp can compute on, and their memory."""
+"""The compute devices of this llama.cpp build and their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = {0: "cpu", 1: "gpu", 2: "gpu", 3: "accelerator"}
 
 @dataclass(frozen=True, slots=True)
 class GgmlDevice:
-    """kind: cpu, gpu or accelerator. free_bytes and total_bytes: its memory, as it says."""
+    """kind: cpu, gpu, accelerator or other. free_bytes, total_bytes: its memory, as reported."""
 
     name: str
     description: str
@@ -24,7 +24,7 @@ class GgmlDevice:
 
 
 def list_devices() -> list[GgmlDevice]:
-    """All of them, in ggml's order."""
+    """Return all devices in ggml's order."""
     llama_library()
     ggml = _with_signatures(libggml)
     return [
@@ -33,7 +33,7 @@ def list_devices() -> list[GgmlDevice]:
 
 
 def gpu_free_bytes() -> int | None:
-    """Free memory of all GPUs together; None if there is none."""
+    """Free memory of all GPUs together. Returns None if there is no GPU."""
     gpus = [device for device in list_devices() if device.kind == "gpu"]
     return sum(device.free_bytes for device in gpus) if gpus else None
 
@@ -48,7 +48,7 @@ def _device(ggml: ctypes.CDLL, handle: int) -> GgmlDevice:
 
 
 def _with_signatures(ggml: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the signatures that the binding leaves out."""
+    """Set the ctypes signatures that llama-cpp-python does not declare."""
     size = ctypes.POINTER(ctypes.c_size_t)
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""A draft model beside another: weights and a context of its own, computed in the same thread."""
+"""A draft model for llama.cpp: its own weights and context, computed in the target's thread."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from localgen.backends.model_info import DraftInfo, DraftModelRequest
 
 
 class LlamaDraftModel:
-    """Its weights at first; a runner once the sizes are settled.
+    """Loads the weights of a draft model first and its runner once the KV cache size is known.
 
-    LocalgenError: the file cannot be loaded, or cannot draft for this target.
+    Raises LocalgenError if the file cannot be loaded or cannot draft for this target.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class LlamaDraftModel:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of buffers that do not grow with the pool."""
+        """Bytes of the compute buffers that do not grow with the KV pool."""
         return sizing.fixed_buffer_bytes(self._shape, self._options, self._num_slots)
 
     @property
     def pool_bytes_per_token(self) -> float:
-        """Of each token of the pool."""
+        """Bytes for each token of the KV pool, including the buffers that grow with it."""
         return sizing.pool_bytes_per_token(self._shape, self._options)
 
     @property
@@ -77,9 +77,11 @@ class LlamaDraftModel:
     def start_runner(
         self, options: LlamaOptions, size: KVSize, executor: ThreadPoolExecutor
     ) -> LoadedDraftModel:
-        """Its context, as large as the target's, which are of these options. executor: that
-        computes for the target."""
-        # the cache of a sliding window has no parts
+        """Create the context and runner, with a KV pool as large as the target's.
+
+        options: the target's resolved options. executor: the thread that computes for the target.
+        """
+        # a sliding-window cache cannot be split
         unified = options.kv_unified or self._model.has_sliding_window
         self._options = replace(options, kv_unified=unified)
         try:
@@ -100,7 +102,7 @@ class LlamaDraftModel:
             )
         except NoKVCache:
             raise InvalidRequest(
-                f"{self._name} cannot draft: it makes embeddings and no text", param="draft"
+                f"{self._name} cannot draft: it is an embedding model", param="draft"
             ) from None
         return self._open_context
 
@@ -128,16 +130,16 @@ class LlamaDraftModel:
         return LoadedDraftModel(info, runner, self._shared_vocab_size)
 
     def close(self) -> None:
-        """Give everything back, where there is to be no runner."""
+        """Free the weights and context if no runner was started."""
         if self._open_context is not None:
             self._open_context.close()
         self._model.close()
 
 
 def _require_rewindable(model: LlamaModel, subject: str) -> None:
-    """InvalidRequest: what it has computed cannot be taken back."""
+    """Raise InvalidRequest if the model keeps recurrent state, which cannot be rewound."""
     if model.is_recurrent:
         raise InvalidRequest(
-            f"{subject} keeps a state that cannot go back by a token: leave --draft out",
+            f"{subject} keeps recurrent state that cannot be rewound: leave --draft out",
             param="draft",
         )

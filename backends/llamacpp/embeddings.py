@@ -1,4 +1,4 @@
-"""Vectors of texts: a second context over a model's weights, made when they are first asked for."""
+"""Embeddings through llama.cpp: a second context over the model's weights, created on first use."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from localgen.backends.llamacpp.options import LlamaOptions
 from localgen.backends.runner.interface import Chunk, EmbeddingArray, EmbedSlice, StepFailed
 from localgen.backends.runner.sequence import Sequence
 
-# llama.cpp computes the logits of every token whose state it gives: this bounds their memory
+# llama.cpp computes logits for every token whose hidden state it returns: this bounds their memory
 SLICE_TOKENS = 256
 MIN_CONTEXT_TOKENS = 512
-# a context for longer texts is given up after them
+# a context larger than this is freed after the request
 MAX_KEPT_CONTEXT_TOKENS = 8192
-# what is never given to it
+# memory that is always left free
 RESERVED_BYTES = 512 * 1024 * 1024
 
 
 class LlamaEmbedder:
-    """Embeds texts with the weights of a model, computing in its thread.
+    """Embeds texts with the weights of a model, in that model's compute thread.
 
-    A causal model is cut into slices, and their states are pooled here. Where tokens look at
-    those behind them, the texts of a batch are computed at once.
+    A causal model is computed in slices whose hidden states are pooled here. With bidirectional
+    attention, all texts of a request are computed in one batch.
     """
 
     def __init__(
@@ -50,15 +50,16 @@ class LlamaEmbedder:
         self._is_bidirectional = not model.is_causal
         self._handle: Any = None
         self._batch = LlamaBatch(1)
-        self._context_tokens = 0  # that fit the context
+        self._context_tokens = 0  # capacity of the context
 
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        """As Embedder.embed. InvalidRequest: the model ranks texts; OutOfMemory."""
+        """See Embedder.embed. Raises InvalidRequest for a reranking model, or OutOfMemory."""
         if self._model.pooling_type == C.LLAMA_POOLING_TYPE_RANK:
             raise InvalidRequest(
-                f"{self._model.path.name} ranks texts and makes no embeddings: take another model",
+                f"{self._model.path.name} is a reranking model and has no embeddings: "
+                "use an embedding model",
                 param="model",
             )
         total = sum(map(len, inputs))
@@ -86,7 +87,7 @@ class LlamaEmbedder:
         lanes = {seq: lane for lane, seq in enumerate(seqs)}
         sums = np.zeros((len(seqs), self._model.embedding_width), np.float64)
         total = sum(len(seq.tokens) for seq in seqs)
-        # of equal size: flash attention on a CPU is slow at a short rest (see slots.py)
+        # equal slices: flash attention on a CPU is slow on a short remainder (see slots.py)
         even = -(-total // -(-total // SLICE_TOKENS))
         try:
             for chunks in split_into_slices(seqs, lambda: min(max_tokens(), even)):
@@ -103,7 +104,7 @@ class LlamaEmbedder:
             self._clear()
 
     def _pool_slice(self, chunk: Chunk, states: EmbeddingArray) -> NDArray[np.float64]:
-        """What a slice adds to the vector of its text. states: [tokens, width]."""
+        """Contribution of a slice to the vector of its text. states: [tokens, width]."""
         exact: NDArray[np.float64] = states.astype(np.float64)
         length = len(chunk.seq.tokens)
         match self._model.pooling_type:
@@ -119,7 +120,7 @@ class LlamaEmbedder:
     # -- the context ------------------------------------------------------------------------
 
     def _ensure_context(self, num_tokens: int) -> None:
-        """See to a context for so many tokens at once. OutOfMemory."""
+        """Create a larger context if num_tokens do not fit the current one. Raises OutOfMemory."""
         if num_tokens <= self._context_tokens:
             return
         self.close()
@@ -129,14 +130,14 @@ class LlamaEmbedder:
         free = psutil.virtual_memory().available - RESERVED_BYTES
         if need > free:
             raise self._too_large(
-                num_tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+                num_tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
             )
         log = llama_library()
         log.clear()
         self._handle = C.llama_init_from_model(self._model.handle, self._params(size))
         if not self._handle:
             raise self._too_large(num_tokens, log.reason())
-        # read back: what reaches beyond it is an abort
+        # read back the actual sizes: llama.cpp aborts the process if they are exceeded
         self._batch = LlamaBatch(int(C.llama_n_batch(self._handle)))
         self._context_tokens = int(C.llama_n_ctx(self._handle))
 
@@ -158,7 +159,7 @@ class LlamaEmbedder:
         return params
 
     def _compute(self, chunks: list[Chunk], seq_ids: list[int] | None = None) -> None:
-        """StepFailed: it could not."""
+        """Decode the chunks. Raises StepFailed if llama.cpp cannot."""
         tokens = sum(map(len, chunks))
         # llama.cpp aborts the process on these
         assert 0 < tokens <= C.llama_n_ubatch(self._handle), tokens
@@ -170,7 +171,7 @@ class LlamaEmbedder:
             raise StepFailed(f"llama_decode failed ({status}): {llama_library().reason()}")
 
     def _hidden_states(self, tokens: int) -> EmbeddingArray:
-        """Of all tokens of the slice, [tokens, width], in C's memory."""
+        """Hidden states of all tokens of the slice, [tokens, width], in llama.cpp's memory."""
         pointer = C.llama_get_embeddings(self._handle)
         return _array(pointer, (tokens, self._model.embedding_width))
 
@@ -186,7 +187,6 @@ class LlamaEmbedder:
             self.close()
 
     def close(self) -> None:
-        """Free the context, if there is one."""
         if self._handle:
             C.llama_free(self._handle)
             self._handle, self._context_tokens = None, 0

@@ -1,4 +1,4 @@
-"""Pure embedding models (the BERT family): they read texts, and write none."""
+"""Encoder-only embedding models (the BERT family), which cannot generate text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from localgen.backends.sampling_params import SamplingParams
 
 
 class EncoderRunner:
-    """A ModelRunner and Embedder whose model has no KV cache: there is never room for an answer."""
+    """A ModelRunner and Embedder for a model without a KV cache: `admit` always raises NoRoom."""
 
     def __init__(self, model: LlamaModel, options: LlamaOptions, max_len: int) -> None:
         self._model = model
@@ -50,37 +50,30 @@ class EncoderRunner:
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        """As Embedder.embed."""
         return self._embedder.embed(inputs, max_tokens)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        """As ModelRunner.admit."""
         raise NoRoom
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """As ModelRunner.grow."""
         return False
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """As ModelRunner.rewind; nothing is cached."""
+        """Do nothing: there is no KV cache."""
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """As ModelRunner.release; nothing is cached."""
+        """Do nothing: there is no KV cache."""
 
     def launch(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
-        """As ModelRunner.launch."""
         return chunks
 
     def collect(self, ticket: Seq[Chunk]) -> StepResult:
-        """As ModelRunner.collect."""
-        raise StepFailed("an encoder computes no answers")
+        raise StepFailed("an encoder model cannot generate text")
 
     def usage(self) -> PoolUsage:
-        """As ModelRunner.usage."""
         return PoolUsage(0, 0, 0)
 
     def close(self) -> None:
-        """As ModelRunner.close."""
         self._embedder.close()
         self._executor.shutdown()
         self._model.close()
@@ -94,9 +87,11 @@ def load_encoder(
     *,
     started_s: float,
 ) -> LoadedModel:
-    """An encoder, ready to embed. LoadFailed: it cannot, with the reason."""
+    """Load an encoder and test-run it. Raises LoadFailed if it ranks texts or cannot run."""
     if model.pooling_type == C.LLAMA_POOLING_TYPE_RANK:
-        raise LoadFailed(f"cannot load {model.path}: it ranks texts and makes no embeddings")
+        raise LoadFailed(
+            f"cannot load {model.path}: it is a reranking model, not an embedding model"
+        )
     ctx = min(options.ctx or model.ctx_train, model.ctx_train)
     runner = EncoderRunner(model, options, ctx)
     _test_run(runner, model)
@@ -121,7 +116,7 @@ def load_encoder(
         chat_template=None,
         sampling=SamplingParams(),
         options=options.to_load_options(ctx, 0),
-        notes=("an embedding model: it makes vectors for /v1/embeddings and cannot chat",),
+        notes=("an embedding model: it serves /v1/embeddings and cannot chat",),
         generates=False,
         embedding_width=model.embedding_width,
     )
@@ -129,11 +124,11 @@ def load_encoder(
 
 
 def _test_run(runner: EncoderRunner, model: LlamaModel) -> None:
-    """Embed a few tokens: it reads the weights in, and shows now what is wrong with them."""
+    """Embed a few tokens, which pages the weights in. Raises LoadFailed if that fails."""
     try:
         (found,) = runner.embed([[0] * min(4, runner.limits.max_len)], lambda: 4)
     except (StepFailed, LocalgenError) as error:
         raise LoadFailed(f"cannot run {model.path}: {error}") from error
     assert found.vectors is not None
     if not np.isfinite(found.vectors).all():
-        raise LoadFailed(f"cannot run {model.path}: its weights give results that are not numbers")
+        raise LoadFailed(f"cannot run {model.path}: its weights produce NaN or infinity")

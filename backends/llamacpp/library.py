@@ -1,4 +1,4 @@
-"""The llama.cpp library: started once in a process; its log, its types, its limits."""
+"""The llama.cpp library: initialization, its log, the names of its types, and its limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIB = 1 << 20
 CACHE_TYPES = {
     "f32": C.GGML_TYPE_F32,
     "f16": C.GGML_TYPE_F16,
-    "bf16": 30,  # not named by the binding
+    "bf16": 30,  # llama-cpp-python has no constant for it
     "q8_0": C.GGML_TYPE_Q8_0,
     "q5_1": C.GGML_TYPE_Q5_1,
     "q5_0": C.GGML_TYPE_Q5_0,
@@ -29,24 +29,27 @@ CACHE_TYPES = {
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQUENCES = 256
 _LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
-# how llama.cpp speaks of a file that was cut short or is another kind of file
+# llama.cpp's messages for a truncated file or one that is not GGUF
 _DAMAGED_FILE_SIGNS = ("gguf_init_from", "corrupted or incomplete")
 
 
 class BufferSizes:
-    """Bytes by kind, to a hundredth of a MiB, on all devices together."""
+    """Buffer sizes in bytes by kind, parsed from llama.cpp's log and summed over all devices.
+
+    The log prints MiB with two decimals.
+    """
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
     def parse_line(self, line: str) -> None:
-        """A line of the log, of whatever it tells."""
+        """Add the buffer size that a log line reports, if any."""
         match = _LINE.search(line)
         if match:
             self._bytes[match[1]] += round(float(match[2]) * _MIB)
 
     def usage(self) -> MemoryUsage:
-        """What has been allocated for a model and its context."""
+        """Memory allocated for a model and its contexts."""
         return MemoryUsage(
             weights=self._bytes["model"],
             kv=self._bytes["KV"] + self._bytes["RS"],
@@ -55,14 +58,15 @@ class BufferSizes:
 
 
 class LlamaLog:
-    """What llama.cpp prints: its first error and first warning, to explain a failure, and the
-    sizes of the buffers that it allocates."""
+    """Captures llama.cpp's log: its first error and warning, and the sizes of its buffers."""
 
     def __init__(self) -> None:
         self.buffers = BufferSizes()
         self._first_lines: dict[int, str] = {}
         self._level = 0
-        self._callback = C.llama_log_callback(self._on_log)  # kept: C holds a bare pointer
+        self._callback = C.llama_log_callback(
+            self._on_log
+        )  # keep a reference: C holds only the pointer
         C.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _on_log(self, level: int, text: bytes, _user: Any) -> None:
@@ -74,27 +78,30 @@ class LlamaLog:
             self.buffers.parse_line(line)
 
     def reason(self) -> str:
-        """The first error since `clear`, which is usually the cause of the others, in one line."""
+        """The first error since `clear` as one line, else the first warning.
+
+        The first error is usually the cause of the others.
+        """
         line = self._first_lines.get(_LOG_ERROR) or self._first_lines.get(_LOG_WARN)
-        # it may quote the file, and must not steer a terminal
+        # the line may quote the file: strip control characters that could affect a terminal
         shown = "".join(c if c.isprintable() else "\ufffd" for c in line or "")
         if any(sign in shown for sign in _DAMAGED_FILE_SIGNS):
-            return f"{shown}: it is no whole GGUF file, fetch it again"
+            return f"{shown}: the file is incomplete or not GGUF, download it again"
         return shown or "llama.cpp gave no reason"
 
     def has_warning_about(self, word: str) -> bool:
-        """Whether the first warning since `clear` was about that."""
+        """Return True if the first warning since `clear` contains the word."""
         return word in self._first_lines.get(_LOG_WARN, "")
 
     def clear(self) -> None:
-        """Forget what was said before."""
+        """Drop the recorded error and warning."""
         self._first_lines.clear()
 
 
 @functools.cache
 def llama_library() -> LlamaLog:
-    """Start llama.cpp, once in a process."""
-    # an abort would call a debugger for a backtrace, and keep everybody waiting for seconds
+    """Initialize llama.cpp once per process and return its log."""
+    # on an abort ggml would run a debugger for a backtrace, which takes seconds
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     log = LlamaLog()
     C.llama_backend_init()
@@ -102,6 +109,6 @@ def llama_library() -> LlamaLog:
 
 
 def supports_gpu() -> bool:
-    """Whether llama.cpp was built with a GPU backend and finds a device for it."""
+    """Return True if llama.cpp was built with a GPU backend and finds a device for it."""
     llama_library()
     return bool(C.llama_supports_gpu_offload())

@@ -1,4 +1,4 @@
-"""Load a GGUF file: settle every option for this machine, and say what was decided."""
+"""Load a GGUF file: resolve every option for this machine and report the result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from localgen.backends.text.template import ChatTemplate
 def load_llamacpp_model(
     request: ModelLoadRequest, on_progress: Callable[[float], None]
 ) -> LoadedModel:
-    """A ModelLoader for engine.process. LocalgenError names the file or option at fault."""
+    """Load a model; a ModelLoader for engine.process.
+
+    Raises LocalgenError, naming the file or the option at fault.
+    """
     started_s = time.monotonic()
     path = Path(request.path)
     validate_draft_options(request)
@@ -107,7 +110,10 @@ def load_llamacpp_model(
 
 
 def _create_context(model: LlamaModel, options: LlamaOptions, size: KVSize) -> LlamaContext:
-    """With ids for all sequences and kept prefixes, and room for the drafts of one. NoKVCache."""
+    """Create a context with ids for all sequences and cached prefixes.
+
+    Its outputs allow one sequence to verify a full draft. Raises NoKVCache for an encoder.
+    """
     lanes = options.parallel + max_cached_prefixes(model, options)
     return LlamaContext(
         model,
@@ -121,11 +127,13 @@ def _create_context(model: LlamaModel, options: LlamaOptions, size: KVSize) -> L
 def _without_draft(
     request: ModelLoadRequest, options: LlamaOptions, draft: LlamaDraftModel | None
 ) -> LlamaOptions:
-    """The options of a model that writes no text. InvalidRequest: a model is to draft for it."""
+    """Options for an encoder, without a draft model.
+
+    Raises InvalidRequest if a draft model was required.
+    """
     if request.draft is not None and not request.draft.optional:
         raise InvalidRequest(
-            f"{request.name} makes embeddings and no text, so nothing drafts for it: "
-            "leave --draft out",
+            f"{request.name} is an embedding model and cannot use a draft model: leave --draft out",
             param="draft",
         )
     if draft is not None:
@@ -141,14 +149,14 @@ def _load_warnings(
     can_rewind: bool,
     template: str | None,
 ) -> list[str]:
-    """What is not as a user may expect it."""
+    """Notes on options and model properties that a user may not expect."""
     in_parts = not options.kv_unified and requested.kv_unified is None
     oddities = {
         "the weights could not be locked in memory (ulimit -l): they may be swapped": mlock_failed,
-        "weights are not repacked for this CPU: prompts are read more slowly": not options.repack,
-        "this architecture cannot rewind its cache: prompts are not reused": not can_rewind,
-        "no chat template came with the model: chat needs --chat-template FILE": template is None,
-        f"the KV cache is in {options.parallel} parts of {ctx:,} tokens; "
+        "weights are not repacked for this CPU: prefill is slower": not options.repack,
+        "this architecture cannot rewind its KV cache: no prefix cache": not can_rewind,
+        "the model has no chat template: chat needs --chat-template FILE": template is None,
+        f"the KV cache is split into {options.parallel} parts of {ctx:,} tokens; "
         "--kv-unified shares one pool": in_parts,
     }
     return [note for note, so in oddities.items() if so]
@@ -162,11 +170,11 @@ def _require_file(path: Path) -> Path:
 
 
 def _validate_split_cache(model: LlamaModel, options: LlamaOptions) -> None:
-    """InvalidRequest if the model's cache cannot be copied from one part to another."""
+    """Raise InvalidRequest if the KV cache of the model cannot be split."""
     if not options.kv_unified and (model.is_recurrent or model.has_sliding_window):
-        why = "keeps a state" if model.is_recurrent else "has layers with a sliding window"
+        why = "keeps recurrent state" if model.is_recurrent else "has sliding-window layers"
         raise InvalidRequest(
-            f"--no-kv-unified is not for {model.path.name}, which {why}: leave it out",
+            f"--no-kv-unified does not work with {model.path.name}, which {why}: leave it out",
             param="kv_unified",
         )
 
@@ -178,10 +186,11 @@ def _resolve_size(
     options: LlamaOptions,
     draft: LlamaDraftModel | None,
 ) -> tuple[LlamaOptions, KVSize]:
-    """The layout of the cache, and how large it gets with a draft model's beside it.
+    """Choose the KV cache layout and size, leaving room for the draft model's cache.
 
-    There is a part for each sequence where -np and --ctx together say what they need, as
-    llama-server has it, and it can be had: attention then looks at nobody else's tokens.
+    As in llama-server, the cache is split into one part per sequence if both -np and --ctx are
+    given and it fits, so that attention reads only the tokens of the sequences in the batch.
+    Otherwise all sequences share one pool.
     """
     free = _kv_budget_bytes(model, shape, options, request, draft)
     beside = draft.pool_bytes_per_token if draft else 0.0
@@ -207,9 +216,9 @@ def _kv_budget_bytes(
     request: ModelLoadRequest,
     draft: LlamaDraftModel | None,
 ) -> int:
-    """Memory for a KV pool, which lies where the layers are.
+    """Free memory for the KV pool, which is allocated on the same devices as the layers.
 
-    On a GPU the weights are in by now; on the CPU mmap reads them in later.
+    On a GPU the weights are already loaded; on the CPU, mmap pages them in later.
     """
     fixed = sizing.fixed_buffer_bytes(
         shape, options, options.parallel + max_cached_prefixes(model, options)
@@ -243,14 +252,14 @@ def _load_template(
 
 
 def _gpu_layer_fraction(model: LlamaModel, options: LlamaOptions) -> float:
-    """Share of the layers that run on a GPU."""
+    """Fraction of the layers that run on a GPU."""
     all_layers = model.num_layers + 1  # llama.cpp counts the output layer too
     on_gpu = all_layers if options.gpu_layers < 0 else min(options.gpu_layers, all_layers)
     return on_gpu / all_layers
 
 
 def _processor(model: LlamaModel, options: LlamaOptions) -> str:
-    """As `ps` shows it: which share of the layers runs where."""
+    """Processor column of `localgen ps`: the share of layers on CPU and GPU."""
     share = round(100 * _gpu_layer_fraction(model, options))
     if share in (0, 100):
         return "100% GPU" if share else "100% CPU"

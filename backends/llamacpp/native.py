@@ -1,6 +1,6 @@
-"""Handles of llama.cpp and their lifetimes. The only place that loads the library.
+"""Handles of llama.cpp models and contexts, and their lifetimes.
 
-Everything that the C side would answer with an abort is checked before it gets there.
+Arguments that would make the C side abort the process are checked here first.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ _NOT_A_DECODER = "it is not a text-generating decoder model"
 
 
 class NoKVCache(LoadFailed):
-    """The model is an encoder, which llama.cpp runs without a KV cache: it writes no text."""
+    """The model is an encoder, which llama.cpp runs without a KV cache; it cannot generate text."""
 
 
 class LlamaModel:
-    """Weights and vocabulary of a GGUF file. buffers: what was allocated for it, contexts included.
+    """Weights and vocabulary of a GGUF file.
 
-    on_progress: share read so far, 0 to 1. LoadFailed, naming the file and llama.cpp's reason.
+    buffers: memory allocated for the model and its contexts. on_progress: called with the fraction
+    loaded, 0 to 1. Raises LoadFailed with the path and llama.cpp's reason.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LlamaModel:
             raise LoadFailed(f"cannot load {path}: it has no vocabulary")
 
     def metadata_value(self, key: str) -> str | None:
-        """A scalar or string of the GGUF metadata."""
+        """Return a scalar or string of the GGUF metadata, or None if it is absent."""
         size = C.llama_model_meta_val_str(self.handle, key.encode(), None, 0)
         if size < 0:
             return None
@@ -83,7 +84,7 @@ class LlamaModel:
         return buffer.value.decode("utf-8", "replace")
 
     def metadata_number(self, key: str) -> float | None:
-        """A number of the GGUF metadata; None where it is absent or not one."""
+        """Return a number of the GGUF metadata, or None if it is absent or not a number."""
         try:
             return float(self.metadata_value(key) or "")
         except ValueError:
@@ -91,16 +92,16 @@ class LlamaModel:
 
     @property
     def architecture(self) -> str:
-        """As GGUF names it: llama, qwen3, gemma3, …"""
+        """Architecture in GGUF's terms: llama, qwen3, gemma3, …"""
         return self.metadata_value("general.architecture") or "unknown"
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantization in llama.cpp's words."""
+        """llama.cpp's description: architecture, size and quantization."""
         buffer = ctypes.create_string_buffer(256)
         C.llama_model_desc(self.handle, buffer, len(buffer))
         size = f"{self.num_params / 1e6:.1f}M"
-        # llama.cpp does not name sizes that no known model has
+        # llama.cpp prints ?B for sizes that no known model has
         return buffer.value.decode("utf-8", "replace").replace("?B", size)
 
     @property
@@ -110,59 +111,55 @@ class LlamaModel:
 
     @property
     def num_params(self) -> int:
-        """Number of weights."""
         return int(C.llama_model_n_params(self.handle))
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return int(C.llama_model_n_layer(self.handle))
 
     @property
     def ctx_train(self) -> int:
-        """Longest sequence the model was trained for, in tokens."""
+        """Context length the model was trained for, in tokens."""
         return int(C.llama_model_n_ctx_train(self.handle))
 
     @property
     def hidden_size(self) -> int:
-        """Elements of the hidden state."""
         return int(C.llama_model_n_embd(self.handle))
 
     @property
     def embedding_width(self) -> int:
-        """Elements of an embedding."""
         return int(C.llama_model_n_embd_out(self.handle))
 
     @property
     def pooling_type(self) -> int:
-        """How states become one vector (LLAMA_POOLING_TYPE_*): as the file says, or their mean."""
+        """LLAMA_POOLING_TYPE_* from the metadata; mean pooling if it is absent or unknown."""
         asked = int(self.metadata_number(f"{self.architecture}.pooling_type") or 0)
         return asked if asked in _POOLINGS else C.LLAMA_POOLING_TYPE_MEAN
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens look at those before them only, unless the architecture knows better."""
+        """Return False if the metadata declares bidirectional attention."""
         return self.metadata_value(f"{self.architecture}.attention.causal") != "false"
 
     @property
     def template(self) -> str | None:
-        """The chat template that came with the model."""
+        """The model's chat template, or None if it has none."""
         source = C.llama_model_chat_template(self.handle, None)
         return source.decode("utf-8", "replace") if source else None
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a state takes the place of (part of) the KV cache."""
+        """Return True if (part of) the model keeps recurrent state instead of a KV cache."""
         recurrent = C.llama_model_is_recurrent(self.handle)
         return bool(recurrent or C.llama_model_is_hybrid(self.handle))
 
     @property
     def has_sliding_window(self) -> bool:
-        """Whether some layers look at the latest tokens only."""
+        """Return True if some layers use sliding-window attention."""
         return bool(C.llama_model_n_swa(self.handle))
 
     def close(self) -> None:
-        """Free the weights. Contexts must be closed before."""
+        """Free the weights. Contexts must be closed first."""
         if self.handle:
             C.llama_model_free(self.handle)
             self.handle = None
@@ -186,15 +183,15 @@ def _uint8_pointer(state: NDArray[np.uint8]) -> Any:
 
 
 class LlamaContext:
-    """A KV cache over a model, for all sequences together or in equal parts (kv_unified).
+    """A context of a model: its KV cache (unified or split, see kv_unified) and compute thread.
 
-    n_seq_max: sequence ids in use. n_outputs: most tokens of a step that are sampled; usually as
-    many. LoadFailed with llama.cpp's reason; NoKVCache.
+    n_seq_max: number of sequence ids. n_outputs: maximum sampled positions of a step, default
+    n_seq_max. Raises LoadFailed with llama.cpp's reason, or NoKVCache for an encoder.
 
-    executor: where all computing of the process is done; None: one of its own. Not where the
-    context was made: OpenMP gives each thread that computes a pool of its own, and once there are
-    more threads than cores its barriers sleep instead of spinning, which costs a fifth of the
-    speed.
+    executor: thread that runs all llama_decode calls of the process; None creates one. Decoding
+    never runs in the thread that created the context: OpenMP gives each computing thread its own
+    pool, and with more threads than cores its barriers sleep instead of spinning, which costs a
+    fifth of the speed.
     """
 
     def __init__(
@@ -223,11 +220,11 @@ class LlamaContext:
         params.type_k = CACHE_TYPES[options.cache_type_k]
         params.type_v = CACHE_TYPES[options.cache_type_v]
         params.kv_unified = options.kv_unified
-        params.swa_full = True  # keep what a sliding window has left behind: it can be shared
+        params.swa_full = True  # keep tokens outside the sliding window: prefixes can be shared
         params.no_perf = True
         self.handle = C.llama_init_from_model(model.handle, params)
         if not self.handle:
-            raise LoadFailed(f"cannot make a context for {model.path}: {log.reason()}")
+            raise LoadFailed(f"cannot create a context for {model.path}: {log.reason()}")
         self.memory = C.llama_get_memory(self.handle)
         self._owns_executor = executor is None
         self.executor = executor or ThreadPoolExecutor(1, thread_name_prefix="decode")
@@ -238,17 +235,17 @@ class LlamaContext:
         self.kv_tokens = int(C.llama_n_ctx(self.handle))
 
     def decode(self, batch: Any) -> Future[int]:
-        """Compute a llama_batch; llama_decode's status. Nothing else may be called meanwhile."""
+        """Start llama_decode. Returns a future of its status; no other call may come before it."""
         return self.executor.submit(C.llama_decode, self.handle, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Tag the first `length` cells of one sequence as those of another too."""
+        """Share the first `length` cells of sequence `source` with sequence `target`."""
         self._check(source)
         self._check(target)
         C.llama_memory_seq_cp(self.memory, source, target, 0, length)
 
     def save(self, sequence: int) -> NDArray[np.uint8]:
-        """What is computed of a sequence, for `restore` in a context of the same shape."""
+        """Return the state of a sequence, for `restore` in a context of the same shape."""
         self._check(sequence)
         size = C.llama_state_seq_get_size(self.handle, sequence)
         state = np.empty(size, np.uint8)
@@ -257,18 +254,18 @@ class LlamaContext:
         return state
 
     def restore(self, sequence: int, state: NDArray[np.uint8]) -> None:
-        """Put a saved sequence in the place of another."""
+        """Replace a sequence by a saved state."""
         self._check(sequence)
         read = C.llama_state_seq_set_data(self.handle, _uint8_pointer(state), len(state), sequence)
         assert read == len(state), llama_library().reason()
 
     def truncate(self, sequence: int, length: int) -> bool:
-        """Forget all but the first `length` tokens; False if the model cannot."""
+        """Remove all but the first `length` tokens. Returns False if the model cannot."""
         self._check(sequence)
         return bool(C.llama_memory_seq_rm(self.memory, sequence, length, -1))
 
     def last_position(self, sequence: int) -> int:
-        """Position of the last token in the cache; -1 if there is none."""
+        """Position of the last cached token, or -1 if the sequence is empty."""
         self._check(sequence)
         return int(C.llama_memory_seq_pos_max(self.memory, sequence))
 
@@ -276,7 +273,7 @@ class LlamaContext:
         assert 0 <= sequence < self.n_seq_max, sequence
 
     def close(self) -> None:
-        """Free the pool."""
+        """Shut down the compute thread, if this context created it, and free the KV cache."""
         if self._owns_executor:
             self.executor.shutdown()
         if self.handle:

@@ -1,4 +1,4 @@
-"""Load options, settled for this machine and this build of llama.cpp."""
+"""Load options, resolved for this machine and this build of llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaOptions:
-    """LoadOptions with nothing left open but the sizes, which need the model."""
+    """LoadOptions with all defaults resolved, except ctx and kv_tokens, which need the model."""
 
     backend: str = "llamacpp"
     device: str | None = None
@@ -43,12 +43,12 @@ class LlamaOptions:
     draft_max: int = MAX_DRAFT_TOKENS
 
     def to_load_options(self, ctx: int, kv_tokens: int) -> LoadOptions:
-        """The options in force, as a client sees them."""
+        """The resolved options, as reported to clients."""
         return LoadOptions(**(asdict(self) | {"ctx": ctx, "kv_tokens": kv_tokens}))
 
 
 def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
-    """What was asked, and a choice for the rest. InvalidRequest."""
+    """Resolve the requested options and fill in defaults. Raises InvalidRequest."""
     gpu = supports_gpu()
     given = {name: value for name, value in asdict(requested).items() if value is not None}
     given |= {"backend": "llamacpp"}
@@ -58,7 +58,7 @@ def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
         )
     if given.pop("tp", 1) != 1:
         raise InvalidRequest(
-            "--tp is an option of the cuda backend: leave it out, or --backend cuda", param="tp"
+            "--tp is an option of the cuda backend: leave it out, or use --backend cuda", param="tp"
         )
     threads = requested.threads or num_physical_cores()
     chosen = {
@@ -76,14 +76,14 @@ def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
 
 
 def num_physical_cores() -> int:
-    """Cores that this process may use; hyper-threads of one core do not help a decode."""
+    """Physical cores available to this process; hyper-threads do not speed up decode."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
     return max(1, min(physical, allowed))
 
 
 def _validate(options: LlamaOptions, has_gpu: bool) -> None:
-    """InvalidRequest for options out of range, or that this build of llama.cpp cannot honour."""
+    """Raise InvalidRequest for options out of range or not supported by this build of llama.cpp."""
     for name, least in (
         ("parallel", 1),
         ("threads", 1),
@@ -119,12 +119,12 @@ def _validate(options: LlamaOptions, has_gpu: bool) -> None:
             )
     if options.device not in (None, "cpu"):
         raise InvalidRequest(
-            f"device is {options.device!r}: llama.cpp takes only cpu, and -ngl for its GPU layers",
+            f"device is {options.device!r}: llama.cpp accepts only cpu; use -ngl for GPU layers",
             param="device",
         )
     if options.device == "cpu" and options.gpu_layers:
         raise InvalidRequest(
-            f"gpu_layers is {options.gpu_layers} on the CPU: leave --device or -ngl out",
+            f"gpu_layers is {options.gpu_layers} but the device is cpu: leave --device or -ngl out",
             param="gpu_layers",
         )
     if options.gpu_layers and not has_gpu:

@@ -1,4 +1,4 @@
-"""ModelRunner over llama.cpp: many sequences in one llama_decode, sampled by C chains."""
+"""ModelRunner for llama.cpp: one llama_decode for many sequences, sampled by C sampler chains."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
 
 _DECODE_NO_ROOM = 1
-# below this many candidates in all, handing rows to threads costs more than it saves
+# below this many logits in total, sampling in threads costs more than it saves
 _MIN_THREADED_CANDIDATES = 100_000
 
 
 class LlamaStepTicket:
     """A step in flight.
 
-    batch_order: the chunks as they lie in the batch. first_rows: where the sampled rows of each
-    begin in it, or -1.
+    batch_order: the chunks in batch order. first_rows: batch index of the first sampled row of
+    each, or -1.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LlamaStepTicket:
 
 
 class LlamaRunner:
-    """Owns the context and the pool of one model. See ModelRunner for the calls."""
+    """The ModelRunner of one model; owns its context and KV cache."""
 
     def __init__(
         self,
@@ -92,7 +92,6 @@ class LlamaRunner:
         self._sampling_pool = ThreadPoolExecutor(threads, thread_name_prefix="sample")
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        """As ModelRunner.admit."""
         cached = self.kv_cache.admit(seq, spare=spare)
         if seq not in self._samplers:
             self._samplers[seq] = SamplerChain(
@@ -101,38 +100,32 @@ class LlamaRunner:
         return cached
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """As ModelRunner.grow."""
         return self.kv_cache.grow(seq, n)
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """As ModelRunner.rewind."""
         self.kv_cache.rewind(seq, length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """As ModelRunner.release."""
         self.kv_cache.release(seq, keep=keep)
 
     def usage(self) -> PoolUsage:
-        """As ModelRunner.usage."""
         return self.kv_cache.usage()
 
     def launch(self, chunks: Seq[Chunk]) -> LlamaStepTicket:
-        """As ModelRunner.launch."""
         tokens = sum(map(len, chunks))
         outputs = sum(1 + chunk.num_drafts for chunk in chunks if chunk.is_sampled)
         # llama.cpp aborts the process on these
         assert 0 < tokens <= self.limits.max_batch_tokens, tokens
         assert outputs <= self.limits.max_outputs, outputs
         self.kv_cache.make_contiguous()
-        # a cache in parts computes consecutive sequence ids together
+        # a split cache computes consecutive sequence ids together
         order = sorted(chunks, key=lambda chunk: self.kv_cache.seq_id_of(chunk.seq))
         rows = self._batch.fill(order, [self.kv_cache.seq_id_of(chunk.seq) for chunk in order])
         llama_library().clear()
-        # in a thread of its own: the loop publishes the last step meanwhile
+        # decode in another thread: the engine loop publishes the previous step meanwhile
         return LlamaStepTicket(chunks, order, rows, self._context.decode(self._batch.native))
 
     def collect(self, ticket: LlamaStepTicket) -> StepResult:
-        """As ModelRunner.collect."""
         status = ticket.decode_future.result()
         if status == _DECODE_NO_ROOM:
             raise NoRoom
@@ -145,7 +138,7 @@ class LlamaRunner:
             work.append((chunk, index, logits[row : row + 1 + chunk.num_drafts]))
             row += 1 + chunk.num_drafts if chunk.is_sampled else 0
         if outputs > 1 and outputs * self._tokenizer.vocab_size >= _MIN_THREADED_CANDIDATES:
-            size = -(-len(work) // self._threads)  # a share each: handing over costs time too
+            size = -(-len(work) // self._threads)  # one share per thread: each hand-over costs time
             shares = [work[at : at + size] for at in range(0, len(work), size)]
             sampled = [
                 found
@@ -160,7 +153,7 @@ class LlamaRunner:
         return [by_seq[chunk.seq] for chunk in ticket.chunks]
 
     def _logits(self, outputs: int) -> Logits:
-        """Rows of the sampled positions, in batch order: float32 [outputs, vocab], C's memory."""
+        """Logits of the sampled positions in batch order: float32 [outputs, vocab], not copied."""
         shape = (outputs, self._tokenizer.vocab_size)
         if not outputs:
             return np.empty(shape, np.float32)
@@ -171,7 +164,7 @@ class LlamaRunner:
         return [self._sample(*item) for item in work]
 
     def _sample(self, chunk: Chunk, index: int, logits: Logits) -> SampledTokens:
-        """Sample after the last token and, while the drafts are what is sampled, after those."""
+        """Sample after the last token, then after each draft token while drafts are accepted."""
         if not chunk.is_sampled:
             return SampledTokens()
         chooser = self._samplers[chunk.seq]
@@ -183,7 +176,7 @@ class LlamaRunner:
             row = own = logits[offset]
             barred = chunk.seq.banned_tokens(offset)
             if matcher is not None or barred:
-                # what is said of probabilities is the model's own
+                # logprobs are reported for the unmasked distribution
                 own = row.copy() if chooser.num_logprobs is not None else row
             if matcher is not None:
                 row[~matcher.allowed_mask(barred)] = -np.inf
@@ -208,11 +201,9 @@ class LlamaRunner:
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        """As Embedder.embed."""
         return self._embedder.embed(inputs, max_tokens)
 
     def close(self) -> None:
-        """As ModelRunner.close."""
         self._embedder.close()
         self._sampling_pool.shutdown()
         for chooser in self._samplers.values():

@@ -1,4 +1,4 @@
-"""Sampling on the C side: a llama.cpp chain for each request, and logprobs from the raw logits."""
+"""Sampling with llama.cpp: one sampler chain per request, and logprobs from the raw logits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from localgen.backends.types import PositionLogprobs, TokenLogprob
 
 Logits = NDArray[np.float32]
 _MIN_KEEP = 1
-_MIROSTAT_CANDIDATES = 100  # m of the paper (Basu et al. 2021)
-# llama.cpp takes 0xFFFFFFFF for "a random seed"; the remainder never is that
+_MIROSTAT_CANDIDATES = 100  # m in the paper (Basu et al. 2021)
+# llama.cpp treats 0xFFFFFFFF as "random seed"; the remainder is never that
 _NUM_SEEDS = 0xFFFFFFFF
-# sets the stream of the XTC coin apart from that of the draw
+# seeds XTC differently from the token draw
 _XTC_SEED_OFFSET = 0x9E3779B9
-# below this no other token than the best has a chance, and dividing by it would overflow
+# below this only the best token has a chance, and dividing by it would overflow
 _MIN_TEMPERATURE = 1e-6
-# relative probability of tokens that are out already, banned or masked: they hold no mass, but
-# the logarithm of their zero would spoil the entropy that typical-p computes
+# relative probability below which tokens count as excluded (banned or masked): they hold no mass,
+# but the logarithm of zero would corrupt the entropy that typical-p computes
 _EXCLUDED_PROB = 1e-30
 
 
@@ -36,10 +36,10 @@ def _has_penalties(params: SamplingParams) -> bool:
 
 
 class SamplerChain:
-    """Chooses the tokens of one request; owns a C chain and its random stream.
+    """Samples the tokens of one request; owns a llama.cpp chain and its random state.
 
-    The history counts for penalties: the prompt of `seq` is entered at the start. Lives as
-    long as its sequence, through preemptions, so that the text does not depend on them.
+    Penalties count the prompt of `seq`, which is added at the start. A chain lives as long as its
+    sequence, across preemptions, so that preemption does not change the text.
     """
 
     def __init__(self, seq: Sequence, vocab: Any, vocab_size: int, ctx: int) -> None:
@@ -54,13 +54,12 @@ class SamplerChain:
                 C.llama_sampler_accept(self._chain, token)
 
     def sample(self, context: Any, index: int, logits: Logits) -> int:
-        """The next token. index: position in the batch; logits: its row, float32 [vocab]."""
+        """Return the next token. index: row in the batch. logits: that row, float32 [vocab]."""
         if self._chain is None:
             return int(logits.argmax())
         return int(C.llama_sampler_sample(self._chain, context, index))
 
     def close(self) -> None:
-        """Free the chain."""
         if self._chain:
             C.llama_sampler_free(self._chain)
             self._chain = None
@@ -70,7 +69,10 @@ class SamplerChain:
 
 
 def _build_chain(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> Any:
-    """llama.cpp's default order; top-k early, because the others sort what it leaves."""
+    """Build the chain in llama.cpp's default order.
+
+    top-k comes early because the samplers after it sort the remaining candidates.
+    """
     chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
     for part in _chain_samplers(params, vocab, vocab_size, ctx):
         C.llama_sampler_chain_add(chain, part)
@@ -78,7 +80,7 @@ def _build_chain(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) 
 
 
 def _chain_samplers(params: SamplingParams, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
-    p: Any = params  # no field is None any more: see InputProcessor
+    p: Any = params  # InputProcessor has set every field
     parts = _history_samplers(p, vocab, vocab_size, ctx)
     seed = (p.seed or 0) % _NUM_SEEDS
     if p.temperature == 0:
@@ -104,7 +106,7 @@ def _chain_samplers(params: SamplingParams, vocab: Any, vocab_size: int, ctx: in
         (
             p.xtc_probability > 0,
             C.llama_sampler_init_xtc,
-            # its coin has a stream of its own, or it would repeat the draw of the token
+            # a separate random stream, or XTC would repeat the draw of the token
             (p.xtc_probability, p.xtc_threshold, _MIN_KEEP, (seed + _XTC_SEED_OFFSET) % _NUM_SEEDS),
         ),
     ]
@@ -117,7 +119,7 @@ def _chain_samplers(params: SamplingParams, vocab: Any, vocab_size: int, ctx: in
 
 
 def _history_samplers(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any]:
-    """Logit bias and the samplers that look back: repetition penalties and DRY."""
+    """Logit bias and the samplers that use the token history: repetition penalties and DRY."""
     parts = []
     if p.logit_bias:
         biases = (C.llama_logit_bias * len(p.logit_bias))(
@@ -149,16 +151,16 @@ def _history_samplers(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any
 
 
 def _penalty_window(last_n: int, ctx: int) -> int:
-    """Tokens to look back; llama.cpp reserves memory for as many as it is told."""
+    """Number of past tokens to consider, at most ctx, because llama.cpp allocates for all."""
     return ctx if last_n == -1 else min(last_n, ctx)
 
 
 def position_logprobs(
     logits: Logits, token: int, count: int, text: Callable[[int], str]
 ) -> PositionLogprobs:
-    """Log probabilities under the model itself, before any sampler.
+    """Log probabilities of the model before any sampler.
 
-    logits: float32 [vocab]. count: how many of the best to list.
+    logits: float32 [vocab]. count: number of top tokens to list.
     """
     values = logits.astype(np.float64)
     values -= values.max()

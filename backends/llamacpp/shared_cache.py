@@ -1,7 +1,7 @@
-"""One pool of cells for all sequences: whoever needs room finds it, a shared prefix is stored once.
+"""One pool of KV cells shared by all sequences; a shared prefix is stored once.
 
-Cells are counted here with ids and reference counts of our own, because llama.cpp does not
-tell: a cell shared by several lanes counts once.
+llama.cpp does not report which cells are in use, so they are tracked here with ids and reference
+counts: a cell shared by several slots counts once.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from localgen.backends.llamacpp.slots import CacheSlot, PrefixReusePolicy, longe
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
 
-# A step looks at every cell in use, its own or not: 3,900 foreign cells were measured to make a
-# token 8 % dearer (1.2 B parameters on two cores). So the newest prefixes stay whatever their
-# length, the others as long as they are short together.
+# Attention in a step reads every cell in use, including those of other sequences: 3,900 foreign
+# cells made a token 8 % slower (measured with 1.2 B parameters on two cores). So the newest
+# prefixes stay cached at any length, and older ones only while their total length is small.
 MIN_CACHED_PREFIXES = 4
 MAX_CACHED_TOKENS = 2048
 
 CellIds = NDArray[np.int32]
 _NO_CELLS: CellIds = np.empty(0, np.int32)
-# a donor is shortened by at least this much when room is needed, so that one call buys many steps
+# a cached prefix is shortened by at least this much, so that one call makes room for many steps
 MIN_TRIM_TOKENS = 64
 
 
 class SharedSlot(CacheSlot):
-    """A lane with the ids of the cells it may use, computed or reserved."""
+    """A slot with the ids of its cells, computed or reserved."""
 
     cells: CellIds = _NO_CELLS
 
 
 class SharedCache:
-    """Lanes over a unified context: `max_seqs` running at most, `max_cached_prefixes` kept beside
-    them."""
+    """Slots over a unified context, for running sequences and cached prefixes.
+
+    At most max_seqs sequences run and at most max_cached_prefixes are cached.
+    """
 
     def __init__(
         self,
@@ -64,11 +66,10 @@ class SharedCache:
         self._clock = itertools.count(1)
 
     def seq_id_of(self, seq: Sequence) -> int:
-        """As SlotCache.seq_id_of."""
         return self._running[seq].seq_id
 
     def usage(self) -> PoolUsage:
-        """As ModelRunner.usage; a cell of a running sequence and a donor counts as used."""
+        """See ModelRunner.usage; a cell shared by running and cached sequences counts as used."""
         total, used = (
             len(self._refs),
             self._count_cells(lane.cells for lane in self._running.values()),
@@ -76,16 +77,15 @@ class SharedCache:
         return PoolUsage(used=used, cached=total - self._num_free - used, free=self._num_free)
 
     def _count_cells(self, parts: Iterable[CellIds]) -> int:
-        """How many different cells these are."""
+        """Number of distinct cells."""
         held = np.zeros(len(self._refs), np.bool_)
         for cells in parts:
             held[cells] = True
         return int(np.count_nonzero(held))
 
-    # -- room -------------------------------------------------------------------------------
+    # -- allocation and release -------------------------------------------------------------
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        """As ModelRunner.admit."""
         candidates = (
             (*self._running.values(), *self._cached_prefixes) if self._share_prefixes else ()
         )
@@ -95,7 +95,7 @@ class SharedCache:
         if not self._can_reclaim(needed + spare, protect=donor, length=length):
             raise NoRoom
         if donor in self._cached_prefixes and not self._can_reclaim(needed + spare, protect=donor):
-            self._trim(donor, length)  # what follows the shared part is in the way
+            self._trim(donor, length)  # free the cells after the shared prefix
         self._reclaim(needed + spare, protect=donor)
         lane = self._claim_slot(donor, known, length)
         lane.owner, lane.cached_tokens = seq, []
@@ -104,12 +104,15 @@ class SharedCache:
         return length
 
     def _claim_slot(self, source: SharedSlot | None, prefix_tokens: int, length: int) -> SharedSlot:
-        """A lane that holds `length` tokens of a prompt of which the donor has `prefix_tokens`."""
+        """Take a slot and fill it with the first `length` tokens of the cached sequence, if any.
+
+        prefix_tokens: length of the prompt prefix that `source` holds.
+        """
         if source and not source.owner and len(source.cached_tokens) <= prefix_tokens:
-            self._cached_prefixes.remove(source)  # all of it is wanted: it can simply go on
+            self._cached_prefixes.remove(source)  # the prompt contains all of it: continue in place
             self._truncate(source, length)
             return source
-        # fewer than max_seqs run, at most max_cached_prefixes are kept
+        # never empty: fewer than max_seqs run and at most max_cached_prefixes are cached
         lane = self._free_slots.pop()
         if source:
             self._context.copy_prefix(source.seq_id, lane.seq_id, length)
@@ -118,7 +121,6 @@ class SharedCache:
         return lane
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """As ModelRunner.grow."""
         lane = self._running[seq]
         needed = seq.num_computed + n - len(lane.cells)
         if needed <= 0:
@@ -129,11 +131,9 @@ class SharedCache:
         return True
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """As ModelRunner.rewind."""
         self._truncate(self._running[seq], length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """As ModelRunner.release."""
         lane = self._running.pop(seq)
         lane.cached_tokens, lane.owner = lane.tokens if keep and self._share_prefixes else [], None
         self._truncate(lane, len(lane.cached_tokens))
@@ -147,7 +147,7 @@ class SharedCache:
             self._evict(self._least_recently_used(None))
 
     def make_contiguous(self) -> None:
-        """As SlotCache.make_contiguous; here any order will do."""
+        """Do nothing: a unified cache computes any set of sequence ids together."""
 
     def _exceeds_cache_limits(self) -> bool:
         if len(self._cached_prefixes) > self._max_cached_prefixes:
@@ -156,12 +156,12 @@ class SharedCache:
         return tokens > MAX_CACHED_TOKENS and len(self._cached_prefixes) > MIN_CACHED_PREFIXES
 
     def _evict_prefixes_of(self, slot: SharedSlot) -> None:
-        """Donors that are the beginning of this one serve nobody any more."""
+        """Evict cached prefixes that are a prefix of this one: they serve no other prompt."""
         for donor in list(self._cached_prefixes):
             if donor.cached_tokens == slot.cached_tokens[: len(donor.cached_tokens)]:
                 self._evict(donor)
 
-    # -- donors -----------------------------------------------------------------------------
+    # -- cached prefixes --------------------------------------------------------------------
 
     def _least_recently_used(self, protect: SharedSlot | None) -> SharedSlot:
         return min(
@@ -181,9 +181,9 @@ class SharedCache:
     def _can_reclaim(
         self, needed: int, *, protect: SharedSlot | None, length: int | None = None
     ) -> bool:
-        """Whether dropping donors could free that many cells; drops none.
+        """Return True if evicting cached prefixes could free `needed` cells. Evicts none.
 
-        length: how much of the protected donor must stay; None: all of it.
+        length: number of tokens of the protected prefix that must stay; None means all.
         """
         if self._num_free >= needed:
             return True
@@ -193,7 +193,7 @@ class SharedCache:
         return len(self._refs) - self._count_cells(held) >= needed
 
     def _reclaim(self, needed: int, *, protect: SharedSlot | None) -> bool:
-        """Free that many cells at the expense of donors, least recently used first."""
+        """Evict or shorten cached prefixes, LRU first. Returns False if too few cells get free."""
         while self._num_free < needed and any(d is not protect for d in self._cached_prefixes):
             donor = self._least_recently_used(protect)
             keep = len(donor.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
@@ -213,12 +213,12 @@ class SharedCache:
         slot.cells = np.concatenate((slot.cells, taken))
 
     def _truncate(self, slot: SharedSlot, length: int) -> None:
-        """Give back the cells beyond `length`, in llama.cpp and here."""
+        """Free the cells beyond `length`, in llama.cpp and here."""
         dropped = slot.cells[length:]
         if not len(dropped):
             return
         cut = self._context.truncate(slot.seq_id, length)
-        assert cut, "a partial cut was asked of a model that cannot rewind"
+        assert cut, "partial truncation of a model that cannot rewind"
         slot.cells = slot.cells[:length].copy()
         self._refs[dropped] -= 1
         freed = dropped[self._refs[dropped] == 0]
@@ -226,7 +226,6 @@ class SharedCache:
         self._num_free += len(freed)
 
     def check(self) -> None:
-        """As SlotCache.check."""
         refs: NDArray[Any] = np.zeros_like(self._refs)
         for lane in (*self._running.values(), *self._cached_prefixes):
             refs[lane.cells] += 1

@@ -1,4 +1,4 @@
-"""How large a context and a pool this machine can give a model."""
+"""Choose the context length and KV pool size that fit in this machine's memory."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from localgen.backends.memory.kv_sizing import KVSize, KVSizeRequest
 
 
 def llama_model_shape(model: LlamaModel) -> ModelShape:
-    """The figures that a model's memory follows from. LoadFailed: its file does not tell them."""
+    """Read the model's dimensions. Raises LoadFailed if its metadata is missing or invalid."""
     shape = shape_from_gguf(read_gguf_header(model.path))
     if shape is None:
-        raise LoadFailed(f"cannot load {model.path}: its metadata make no sense")
+        raise LoadFailed(f"cannot load {model.path}: its metadata is missing or invalid")
     return shape
 
 
 def kv_bytes_per_token(shape: ModelShape, options: LlamaOptions) -> float:
-    """Bytes that one token takes in the KV cache, over all layers."""
+    """KV cache bytes per token, over all layers."""
     return kv_cache_bytes_per_token(shape.layer_caches, options.cache_type_k, options.cache_type_v)
 
 
 def compute_bytes_per_token(shape: ModelShape, options: LlamaOptions) -> int:
-    """Bytes that the buffers of the computation grow by with each token of the pool."""
+    """Compute buffer bytes per token of the KV pool."""
     return llamacpp_work_bytes_per_token(
         shape, max_batch_tokens=options.max_batch_tokens, flash_attn=options.flash_attn != "off"
     )
 
 
 def fixed_buffer_bytes(shape: ModelShape, options: LlamaOptions, num_sequences: int) -> int:
-    """Bytes beside the weights that do not grow with the pool. num_sequences: ids in use."""
+    """Buffer bytes that do not grow with the KV pool, without the weights.
+
+    num_sequences: number of sequence ids.
+    """
     return llamacpp_fixed_bytes(
         shape, max_batch_tokens=options.max_batch_tokens, num_seqs=num_sequences
     )
 
 
 def pool_bytes_per_token(shape: ModelShape, options: LlamaOptions) -> float:
-    """Bytes of a token of the pool, and of the buffers that grow with it."""
+    """Bytes per token of the KV pool, including the compute buffers that grow with it."""
     return kv_bytes_per_token(shape, options) + compute_bytes_per_token(shape, options)
 
 
@@ -58,10 +61,11 @@ def choose_llama_kv_size(
     free_bytes: int,
     draft_token_bytes: float = 0.0,
 ) -> KVSize:
-    """The context and pool asked for, or the largest that fit.
+    """Return the requested context length and pool size, or the largest that fit.
 
-    free_bytes: memory left beside the weights and what does not grow. draft_token_bytes: of a token
-    in a draft model's pool, which is as large. InvalidRequest, OutOfMemory: with both numbers.
+    free_bytes: memory left after the weights and the fixed buffers. draft_token_bytes: bytes per
+    token of a draft model's pool, which has the same size. Raises InvalidRequest or OutOfMemory,
+    with the required and the available size.
     """
     parts = 1 if options.kv_unified else options.parallel
     wanted = KVSizeRequest(

@@ -1,4 +1,4 @@
-"""Lanes: which of llama.cpp's sequence ids belongs to whom, whatever the cache looks like."""
+"""Slots: the assignment of llama.cpp's sequence ids to sequences, for either cache layout."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from localgen.backends.llamacpp.options import LlamaOptions
 from localgen.backends.runner.interface import PoolUsage
 from localgen.backends.runner.sequence import Sequence, common_prefix_len
 
-# From this many rows on, llama.cpp's flash attention on the CPU works on whole blocks.
+# From this many rows on, llama.cpp's flash attention on the CPU computes whole blocks.
 BLOCK_ROWS = 64
-# Its cost for a row and a token of context, with blocks and without, as a multiple of the cost
-# of a multiplication with weights; measured with 1.2 B parameters in Q4_K_M on two AVX-512 cores.
+# Attention cost per row and context token, with and without blocks, relative to the cost of a
+# multiplication by weights; measured with 1.2 B parameters in Q4_K_M on two AVX-512 cores.
 _BLOCK_ATTENTION_COST, _ROW_ATTENTION_COST = 10.0, 41.0
-# below this the attention is too small a part of the work for the choice to matter
+# below this length, attention is too small a part of the work to matter
 _MIN_CONTEXT_TOKENS = 512
 AnySlot = TypeVar("AnySlot", bound="CacheSlot")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixReusePolicy:
-    """attention_cost: multiplications per token of context, relative to those with weights.
+    """Decides how much of a cached prefix to reuse.
 
-    0: rows cost the same, however many there are.
+    attention_cost: multiplications per context token, relative to those by weights. 0 means that
+    the cost of a row does not depend on the number of rows.
     """
 
     attention_cost: float
 
     @classmethod
     def for_model(cls, model: LlamaModel, options: LlamaOptions) -> PrefixReusePolicy:
-        """What holds for this model under these options."""
+        """The policy for a model under these options."""
         types = {options.cache_type_k, options.cache_type_v}
         in_blocks = options.flash_attn != "off" and types in ({"f16"}, {"f32"})
         if options.gpu_layers or not in_blocks:
@@ -40,9 +41,10 @@ class PrefixReusePolicy:
         return cls(model.num_layers * model.hidden_size / max(1, model.num_params))
 
     def reuse_tokens(self, cached_tokens: int, prompt_tokens: int) -> int:
-        """How many of `cached_tokens` to reuse for a prompt of `prompt_tokens`.
+        """Number of cached tokens to reuse for a prompt.
 
-        All of them, unless the rest is a little short of a block, behind a long context.
+        All of them, unless the remainder is slightly shorter than a block behind a long prefix:
+        then recomputing a few tokens to fill the block is faster.
         """
         rows = prompt_tokens - cached_tokens
         if cached_tokens < _MIN_CONTEXT_TOKENS or rows >= BLOCK_ROWS:
@@ -57,9 +59,9 @@ class PrefixReusePolicy:
 
 
 class CacheSlot:
-    """One sequence id of llama.cpp: running (it has an owner), kept for its prefix, or free.
+    """A sequence id of llama.cpp: running (it has an owner), cached for its prefix, or free.
 
-    cached_tokens: tokens of a donor. last_used: when it was released, by a counter.
+    cached_tokens: tokens of a cached prefix. last_used: a counter value, set on release.
     """
 
     def __init__(self, index: int) -> None:
@@ -70,15 +72,14 @@ class CacheSlot:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens whose KV is in the cache."""
         return self.owner.tokens[: self.owner.num_computed] if self.owner else self.cached_tokens
 
 
 class SlotCache(Protocol):
-    """A KV cache dealt out to sequences. See ModelRunner for the calls it shares with that."""
+    """A KV cache divided among sequences. For the methods of ModelRunner, see there."""
 
     def seq_id_of(self, seq: Sequence) -> int:
-        """The sequence id of a running sequence."""
+        """Sequence id of a running sequence."""
         ...
 
     def admit(self, seq: Sequence, *, spare: int) -> int: ...
@@ -92,16 +93,19 @@ class SlotCache(Protocol):
     def usage(self) -> PoolUsage: ...
 
     def make_contiguous(self) -> None:
-        """Bring the running lanes into the order in which a step is fastest."""
+        """Arrange the running slots in the order in which a step is fastest."""
         ...
 
     def check(self) -> None:
-        """Assert that the books are whole and agree with llama.cpp. For tests."""
+        """Assert that the bookkeeping is consistent and agrees with llama.cpp. For tests."""
         ...
 
 
 def longest_prefix(seq: Sequence, slots: Iterable[AnySlot]) -> tuple[AnySlot | None, int]:
-    """The lane that shares most with `seq`, and how much; one token is always left."""
+    """Return the slot with the longest common prefix with `seq`, and that length.
+
+    The last token of `seq` is never counted, so that at least one is left to compute.
+    """
     usable = seq.tokens[:-1]
     best: AnySlot | None = None
     longest = 0

@@ -1,7 +1,7 @@
-"""A part of the cache for each sequence: a step reads only what its own sequences have written.
+"""A KV cache split into one part per sequence: a step reads only the tokens of its sequences.
 
-A kept prefix costs others nothing here, and a shared one is copied, at about a thousandth of
-the time that computing it takes. What a sequence does not use of its part nobody else can.
+A cached prefix does not slow down other sequences, and a shared one is copied, in about a
+thousandth of the time it takes to compute. A sequence's unused cells are not available to others.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from localgen.backends.llamacpp.slots import CacheSlot, PrefixReusePolicy, longe
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
 
-# A donor goes on itself if no more than this, and no more than this share of what is wanted, is
-# lost of it. The end of an answer often comes back as other tokens than were sampled, and nobody
-# asks for those again.
+# A cached prefix is continued in place if at most this many tokens, and at most this fraction of
+# the shared part, are lost. The end of an answer often comes back tokenized differently than it was
+# sampled, and then is not reused.
 MAX_LOST_TOKENS, MAX_LOST_FRACTION = 32, 1 / 8
 
 
 class SplitCache:
-    """Lanes over a context that is not unified; every lane has room for a whole context."""
+    """Slots over a non-unified context; each slot has room for the full context length."""
 
     def __init__(
         self, context: LlamaContext, *, share_prefixes: bool, reuse: PrefixReusePolicy
@@ -33,17 +33,15 @@ class SplitCache:
         self._clock = itertools.count(1)
 
     def seq_id_of(self, seq: Sequence) -> int:
-        """As SlotCache.seq_id_of."""
         return self._running[seq].seq_id
 
     def usage(self) -> PoolUsage:
-        """As ModelRunner.usage."""
         used = sum(seq.num_computed for seq in self._running)
         cached = sum(len(lane.cached_tokens) for lane in self._slots)
         return PoolUsage(used, cached, self._context.kv_tokens - used - cached)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        """As ModelRunner.admit; there is always room to spare, nobody else can take it."""
+        """See ModelRunner.admit. `spare` is ignored: slots do not share room."""
         donor, known = longest_prefix(seq, self._slots) if self._share_prefixes else (None, 0)
         length = self._reuse.reuse_tokens(known, len(seq.tokens))
         lane = self._choose_slot(donor, known)
@@ -55,7 +53,7 @@ class SplitCache:
         return length
 
     def _choose_slot(self, source: CacheSlot | None, prefix_tokens: int) -> CacheSlot:
-        """The donor if it can simply go on, or else what is free or was not used for longest."""
+        """Return the source slot if it can be continued in place, else a free or the LRU slot."""
         idle = [lane for lane in self._slots if not lane.owner]
         if not idle:
             raise NoRoom
@@ -66,15 +64,13 @@ class SplitCache:
         return min((lane for lane in idle if lane is not source), key=lambda lane: lane.last_used)
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """As ModelRunner.grow; a sequence may fill its part, which is as long as the context."""
+        """Return True: the slot of a sequence has room for the full context length."""
         return True
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """As ModelRunner.rewind."""
         self._truncate(self._running[seq], length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """As ModelRunner.release."""
         lane = self._running.pop(seq)
         lane.cached_tokens, lane.owner = lane.tokens if keep and self._share_prefixes else [], None
         self._truncate(lane, len(lane.cached_tokens))
@@ -85,15 +81,15 @@ class SplitCache:
                 and other.cached_tokens
                 and other.cached_tokens == lane.cached_tokens[: len(other.cached_tokens)]
             ):
-                # the beginning of this one serves nobody any more
+                # a prefix of this one serves no other prompt
                 other.cached_tokens, other.last_used = [], 0
                 self._truncate(other, 0)
 
     def make_contiguous(self) -> None:
-        """Move the running lanes side by side.
+        """Move the running slots to consecutive sequence ids.
 
-        llama.cpp computes consecutive sequence ids together; each gap would make it read the
-        weights once more.
+        llama.cpp computes consecutive ids together; each gap would make it read the weights once
+        more.
         """
         running = list(self._running.values())
         indices = [lane.seq_id for lane in running]
@@ -107,7 +103,7 @@ class SplitCache:
             self._swap(lane, hole)
 
     def _swap(self, one: CacheSlot, other: CacheSlot) -> None:
-        """Exchange the parts of two lanes."""
+        """Exchange the cached state of two slots."""
         states = [self._context.save(lane.seq_id) if lane.tokens else None for lane in (one, other)]
         one.seq_id, other.seq_id = other.seq_id, one.seq_id
         for lane, state in zip((one, other), states, strict=True):
@@ -118,10 +114,9 @@ class SplitCache:
 
     def _truncate(self, slot: CacheSlot, length: int) -> None:
         cut = self._context.truncate(slot.seq_id, length)
-        assert cut, "a partial cut was asked of a model that cannot rewind"
+        assert cut, "partial truncation of a model that cannot rewind"
 
     def check(self) -> None:
-        """As SlotCache.check."""
         assert sorted(lane.seq_id for lane in self._slots) == list(range(len(self._slots)))
         assert self._running == {lane.owner: lane for lane in self._slots if lane.owner}
         for lane in self._slots:
@@ -129,6 +124,6 @@ class SplitCache:
 
 
 def _num_moved_tokens(window: list[CacheSlot], running: list[CacheSlot]) -> int:
-    """Tokens that change places if the running lanes are brought into that window."""
+    """Number of tokens to move if the running slots are placed in that window."""
     coming = sum(len(lane.tokens) for lane in running if lane not in window)
     return coming + sum(len(lane.cached_tokens) for lane in window if not lane.owner)

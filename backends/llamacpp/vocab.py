@@ -1,4 +1,4 @@
-"""A GGUF vocabulary as the engine's Tokenizer."""
+"""A GGUF vocabulary as a Tokenizer for the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PIECE_BYTES = 256
 
 
 class LlamaCppTokenizer:
-    """Tokenizer of a loaded model; llama.cpp's tokenizer is safe to call from any thread."""
+    """Tokenizer of a loaded model. Thread-safe, as llama.cpp's tokenizer is."""
 
     def __init__(self, model: LlamaModel) -> None:
         self._handle = model.vocab
@@ -34,14 +34,14 @@ class LlamaCppTokenizer:
         return self._piece(token, special=True).decode("utf-8", "replace")
 
     def encode(self, text: str) -> list[int]:
-        """As Tokenizer.encode. InvalidRequest for text that has no UTF-8 form."""
+        """See Tokenizer.encode. Raises InvalidRequest for text that cannot be encoded as UTF-8."""
         tokens = self._tokens(text, add_special=False, parse_special=True)
         if self._add_bos and tokens[:1] != [self._bos_id]:
             tokens.insert(0, self._bos_id)
         return tokens
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """As Tokenizer.encode_for_embedding. InvalidRequest for text that has no UTF-8 form."""
+        """See Tokenizer.encode_for_embedding. Raises InvalidRequest like `encode`."""
         return self._tokens(text, add_special=True, parse_special=False)
 
     def _tokens(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -49,26 +49,25 @@ class LlamaCppTokenizer:
             utf8 = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
-        # a token covers at least a byte; the rest is room for a prefix space or the like
+        # a token covers at least one byte; the extra entries are for a space prefix and special
+        # tokens
         ids = np.empty(len(utf8) + 8, dtype=np.int32)
         pointer = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         count = C.llama_tokenize(
             self._handle, utf8, len(utf8), pointer, len(ids), add_special, parse_special
         )
         if count < 0:
-            raise InvalidRequest(f"the prompt cannot be tokenized (llama.cpp answers {count})")
+            raise InvalidRequest(f"the prompt cannot be tokenized (llama.cpp returned {count})")
         tokens: list[int] = ids[:count].tolist()
         return tokens
 
     def piece(self, token: int) -> bytes:
-        """As Tokenizer.piece."""
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = self._piece(token, special=False)
         return piece
 
     def id_to_token(self, token: int) -> bytes:
-        """As TokenizerVocabulary.id_to_token."""
         return bytes(C.llama_vocab_get_text(self._handle, token))
 
     def _piece(self, token: int, *, special: bool) -> bytes:
