@@ -48,7 +48,7 @@ def loaded(folder: Path = TINY, memory: int | None = None, **options: object) ->
         ({"cache_type_k": "q8_0"}, "'q8_0', for this model it must be one of f32, int8, fp8"),
         ({"cache_type_k": "int8"}, "keeps both in the same type"),
         ({"ctx": 4096}, "the model was trained for 2,048 tokens"),
-        ({"ctx": 512, "kv_tokens": 300}, "a pool of 300 tokens is smaller than the context of 512"),
+        ({"ctx": 512, "kv_tokens": 300}, "a KV cache of 300 tokens is too small for the context of 512"),
         ({"chat_template": "{% if %}"}, "template"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_gpu_is_filled() -> None:
 def test_a_small_gpu_gets_the_context_that_fits_and_says_so() -> None:
     size = sizing.choose_cuda_kv_size(llama_8b(), settings(), free_bytes=4 * GB)
     assert size.ctx == size.kv_tokens == pytest.approx(0.9 * 4 * GB / 131072, abs=16)
-    assert size.notes == (f"context {size.ctx:,} of 131,072: what fits on cuda:0",)
+    assert size.notes == (f"context {size.ctx:,} of 131,072: the most that fits on cuda:0",)
 
 
 def test_a_context_that_does_not_fit_is_refused_with_both_numbers() -> None:

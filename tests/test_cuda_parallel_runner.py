@@ -64,7 +64,7 @@ def assert_fails(kind: type[LocalgenError], message: str, folder: Path, **option
 
 # before `bench`: a process can be in one group of ranks
 def test_a_pool_that_does_not_fit_leaves_no_process() -> None:
-    assert_fails(OutOfMemory, "are free on cpu beside the weights", TINY, kv_tokens=10**10)
+    assert_fails(OutOfMemory, "are free on cpu after the weights", TINY, kv_tokens=10**10)
 
 
 @pytest.fixture(scope="module")

@@ -463,7 +463,7 @@ def test_a_pool_larger_than_memory() -> None:
     assert error.code == "out_of_memory"
     assert "GB" in error.message
     in_parts = loading(kv_tokens=2**40, kv_unified=False)
-    assert "fewer than 4 --parallel" in in_parts.message
+    assert "fewer than 4 parts (--parallel)" in in_parts.message
 
 
 def test_an_error_reaches_the_server_with_its_code() -> None:

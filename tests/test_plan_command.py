@@ -160,7 +160,7 @@ def test_an_entry_that_lacks_facts_names_them(
         (["nothing-like-it"], "model_not_found", "no model 'nothing-like-it' here"),
         (["missing.gguf"], "model_not_found", "there is no file missing.gguf"),
         (["tiny", "--ctx", "4096"], "invalid_request", "was trained for 2,048 tokens"),
-        (["tiny", "--ctx", "-1"], "invalid_request", "ask for 1 to 2,048"),
+        (["tiny", "--ctx", "-1"], "invalid_request", "use 1 to 2,048"),
         (["tiny", "-ctk", "q3"], "invalid_request", "cache_type_k is 'q3', it must be one of f32"),
         (["tiny", "--quant", "Q8_0"], "invalid_request", "is a file, which has one quantization"),
         (["llama-8b", "--quant", "Q9"], "model_not_found", "has no Q9, there is: "),

@@ -1,1 +1,1 @@
-"""What a model takes of memory, and what there is: one source for each number."""
+"""Memory required by a model and memory available on the machine."""

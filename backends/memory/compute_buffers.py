@@ -1,21 +1,23 @@
-"""Memory that computing takes beside weights and KV cache."""
+"""Estimates of compute memory, in addition to weights and KV cache."""
 
 from __future__ import annotations
 
 from localgen.backends.formats.architecture.model_shape import ModelShape
 
 _F32, _F16 = 4, 2
-# inputs, and what the allocator rounds up
+# input tensors and allocator rounding
 _OVERHEAD_BYTES = 2 << 20
 
 
 def llamacpp_fixed_bytes(shape: ModelShape, *, max_batch_tokens: int, num_seqs: int) -> int:
-    """Bytes of llama.cpp's compute and output buffers and of states: what does not grow with the
-    pool, about.
+    """Estimate llama.cpp's compute and output buffers and recurrent states in bytes.
 
-    max_batch_tokens: most tokens of a step. num_seqs: ids in use, each with logits of its own.
+    Only the part that does not depend on the size of the KV cache.
+
+    max_batch_tokens: maximum number of tokens in a step.
+    num_seqs: number of sequence ids; each has its own row of logits.
     """
-    # the widest place of a layer, or the end, where the logits of all sequences are computed
+    # peak usage is in the widest part of a layer or in the logits of all sequences
     layer = max_batch_tokens * max(3 * shape.active_intermediate_size, shape.attention_width) * _F32
     logits = num_seqs * shape.vocab_size * _F32
     compute = max(layer, logits) + max_batch_tokens * 4 * shape.hidden_size * _F32
@@ -25,8 +27,10 @@ def llamacpp_fixed_bytes(shape: ModelShape, *, max_batch_tokens: int, num_seqs: 
 def llamacpp_work_bytes_per_token(
     shape: ModelShape, *, max_batch_tokens: int, flash_attn: bool = True
 ) -> int:
-    """Bytes that they grow by with each token of the pool: a mask for each kind of layer, and
-    without flash attention what every head gives to every token."""
+    """Compute-buffer bytes per token of the KV cache.
+
+    One attention mask per kind of layer; without flash attention also the scores of each head.
+    """
     kinds = len({cache.window for cache in shape.layer_caches})
     if flash_attn:
         return max_batch_tokens * kinds * _F16
@@ -36,8 +40,8 @@ def llamacpp_work_bytes_per_token(
 def cuda_work_bytes(
     shape: ModelShape, *, max_batch_tokens: int, num_seqs: int, element_bytes: int
 ) -> int:
-    """Bytes that a step of the largest size needs on our own engine, about."""
+    """Estimate the working memory of the largest step on the CUDA backend, in bytes."""
     widest = 3 * shape.active_intermediate_size + 4 * shape.hidden_size + shape.attention_width
-    # logits in their own type, in float32, and twice more while they are sampled
+    # logits in the compute dtype, in float32, and two more float32 copies during sampling
     logits = 2 * num_seqs * shape.vocab_size * (element_bytes + 3 * _F32)
     return max_batch_tokens * widest * element_bytes + logits

@@ -1,4 +1,4 @@
-"""How large a context and a KV pool fit: the same arithmetic for both runners and for plans."""
+"""Choose the context length and the KV cache size, for both runners and for `plan`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from dataclasses import dataclass
 
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 
-# models with a short context get a pool for several sessions, up to this
+# models with a short context get a KV cache for several sequences, up to this size
 DEFAULT_POOL_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolRules:
-    """How a runner makes pools.
+    """How a runner sizes its KV cache.
 
-    granularity_tokens: pools are multiples of it. memory_fraction: of the free memory, for a pool
-    by default. default_max_tokens: a default pool is no larger, unless the context is; None: as
-    much as the share. num_parts: of how many equal ones it is made. memory_location: whose memory
-    it is, as errors say. reduce_hint: what takes less room, as errors say.
+    granularity_tokens: the size is rounded up to a multiple of this.
+    memory_fraction: fraction of the free memory that a default-sized KV cache may use.
+    default_max_tokens: upper limit of the default size unless the context is larger; None: only
+    memory_fraction limits it.
+    num_parts: number of equal parts that the KV cache is split into.
+    memory_location: suffix for error messages, e.g. ` on cuda:0`.
+    reduce_hint: how to reduce memory usage, for error messages.
     """
 
     granularity_tokens: int
@@ -28,9 +31,9 @@ class KVPoolRules:
     reduce_hint: str
 
 
-# a GPU is there to be filled, main memory belongs to other programs, too
+# main memory is shared with other programs, a GPU usually is not
 LLAMACPP_POOL = KVPoolRules(
-    granularity_tokens=256, memory_fraction=0.5, reduce_hint="a smaller --cache-type-k and -v"
+    granularity_tokens=256, memory_fraction=0.5, reduce_hint="smaller --cache-type-k and -v"
 )
 CUDA_POOL = KVPoolRules(
     granularity_tokens=16,
@@ -48,8 +51,11 @@ CUDA_ON_CPU_POOL = KVPoolRules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSizeRequest:
-    """What was asked for; None: the largest. ctx_train: the model's own context. model_name: of the
-    model, as errors say."""
+    """Requested sizes; None: as large as fits.
+
+    ctx_train: the context length that the model was trained for.
+    model_name: for error messages.
+    """
 
     ctx: int | None
     kv_tokens: int | None
@@ -59,7 +65,7 @@ class KVSizeRequest:
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """ctx: longest sequence. kv_tokens: the pool, a multiple of the rules' step."""
+    """ctx: context length. kv_tokens: size of the KV cache, a multiple of the rules' granularity."""
 
     ctx: int
     kv_tokens: int
@@ -69,16 +75,19 @@ class KVSize:
 def resolve_kv_size(
     request: KVSizeRequest, rules: KVPoolRules, *, token_bytes: float, free_bytes: int
 ) -> KVSize:
-    """The context and pool asked for, or the largest that fit.
+    """Return the requested context length and KV cache size, or the largest that fit.
 
-    token_bytes: of one token. free_bytes: left beside the weights and what computing takes.
-    InvalidRequest, OutOfMemory: with both numbers.
+    token_bytes: KV cache bytes per token.
+    free_bytes: memory left after weights and compute buffers.
+
+    Raises InvalidRequest if the request is contradictory and OutOfMemory if it does not fit; the
+    messages state both numbers.
     """
     trained, parts, step = request.ctx_train, rules.num_parts, rules.granularity_tokens
     if request.ctx is not None and not 0 < request.ctx <= trained:
         raise InvalidRequest(
             f"--ctx {request.ctx:,}: {request.model_name} was trained for {trained:,} tokens, "
-            f"ask for 1 to {trained:,}",
+            f"use 1 to {trained:,}",
             param="ctx",
         )
     most = max_fitting_tokens(token_bytes, max(0, free_bytes), trained * parts) // parts
@@ -94,8 +103,8 @@ def resolve_kv_size(
     if part < ctx:
         held = f"{request.kv_tokens:,} tokens" + f" in {parts} parts" * (parts > 1)
         raise InvalidRequest(
-            f"a pool of {held} is smaller than the context of {ctx:,}: "
-            f"ask for at least --kv-tokens {parts * ctx:,}, or a smaller --ctx",
+            f"a KV cache of {held} is too small for the context of {ctx:,}: "
+            f"use --kv-tokens {parts * ctx:,} or more, or a smaller --ctx",
             param="kv_tokens",
         )
     kv_tokens = parts * -(-part // step) * step
@@ -108,12 +117,15 @@ _UNBOUNDED = 1 << 62
 
 
 def max_fitting_tokens(token_bytes: float, free_bytes: float, limit: int) -> int:
-    """Tokens that fit a room; at most `limit`, which it is where tokens take nothing."""
+    """Number of tokens that fit in `free_bytes`, at most `limit`.
+
+    Returns `limit` if a token takes no memory.
+    """
     return min(limit, int(free_bytes / token_bytes)) if token_bytes else limit
 
 
 def _default_part_tokens(ctx: int, fitting_tokens: int, rules: KVPoolRules) -> int:
-    """Tokens of each part by default."""
+    """Default size of each part in tokens."""
     if rules.num_parts > 1:
         return ctx
     if rules.default_max_tokens is None:
@@ -124,14 +136,14 @@ def _default_part_tokens(ctx: int, fitting_tokens: int, rules: KVPoolRules) -> i
 def _out_of_memory_message(
     kv_tokens: int, token_bytes: float, free_bytes: int, max_tokens: int, rules: KVPoolRules
 ) -> str:
-    fewer = f", or fewer than {rules.num_parts} --parallel" * (rules.num_parts > 1)
+    fewer = f", or fewer than {rules.num_parts} parts (--parallel)" * (rules.num_parts > 1)
     max_tokens = max_tokens // rules.granularity_tokens * rules.granularity_tokens
-    way_out = f"ask for at most --ctx {max_tokens:,}, or {rules.reduce_hint}{fewer}"
+    way_out = f"use at most --ctx {max_tokens:,}, or {rules.reduce_hint}{fewer}"
     if not max_tokens:
-        way_out = "take a smaller quantization or model, or free memory"
+        way_out = "use a smaller quantization or model, or free memory"
     return (
-        f"a KV pool of {kv_tokens:,} tokens needs {kv_tokens * token_bytes / 1e9:.1f} GB, "
-        f"{max(0, free_bytes) / 1e9:.1f} GB are free{rules.memory_location} beside the weights: "
+        f"a KV cache of {kv_tokens:,} tokens needs {kv_tokens * token_bytes / 1e9:.1f} GB, "
+        f"{max(0, free_bytes) / 1e9:.1f} GB are free{rules.memory_location} after the weights: "
         f"{way_out}"
     )
 
@@ -142,8 +154,10 @@ def _notes(
     if request.ctx is not None or request.kv_tokens is not None or ctx >= request.ctx_train:
         return ()
     if rules.memory_location:
-        return (f"context {ctx:,} of {request.ctx_train:,}: what fits{rules.memory_location}",)
+        return (
+            f"context {ctx:,} of {request.ctx_train:,}: the most that fits{rules.memory_location}",
+        )
     return (
         f"context {ctx:,} of {request.ctx_train:,}: its KV cache takes half of the "
-        f"{free_bytes / 1e9:.1f} GB that are free; --ctx sets another",
+        f"{free_bytes / 1e9:.1f} GB of free memory; change it with --ctx",
     )

@@ -1,4 +1,4 @@
-"""How the runners load a model where nothing else is asked: what its memory follows from."""
+"""Default load options of the runners that determine memory usage."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDefaults:
-    """parallel: sequences computed at once. num_cached_prefixes: ids for kept prefixes beside them.
+    """Defaults of one runner.
 
-    cache_type: of keys and values. weight_element_bytes: of widened weights; None: they stay as
-    they are.
+    parallel: maximum number of running sequences.
+    num_cached_prefixes: additional sequence ids for cached prefixes.
+    cache_type: data type of cached keys and values.
+    weight_element_bytes: bytes per element of dequantized weights; None: weights stay quantized.
     """
 
     parallel: int
@@ -20,17 +22,16 @@ class LoadDefaults:
     weight_element_bytes: int | None = None
 
 
-# 512 is llama.cpp's own width of a prompt step: larger ones are not faster, and nothing can be
-# cancelled within a step
+# 512 is llama.cpp's own n_ubatch: larger steps are not faster, and a step cannot be cancelled
 LLAMACPP_DEFAULTS = LoadDefaults(
     parallel=32, max_batch_tokens=512, num_cached_prefixes=32, cache_type="f16"
 )
 CUDA_DEFAULTS = LoadDefaults(
     parallel=256, max_batch_tokens=8192, cache_type="bf16", weight_element_bytes=2
 )
-# a CPU is a hundredth of a GPU
+# a CPU has about 1/100 of a GPU's throughput
 CUDA_ON_CPU_DEFAULTS = LoadDefaults(
     parallel=32, max_batch_tokens=512, cache_type="f32", weight_element_bytes=4
 )
-# of llama.cpp's cache in parts, each with room for a whole context
+# default number of parts of llama.cpp's split KV cache, each of one context length
 DEFAULT_SPLIT_PARTS = 4

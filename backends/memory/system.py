@@ -1,4 +1,4 @@
-"""Main memory: what models can have within our control groups, and the peak of this process."""
+"""Main memory: available memory within the cgroup limits, and the peak usage of this process."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
-# what is never given to a model: it is for the rest of the machine
+# never given to a model: left for the rest of the system
 RESERVED_BYTES = 256 << 20
 PROC_STATUS = Path("/proc/self/status")
 
 
 def available_memory_bytes() -> int:
-    """Bytes that can be had now without swapping."""
+    """Bytes that can be allocated now without swapping."""
     free = int(psutil.virtual_memory().available)
     return min([free, *(max(0, limit - used) for limit, used in cgroup_limits())])
 
 
 def total_memory_bytes() -> int:
-    """Bytes that this process and its like may ever have."""
+    """Total memory in bytes, capped by the cgroup limits."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_limits())])
 
 
 def cgroup_limits(
     cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP
 ) -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group (version 2) around us that has a limit, in bytes.
+    """Yield (limit, usage) in bytes for each enclosing cgroup (version 2) that has a limit.
 
-    What files keep in the page cache does not count as used: it goes when memory is needed.
+    The page cache does not count as used, because it is reclaimed under memory pressure.
     """
     lines = _read_text(own_cgroup).splitlines()
     name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
     if name is None:
         return
-    # in a namespace of its own a container sees its group as the root
+    # in a cgroup namespace a container sees its own cgroup as the root
     for group in (cgroup_root / name, *(cgroup_root / name).parents):
         limit, current = _read_text(group / "memory.max"), _read_text(group / "memory.current")
         if limit.isdecimal() and current.isdecimal():
@@ -64,10 +64,10 @@ def _read_text(path: Path) -> str:
 
 
 def peak_memory_bytes(status: Path = PROC_STATUS) -> int:
-    """Largest resident set so far, in bytes.
+    """Return the peak resident set size in bytes.
 
-    Linux's getrusage starts with what the process was that became this one by exec, however large:
-    its own peak stands in the status file (proc_pid_status(5), VmHWM, in KiB).
+    On Linux, getrusage also counts the process image before exec, which may have been larger; the
+    VmHWM field of the status file does not (proc_pid_status(5), in KiB).
     """
     try:
         lines = status.read_text(encoding="ascii", errors="replace").splitlines()

@@ -1,1 +1,1 @@
-"""The border between the engine and a model: ModelRunner, and the Sequence that both speak of."""
+"""The interface between the engine and a model: ModelRunner and Sequence."""

@@ -1,4 +1,4 @@
-"""The border between scheduling and a model: tokens go in, tokens come out, never logits."""
+"""The ModelRunner interface: token ids go in, sampled token ids come out, never logits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ MAX_DRAFT_TOKENS = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a loaded model can do; discovered at load, never configured afterwards.
+    """Limits and capabilities of a loaded model, determined at load time.
 
-    max_seqs: sequences running at once. max_batch_tokens: tokens in one step. max_outputs:
-    positions sampled in one step. max_len: tokens in one sequence. kv_tokens: tokens in the pool,
-    at least max_len. can_rewind: the cache can be cut back and shared; without it there are no
-    drafts and no prefix reuse. unsupported: fields of SamplingParams that this runner cannot
-    honour; asking for them is an error. can_generate: whether the model can write an answer; a pure
-    embedding model cannot. can_sample_drafts: whether it can show what a token was drawn from, and
-    verify drafts that were drawn. runs_ahead: whether plain steps are launched before they are
-    asked for, in vain where drafts come instead; such a runner is a AsyncRunner.
+    max_seqs: maximum number of running sequences.
+    max_batch_tokens: maximum number of tokens in a step.
+    max_outputs: maximum number of sampled positions in a step.
+    max_len: maximum length of a sequence in tokens.
+    kv_tokens: size of the KV cache in tokens, at least max_len.
+    can_rewind: the KV cache can be truncated and shared; without it there is no speculative
+    decoding and no prefix cache.
+    unsupported: fields of SamplingParams that this runner rejects.
+    can_generate: False for an embedding-only model.
+    can_sample_drafts: can return the distribution that a token was sampled from, and verify sampled
+    draft tokens against theirs.
+    runs_ahead: launches the next decode step before it is requested, and discards it if drafts are
+    verified instead; such a runner implements AsyncRunner.
     """
 
     max_seqs: int
@@ -47,11 +52,14 @@ class Limits:
 class Chunk:
     """A run of tokens of one sequence to compute in one step.
 
-    tokens: at positions start, start+1, …; the last num_drafts of them are proposals.
-    is_sampled: whether the chunk reaches the end of the sequence, so that its last
-    1 + num_drafts positions are sampled. draft_probs: for each draft what it was drawn from, as
-    SampledTokens has it; empty: the drafts are points. return_probs: whether that is wanted of the
-    token. The last two are for runners that are stochastic.
+    tokens: at positions start, start + 1, …; the last num_drafts of them are draft tokens.
+    is_sampled: the chunk reaches the end of the sequence, so its last 1 + num_drafts positions are
+    sampled.
+    draft_probs: for each draft token the distribution it was sampled from, in the form of
+    SampledTokens.probs; empty: greedy drafts.
+    return_probs: return the distribution of the sampled token.
+
+    draft_probs and return_probs require Limits.can_sample_drafts.
     """
 
     seq: Sequence
@@ -68,9 +76,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """New tokens of one chunk: accepted drafts and the one after; empty while prefilling.
+    """New tokens of one chunk: the accepted draft tokens and the next token; empty during prefill.
 
-    probs: what the token was drawn from, if the chunk shows it; in the runner's own form.
+    probs: the distribution that the last token was sampled from, if Chunk.return_probs is set, in a
+    format private to the runner.
     """
 
     tokens: tuple[int, ...] = ()
@@ -80,7 +89,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Tokens of the KV pool: used by running sequences, kept as prefixes, free."""
+    """Tokens of the KV cache: used by running sequences, kept by the prefix cache, and free."""
 
     used: int
     cached: int
@@ -93,9 +102,9 @@ EmbeddingArray = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EmbedSlice:
-    """Tokens of texts that were computed in one go; with the last of them, the vectors.
+    """One slice of an embedding computation; the last slice carries the vectors.
 
-    vectors: [inputs, width], of any length.
+    vectors: [inputs, width], not normalized.
     """
 
     num_tokens: int
@@ -103,79 +112,88 @@ class EmbedSlice:
 
 
 class NoRoom(Exception):
-    """The pool has no room for this now, even after dropping every kept prefix."""
+    """The KV cache is full, even after evicting all cached prefixes."""
 
 
 class StepFailed(Exception):
-    """The model could not compute a step; its state is lost and the engine must end."""
+    """A step could not be computed; the model's state is lost and the engine must exit."""
 
 
 class ModelRunner(Protocol):
-    """A loaded model. All calls come from one thread; none but launch while a step is in flight."""
+    """A loaded model.
+
+    All calls come from one thread. While a step is in flight, only launch and collect may be
+    called.
+    """
 
     limits: Limits
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        """Make room for all tokens of `seq`; returns how many of them are in the cache already.
+        """Allocate KV cache for all tokens of `seq`; returns how many of them are already cached.
 
-        At least one token is left to compute. NoRoom if fewer than `spare` tokens of the
-        pool would stay free or reclaimable.
+        At least one token is left to compute. Raises NoRoom if fewer than `spare` tokens of the KV
+        cache would stay free or evictable.
         """
         ...
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """Make room for n tokens beyond those computed; False if the pool is exhausted."""
+        """Allocate KV cache for n tokens beyond the computed ones; returns False if it is full."""
         ...
 
     def launch(self, chunks: Seq[Chunk]) -> Any:
-        """Start a step; returns a ticket for collect. The chunks fit the limits.
+        """Start a step and return a ticket for collect. The chunks must respect the limits.
 
-        What Sequence.barred and a sequence's grammar rule out is not sampled.
+        Tokens ruled out by Sequence.banned_tokens or by the grammar are never sampled.
         """
         ...
 
     def collect(self, ticket: Any) -> StepResult:
-        """Wait for a step; one SampledTokens for each chunk, in order. NoRoom, StepFailed."""
+        """Wait for a step; returns one SampledTokens per chunk, in order.
+
+        Raises NoRoom or StepFailed.
+        """
         ...
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Forget what the cache holds of `seq` beyond its first `length` tokens."""
+        """Truncate the cached tokens of `seq` to `length`."""
         ...
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """Give up the room of `seq`; keep: its computed tokens may serve others as a prefix."""
+        """Free the KV cache of `seq`. keep: leave its computed tokens in the prefix cache."""
         ...
 
     def usage(self) -> PoolUsage:
-        """How the pool is used now."""
+        """Return the current usage of the KV cache."""
         ...
 
     def close(self) -> None:
-        """Free everything. No call may follow."""
+        """Free all resources. No other call may follow."""
         ...
 
 
 @runtime_checkable
 class AsyncRunner(Protocol):
-    """What a ModelRunner can do besides, where steps are launched before they are asked for."""
+    """Interface of a ModelRunner that launches steps ahead (Limits.runs_ahead)."""
 
     def synchronize(self) -> None:
-        """Wait until the device has computed all that was launched. StepFailed."""
+        """Wait until the device has finished all launched work. Raises StepFailed."""
         ...
 
 
 @runtime_checkable
 class Embedder(Protocol):
-    """What a ModelRunner can do besides, where its model's states can be read."""
+    """Interface of a ModelRunner that can compute embeddings."""
 
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        """Vectors of inputs of at most max_len tokens each, slice by slice.
+        """Compute embeddings of inputs of at most max_len tokens each, in slices.
 
-        Between slices steps may be computed, but none may be in flight when the next slice is asked
-        for. max_tokens: tokens of a slice, as far as a text can be cut. Closing the generator ends
-        it early; what it holds of the pool is given back when it ends. The first slice may raise
-        NoRoom. StepFailed, LocalgenError.
+        max_tokens: returns the size of the next slice in tokens; long inputs are split if the model
+        allows it.
+
+        Other steps may run between slices, but none may be in flight when the next slice is
+        requested. The KV cache in use is freed when the generator ends or is closed.
+        Raises NoRoom (first slice only), StepFailed or LocalgenError.
         """
         ...

@@ -1,4 +1,4 @@
-"""What one request has computed and still owes. Only the scheduler changes a Sequence."""
+"""The state of one request in the engine. Only the scheduler modifies a Sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_TOKENS: frozenset[int] = frozenset()
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in its life."""
+    """Scheduling state of a sequence."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -24,19 +24,25 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class Sequence:
-    """A request as tokens: the prompt, then what was generated.
+    """A request as token ids: the prompt followed by the generated tokens.
 
-    tokens: prompt + answer so far. num_computed: how many of them are in the KV cache. drafts:
-    proposed continuations of `tokens`, verified with the next step, then cleared. draft_probs: what
-    each of them was drawn from; empty: they are points. can_sample_drafts: whether drafts for it
-    may be drawn, so that its text depends on more than its seed. used_sampled_drafts: whether there
-    were any such. num_drafted, num_accepted: how many there were of them, and how many were right.
-    params: no sampling field is None. stop_ids: token ids that end the answer. ctx: the context it
-    runs under; max_len: most tokens it may hold, at most ctx. matcher: the grammar that the answer
-    is held to; the runner moves it on. response_parser: tells thoughts and calls from content;
-    None: all is content. notes: what its user should know from the start. Times as in
-    backends/types.py. cached_ms: what taking num_cached tokens from the cache took; first_step_ms:
-    the step that gave the first token.
+    tokens: prompt + answer so far.
+    params: sampling parameters, with all defaults filled in.
+    ctx: the context limit of the request.
+    max_len: maximum number of tokens, at most ctx.
+    stop_ids: token ids that end the answer.
+    num_computed: number of tokens whose KV is computed.
+    num_cached: prompt tokens found in the prefix cache.
+    drafts: draft tokens to verify in the next step, then cleared.
+    draft_probs: the distribution each draft token was sampled from; empty: greedy drafts.
+    can_sample_drafts: draft tokens may be sampled; the text then depends on more than the seed.
+    used_sampled_drafts: draft tokens were sampled.
+    num_drafted, num_accepted: draft tokens verified and accepted.
+    matcher: the grammar that constrains the answer; advanced by the runner.
+    response_parser: separates reasoning and tool calls from content; None: all text is content.
+    notes: messages for the user.
+    cached_ms: time to reuse num_cached tokens; first_step_ms: duration of the step that sampled the
+    first token. Other times as in backends/types.py.
     """
 
     id: str
@@ -71,27 +77,27 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        """Tokens whose KV must be computed before the next token can be sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.num_prompt
 
     def banned_tokens(self, num_ahead: int = 0) -> frozenset[int]:
-        """Tokens that would end the answer too early, once it has `num_ahead` tokens more."""
+        """Tokens that would end the answer before min_tokens, if it were `num_ahead` tokens longer."""
         early = self.num_generated + num_ahead < self.params.min_tokens
         return self.stop_ids if early else _NO_TOKENS
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the answer has begun and nothing else is owed than its last token."""
+        """Whether only the last generated token is left to compute."""
         return self.num_generated > 0 and self.num_uncomputed == 1
 
 
 def common_prefix_len(a: list[int], b: list[int]) -> int:
-    """Number of leading tokens that two lists share."""
+    """Number of leading tokens that two lists share, by binary search."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
