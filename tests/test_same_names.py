@@ -45,7 +45,7 @@ def test_each_path_is_its_own_model(served: House) -> None:
         assert ask(served, path)["choices"][0]["message"]["content"] == "a b"
     assert served.loads(one) == served.loads(two) == 1
     assert ask(served, "twin")["error"]["code"] == "invalid_request"
-    with served.client() as client, pytest.raises(InvalidRequest, match="2 models are called"):
+    with served.client() as client, pytest.raises(InvalidRequest, match="2 models are named"):
         client.unload("twin")
 
 

@@ -66,11 +66,9 @@ def test_auto_is_what_the_catalog_pairs() -> None:
     assert (found.file, found.optional, found.note) == (SMALL, True, "")
     missing = resolve_draft_model("auto", None, BIG, finding())
     assert missing.effective_option == "ngram"
-    assert "localgen pull qwen3-0.6b fetches it" in missing.note
+    assert "localgen pull qwen3-0.6b downloads it" in missing.note
     alone = resolve_draft_model("auto", None, TINY, here)
-    assert alone.note == (
-        "drafts come from the text alone: the catalog has no draft model for tiny"
-    )
+    assert alone.note == ("using the n-gram drafter: the catalog has no draft model for tiny")
 
 
 def test_what_is_usual_is_taken_where_it_suits() -> None:
@@ -147,7 +145,7 @@ def large(served: House) -> str:
 
 def test_its_memory_counts(served: House) -> None:
     model, small = served.model("big"), large(served)
-    with pytest.raises(LocalgenError, match="big with small to draft for it needs about") as raised:
+    with pytest.raises(LocalgenError, match="big with small as draft model needs about") as raised:
         load(served, model, draft=small)
     assert "leave --draft out" in raised.value.message
     assert load(served, model).draft is None
@@ -160,8 +158,8 @@ def test_a_usual_draft_model_without_room_is_done_without(
     monkeypatch.setenv("TEST_DRAFT", small)
     info = load(served, model)
     assert (info.draft, info.options.draft) == (None, "ngram")
-    (note,) = (note for note in info.notes if "text alone" in note)
-    assert "big with small to draft for it needs about" in note
+    (note,) = (note for note in info.notes if "n-gram drafter" in note)
+    assert "big with small as draft model needs about" in note
     assert load(served, model, draft=small) == info, "it was asked for, and is not to be had"
 
 

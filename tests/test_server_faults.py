@@ -132,7 +132,7 @@ def test_swap_by_lru(served: House) -> None:
     next(others)
     busy = served.chat(c, "x")
     assert busy.status_code == 409
-    assert "needs about 67.1 MB, 10.0 MB can be had" in busy.json()["error"]["message"]
+    assert "needs about 67.1 MB, 10.0 MB is available" in busy.json()["error"]["message"]
     assert served.loaded() == ["a", "b"]
     events.close()
     others.close()
@@ -141,7 +141,7 @@ def test_swap_by_lru(served: House) -> None:
         file.truncate(1 << 30)
     refused = served.chat(str(huge), "x")
     assert refused.status_code == 507
-    assert "huge needs about 1.3 GB, 144.2 MB can be had" in refused.json()["error"]["message"]
+    assert "huge needs about 1.3 GB, 144.2 MB is available" in refused.json()["error"]["message"]
     assert served.loaded() == ["a", "b"], "nothing was unloaded for what cannot fit"
 
 
@@ -195,7 +195,7 @@ def test_a_second_server_gives_way(served: House) -> None:
     assert second.wait(timeout=5) == 1
     assert second.stderr is not None
     said = second.stderr.read().decode().strip()
-    assert said == f"error: a server runs already (process {first.pid})"
+    assert said == f"error: a server is already running (process {first.pid})"
     assert served.pid() == first.pid
 
 

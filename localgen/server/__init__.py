@@ -1,1 +1,1 @@
-"""HTTP in front of engine processes: one server for a user, one process for a model."""
+"""HTTP server in front of engine processes: one server per user, one engine process per model."""

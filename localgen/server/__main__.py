@@ -1,4 +1,4 @@
-"""`python -m localgen.server`: the server that a first client starts, detached from it."""
+"""`python -m localgen.server`: the background server, started detached by the first client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The FastAPI application: native and OpenAI-compatible routes, error handlers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def create_app(
     request_shutdown: Callable[[], None],
     is_shutting_down: Callable[[], bool],
 ) -> ASGIApp:
-    """The application behind its door. request_shutdown: asks the server to end; is_shutting_down:
-    whether it does."""
+    """Build the ASGI application, wrapped in the guard middleware.
+
+    request_shutdown: starts the shutdown of the server. is_shutting_down: True once it has begun.
+    """
     rates = RateLimiter(access.rate_limit)
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
     metrics = Metrics(lambda: _engine_stats(manager))
@@ -81,7 +83,7 @@ def create_app(
 
 
 def _with_arrival_time(app: ASGIApp) -> ASGIApp:
-    """The application behind a clock: TTFT counts from before the body is read."""
+    """Record the arrival time before the body is read, so that TTFT includes reading it."""
 
     async def timed(scope: Scope, receive: Receive, send: Send) -> None:
         scope["arrived_s"] = time.monotonic()
@@ -190,7 +192,7 @@ def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -
             {"object": "list", "data": await asyncio.to_thread(state.list_models)}
         )
 
-    # names have slashes: user/repo
+    # names contain slashes: user/repo
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str, http: HttpRequest) -> Response:
         paths = is_local_request(http.scope)
@@ -219,7 +221,7 @@ def _add_request_routes(app: FastAPI, manager: ModelManager) -> None:
 async def _load_events(
     manager: ModelManager, body: LoadRequest, *, allow_paths: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """`{"progress": 0.43}` while it loads, then `{"model": …}`, a ModelInfo."""
+    """Yield `{"progress": 0.43}` while the model loads, then `{"model": ModelInfo}`."""
     progress = 0.0
 
     def note(share: float) -> None:
@@ -250,7 +252,7 @@ def _add_server_routes(
 ) -> None:
     @app.get("/health", response_model=None)
     async def health(http: HttpRequest) -> Response:
-        # open to all who reach the port: they learn no more than this
+        # open without a key: remote clients get the status only
         health_report = state.health() if is_local_request(http.scope) else {"status": state.status}
         if state.status == "ok":
             return _json_response(health_report)
@@ -272,7 +274,7 @@ def _add_server_routes(
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:
         if not is_local_request(http.scope):
-            message = "only clients on the Unix socket may end the server: localgen stop does"
+            message = "shutdown is only allowed over the Unix socket: run localgen stop"
             raise RequestRefused(403, "forbidden", message)
         request_shutdown()
         return _json_response({"status": "shutting down"})
@@ -292,7 +294,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def handle_validation_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        # a misspelt field first: it also makes the right one missing
+        # unknown fields first: a misspelt field also makes the right one missing
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         message, param = _validation_message(problems[0])
         return _error_response(http, "invalid_request", message, param)
@@ -305,33 +307,33 @@ def _add_error_handlers(app: FastAPI) -> None:
         place = f"{http.method} {http.url.path}"
         match error.status_code:
             case 404:
-                return _error_response(http, "not_found", f"there is no {place}")
+                return _error_response(http, "not_found", f"no such endpoint: {place}")
             case 405:
-                message = f"{place} is not allowed"
+                message = f"{place}: method not allowed"
                 return _error_response(http, "method_not_allowed", message, headers=error.headers)
             case _:
                 return _error_response(http, "invalid_request", str(error.detail))
 
     @app.exception_handler(Exception)
     async def handle_internal_error(http: HttpRequest, error: Exception) -> Response:
-        # the traceback goes to the log: Starlette raises it again behind this answer
-        message = f"{http.url.path} failed: the server's log says why"
+        # Starlette re-raises the error after this response, which logs the traceback
+        message = f"{http.url.path} failed with an internal error: see the server log"
         return _error_response(http, "internal_error", message)
 
 
 def _validation_message(problem: Any) -> tuple[str, str | None]:
-    """One line for the first thing that is wrong with a request, and the field it is in."""
+    """Return a one-line message for a pydantic error, and the path of its field if any."""
     steps = [step for step in problem["loc"] if step not in ("body", "query", "str")]
     steps = [step for step in steps if not str(step).startswith("list[")]
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     field = field.removeprefix(".")
     match problem["type"]:
         case "json_invalid":
-            return f"the body is not JSON: {problem['ctx']['error']}", None
+            return f"the body is not valid JSON: {problem['ctx']['error']}", None
         case "extra_forbidden":
             return f"unknown field {field}", field
         case "model_attributes_type" if not field:
-            return "the body must be a JSON object, sent as Content-Type: application/json", None
+            return "the body must be a JSON object with Content-Type: application/json", None
         case "missing":
             return (f"{field} is missing", field) if field else ("the body is missing", None)
         case _:

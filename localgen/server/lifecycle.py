@@ -1,7 +1,7 @@
-"""The life of a server: one for a user, from the lock it takes to its leaving when idle.
+"""Server startup: single-instance lock, Unix socket, log file.
 
-What a client waits for comes first: the socket listens before anything heavy is imported, and
-an engine process starts beside it. This module imports accordingly.
+Startup is ordered for latency: the socket listens, and a spare engine process starts, before any
+heavy import. Keep the imports of this module light.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from localgen.server.stats.request_log import create_log_formatter
 
 MAX_LOG_BYTES = 4 << 20
 EXIT_FAILED = 1
-# a server that leaves may hold the lock this much longer than its socket
+# a server that shuts down may hold the lock this much longer than its socket
 _LOCK_TIMEOUT_S = 15.0
 _BACKLOG = 128
 _log = logging.getLogger("localgen.server")
 
 
 def main() -> int:
-    """The server of a client: logs into a file, leaves when idle. Errors: one line on stderr."""
+    """Run the background server: logs to a file, exits when idle. Returns the exit status."""
     try:
         settings = ServerSettings.from_environment()
         settings.create_dirs()
@@ -56,11 +56,12 @@ def run_server(
     engine_command: EngineCommand = llamacpp_engine_command,
     model: str | None = None,
 ) -> None:
-    """Serve until idle (idle_exit), told to leave, or a signal. ServerUnavailable: one runs.
+    """Serve until a signal, a shutdown request or, with idle_exit, the idle timeout.
 
-    model: loaded at once, which may raise what loading raises.
+    model: loaded at startup; if that fails, the server exits and the error is raised.
 
-    BadSetting: access would let in who should not be, or its port cannot be had.
+    Raises ServerUnavailable if a server is already running; BadSetting if access is insecure or
+    its port cannot be bound.
     """
     access.validate()
     settings.create_dirs()
@@ -87,11 +88,11 @@ def run_server(
             spare=spare,
             model=model,
         )
-        _log.info("server %d ends", os.getpid())
+        _log.info("server %d exits", os.getpid())
 
 
 def log_to_file(settings: ServerSettings) -> None:
-    """Log into the state folder, one older file kept."""
+    """Log to the state folder; keep one rotated file."""
     handler = logging.handlers.RotatingFileHandler(
         settings.log_path, maxBytes=MAX_LOG_BYTES, backupCount=1
     )
@@ -101,7 +102,7 @@ def log_to_file(settings: ServerSettings) -> None:
 
 @contextlib.contextmanager
 def _server_lock(settings: ServerSettings) -> Iterator[None]:
-    """Hold the lock that makes this the only server of its user."""
+    """Hold the lock that ensures a single server per user."""
     with open(settings.server_lock_path, "a+") as lock:
         os.fchmod(lock.fileno(), 0o600)
         _acquire_lock(lock, settings)
@@ -120,14 +121,14 @@ def _acquire_lock(lock: IO[str], settings: ServerSettings) -> None:
             lock.seek(0)
             owner = lock.read().strip()
         if is_server_listening(settings):
-            raise ServerUnavailable(f"a server runs already (process {owner})")
+            raise ServerUnavailable(f"a server is already running (process {owner})")
         if time.monotonic() > deadline:
-            raise ServerUnavailable(f"an older server (process {owner}) does not end: kill it")
+            raise ServerUnavailable(f"the previous server (process {owner}) does not exit: kill it")
         time.sleep(0.02)
 
 
 def is_server_listening(settings: ServerSettings) -> bool:
-    """Whether someone accepts connections on the socket."""
+    """Return True if a server accepts connections on the Unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
@@ -139,7 +140,7 @@ def is_server_listening(settings: ServerSettings) -> bool:
 
 @contextlib.contextmanager
 def _listening_socket(settings: ServerSettings) -> Iterator[socket.socket]:
-    """The socket, 0600; under the lock, whatever lies there is left from a server that died."""
+    """Bind the Unix socket with mode 0600. Call under the lock: an existing file is stale."""
     path = settings.socket_path
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""uvicorn around the application, and what happens while it runs and when it ends."""
+"""Run the application in uvicorn: idle timeout, graceful shutdown, connection limits."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from localgen.server.models.preload import Preload
 from localgen.server.requests.caller import LOCAL_CLIENT
 from localgen.server.stats.server_state import ServerState
 
-# what systems give by default, 256 or 1,024, is for programs that serve nobody
+# the usual soft limit, 256 or 1,024, is too low for a server
 _TARGET_OPEN_FILES = 8192
-# running answers may go on this long once the server was told to leave
+# how long running requests may continue after shutdown begins
 DRAIN_TIMEOUT_S = 5.0
-# time for error events to reach their clients after that
+# after that, time for error events to reach their clients
 _FLUSH_TIMEOUT_S = 2
-# a server that unloads at once must still live until its first client has asked
+# even with a keep-alive of 0, the server waits for the request of the client that started it
 _MIN_IDLE_S = 1.0
 _WATCH_PERIOD_S = 0.25
-# a connection's first headers have to be there by then; uvicorn ends those idle after a request
+# deadline for request headers; uvicorn closes connections that are idle after a response
 HEADER_TIMEOUT_S = 10.0
-# a client that reads nothing for so long holds a model for nobody
+# a client that stops reading for this long is disconnected: it would hold its model
 STALL_TIMEOUT_S = 60.0
 MAX_HEADER_BYTES = 64 << 10
 _log = logging.getLogger("localgen.server")
 
 
 def max_open_files() -> int:
-    """Most that this process may have open."""
+    """Return the soft limit of open file descriptors."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_open_file_limit() -> None:
-    """Take as many as are wanted, if the system lets us."""
+    """Raise the soft limit towards _TARGET_OPEN_FILES, at most to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _TARGET_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_TARGET_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -65,12 +65,12 @@ def serve(
     spare: EngineProcess | None,
     model: str | None = None,
 ) -> None:
-    """Answer on listening sockets until told to leave; all engines have ended then.
+    """Serve on listening sockets until shutdown. All engine processes have ended on return.
 
-    model: loaded at once; what prevents that ends the server and is raised.
+    model: loaded at startup; if that fails, the server shuts down and the error is raised.
     """
     serving.raise_open_file_limit()
-    # uvicorn raises the signals it caught once more when it is done: by then all is in order
+    # uvicorn re-raises the signals it caught when it is done; ignore them then
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     manager = ModelManager(settings, engine_command=engine_command, spare=spare)
@@ -117,8 +117,7 @@ class _UvicornServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                # who asks is whoever connected: a header that names another client would open the
-                # door to anybody who writes `local` into it
+                # do not trust X-Forwarded-For: a client could claim to be `local`
                 proxy_headers=False,
                 timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
             )
@@ -127,7 +126,7 @@ class _UvicornServer(uvicorn.Server):
         self._manager = manager
 
     async def watch_idle(self, idle_exit: bool) -> None:
-        """Unload idle models; leave when none is left and nothing was asked for long enough."""
+        """Unload expired models; with idle_exit, shut down after keep_alive_s without requests."""
         keep_alive_s = self._settings.keep_alive_s
         while not self.should_exit:
             await asyncio.sleep(_WATCH_PERIOD_S)
@@ -139,14 +138,17 @@ class _UvicornServer(uvicorn.Server):
                 self._request_shutdown()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running answers end, then tell the rest; new clients start another server."""
+        """Let running requests finish within DRAIN_TIMEOUT_S, then fail the rest.
+
+        The socket is removed first, so that new clients start another server.
+        """
         self._settings.socket_path.unlink(missing_ok=True)
         self._manager.refuse_new_requests()
         self.preload.cancel()
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self._manager.active_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        self._manager.fail_all(ServerUnavailable.code, "the server was told to end: try again")
+        self._manager.fail_all(ServerUnavailable.code, "the server is shutting down: try again")
         await super().shutdown(sockets)
 
     def _request_shutdown(self) -> None:
@@ -155,8 +157,10 @@ class _UvicornServer(uvicorn.Server):
 
 
 class _HttpConnection(HttpToolsProtocol):
-    """A connection whose client has a name, even on a Unix socket, for fair queueing; whose
-    headers come in good time and are not endless; and whose client reads what it asked for."""
+    """A connection with limits on header size, header time and stalled reads.
+
+    Connections on the Unix socket get a numbered client name, for fair queueing.
+    """
 
     _connection_ids = itertools.count(1)
 
@@ -168,7 +172,7 @@ class _HttpConnection(HttpToolsProtocol):
         if not self.client:
             self.client = (LOCAL_CLIENT, next(self._connection_ids))
         elif len(self.connections) > serving.max_open_files() // 2:
-            # the rest is for clients on this machine, engines and files
+            # the other half is for local clients, engine pipes and files
             transport.abort()
 
     def _start_header_timer(self) -> asyncio.TimerHandle:
@@ -177,7 +181,7 @@ class _HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.cycle is None or self.cycle.response_complete:
             if self.cycle is not None and not self._header_bytes:
-                self._header_timer = self._start_header_timer()  # another request begins
+                self._header_timer = self._start_header_timer()  # next request begins
             self._header_bytes += len(data)
         super().data_received(data)
         if self._header_bytes > MAX_HEADER_BYTES:

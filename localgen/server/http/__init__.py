@@ -1,1 +1,1 @@
-"""The HTTP layer: who may connect, how much they may send, errors in each protocol's shape."""
+"""HTTP access control: keys, hosts, rate limits, body limits, error responses."""

@@ -1,4 +1,4 @@
-"""Who may ask the server over TCP, and how much. On the Unix socket the file's mode decides."""
+"""Access policy for TCP clients. The Unix socket is protected by its file mode instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_KEY_LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """What each key may use in a minute; None: as much as it likes."""
+    """Limits per account and minute. None: unlimited."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -26,10 +26,12 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessPolicy:
-    """host, port: where to listen; no port: on the Unix socket alone. keys: any of them will do.
+    """Access rules for TCP clients, and request limits.
 
-    cors_origins: web pages that may ask; `*` is all. allowed_hosts: names of this server besides
-    its addresses, localhost and the machine's own. timeout_s: longest a request may take.
+    port: None to listen on the Unix socket only. keys: accepted API keys; empty: none required.
+    cors_origins: allowed web origins, `*` for all. allowed_hosts: accepted Host headers, in
+    addition to addresses, localhost, `host` and the machine's hostname. timeout_s: maximum
+    duration of a request.
     """
 
     host: str = "127.0.0.1"
@@ -42,24 +44,26 @@ class AccessPolicy:
     max_body_bytes: int = MAX_BODY_BYTES
 
     def validate(self) -> None:
-        """BadSetting: this would let in who should not be."""
+        """Raise BadSetting for a weak API key, or a non-loopback host without keys."""
         if any(len(key) < _MIN_KEY_LENGTH or not key.isprintable() for key in self.keys):
-            raise BadSetting(f"an API key needs {_MIN_KEY_LENGTH} or more printable characters")
+            raise BadSetting(f"an API key needs at least {_MIN_KEY_LENGTH} printable characters")
         if self.port is not None and not self.keys and not is_loopback(self.host):
             raise BadSetting(
-                f"--host {self.host} lets others ask: give --api-key or --api-key-file, or "
-                "listen on 127.0.0.1"
+                f"--host {self.host} is reachable from other machines: set --api-key or "
+                "--api-key-file, or listen on 127.0.0.1"
             )
 
     def accepts_key(self, api_key: str) -> bool:
-        """Whether this is one of the keys. Takes as long whichever it is, and if it is none."""
+        """Return True if the key is valid. Constant time: every key is compared."""
         given = api_key.encode(errors="replace")
-        # no `any`: it would stop at the one that fits
+        # not any(): it would stop at the first match
         return sum([hmac.compare_digest(given, known.encode()) for known in self.keys]) > 0
 
     def allows_host(self, host: str) -> bool:
-        """Whether a Host header means this server. An address does; a name that anybody could have
-        let point here does not (DNS rebinding)."""
+        """Return True if the Host header is an address or a known name of this server.
+
+        Other names are rejected: a foreign domain may resolve to this address (DNS rebinding).
+        """
         name = re.sub(r":\d+$", "", host).strip("[]").rstrip(".").lower()
         if _is_address(name):
             return True
@@ -67,37 +71,42 @@ class AccessPolicy:
         return name in {known.lower() for known in own}
 
     def allows_origin(self, origin: str) -> bool:
-        """Whether a web page from there may ask."""
         return "*" in self.cors_origins or origin in self.cors_origins
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return True for localhost and loopback addresses."""
     if host == "localhost":
         return True
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """Keys of a file, one a line; `#` begins a comment. BadSetting."""
+    """Read API keys from a file, one per line; lines that start with `#` are comments.
+
+    Raises BadSetting if the file is unreadable, has no key, or other users can access it.
+    """
     try:
         if path.stat().st_mode & 0o077:
-            raise BadSetting(f"--api-key-file {path}: others may read it, chmod 600 it")
+            raise BadSetting(f"--api-key-file {path}: accessible to other users, chmod 600 it")
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise BadSetting(f"--api-key-file {path}: {reason}") from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
-        raise BadSetting(f"--api-key-file {path} holds no key")
+        raise BadSetting(f"--api-key-file {path} contains no key")
     return keys
 
 
 def parse_rate_limit(text: str) -> RateLimit:
-    """`60` requests a minute, or `60,100000`: and so many tokens; `0`: no limit. BadSetting."""
+    """Parse `REQUESTS` or `REQUESTS,TOKENS` per minute; 0: no limit.
+
+    Raises BadSetting if the text has another form.
+    """
     match = re.fullmatch(r"(\d{1,9})(?:,(\d{1,12}))?", text.strip())
     if match is None:
-        raise BadSetting(f"--rate-limit {text}: give requests, or requests,tokens, a minute")
+        raise BadSetting(f"--rate-limit {text}: expected REQUESTS or REQUESTS,TOKENS per minute")
     return RateLimit(int(match[1]) or None, int(match[2] or 0) or None)
 
 
@@ -110,7 +119,7 @@ def _is_address(name: str) -> bool:
 
 
 def open_tcp_socket(access: AccessPolicy) -> socket.socket:
-    """The TCP socket. BadSetting: it cannot be had."""
+    """Bind and return the TCP socket. Raises BadSetting if that fails."""
     assert access.port is not None
     try:
         family = socket.getaddrinfo(access.host, access.port, type=socket.SOCK_STREAM)[0][0]

@@ -1,4 +1,4 @@
-"""Failed requests, answered in the shape of the protocol that was spoken."""
+"""Error responses in the format of the requested API: OpenAI or Ollama."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def error_response(
     status: int | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The answer to a request for that path. status: that of the code by default."""
+    """Build the error response for a request path. status: default is that of the error code."""
     status = status or http_status_for_code(code)
     body: dict[str, Any]
     if path.startswith(ollama.API_PREFIX):

@@ -1,4 +1,4 @@
-"""The door for TCP: who asks, from where, how much and how fast."""
+"""Middleware that enforces access policy, rate limits and body limits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from localgen.server.http.errors import error_response
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.requests.caller import KEY_ACCOUNT_PREFIX, is_local_request
 
-# a body has to come within this
+# a request body must arrive within this time
 BODY_TIMEOUT_S = 60.0
-# a body that is refused is read this far behind the answer: a connection that closes with bytes
-# unread is reset, and what the client has not yet received of the answer is lost
+# how much of a rejected body is read after the response: closing a connection with unread bytes
+# resets it, and the client may lose the response
 _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
-# without a key: it says no more than that a server is there
+# served without a key: they reveal only that a server is running
 _PUBLIC_PATHS = frozenset({"/health", "/livez"})
 _RATE_LIMITED_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
@@ -33,7 +33,7 @@ _RATE_LIMITED_PATHS = (
 
 
 class RequestRefused(HTTPException):
-    """A request that is not let in. headers: besides those of every error."""
+    """A rejected request. headers: additional response headers."""
 
     def __init__(
         self, status: int, code: str, message: str, headers: dict[str, str] | None = None
@@ -42,8 +42,8 @@ class RequestRefused(HTTPException):
         self.code = code
 
     def to_response(self, path: str) -> Response:
-        """What the client gets who asked for that path."""
-        # what is left of the request shall not be read as another one
+        """Build the error response for a request path."""
+        # close: the unread rest of the body must not be parsed as another request
         headers = {"Connection": "close", **(self.headers or {})}
         return error_response(
             path, self.code, self.detail, status=self.status_code, headers=headers
@@ -51,8 +51,11 @@ class RequestRefused(HTTPException):
 
 
 class GuardMiddleware:
-    """The application behind its door. An account is a key, or an address where none is needed;
-    it is left in scope["account"], and on the Unix socket it is empty."""
+    """Checks each request before the application sees it.
+
+    Sets scope["account"]: a hash of the API key; the client address if no keys are required; empty
+    on the Unix socket.
+    """
 
     def __init__(self, app: ASGIApp, access: AccessPolicy, rate_limiter: RateLimiter) -> None:
         self._access, self._rate_limiter = access, rate_limiter
@@ -100,10 +103,10 @@ class GuardMiddleware:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if not self._access.allows_host(host):
-            message = f"the server is not called {host[:80]!r}: --allow-host adds a name"
+            message = f"host {host[:80]!r} is not allowed: add it with --allow-host"
             raise RequestRefused(403, "forbidden_host", message)
         if origin is not None and not self._access.allows_origin(origin):
-            message = f"pages of {origin[:80]!r} may not ask: --cors-origin allows some"
+            message = f"origin {origin[:80]!r} is not allowed: add it with --cors-origin"
             raise RequestRefused(403, "forbidden_origin", message)
         if scope["path"] in _PUBLIC_PATHS:
             return
@@ -115,7 +118,7 @@ class GuardMiddleware:
                 raise RequestRefused(
                     429,
                     "rate_limited",
-                    f"the rate limit is reached: try again in {seconds} s",
+                    f"rate limit reached: try again in {seconds} s",
                     {"Retry-After": str(seconds)},
                 )
 
@@ -124,10 +127,10 @@ class GuardMiddleware:
             return str(scope["client"][0])
         kind, _, key = authorization.partition(" ")
         if kind.lower() != "bearer" or not self._access.accepts_key(key.strip()):
-            what = "this API key is not known" if authorization else "an API key is needed"
+            what = "invalid API key" if authorization else "an API key is required"
             message = f"{what}: send Authorization: Bearer KEY"
             raise RequestRefused(401, "unauthorized", message, {"WWW-Authenticate": "Bearer"})
-        # the key itself shall not be in logs
+        # hashed: keys must not appear in logs
         return (
             KEY_ACCOUNT_PREFIX
             + hashlib.sha256(key.strip().encode(errors="replace")).hexdigest()[:12]
@@ -135,7 +138,7 @@ class GuardMiddleware:
 
 
 class _LimitedBody:
-    """A request's body, counted and timed while it comes. max_bytes: bytes; None: no limit."""
+    """A request body with limits on time, size and JSON elements. max_bytes: None: no limit."""
 
     def __init__(self, receive: Receive, max_bytes: int | None = None) -> None:
         self._receive, self._max_bytes = receive, max_bytes
@@ -144,13 +147,13 @@ class _LimitedBody:
         self._deadline_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
     def check_length(self, scope: Scope) -> None:
-        """RequestRefused: it says itself that it is too long."""
+        """Raise RequestRefused if Content-Length exceeds the limit."""
         for name, value in scope["headers"]:
             if name.lower() == b"content-length" and value.isdigit():
                 self._require_size(int(value))
 
     async def receive(self) -> Message:
-        if self._complete:  # from now on, only that the client leaves
+        if self._complete:  # only a disconnect can follow
             return await self._receive()
         self._receive_started = True
         try:
@@ -158,7 +161,9 @@ class _LimitedBody:
                 message = await self._receive()
         except TimeoutError:
             raise RequestRefused(
-                408, "too_slow", f"the body took longer than {BODY_TIMEOUT_S:.0f} s"
+                408,
+                "too_slow",
+                f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive",
             ) from None
         self._parts.append(message.get("body", b""))
         self._num_bytes += len(self._parts[-1])
@@ -169,9 +174,9 @@ class _LimitedBody:
         return message
 
     async def drain(self, scope: Scope) -> None:
-        """Read what is left, within bounds, and keep nothing of it."""
+        """Read and discard the rest of the body, up to _LINGER_BYTES and _LINGER_S."""
         if not self._receive_started and any(name == b"expect" for name, _ in scope["headers"]):
-            return  # it waits for our consent before it sends any
+            return  # the client waits for 100 Continue and sends nothing
         size = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
@@ -184,7 +189,7 @@ class _LimitedBody:
         if self._max_bytes is not None and size > self._max_bytes:
             self._parts.clear()
             raise RequestRefused(
-                413, "too_large", f"a request may have {self._max_bytes:,} bytes: shorten it"
+                413, "too_large", f"the body exceeds {self._max_bytes:,} bytes: shorten it"
             )
 
     def _require_json_limits(self) -> None:

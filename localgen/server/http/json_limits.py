@@ -1,8 +1,7 @@
-"""How much there is in a body, told before anybody takes it apart.
+"""Limit the number of elements in a JSON body before it is parsed.
 
-A few megabytes of JSON can hold a million tiny objects; while they are made, checked and thrown
-away again, nobody else is answered. Counting takes a few milliseconds, because it only ever looks
-for single bytes.
+A few megabytes of JSON can hold a million tiny objects; parsing and validating them blocks the
+event loop. Counting single bytes takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -11,18 +10,21 @@ MAX_CONTAINERS = 1 << 14
 MAX_STRINGS = 1 << 18
 MAX_VALUES = 1 << 20
 _LIMITS_MESSAGE = (
-    f"a request may have {MAX_CONTAINERS:,} messages, objects and lists, {MAX_STRINGS:,} texts and "
-    f"{MAX_VALUES:,} values: shorten it"
+    f"the request has too many elements, at most {MAX_CONTAINERS:,} objects and lists, "
+    f"{MAX_STRINGS:,} strings and {MAX_VALUES:,} values: shorten it"
 )
 
 
 def json_limit_error(body: bytes) -> str | None:
-    """What a JSON body has too much of; None: nothing. One that is no JSON may pass."""
+    """Return an error message if the body has too many elements, else None.
+
+    Invalid JSON may pass: the parser rejects it later.
+    """
     if len(body) < MAX_CONTAINERS:
         return None
     if b"\0" in body:
         return "the body is not JSON in UTF-8"
-    # what a text quotes does not end it
+    # escaped quotes do not end a string
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     if plain.count(b'"') > 2 * MAX_STRINGS:
         return _LIMITS_MESSAGE

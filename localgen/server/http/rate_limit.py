@@ -1,4 +1,4 @@
-"""How much each key has used lately."""
+"""Rate limits: requests and tokens per minute of each account."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from localgen.server.http.access import RateLimit
 from localgen.server.stats.request_log import RequestRecord
 
 _MINUTE_S = 60.0
-# accounts that are full again are forgotten when there are so many
+# above this number of buckets, full ones are dropped
 _MAX_BUCKETS = 10_000
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Fills at `capacity` a minute up to `capacity`; may be overdrawn, and then takes time to
-    recover."""
+    """A token bucket that refills at `capacity` per minute. The level may become negative."""
 
     capacity: float
     level: float
     refilled_s: float
 
     def refill(self, now_s: float) -> None:
-        """Add what has come since the last time."""
         gained = (now_s - self.refilled_s) * self.capacity / _MINUTE_S
         self.level, self.refilled_s = min(self.capacity, self.level + gained), now_s
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until there is so much; 0: now."""
+        """Return the seconds until `amount` is available; 0 if it is now."""
         return max(0.0, (amount - self.level) * _MINUTE_S / self.capacity)
 
 
 class RateLimiter:
-    """Token buckets by account: requests are paid in advance, tokens once they are known."""
+    """Buckets per account. Requests are charged on admission, tokens when a request ends."""
 
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -43,7 +41,7 @@ class RateLimiter:
         self._tokens: dict[str, TokenBucket] = {}
 
     def admit(self, account: str) -> float | None:
-        """Count a request; or the seconds after which one is allowed."""
+        """Charge a request. Returns None, or the seconds to wait if the limit is reached."""
         waits = []
         requests = self._bucket(self._requests, account, self._limit.requests)
         if requests is not None:
@@ -58,7 +56,7 @@ class RateLimiter:
         return None
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Count the tokens of a request, those of its prompt too if they were computed."""
+        """Charge the generated tokens of a request, and its prompt tokens that were not cached."""
         bucket = self._bucket(self._tokens, record.account, self._limit.tokens)
         if bucket is not None and record.account:
             computed = 0 if record.total is None else record.total.timings.prompt_n

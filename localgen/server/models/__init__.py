@@ -1,1 +1,1 @@
-"""Models in memory: engine processes, loading and eviction, draft models."""
+"""Resident models: engine processes, loading, eviction, draft models."""

@@ -1,4 +1,4 @@
-"""Which model drafts for another: the one that was asked for, or the one the catalog names."""
+"""Resolve `--draft` to a draft model, the n-gram drafter, or no drafts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from localgen.backends.model_info import (
 from localgen.hub.metadata import catalog_entry_of
 from localgen.placement.backend_choice import Placement
 
-_NGRAM_FALLBACK = "drafts come from the text alone"
+_NGRAM_FALLBACK = "using the n-gram drafter"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What `--draft` comes to for one model.
+    """The resolved `--draft` of one target model.
 
-    option: as it stands among options, a model by its path. file: the draft model; None: there is
-    none, or it cannot be had. optional: whether that is as good. note: what a user should know.
+    option: the value for LoadOptions.draft; a draft model is given by its path. file: the draft
+    model, None if there is none or it is unavailable. optional: loading may continue without the
+    draft model. note: a notice for the user, or empty.
     """
 
     option: str | None = None
@@ -35,31 +36,33 @@ class DraftChoice:
 
     @classmethod
     def from_model(cls, file: ModelFile, *, optional: bool) -> DraftChoice:
-        """A model drafts."""
         return cls(str(file.path), file, optional)
 
     @property
     def draft_model(self) -> DraftModelRequest | None:
-        """As an engine gets it."""
         if self.file is None:
             return None
         return DraftModelRequest(self.file.name, str(self.file.path), self.optional)
 
     @property
     def effective_option(self) -> str | None:
-        """As it stands among the options that a model is loaded with."""
+        """The value for LoadOptions.draft; `ngram` if the draft model is unavailable."""
         lost = self.file is None and self.option not in (None, *DRAFT_KEYWORDS)
         return DRAFT_NGRAM if lost else self.option
 
     def without_model(self, reason: str) -> DraftChoice:
-        """The same with the text alone. reason: the draft model cannot be had."""
+        """Return a copy that falls back to the n-gram drafter. reason: why, for the notice."""
         return replace(self, file=None, note=f"{_NGRAM_FALLBACK}: {reason}")
 
     def for_placement(self, placement: Placement) -> DraftChoice:
-        """The same where the model runs. InvalidRequest: that cannot run the draft model."""
+        """Return the choice for the backend of a placement.
+
+        llama.cpp cannot run a draft model that is not GGUF: falls back to the n-gram drafter if the
+        draft model is optional, else raises InvalidRequest.
+        """
         if self.file is None or self.file.is_gguf or placement.backend != "llamacpp":
             return self
-        why = f"llama.cpp runs .gguf files, {self.file.path} is none"
+        why = f"llama.cpp runs .gguf files, {self.file.path} is not one"
         if self.optional:
             return self.without_model(why)
         raise InvalidRequest(f"--draft: {why}", param="draft")
@@ -71,9 +74,11 @@ def resolve_draft_model(
     target: ModelFile,
     resolve_file: Callable[[str], ModelFile],
 ) -> DraftChoice:
-    """What is asked for; if nothing, what is usual here, as far as it can be had.
+    """Resolve the draft option: the requested one, else the server default.
 
-    resolve_file: a name's model. ModelNotFound, InvalidRequest: what is asked for cannot be had.
+    requested, default: a model name, `auto`, `ngram`, `none`, or None. resolve_file: resolves a
+    model name. A missing default falls back to the n-gram drafter; a missing requested model
+    raises the error of resolve_file (ModelNotFound, InvalidRequest).
     """
     name = default if requested is None else requested
     if name in (None, DRAFT_NGRAM, DRAFT_NONE):
@@ -92,7 +97,7 @@ def resolve_draft_model(
 
 
 def _catalog_draft(target: ModelFile, resolve_file: Callable[[str], ModelFile]) -> DraftChoice:
-    """The catalog's draft model for this one, of the same format if both are here."""
+    """The catalog's draft model for the target, preferably in the same file format."""
     entry = catalog_entry_of(target)
     if entry is None or entry.draft is None:
         why = f"the catalog has no draft model for {target.name}"
@@ -102,5 +107,5 @@ def _catalog_draft(target: ModelFile, resolve_file: Callable[[str], ModelFile]) 
             return DraftChoice.from_model(resolve_file(name), optional=True)
         except ModelNotFound:
             continue
-    why = f"{entry.draft} is not here, localgen pull {entry.draft} fetches it"
+    why = f"{entry.draft} is not installed, localgen pull {entry.draft} downloads it"
     return DraftChoice(DRAFT_NGRAM, note=f"{_NGRAM_FALLBACK}: {why}")

@@ -1,4 +1,4 @@
-"""One engine process, for asyncio: load, submit, cancel, and what happens when it dies."""
+"""Asyncio client of one engine process: load, submit, cancel, handle crashes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ from localgen.server.models.engine_process import EngineLogPipe, EngineProcess, 
 
 RequestEvent = Delta | Finished | Failed
 
-# after its socket closed, a process is given this long to show why; streams wait for it
+# after the socket closes, streams wait this long for the exit status of the process
 _EXIT_STATUS_TIMEOUT_S = 0.3
 _EXIT_TIMEOUT_S = 3.0
-# what code that does not suit the processor, or a file it cannot digest, ends in
+# signals of native crashes: unsupported CPU instructions, malformed model files
 _CRASH_SIGNALS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 _log = logging.getLogger("localgen.engine")
 
 
 class LoadCrashed(LoadFailed):
-    """The engine process was killed by a fault of its machine code while it loaded the model."""
+    """The engine process crashed in native code while loading the model."""
 
 
 class RequestStream:
-    """The events of one request or of several, in order; the last one of each is a Finished or a
-    Failed."""
+    """Ordered events of one or more requests. The last event of each is Finished or Failed."""
 
     __slots__ = ("_engine", "_events", "_has_events", "_request_ids")
 
@@ -56,32 +55,31 @@ class RequestStream:
         self._has_events = asyncio.Event()
 
     def put(self, event: RequestEvent) -> None:
-        """Add an event and wake who waits."""
         self._events.append(event)
         self._has_events.set()
 
     async def next_events(self) -> list[RequestEvent]:
-        """Everything that came since the last call, at least one event."""
+        """Wait for and return all events since the last call, at least one."""
         await self._has_events.wait()
         self._has_events.clear()
         events, self._events = self._events, []
         return events
 
     def abort(self) -> None:
-        """End what has not ended in the engine now; no event follows."""
+        """Cancel the unfinished requests; no event follows."""
         for request_id in self._request_ids:
             self._engine.abort(request_id)
 
     def fail(self, code: str, message: str) -> None:
-        """End what has not ended in the engine now, with this as the last event."""
+        """Cancel the unfinished requests, with a Failed as the last event."""
         self.abort()
         self.put(Failed(self._request_ids[0], code, message))
 
 
 class EngineClient(asyncio.Protocol):
-    """The server's end of an engine process.
+    """The server's connection to an engine process.
 
-    on_death is called once, when the process is gone for another reason than stop().
+    on_death: called when the process ends for another reason than stop().
     """
 
     def __init__(self, process: EngineProcess, name: str, on_death: Callable[[], None]) -> None:
@@ -94,12 +92,10 @@ class EngineClient(asyncio.Protocol):
         self._output = EngineLogPipe(name)
         self._streams: dict[str, RequestStream] = {}
         self._pending_embeddings: dict[str, asyncio.Future[Embedded]] = {}
-        self._max_requests: int | None = (
-            None  # requests for text that it can have: in steps, and waiting
-        )
+        self._max_requests: int | None = None  # running and waiting generation requests it accepts
         self._load_future: asyncio.Future[ModelInfo] | None = None
         self._transport: asyncio.Transport | None = None
-        self._end_reason: str | None = None  # why nothing can be asked of it any more
+        self._end_reason: str | None = None  # why it accepts no more requests
         self._cleanup_task: asyncio.Task[None] | None = None
 
     @property
@@ -108,18 +104,17 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def num_active_requests(self) -> int:
-        """Requests that have not ended."""
         return len(self._streams) + len(self._pending_embeddings)
 
     async def load(self, request: ModelLoadRequest) -> ModelInfo:
-        """Load the model; progress is updated meanwhile. Raises what the engine reports."""
+        """Load the model, updating `progress`. Raises the error that the engine reports."""
         loop = asyncio.get_running_loop()
         self._load_future = loop.create_future()
         assert self._process.process.stdout is not None
         try:
             await loop.connect_read_pipe(lambda: self._output, self._process.process.stdout)
             transport, _ = await loop.create_connection(lambda: self, sock=self._process.sock)
-        except (OSError, ValueError) as error:  # stopped before it had begun
+        except (OSError, ValueError) as error:  # stopped before the load began
             raise LoadFailed(f"cannot load {request.path}: {self._end_reason or error}") from error
         self._transport = transport
         self._path = request.path
@@ -127,8 +122,11 @@ class EngineClient(asyncio.Protocol):
         return await self._load_future
 
     def submit(self, *requests: Request) -> RequestStream:
-        """Hand over a request, or several in one go. EngineDied if the process is gone, QueueFull
-        if it would refuse for sure: said here, that takes no template and waits for no step."""
+        """Submit one or more requests in one write.
+
+        Raises EngineDied if the process has ended, QueueFull if the queue limit is reached. The
+        limit is checked here to reject early, without rendering a template or waiting for a step.
+        """
         if (
             self._max_requests is not None
             and len(self._streams) + len(requests) > self._max_requests
@@ -144,7 +142,7 @@ class EngineClient(asyncio.Protocol):
         return stream
 
     async def embed(self, request: EmbedRequest) -> Embedded:
-        """Vectors of texts; cancelled in the engine too. Raises what the engine reports."""
+        """Compute embeddings. Cancellation reaches the engine. Raises the error that it reports."""
         frame = self._encode_frame(wire.SubmitEmbedding(request))
         done: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
         self._pending_embeddings[request.id] = done
@@ -156,32 +154,34 @@ class EngineClient(asyncio.Protocol):
                 self._send(wire.Cancel(request.id))
 
     def _encode_frame(self, message: wire.WireMessage) -> bytes:
-        """A request for the wire. EngineDied, InvalidRequest: it cannot be sent."""
+        """Encode a request. Raises EngineDied if the engine ended, InvalidRequest if too large."""
         if self._end_reason is not None:
             raise EngineDied(self._end_reason)
         frame = wire.encode_message(message)
         if len(frame) > wire.MAX_FRAME_BYTES:
             raise InvalidRequest(
-                f"the request is {len(frame) >> 20} MiB, at most {wire.MAX_FRAME_BYTES >> 20} "
-                "reach a model: shorten it"
+                f"the request is {len(frame) >> 20} MiB, the limit is {wire.MAX_FRAME_BYTES >> 20} "
+                "MiB: shorten it"
             )
         return frame
 
     def abort(self, request_id: str) -> None:
-        """End a request; nothing happens if it has ended."""
+        """Cancel a request without further events; does nothing if it has ended."""
         if self._streams.pop(request_id, None) is not None:
             self._send(wire.Cancel(request_id))
 
     def cancel_request(self, request_id: str) -> bool:
-        """End a request for text as if its client had had enough: what there is of its answer
-        stays, and it finishes as cancelled. False: it has ended."""
+        """Cancel a generation request: it keeps its partial answer and finishes as cancelled.
+
+        Returns False if it has ended.
+        """
         if request_id not in self._streams:
             return False
         self._send(wire.Cancel(request_id))
         return True
 
     def fail_all(self, code: str, message: str) -> None:
-        """End every stream with this error, and the requests in the engine."""
+        """Cancel every request and fail its stream with this error."""
         for request_id, stream in list(self._streams.items()):
             self.abort(request_id)
             stream.put(Failed(request_id, code, message))
@@ -190,7 +190,7 @@ class EngineClient(asyncio.Protocol):
             self._fail_embedding(Failed(request_id, code, message))
 
     async def stop(self, reason: str) -> None:
-        """End the process; its memory is free when this returns."""
+        """Stop the process and wait for its exit, so that its memory is free."""
         if self._end_reason is None:
             self._end_reason = reason
         self._fail_load(LoadFailed(reason))
@@ -198,7 +198,7 @@ class EngineClient(asyncio.Protocol):
         if self._transport is None:
             self._process.sock.close()
         else:
-            self._transport.close()  # end of stream: the engine leaves
+            self._transport.close()  # the engine exits at the end of its input
         await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
         if self._transport is not None:
             await self._output.wait_closed(_EXIT_TIMEOUT_S)
@@ -207,16 +207,16 @@ class EngineClient(asyncio.Protocol):
         try:
             for message in self._decoder.feed(received):
                 self._handle_message(message)
-        except Exception as error:  # whatever it sent, this engine cannot be trusted any more
+        except Exception as error:  # an engine that sends invalid messages is unusable
             _log.exception("%s: bad message from the engine", self._name)
-            self._mark_dead(f"the engine of {self._name} sent what is not understood: {error}")
+            self._mark_dead(f"the engine of {self._name} sent an invalid message: {error}")
             self._process.process.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
         unexpected = self._end_reason is None
         if unexpected:
-            # nothing more is asked of it, while its streams wait to learn why
-            self._end_reason = f"the engine process of {self._name} is gone"
+            # reject new requests while the streams wait for the exit status
+            self._end_reason = f"the engine process of {self._name} has ended"
             if self._load_future is not None and self._load_future.done():
                 self._on_death()
         self._cleanup_task = asyncio.create_task(
@@ -225,15 +225,14 @@ class EngineClient(asyncio.Protocol):
 
     async def _wait_for_exit(self) -> None:
         assert self._end_reason is not None
-        self.fail_all(
-            EngineDied.code, self._end_reason
-        )  # what reached it when it had told of its end
+        # requests that were submitted after the engine announced its end
+        self.fail_all(EngineDied.code, self._end_reason)
         await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
 
     async def _handle_crash(self) -> None:
         status = await self._process.wait(_EXIT_STATUS_TIMEOUT_S)
         last = self._output.last_line
-        said = f", its last words: {last[:300]}" if last else ""
+        said = f", its last output: {last[:300]}" if last else ""
         crashed = status is not None and -status in _CRASH_SIGNALS
         message = f"the engine process of {self._name} {describe_exit_status(status)}{said}"
         self._mark_dead(message, LoadCrashed if crashed else LoadFailed)
@@ -269,7 +268,7 @@ class EngineClient(asyncio.Protocol):
             self.stats = events.stats
         dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)
         if dying is not None and self._end_reason is None:
-            # it leaves in a moment: whoever reads of that and asks again gets another
+            # it exits in a moment: a retry must start a new engine
             self._end_reason = dying
             self._on_death()
         for delta in events.deltas:

@@ -1,4 +1,4 @@
-"""An engine process as the operating system sees it: started, logged, ended."""
+"""Engine processes: start, log output, wait, kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from localgen.machine.python_process import python_command, python_environment
 
-# from the number of the inherited socket to the command that serves it
+# (file descriptor of the inherited socket) -> command line of the engine
 EngineCommand = Callable[[int], list[str]]
 
 _MAX_LAST_LINES = 20
@@ -34,14 +34,14 @@ def cuda_engine_command(fd: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """A process started and the server's end of its socket; what it prints comes over a pipe."""
+    """A started process, its output pipe, and the server's end of its socket."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
 
     @classmethod
     def start(cls, command: EngineCommand) -> EngineProcess:
-        """Start one; it waits for the model to load. Its own session: Ctrl+C is for the server."""
+        """Start an engine that waits for a load request, in a new session: Ctrl+C skips it."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -51,7 +51,6 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # a crash in native code is reported as what it is: no debugger, no pages of output
                 env=_engine_environment(),
             )
         ours.setblocking(False)
@@ -62,11 +61,10 @@ class EngineProcess:
         return self.process.pid
 
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
         return self.process.poll() is None
 
     async def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, or None if it still runs after that time."""
+        """Wait for the exit status. Returns None if the process still runs after the timeout."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (status := self.process.poll()) is None:
             if asyncio.get_running_loop().time() >= deadline:
@@ -75,21 +73,22 @@ class EngineProcess:
         return status
 
     async def wait_or_kill(self, timeout_s: float) -> int:
-        """Wait for it to leave, kill it if it does not; its exit status."""
+        """Wait for the process to exit, kill it after the timeout, and return its exit status."""
         status = await self.wait(timeout_s)
         if status is not None:
             return status
         self.process.kill()
-        # a killed process leaves as soon as the kernel lets it: releasing memory may take a while
+        # releasing the memory of a killed process may take a while
         while (status := await self.wait(1.0)) is None:
-            _log.warning("engine process %d is killed but has not left yet", self.pid)
+            _log.warning("engine process %d was killed but has not exited yet", self.pid)
         return status
 
 
 def _engine_environment() -> dict[str, str]:
     environment = python_environment()
+    # no debugger and backtrace on a native crash
     environment["GGML_NO_BACKTRACE"] = "1"
-    # weights in huge pages where the system lets a process ask for them: fewer page table walks
+    # weights in huge pages where the system allows madvise: fewer page table walks
     known = environment.get("GLIBC_TUNABLES")
     if not known or "glibc.malloc.hugetlb" not in known:
         asked = "glibc.malloc.hugetlb=1"
@@ -98,7 +97,7 @@ def _engine_environment() -> dict[str, str]:
 
 
 def describe_exit_status(status: int | None) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended. status: None if it still runs."""
     if status is None:
         return "closed its socket"
     if status >= 0:
@@ -110,7 +109,7 @@ def describe_exit_status(status: int | None) -> str:
 
 
 class EngineLogPipe(asyncio.Protocol):
-    """What an engine prints, line by line into the log; the last lines are kept."""
+    """Copies the output of an engine to the log, and keeps the last lines."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -120,11 +119,11 @@ class EngineLogPipe(asyncio.Protocol):
 
     @property
     def last_line(self) -> str:
-        """The last line that says something, or nothing."""
+        """The last non-blank line, or an empty string."""
         return next((line for line in reversed(self._last_lines) if line.strip()), "")
 
     async def wait_closed(self, timeout_s: float) -> None:
-        """Wait until all who print here are gone: the engine, and processes that it started."""
+        """Wait until the engine and its child processes have closed their output."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), timeout_s)
 

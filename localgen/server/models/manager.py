@@ -1,4 +1,4 @@
-"""Which models are in memory: loaded on demand, unloaded when idle, swapped by LRU."""
+"""Model manager: load on demand, unload when idle, evict least recently used."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from localgen.server.models.engine_process import (
 from localgen.server.models.memory_budget import MemoryBudget
 from localgen.server.models.resident import KeepAlive, ResidentModel
 
-# an engine process started before anyone asked waits this long for a model
+# how long the spare engine process waits for a model
 SPARE_TIMEOUT_S = 30.0
 _log = logging.getLogger("localgen.server")
 
 
-# told of each load: the model, `loaded` or the code of what went wrong, seconds that it took
+# (model name, `loaded` or an error code, load time in seconds)
 OnLoad = Callable[[str, str, float], None]
 
 
 class ModelManager:
-    """Owns every engine process of a server. For one event loop. on_load: told of each load."""
+    """Owns all engine processes of a server. Not thread-safe. on_load: called after each load."""
 
     def __init__(
         self,
@@ -71,22 +71,22 @@ class ModelManager:
 
     @property
     def residents(self) -> tuple[ResidentModel, ...]:
-        """Models loaded or loading, in the order of loading."""
+        """Loaded and loading models, in load order."""
         return tuple(self._residents)
 
     @property
     def is_closing(self) -> bool:
-        """Whether requests are refused because the server leaves."""
+        """True once the server is shutting down and rejects requests."""
         return self._closing
 
     @property
     def active_requests(self) -> int:
-        """Requests that hold a model."""
+        """The number of requests that hold a model."""
         return sum(resident.num_users for resident in self._residents)
 
     @property
     def idle_s(self) -> float:
-        """Seconds since anything was asked of a model; 0 while something is."""
+        """Seconds since the last use of any model; 0 during requests and loads."""
         loading = any(resident.info is None for resident in self._residents)
         return 0.0 if self.active_requests or loading else time.monotonic() - self._last_used_s
 
@@ -100,12 +100,13 @@ class ModelManager:
         *,
         allow_paths: bool = False,
     ) -> AsyncIterator[tuple[ResidentModel, ModelInfo]]:
-        """The model of that name, loaded if it is not, kept for as long as the block runs.
+        """Hold a model for the duration of the block, loading it if needed.
 
-        keep_alive: how long it then stays; None: as it was, at first as the settings say.
-        allow_paths: whether the name may be a path, which is not for clients from other machines.
+        name: None for the built-in model. keep_alive: new idle time of the model; None keeps the
+        current one, initially that of the settings. allow_paths: accept a path as name; must be
+        False for remote clients.
 
-        Raises ModelNotFound, ModelBusy, OutOfMemory, LoadFailed.
+        Raises ModelNotFound, ModelBusy if it is loaded with other options, OutOfMemory, LoadFailed.
         """
         if name is not None and not allow_paths:
             reject_path(name)
@@ -137,7 +138,7 @@ class ModelManager:
                 resident.require_options(options)
                 return resident, info
             except OutOfMemory:
-                # the engine knows better than our estimate: give it what idle models hold
+                # the estimate was too low: evict an idle model and retry
                 self._release(resident)
                 if not await self._memory_budget.evict_lru(resident.file, resident.placement.gpu):
                     raise
@@ -150,8 +151,10 @@ class ModelManager:
         resident.last_used_s = self._last_used_s = time.monotonic()
 
     async def unload(self, name: str, *, when_idle: bool = False) -> bool:
-        """Unload a model now, in use or not, or as soon as nobody uses it; False if it is not
-        loaded. InvalidRequest: two are called that."""
+        """Unload a model immediately, even in use; with when_idle, once it has no requests.
+
+        Returns False if it is not loaded; raises InvalidRequest if the name is ambiguous.
+        """
         found = self._find_by_resolved_name(name) or self._find_by_short_name(name)
         if found is None:
             try:
@@ -168,12 +171,12 @@ class ModelManager:
         return True
 
     def forget_name(self, name: str) -> None:
-        """A name may mean another model from now on."""
+        """Drop the cached resolution of a name, which now means another model or none."""
         for resident in self._residents:
             resident.resolved_names.discard(name)
 
     async def unload_expired(self) -> None:
-        """Unload what nobody used for the keep-alive time; to be called now and then."""
+        """Unload models that were idle for their keep-alive time. Call this periodically."""
         if self._spare and time.monotonic() - self._started_s > SPARE_TIMEOUT_S:
             await self._stop_spare()
         for resident in self.residents:
@@ -181,20 +184,20 @@ class ModelManager:
                 await self._unload_resident(resident, f"{resident.file.name} was idle")
 
     def refuse_new_requests(self) -> None:
-        """From now on nothing is loaded and no request accepted: the server leaves."""
+        """Reject requests and loads from now on: the server is shutting down."""
         self._closing = True
 
     def cancel(self, request_id: str) -> bool:
-        """End a running or waiting request for text as cancelled; False: there is none."""
+        """Cancel a running or waiting generation request. Returns False if there is none."""
         return any(resident.engine.cancel_request(request_id) for resident in self._residents)
 
     def fail_all(self, code: str, message: str) -> None:
-        """End every running request with this error."""
+        """Fail every request with this error."""
         for resident in self._residents:
             resident.engine.fail_all(code, message)
 
     async def close(self) -> None:
-        """End every engine process."""
+        """Stop all engine processes."""
         self.refuse_new_requests()
         await self._stop_spare()
         ending = [self._unload_resident(resident, "the server ends") for resident in self.residents]
@@ -203,7 +206,7 @@ class ModelManager:
     async def _find_or_load(
         self, name: str, options: LoadOptions, allow_paths: bool
     ) -> ResidentModel:
-        """The resident that a name means, its loading begun if need be."""
+        """Return the resident for a name; start loading it if needed."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
         resident = self._find_by_resolved_name(name)
@@ -213,7 +216,7 @@ class ModelManager:
                     await self._resolve_file(name, allow_paths), options, allow_paths
                 )
             except ModelNotFound:
-                # what was loaded by its path is listed by its short name
+                # models that were loaded by path are listed by their short name
                 resident = self._find_by_short_name(name)
                 if resident is None:
                     raise
@@ -224,31 +227,30 @@ class ModelManager:
         return next((r for r in self._residents if name in r.resolved_names or name == r.id), None)
 
     def _find_by_short_name(self, name: str) -> ResidentModel | None:
-        """The only resident of that short name, which several files may have."""
+        """Return the resident with this short name. Raises InvalidRequest if there are several."""
         found = [r for r in self._residents if r.file.name == name]
         if len(found) > 1:
             paths = ", ".join(str(r.file.path) for r in found)
-            raise InvalidRequest(f"{len(found)} models are called {name}, name one: {paths}")
+            raise InvalidRequest(f"{len(found)} models are named {name}, use a path: {paths}")
         return found[0] if found else None
 
     async def _resolve_file(self, name: str, allow_paths: bool) -> ModelFile:
-        # in a thread: the cache may be large, its disk slow
+        # in a thread: scanning a large cache on a slow disk takes time
         return await asyncio.to_thread(self._resolve, name, allow_paths=allow_paths)
 
     async def _resolve_draft(
         self, file: ModelFile, requested: str | None, allow_paths: bool
     ) -> DraftChoice:
-        """What drafts for a model. requested: None: nothing was, but the server may have its
-        usual."""
+        """Resolve the draft option of a model. requested: None uses the server default."""
         usual = None if requested is not None else self._settings.draft
-        # what the settings say is the user's own, wherever the request comes from
+        # the server default may be a path, even for remote clients
         find = partial(self._resolve, allow_paths=allow_paths or requested is None)
         return await asyncio.to_thread(resolve_draft_model, requested, usual, file, find)
 
     async def _start_load_once(
         self, file: ModelFile, options: LoadOptions, allow_paths: bool
     ) -> ResidentModel:
-        """The resident of a file, begun if there is none: one load, however many ask."""
+        """Return the resident of a file. Concurrent requests share one load."""
         async with self._admission:
             for resident in self._residents:
                 if resident.file.path == file.path:
@@ -277,7 +279,7 @@ class ModelManager:
     ) -> ResidentModel:
         asked = replace(options, draft=draft_choice.option)
         options = replace(options, draft=draft_choice.effective_option)
-        if len(placement.gpus) == 1:  # of several, each rank takes its own
+        if len(placement.gpus) == 1:  # with several GPUs, each rank selects its own
             options = replace(options, device=f"cuda:{placement.gpus[0].index}")
         for name in ("max_queue", "parallel"):
             if getattr(options, name) is None:
@@ -311,7 +313,7 @@ class ModelManager:
         return engine
 
     def _on_engine_death(self, engine: EngineClient) -> None:
-        """An engine has died: forget its model, unless a load is about to try again."""
+        """Remove the model of a dead engine, unless its load may be retried."""
         for resident in self.residents:
             if resident.engine is engine and resident.load_future.done():
                 self._remove_resident(resident)
@@ -319,7 +321,7 @@ class ModelManager:
     async def _load(
         self, request: ModelLoadRequest, resident: ResidentModel, note: str
     ) -> ModelInfo:
-        """Load in the resident's engine. note: what is to be told of it, if anything."""
+        """Load the model in the resident's engine. note: appended to the notes of ModelInfo."""
         info = await self._load_with_fallback(request, resident)
         reason = resident.placement.reason
         return replace(info, notes=(*info.notes, *([note] if note else [])), backend_reason=reason)
@@ -327,8 +329,7 @@ class ModelManager:
     async def _load_with_fallback(
         self, request: ModelLoadRequest, resident: ResidentModel
     ) -> ModelInfo:
-        """The same, where code that crashes on this processor gets a second try without the layouts
-        that are made for it."""
+        """Load the model; if llama.cpp crashes, retry once without repacked weights."""
         placement = resident.placement
         try:
             return await resident.engine.load(request)
@@ -336,13 +337,13 @@ class ModelManager:
             tried = request.options.repack is not None or placement.backend != "llamacpp"
             if tried or resident not in self._residents:
                 raise
-            _log.warning("%s: trying again without repacking", crash)
+            _log.warning("%s: retrying without repacking", crash)
             options = replace(request.options, repack=False)
             resident.engine = self._start_engine(resident.file, placement)
             info = await resident.engine.load(replace(request, options=options))
             note = (
-                "this build of llama.cpp crashes with weights repacked for this CPU: they are used "
-                "as they are, which is slower; `make clean` and `make chat` build one that does not"
+                "this build of llama.cpp crashes with weights repacked for this CPU: loaded "
+                "without repacking, which is slower; rebuild it with `make clean` and `make chat`"
             )
             return replace(info, notes=(*info.notes, note))
 
@@ -359,7 +360,7 @@ class ModelManager:
         if task.cancelled() or (error := task.exception()) is not None:
             self._remove_resident(resident)
             reason = "cancelled" if task.cancelled() else error
-            _log.error("%s was not loaded: %s", resident.file.name, reason)
+            _log.error("%s failed to load: %s", resident.file.name, reason)
             code = "cancelled" if task.cancelled() else getattr(error, "code", LocalgenError.code)
             self.on_load(resident.file.name, code, 0.0)
             return
@@ -369,7 +370,7 @@ class ModelManager:
     async def _wait_until_loaded(
         self, resident: ResidentModel, on_progress: Callable[[float], None] | None
     ) -> ModelInfo:
-        """Wait for a load, which goes on whoever stops waiting."""
+        """Wait for a load. Cancelling the waiter does not cancel the load."""
         while not resident.load_future.done():
             if on_progress is not None:
                 on_progress(resident.engine.progress)

@@ -1,4 +1,4 @@
-"""Room for models: where the next one goes, and which ones have to leave for it."""
+"""Memory budget: place models on devices and evict idle ones to make room."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from localgen.server.models.resident import ResidentModel
 
 
 class MemoryBudget:
-    """The books of main memory and of every GPU.
+    """Tracks the memory of resident models in RAM and on GPUs.
 
-    residents: models loaded or loading. unload: unloads one, for a reason that its users are told.
-    probe_hardware: what this machine has now.
+    residents: returns the loaded and loading models. unload: unloads a model; its second argument
+    is the reason that its clients get. probe_hardware: reads the current state of the hardware.
     """
 
     def __init__(
@@ -40,13 +40,16 @@ class MemoryBudget:
     async def place_model(
         self, file: ModelFile, options: LoadOptions, draft_choice: DraftChoice
     ) -> tuple[Placement, int]:
-        """Where a model and its draft model go, with room made, and what they need of main memory.
-        InvalidRequest, OutOfMemory, ModelBusy."""
+        """Choose a placement for a model and its draft model, evicting idle models to make room.
+
+        Returns the placement and the estimated RAM in bytes (0 on a GPU). Raises InvalidRequest,
+        OutOfMemory, or ModelBusy if it would fit without the models in use.
+        """
         placement = await self._place_on_device(file, options, draft_choice.file)
         if placement.on_gpu:
             return placement, 0
         draft = draft_choice.for_placement(placement).file
-        # in a thread: it reads the beginning of the file
+        # in a thread: it reads the file header
         need = await asyncio.to_thread(
             free_memory.estimate_ram_bytes, file, options, placement.backend, draft=draft
         )
@@ -56,7 +59,7 @@ class MemoryBudget:
     async def _place_on_device(
         self, file: ModelFile, options: LoadOptions, draft: ModelFile | None
     ) -> Placement:
-        """Where a model goes, with room made on its GPU. InvalidRequest."""
+        """Choose the device and evict idle models from its GPUs. Raises InvalidRequest."""
         there = await asyncio.to_thread(self._probe_hardware)
         need = await asyncio.to_thread(
             free_memory.estimate_gpu_bytes, file, options, there, draft=draft
@@ -74,7 +77,7 @@ class MemoryBudget:
         return next(found.free_bytes for found in there.gpus if found.index == gpu.index)
 
     def _idle_gpu_bytes(self) -> dict[int, int]:
-        """Bytes that idle models hold on each GPU."""
+        """Bytes held by idle models, by GPU index."""
         held: Counter[int] = Counter()
         for resident in self._residents():
             for gpu in resident.placement.gpus if resident.is_idle else ():
@@ -82,15 +85,15 @@ class MemoryBudget:
         return held
 
     def remaining_limit_bytes(self) -> int | None:
-        """What the next model may take, where a limit is set."""
+        """RAM left for the next model under the memory limit; None if no limit is set."""
         return None if self._settings.memory_limit is None else max(0, self._free_bytes())
 
     async def _evict_until_fits(
         self, file: ModelFile, required_bytes: int, draft: ModelFile | None = None
     ) -> None:
-        """Unload idle models, least recently used first, until the next one fits.
+        """Evict idle models from RAM, least recently used first, until the new one fits.
 
-        ModelBusy if it would fit without those in use, OutOfMemory if it would not.
+        Raises ModelBusy if it would fit without the models in use, OutOfMemory if not even then.
         """
         free = self._free_bytes()
         idle = self._idle_residents()
@@ -101,12 +104,12 @@ class MemoryBudget:
             pass
 
     def _idle_residents(self, gpu: Gpu | None = None) -> list[ResidentModel]:
-        """Models that could go, least recently used first: those in main memory, or on a GPU."""
+        """Idle models on a GPU (None: in RAM), least recently used first."""
         idle = [r for r in self._residents() if r.is_idle and r.placement.uses(gpu)]
         return sorted(idle, key=lambda resident: resident.last_used_s)
 
     async def evict_lru(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
-        """Unload the idle model that was used least recently; False if there is none."""
+        """Evict the least recently used idle model. Returns False if there is none."""
         idle = self._idle_residents(gpu)
         if idle:
             reason = f"{idle[0].file.name} was idle and {file.name} needs its memory"
@@ -117,18 +120,18 @@ class MemoryBudget:
         self, file: ModelFile, required_bytes: int, free_bytes: int, draft: ModelFile | None
     ) -> LocalgenError:
         busy = [r for r in self._residents() if not r.is_idle and not r.placement.on_gpu]
-        both = f"{file.name} with {draft.name} to draft for it" if draft else file.name
+        both = f"{file.name} with {draft.name} as draft model" if draft else file.name
         free = format_gb(max(0, free_bytes))
-        numbers = f"{both} needs about {format_gb(required_bytes)}, {free} can be had"
+        numbers = f"{both} needs about {format_gb(required_bytes)}, {free} is available"
         if required_bytes <= free_bytes + sum(_used_bytes(resident) for resident in busy):
             names = ", ".join(resident.file.name for resident in busy)
             return ModelBusy(
-                f"{numbers} while in use: {names}; wait, or `localgen stop {busy[0].file.name}`"
+                f"{numbers}; in use: {names}; wait, or `localgen stop {busy[0].file.name}`"
             )
         limited = self._settings.memory_limit is not None
         way_out = "raise LOCALGEN_MEMORY_LIMIT" if limited else "free memory"
         way_out = f"leave --draft out, or {way_out}" if draft else way_out
-        return OutOfMemory(f"{numbers}: take a smaller model or quantization, or {way_out}")
+        return OutOfMemory(f"{numbers}: use a smaller model or quantization, or {way_out}")
 
     def _free_bytes(self) -> int:
         return free_memory.free_memory_bytes(

@@ -1,4 +1,4 @@
-"""The model that a server loads before anybody has asked for one."""
+"""Load a model at server startup."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _log = logging.getLogger("localgen.server")
 
 
 class Preload:
-    """name: None: nothing is loaded. request_shutdown: ends the server, if the model cannot be
-    loaded."""
+    """Loads a model at startup. name: None to load nothing. request_shutdown: called on failure."""
 
     def __init__(
         self,
@@ -30,22 +29,21 @@ class Preload:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the model is still to come."""
+        """True until the load has ended."""
         return self._name is not None and not (self._task is not None and self._task.done())
 
     def start(self) -> None:
-        """Begin to load it; from then on it stays, or not, like any other."""
+        """Start loading. The loaded model is kept and evicted like any other."""
         if self._name is not None:
             self._task = asyncio.create_task(self._load(self._name))
             self._task.add_done_callback(self._on_load_done)
 
     def cancel(self) -> None:
-        """Give it up: the server leaves."""
         if self._task is not None:
             self._task.cancel()
 
     def raise_if_failed(self) -> None:
-        """Raises why the model could not be loaded."""
+        """Raise the error of a failed load."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
 
@@ -56,10 +54,10 @@ class Preload:
     def _on_load_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
-        # one that was told to end meanwhile has nothing to complain of
+        # the server was stopped during the load: not an error
         if self._manager.is_closing:
             self._task = None
             return
         reason = error.message if isinstance(error, LocalgenError) else error
-        _log.error("%s cannot be loaded, the server ends: %s", self._name, reason)
+        _log.error("cannot load %s, shutting down: %s", self._name, reason)
         self._request_shutdown()

@@ -1,4 +1,4 @@
-"""One model in memory, or on its way there; changed by the manager alone."""
+"""A loaded or loading model. Only the model manager changes it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from localgen.backends.model_info import DRAFT_AUTO, LoadOptions, ModelInfo
 from localgen.placement.backend_choice import Placement
 from localgen.server.models.engine_client import EngineClient
 
-# even with a keep-alive of 0 a client that has loaded a model gets to ask it
+# even with a keep-alive of 0, a client that loads a model can send a request to it
 MIN_IDLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """How long a model stays when idle; None: for ever."""
+    """How long an idle model stays loaded. None: no limit."""
 
     seconds: float | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ResidentModel:
-    """num_users: requests that hold it. last_used_s: when the last one let go (monotonic).
+    """A model with its engine process.
 
-    resolved_names: names that were found to mean this file. keep_alive_s: its own idle time if
-    one was asked for; None: for ever.
+    requested_options: options of the request that loaded it, the draft option resolved.
+    estimated_bytes: RAM estimate until it is loaded; 0 on a GPU. resolved_names: names that resolve
+    to this file. keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests
+    that hold it. last_used_s: when the last request released it (monotonic seconds).
     """
 
     file: ModelFile
@@ -46,7 +48,7 @@ class ResidentModel:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What was loaded; None while it is not, or if it failed."""
+        """Info on the loaded model; None while it loads or if the load failed."""
         if (
             not self.load_future.done()
             or self.load_future.cancelled()
@@ -57,7 +59,6 @@ class ResidentModel:
 
     @property
     def id(self) -> str:
-        """Twelve hex digits that stay the same for the same file."""
         return model_id(self.file)
 
     @property
@@ -66,27 +67,27 @@ class ResidentModel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it could go: loaded, and nobody uses it."""
+        """True if it is loaded and no request holds it."""
         return self.info is not None and self.num_users == 0
 
     def expires_in_s(self) -> float | None:
-        """Seconds until it is unloaded if nothing uses it from now on; None: never."""
+        """Seconds until it is unloaded if no request uses it; None: never."""
         if self.keep_alive_s is None:
             return None
         since = time.monotonic() if self.num_users or self.info is None else self.last_used_s
         return max(0.0, since + max(self.keep_alive_s, MIN_IDLE_S) - time.monotonic())
 
     def require_options(self, requested: LoadOptions) -> None:
-        """ModelBusy if an option was asked for that differs from the one in force."""
+        """Raise ModelBusy if a requested option differs from the loaded model's."""
         info = self.load_future.result()
         for option in fields(LoadOptions):
             wanted = getattr(requested, option.name)
             actual = getattr(info.options, option.name)
-            # what was asked at first may have been rounded: asking the same again is no conflict
+            # the value may have been rounded at load: repeating the original request is no conflict
             if not _is_compatible(
                 option.name, wanted, actual, getattr(self.requested_options, option.name)
             ):
-                # a template is pages long
+                # do not print whole templates
                 long = option.name == "chat_template"
                 values = (
                     "another chat_template" if long else f"{option.name} {actual}, not {wanted}"
@@ -99,17 +100,17 @@ class ResidentModel:
 
 
 def _is_compatible(option: str, requested: Any, actual: Any, first_requested: Any) -> bool:
-    """Whether a loaded model is as wanted."""
+    """Return True if a requested option value is satisfied by the loaded model."""
     if requested in (None, actual, first_requested):
         return True
     match option:
-        case "ctx":  # a cap for each request
+        case "ctx":  # a limit per request
             return bool(requested <= actual)
         case "backend" | "draft":
             return bool(requested == DRAFT_AUTO)
-        case "device":  # whichever GPU
+        case "device":  # any GPU
             return bool(requested == "cuda" and str(actual).startswith("cuda"))
-        case "tp":  # of a backend that has no such option
+        case "tp":  # None: the backend has no tensor parallelism
             return bool(requested == 1 and actual is None)
         case "dummy":
             return not requested
@@ -117,7 +118,7 @@ def _is_compatible(option: str, requested: Any, actual: Any, first_requested: An
 
 
 def model_id(file: ModelFile) -> str:
-    """Twelve hex digits that stay the same for the same file."""
+    """Return 12 hex digits, a hash of path, size and modification time."""
     changed_ns = file.path.stat().st_mtime_ns if file.path.exists() else 0
     text = f"{file.path}\0{file.size_bytes}\0{changed_ns}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
