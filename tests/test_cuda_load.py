@@ -48,7 +48,7 @@ def loaded(folder: Path = TINY, memory: int | None = None, **options: object) ->
         ({"cache_type_k": "q8_0"}, "'q8_0', for this model it must be one of f32, int8, fp8"),
         ({"cache_type_k": "int8"}, "keeps both in the same type"),
         ({"ctx": 4096}, "the model was trained for 2,048 tokens"),
-        ({"ctx": 512, "kv_tokens": 300}, "a KV cache of 300 tokens is too small for the context of 512"),
+        ({"ctx": 512, "kv_tokens": 300}, "300 tokens is too small for the context of 512"),
         ({"chat_template": "{% if %}"}, "template"),
     ],
 )

@@ -65,7 +65,7 @@ class KVSizeRequest:
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """ctx: context length. kv_tokens: size of the KV cache, a multiple of the rules' granularity."""
+    """ctx: context length. kv_tokens: size of the KV cache, a multiple of granularity_tokens."""
 
     ctx: int
     kv_tokens: int

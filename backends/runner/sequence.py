@@ -86,7 +86,7 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     def banned_tokens(self, num_ahead: int = 0) -> frozenset[int]:
-        """Tokens that would end the answer before min_tokens, if it were `num_ahead` tokens longer."""
+        """Tokens that would end the answer before min_tokens, counting `num_ahead` more tokens."""
         early = self.num_generated + num_ahead < self.params.min_tokens
         return self.stop_ids if early else _NO_TOKENS
 
