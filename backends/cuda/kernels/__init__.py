@@ -1,1 +1,1 @@
-"""What a layer computes, each with a plain torch twin."""
+"""GPU kernels of the model layers, each with a PyTorch reference implementation."""

@@ -1,4 +1,4 @@
-"""The gate of an MLP: act(gate) * up (Shazeer 2020)."""
+"""Gated MLP activation: act(gate) * up (Shazeer 2020)."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -16,12 +16,15 @@ from torch.nn import functional
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-# a load of 16 bytes a thread
+# each thread loads 16 bytes
 _BLOCK, _WARPS = 1024, 4
 
 
 def gated_activation(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
-    """x: [rows, 2 * size], gate then up -> [rows, size], computed in float32."""
+    """Return act(gate) * up, [rows, size], computed in float32.
+
+    x: [rows, 2 * size], gate then up.
+    """
     return (
         gated_activation_triton(x, activation)
         if can_use_triton(x)
@@ -30,7 +33,7 @@ def gated_activation(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Ten
 
 
 def gated_activation_reference(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of `gated_activation`."""
     gate, up = upcast(x).chunk(2, -1)
     acted = (
         functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
@@ -39,7 +42,7 @@ def gated_activation_reference(x: Tensor, activation: Literal["silu", "gelu_tanh
 
 
 def gated_activation_triton(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
-    """The same in one launch."""
+    """Triton implementation of `gated_activation`, one launch."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     grid = (rows, triton.cdiv(size, _BLOCK))
@@ -67,7 +70,7 @@ def _gated_activation_kernel(
 
 
 def variants() -> Iterator[Variant]:
-    """Both kinds, at the sizes of an 8B and of a mixture's small experts."""
+    """Both activations, at the sizes of an 8B model and of small MoE experts."""
     for size, kind in ((768, "silu"), (14336, "silu"), (14336, "gelu_tanh"), (8960, "silu")):
         yield Variant(
             name=f"gated_activation-{size}-{kind}",

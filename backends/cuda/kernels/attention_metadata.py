@@ -1,4 +1,4 @@
-"""Which rows of a step belong to which sequence, and where its tokens lie in the cache."""
+"""Maps the rows of a step to sequences and to their pages in the KV cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
-    """Rows are tokens, sequence after sequence; those of a sequence are its last ones.
+    """Attention inputs of a ragged batch.
 
-    page_tables: int32 [sequences, pages]. query_starts: int32 [sequences + 1], first row of each.
-    seq_lens: int32 [sequences], tokens in the cache with these rows. max_query_len: no sequence has
-    more rows. max_seq_len: none is longer. Both may be more than that.
+    Rows are tokens, grouped by sequence; the rows of a sequence are its last tokens.
+    page_tables: int32 [sequences, pages]. query_starts: int32 [sequences + 1], first row of each
+    sequence. seq_lens: int32 [sequences], tokens in the cache including these rows. max_query_len,
+    max_seq_len: upper bounds of the rows and of the length of a sequence, not always tight.
     """
 
     page_tables: Tensor

@@ -1,4 +1,4 @@
-"""What of a GPU decides how work is cut."""
+"""Device properties that the kernel launchers use."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.launch import current_recording
 
-# compute capabilities that kernels are compiled for in tests
+# compute capabilities that the tests compile kernels for
 ARCHS = (80, 89, 90, 100, 120)
 
 
 def upcast(x: Tensor) -> Tensor:
-    """x as float32, or as it is if float64."""
+    """Convert to float32; float64 stays float64."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def can_use_triton(x: Tensor) -> bool:
-    """Whether kernels can take this tensor; on the meta device they are listed."""
+    """True for CUDA tensors, and for meta tensors, whose launches are recorded."""
     return x.is_cuda or x.is_meta
 
 
 def compute_capability(device: torch.device) -> int:
-    """Compute capability as in sm_90; the least there is where there is none."""
+    """Return the compute capability, 90 for sm_90. Without a GPU: the lowest of ARCHS."""
     return current_recording().arch if device.type == "meta" else _compute_capability(device)
 
 
 def count_sms(device: torch.device) -> int:
-    """Multiprocessors; a few where there are none."""
+    """Return the number of SMs. Without a GPU: 4."""
     return current_recording().num_sms if device.type == "meta" else _count_sms(device)
 
 

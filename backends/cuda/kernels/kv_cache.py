@@ -1,4 +1,4 @@
-"""One layer of the KV cache, exact or in eight bits with a scale for each token and head."""
+"""One layer of the KV cache: unquantized, or 8-bit with one scale per token and head."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import upcast
 
-# the largest magnitude that each eight-bit type holds
+# largest magnitude of each 8-bit type
 QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """keys, values: [pages, kv heads, page tokens, size].
+    """KV cache of one layer. keys, values: [pages, kv heads, page tokens, head size].
 
-    key_scales, value_scales: float32 [pages, kv heads, page tokens] where keys and values are
-    eight bits wide (int8 or float8_e4m3fn): what was stored is values * scale. Else None.
+    key_scales, value_scales: float32 [pages, kv heads, page tokens] if keys and values are 8-bit
+    (int8 or float8_e4m3fn), else None. The dequantized vector is stored vector * scale.
     """
 
     keys: Tensor
@@ -30,7 +30,7 @@ class LayerKV:
     def zeros(
         cls, shape: tuple[int, int, int, int], *, device: torch.device | str, dtype: torch.dtype
     ) -> LayerKV:
-        """An empty one. shape: as that of keys."""
+        """Allocate a zeroed layer. shape: that of `keys`."""
 
         def scales() -> Tensor | None:
             small = dtype in QUANTIZED_MAX
@@ -41,13 +41,16 @@ class LayerKV:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that has pages as its first dimension."""
+        """All tensors whose first dimension is pages."""
         parts = (self.keys, self.values, self.key_scales, self.value_scales)
         return [part for part in parts if part is not None]
 
 
 def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x, float32 [..., size], in eight bits: [..., size] of dtype and scales, float32 [...]."""
+    """Quantize x, float32 [..., size], to 8 bits.
+
+    Returns values [..., size] in dtype and scales, float32 [...].
+    """
     scales = x.abs().amax(-1).clamp(min=1e-8) / QUANTIZED_MAX[dtype]
     scaled = x / scales[..., None]
     if dtype is torch.int8:
@@ -56,5 +59,5 @@ def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_kv(x: Tensor, scales: Tensor | None) -> Tensor:
-    """What was stored, float32 or float64."""
+    """Return the dequantized vectors, float32 (float64 if x is float64)."""
     return upcast(x) if scales is None else x.float() * scales[..., None]

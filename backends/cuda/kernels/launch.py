@@ -1,4 +1,4 @@
-"""Launches of kernels, which can be listed instead, to know what a step will need compiled."""
+"""Kernel launches. They can be recorded instead of run, to find out which kernels to compile."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _recording: ContextVar[LaunchRecording | None] = ContextVar("recording", default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """kernel: a triton.jit function. signature: Triton's type of each argument, as `*bf16`, `i32`
-    or `constexpr`. constants: values of those that are constexpr. min_arch: compute capability
-    below which it is not used (80, 89, 90, 100, 120). archs: those that it is chosen for; None:
-    all of these. max_registers: most of a thread; None: as the compiler has it.
+    """A kernel configuration that the compile tests build.
+
+    kernel: a triton.jit function. signature: Triton type of each argument, as `*bf16`, `i32` or
+    `constexpr`. constants: values of the constexpr arguments. max_registers: limit per thread, or
+    None for the compiler's choice. min_arch: lowest compute capability that uses it (80, 89, 90,
+    100 or 120). archs: the capabilities that select it, or None for all.
     """
 
     name: str
@@ -34,9 +36,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """A kernel and what it is compiled for. args: numbers, None, and dtypes in place of tensors.
+    """A recorded launch: a kernel and the arguments that select its compiled form.
 
-    options: constants by name, num_warps and the like.
+    args: numbers, None, and dtypes in place of tensors. options: keyword arguments, such as
+    constexpr values and num_warps.
     """
 
     kernel: Any
@@ -46,9 +49,9 @@ class KernelLaunch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecording:
-    """Launches on meta tensors, in order, and the GPU that they are for.
+    """Launches recorded with meta tensors, in order, and the GPU they target.
 
-    arch: compute capability as in sm_90. num_sms: multiprocessors.
+    arch: compute capability, 90 for sm_90. num_sms: number of SMs (streaming multiprocessors).
     """
 
     arch: int
@@ -58,7 +61,7 @@ class LaunchRecording:
 
 @contextmanager
 def record_launches(arch: int, num_sms: int) -> Iterator[LaunchRecording]:
-    """In this thread, launches are listed and not made. For meta tensors."""
+    """Record launches instead of running them, in this context. For meta tensors."""
     planned = LaunchRecording(arch, num_sms)
     token = _recording.set(planned)
     try:
@@ -68,14 +71,14 @@ def record_launches(arch: int, num_sms: int) -> Iterator[LaunchRecording]:
 
 
 def current_recording() -> LaunchRecording:
-    """What is being planned."""
+    """Return the active recording."""
     planned = _recording.get()
-    assert planned is not None, "meta tensors have kernels only while these are planned"
+    assert planned is not None, "kernels accept meta tensors only inside record_launches()"
     return planned
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """What to call with the kernel's arguments."""
+    """Return a callable that launches the kernel with its arguments, or records the launch."""
     planned = _recording.get()
     if planned is None:
         return kernel[grid]  # type: ignore[no-any-return]

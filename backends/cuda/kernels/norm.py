@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019), with the residual added before."""
+"""RMSNorm (Zhang and Sennrich 2019), fused with the residual addition before it."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-# a row is held in the registers of one program
+# one program holds a whole row in registers
 MAX_SIZE = 16384
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual) * weight, x + residual), both [..., size] of x's dtype.
+    """Return (norm(x + residual) * weight, x + residual), both [..., size] in x's dtype.
 
-    offset: multiply by 1 + weight, as Gemma does. Sums are taken in float32. size: up to MAX_SIZE.
+    offset: multiply by 1 + weight, as Gemma does. size: at most MAX_SIZE. Computed in float32.
     """
     chosen = rms_norm_triton if can_use_triton(x) else rms_norm_reference
     return chosen(x, weight, eps, offset=offset, residual=residual)
@@ -32,7 +32,7 @@ def rms_norm(
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
+    """PyTorch reference of `rms_norm`."""
     summed = x if residual is None else (upcast(x) + upcast(residual)).to(x.dtype)
     normed = upcast(summed)
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
@@ -43,9 +43,9 @@ def rms_norm_reference(
 def rms_norm_triton(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in one launch, a program for each row."""
+    """Triton implementation of `rms_norm`: one launch, one program per row."""
     size = x.shape[-1]
-    assert size <= MAX_SIZE, f"rows of {size}, the kernel holds {MAX_SIZE}"
+    assert size <= MAX_SIZE, f"hidden size {size} exceeds the kernel's maximum of {MAX_SIZE}"
     x = x.contiguous()
     normed = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
@@ -67,7 +67,7 @@ def rms_norm_triton(
 
 
 def _block_and_warps(size: int) -> tuple[int, int]:
-    """Elements and warps of a program: a load of 16 bytes a thread while warps last."""
+    """Return the elements and warps of a program: 16-byte loads per thread, at most 16 warps."""
     block = triton.next_power_of_2(size)
     return block, min(max(block // 256, 1), 16)
 
@@ -92,7 +92,7 @@ def _rms_norm_kernel(
     values = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
     if has_residual:
         values += tl.load(residual + start + at, mask=inside, other=0.0).to(tl.float32)
-        # the norm is that of what the residual stream holds, rounding included
+        # normalize the rounded sum: it is what the residual stream holds
         rounded = values.to(summed.dtype.element_ty)
         tl.store(summed + start + at, rounded, mask=inside)
         values = rounded.to(tl.float32)
@@ -103,7 +103,7 @@ def _rms_norm_kernel(
 
 
 def variants() -> Iterator[Variant]:
-    """Hidden sizes of real models, and one that is no power of two."""
+    """Hidden sizes of real models, including one that is not a power of two."""
     for size, has_residual, offset in (
         (1024, True, False),
         (3584, True, True),

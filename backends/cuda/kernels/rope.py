@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), norms of q and k, and the write into the KV cache."""
+"""RoPE (Su et al. 2021), QK norm and the write to the KV cache, in one kernel."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -20,9 +20,9 @@ from localgen.backends.cuda.kernels.norm import rms_norm_reference
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKNorm:
-    """RMSNorm of each head of q and k before the rotation (Qwen3, Gemma 3).
+    """RMSNorm of each q and k head before the rotation (Qwen3, Gemma 3).
 
-    q_weight, k_weight: [size]. offset: multiply by 1 + weight.
+    q_weight, k_weight: [head size]. offset: multiply by 1 + weight.
     """
 
     q_weight: Tensor
@@ -39,12 +39,12 @@ def rope_and_store_kv(
     layer_kv: LayerKV,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Rotated queries, [rows, heads, size]; keys and values go to their slots.
+    """Return the rotated queries, [rows, heads, head size]; write keys and values to the cache.
 
-    qkv: [rows, (heads + 2 * kv heads) * size]. positions: int32 [rows]. cos_sin: cos and sin,
-    float32 [positions, rotated / 2]; the rest of a head is left as it is. slot_mapping: int64
-    [rows], page * page tokens + offset; -1: neither key nor value is stored. A cache in
-    float8_e4m3fn needs compute capability 8.9.
+    qkv: [rows, (heads + 2 * kv heads) * head size]. positions: int32 [rows]. cos_sin: cos and sin,
+    each float32 [positions, rotary dim / 2]; the rest of a head is not rotated. slot_mapping: int64
+    [rows], page * page tokens + offset, or -1 to store neither key nor value. A float8_e4m3fn cache
+    needs compute capability 8.9.
     """
     chosen = rope_and_store_kv_triton if can_use_triton(qkv) else rope_and_store_kv_reference
     return chosen(qkv, positions, cos_sin, qk_norm, layer_kv, slot_mapping)
@@ -58,7 +58,7 @@ def rope_and_store_kv_reference(
     layer_kv: LayerKV,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of `rope_and_store_kv`."""
     _, kv_heads, _, size = layer_kv.keys.shape
     heads = qkv.shape[1] // size - 2 * kv_heads
     parts = qkv.view(len(qkv), -1, size)
@@ -90,7 +90,7 @@ def _store_kv(pages: Tensor, scales: Tensor | None, x: Tensor, slot_mapping: Ten
 
 
 def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Hugging Face's layout: element i turns with element i + rotated / 2."""
+    """Rotate in Hugging Face's layout: element i pairs with element i + rotary dim / 2."""
     half = cos.shape[-1]
     exact = upcast(x)
     first, second, rest = exact[..., :half], exact[..., half : 2 * half], exact[..., 2 * half :]
@@ -106,7 +106,7 @@ def rope_and_store_kv_triton(
     layer_kv: LayerKV,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """The same in one launch, a program for a few heads of each row."""
+    """Triton implementation of `rope_and_store_kv`: one program per row and block of heads."""
     _, kv_heads, page_tokens, size = layer_kv.keys.shape
     rows, heads = len(qkv), qkv.shape[1] // size - 2 * kv_heads
     assert all(
@@ -114,7 +114,7 @@ def rope_and_store_kv_triton(
     )
     queries = torch.empty((rows, heads, size), dtype=qkv.dtype, device=qkv.device)
     cos, sin = cos_sin
-    # where there is no such tensor, any pointer does: it is not read
+    # placeholder pointers for absent tensors: the kernel does not read them
     scales = cos if layer_kv.key_scales is None else layer_kv.key_scales
     heads_block, num_warps = _heads_and_warps(rows, size)
     launch(_rope_and_store_kv_kernel, (rows, triton.cdiv(heads + 2 * kv_heads, heads_block)))(
@@ -140,9 +140,9 @@ def rope_and_store_kv_triton(
 
 
 def _heads_and_warps(rows: int, size: int) -> tuple[int, int]:
-    """Heads and warps of a program.
+    """Return the heads and warps of a program.
 
-    Few rows: a warp a head, for the shortest time. Many: a load of 16 bytes a thread.
+    Few rows: one warp per head, for latency. Many rows: 16-byte loads per thread.
     """
     if rows <= 64:
         return 4, 4
@@ -173,7 +173,7 @@ def _rope_constants(
     }
 
 
-# both are parts of a packed copy: where they begin must not decide what is compiled
+# views of a packed buffer: their alignment varies and must not trigger a recompilation
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rope_and_store_kv_kernel(
     qkv,
@@ -202,7 +202,7 @@ def _rope_and_store_kv_kernel(
     is_int: tl.constexpr,
     heads_block: tl.constexpr,
 ):
-    """A head lies in three parts: two that turn with each other, each half long, and the rest."""
+    """A head is loaded in three parts: the two rotated halves and the unrotated rest."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads_block + tl.arange(0, heads_block)[:, None]
     at = tl.arange(0, half_block)[None, :]
@@ -249,7 +249,7 @@ def _rope_and_store_kv_kernel(
     c = tl.load(cos + turn, mask=at < half_rotary_dim, other=0.0)
     s = tl.load(sin + turn, mask=at < half_rotary_dim, other=0.0)
     turned = first * c - second * s
-    # values do not turn; what is stored is rounded as the queries are
+    # values are not rotated; everything is rounded to the dtype of qkv, even before quantization
     second = tl.where(is_v, second, second * c + first * s).to(kind)
     first = tl.where(is_v, first, turned).to(kind)
 
@@ -260,7 +260,7 @@ def _rope_and_store_kv_kernel(
         tl.store(target + rest_at, rest.to(kind), mask=rest_inside & is_q)
 
     slot = tl.load(slot_mapping + row)
-    # a row without a slot stores no head
+    # rows with slot -1 store nothing
     stored = (head >= heads) & (head < tl.where(slot >= 0, heads + 2 * kv_heads, 0))
     kv = tl.where(is_v, head - heads - kv_heads, head - heads)
     place = (slot // page_tokens * kv_heads + kv) * page_tokens + slot % page_tokens
@@ -293,7 +293,7 @@ def _rope_and_store_kv_kernel(
 def _apply_qk_norm(
     x, inv_rms, q_weight, k_weight, at, inside, is_q, is_v, offset: tl.constexpr, kind: tl.constexpr
 ):
-    """A part of the heads, normed if of q or k and rounded."""
+    """Normalize and round one part of the q and k heads; v heads are returned unchanged."""
     weight = tl.where(
         is_q,
         tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32),
@@ -306,11 +306,11 @@ def _apply_qk_norm(
 
 @triton.jit
 def _quantize_kv(x, scale, kind: tl.constexpr, quantized_max: tl.constexpr, is_int: tl.constexpr):
-    """A part of the heads as the pages hold it, scaled if there is a largest magnitude."""
+    """Convert one part of the heads to the cache dtype; scaled if quantized_max > 0."""
     if quantized_max > 0:
         scaled = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
         if is_int:
-            # adding 1.5 * 2**23 leaves whole numbers, halves rounded to even as torch does
+            # adding and subtracting 1.5 * 2**23 rounds half to even, as torch does
             scaled = (scaled + 12582912.0) - 12582912.0
             scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
         return scaled.to(kind)
@@ -327,7 +327,7 @@ _TRITON_POINTER_TYPES = {
 
 
 def variants() -> Iterator[Variant]:
-    """Each kind of cache at decode; head sizes, partial rotation and norms at prefill."""
+    """Each cache dtype in decode; head sizes, partial rotation and QK norm in prefill."""
     for rows, heads, kv_heads, size, rotated, dtype, normed in (
         (1, 32, 8, 128, 128, torch.bfloat16, False),
         (1, 32, 8, 128, 128, torch.int8, False),

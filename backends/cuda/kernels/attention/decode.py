@@ -1,4 +1,4 @@
-"""Attention of a few rows over a long cache: flash decoding with split KV (Dao et al. 2023)."""
+"""Decode attention, few query rows over a long cache: split-KV flash decoding (Dao et al. 2023)."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
 
@@ -25,25 +25,27 @@ from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, cou
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-# sequences with more rows than that are prompts: a token, and the drafts after it
+# a token and the drafts after it; sequences with more rows are prefills
 MAX_DECODE_ROWS = 8
-# a split reads at least so many tokens, unless the window is shorter
+# minimum tokens per split, unless the sliding window is shorter
 _MIN_SPLIT_TOKENS = 128
 _MAX_SPLITS = 64
-# programs for each multiprocessor: two, so that one loads while another computes
+# programs per SM: two, so that one loads while the other computes
 _PROGRAMS_PER_SM = 2
 _HOPPER_ARCH = 90
-# of a thread: two programs of four warps can have that many
+# per thread: two programs of four warps per SM can have this many
 _MAX_REGISTERS = 255
-# tl.dot has no smaller side
+# the smallest dimension tl.dot accepts
 _MIN_DOT_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SplitKVPlan:
-    """max_rows: of a sequence, at most. padded_rows: rows times the heads that share a kv head, as
-    tl.dot wants them. block_tokens: tokens at a time. max_registers: most of a thread; None: as the
-    compiler has it.
+    """Launch parameters of the decode kernel.
+
+    max_rows: query rows of a sequence, at most. padded_rows: max_rows times the query heads per KV
+    head, padded for tl.dot. block_tokens: tokens per loop iteration. max_registers: limit per
+    thread, or None for the compiler's choice.
     """
 
     max_rows: int
@@ -67,18 +69,20 @@ def plan_split_kv(
     arch: int,
     num_sms: int,
 ) -> SplitKVPlan:
-    """How to cut the work. quantized: the cache, in eight bits. arch: compute capability of the
-    GPU. num_sms: its multiprocessors."""
+    """Choose how to split the KV cache among programs.
+
+    quantized: the cache is 8-bit. arch, num_sms: compute capability and SM count of the GPU.
+    """
     rows = 1 if max_query_len == 1 else MAX_DECODE_ROWS
     padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(rows * num_heads // num_kv_heads))
     wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_seqs * num_kv_heads))
     useful = -(-max_seq_len // _MIN_SPLIT_TOKENS)
     splits = triton.next_power_of_2(max(1, min(wanted, useful, _MAX_SPLITS)))
-    # 16 KiB of keys and as much of values at a time: two of each fit everywhere
+    # 16 KiB of keys and of values per block: two of each fit in shared memory on every GPU
     block = 8192 // triton.next_power_of_2(head_dim)
-    if padded >= 64:  # or registers would not hold the rows
+    if padded >= 64:  # otherwise the rows do not fit in registers
         block //= 2
-    # beside 64 KiB of sums, four warps would not hold the queries
+    # with 64 KiB of accumulators, four warps have no registers left for the queries
     warps = 8 if padded * triton.next_power_of_2(head_dim) >= 16384 else 4
     registers = None
     if _may_spill(padded * block, splits, head_dim, quantized, arch):
@@ -87,11 +91,11 @@ def plan_split_kv(
 
 
 def _may_spill(num_scores: int, num_splits: int, head_dim: int, quantized: bool, arch: int) -> bool:
-    """Whether the compiler, left alone, may spill a few bytes so that more programs fit on a
-    multiprocessor. Given all registers it does not; with four warps, two programs still fit.
+    """True if the compiler may spill registers to raise occupancy.
 
-    num_scores: of a program at a time. Found by compiling what `plan_split_kv` can choose, and a
-    little wider than what spilled, for that differs between versions of Triton.
+    Raising the limit to all registers prevents it, and two programs of four warps still fit on an
+    SM. num_scores: attention scores per block of a program. The conditions come from compiling all
+    choices of `plan_split_kv`, widened a little because spilling differs between Triton versions.
     """
     if num_splits == 1 and num_scores >= (2048 if quantized else 4096):
         return True
@@ -108,7 +112,7 @@ def decode_attention_triton(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Fill the rows of `out` that belong to sequences of at most MAX_DECODE_ROWS rows."""
+    """Write the rows of `out` whose sequences have at most MAX_DECODE_ROWS rows."""
     _, heads, size = queries.shape
     sequences, kv_heads = len(metadata.seq_lens), layer_kv.keys.shape[1]
     chosen = plan_split_kv(
@@ -155,7 +159,7 @@ def decode_attention_triton(
 
 
 def _combine_warps(num_splits: int, head_dim: int) -> int:
-    """So that a thread holds at most 64 numbers."""
+    """Return the number of warps, so that a thread holds at most 64 values (up to 8 warps)."""
     numbers: int = num_splits * triton.next_power_of_2(head_dim)
     return max(1, min(8, numbers // 2048))
 
@@ -188,7 +192,7 @@ def _decode_attention_kernel(
     if (count == 0) | (count > max_rows):
         return
     group: tl.constexpr = num_heads // num_kv_heads
-    # rows of the dot are the queries of a token for all heads of the group, token after token
+    # rows of the dot: for each token, the queries of all heads that share this KV head
     at = tl.arange(0, padded_rows)
     row, member = at // group, at % group
     element = tl.arange(0, padded_head_dim)
@@ -202,7 +206,7 @@ def _decode_attention_kernel(
     if window > 0:
         seen_from = tl.maximum(seen_to - window, 0)
         begin = tl.maximum(length - count + 1 - window, 0) // block_tokens * block_tokens
-    # cut by what there is, not by what there may be: all splits have work
+    # split the actual length, not max_seq_len, so that all splits have work
     share = tl.cdiv(tl.cdiv(length - begin, num_splits), block_tokens) * block_tokens
     begin += split * share
     end = tl.minimum(begin + share, length)
@@ -217,7 +221,7 @@ def _decode_attention_kernel(
             scale, softcap,
             num_kv_heads, head_dim, padded_head_dim, page_tokens, quantized, has_softcap,
         )  # fmt: skip
-    # a row of this split that saw nothing: its peak of -inf says so
+    # rows that saw no token in this split keep peak -inf, which gives them weight 0 below
     total = tl.where(total == 0.0, 1.0, total)
     mixed = mixed / total[:, None]
     if num_splits == 1:
@@ -237,7 +241,7 @@ def _combine_splits_kernel(
     num_heads: tl.constexpr, head_dim: tl.constexpr, padded_head_dim: tl.constexpr,
     max_rows: tl.constexpr, num_splits: tl.constexpr,
 ):  # fmt: skip
-    """Splits weighted by their sums. A split that saw nothing has the weight 2 ** -inf."""
+    """Combine the splits of a row, weighted by 2 ** log-sum-exp; an empty split has weight 0."""
     place, head = tl.program_id(0), tl.program_id(1)
     sequence, row = place // max_rows, place % max_rows
     first = tl.load(query_starts + sequence)
@@ -257,14 +261,16 @@ def _combine_splits_kernel(
 
 
 def variants() -> Iterator[Variant]:
-    """Both kernels."""
+    """Variants of the decode and the combine kernel."""
     yield from _decode_variants()
     yield from _combine_variants()
 
 
 def _decode_variants() -> Iterator[Variant]:
-    """Heads of Llama 8B, 70B and 1B, Qwen3 235B, Gemma 2 and Phi; drafts; a cache in eight bits.
-    Among them is what spills first on each target."""
+    """Shapes of Llama 8B, 70B and 1B, Qwen3 235B, Gemma 2 and Phi; drafts; 8-bit caches.
+
+    They include the configurations that spill first on each target.
+    """
     for heads, kv_heads, size, max_rows, sequences, kind, window, softcap in (
         (32, 8, 128, 1, 1, "bf16", None, None),
         (32, 8, 128, 1, 256, "bf16", None, None),

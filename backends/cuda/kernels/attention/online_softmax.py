@@ -1,5 +1,4 @@
-"""What both attention kernels do: scores of some tokens of the cache, and the online softmax; and
-what both are given and compiled with."""
+"""Parts shared by the prefill and decode kernels: arguments, KV tile loads, online softmax."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
 
@@ -14,9 +13,9 @@ from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.gemm.tile import cast_for_dot
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
 
-# exp2 is what the hardware has
+# the hardware computes exp2
 LOG2E = tl.constexpr(1.4426950408889634)
-# parts of a packed copy: where they begin must not decide what is compiled
+# views of a packed buffer: their alignment varies and must not trigger a recompilation
 UNALIGNED_ARGS = ["page_tables", "query_starts", "seq_lens"]
 _TORCH_DTYPES = {"i8": torch.int8, "fp8e4nv": torch.float8_e4m3fn}
 
@@ -24,8 +23,8 @@ _TORCH_DTYPES = {"i8": torch.int8, "fp8e4nv": torch.float8_e4m3fn}
 def attention_pointers(
     queries: Tensor, layer_kv: LayerKV, metadata: AttentionMetadata, out: Tensor
 ) -> tuple[Tensor, ...]:
-    """The first arguments of both kernels."""
-    # where there are no scales, any pointer does: it is not read
+    """Return the leading pointer arguments of both kernels."""
+    # without scales, pass a placeholder pointer that is not read
     scales = (
         layer_kv.keys if by is None else by for by in (layer_kv.key_scales, layer_kv.value_scales)
     )
@@ -36,8 +35,11 @@ def attention_pointers(
 
 
 def attention_pointer_types(cache_type: str) -> dict[str, str]:
-    """Triton's types of these. cache_type: that of the cache, as in `bf16`; bf16 queries if it is
-    eight bits wide."""
+    """Return the Triton types of `attention_pointers`.
+
+    cache_type: Triton type of the cache, such as `bf16`. Queries have the same type, or bf16 if the
+    cache is 8-bit.
+    """
     small = cache_type in _TORCH_DTYPES
     queries = "*bf16" if small else f"*{cache_type}"
     return {
@@ -52,7 +54,7 @@ def attention_pointer_types(cache_type: str) -> dict[str, str]:
 def attention_constants(
     num_heads: int, layer_kv: LayerKV, window: int | None, softcap: float | None
 ) -> dict[str, object]:
-    """What both kernels are compiled with."""
+    """Return the constexpr arguments shared by both kernels."""
     _, kv_heads, page_tokens, size = layer_kv.keys.shape
     return {
         "num_heads": num_heads,
@@ -67,7 +69,7 @@ def attention_constants(
 
 
 def meta_layer_kv(num_kv_heads: int, head_dim: int, cache_type: str) -> LayerKV:
-    """A cache of nothing, to compile for. cache_type: as that of attention_pointer_types."""
+    """Return a one-page cache on the meta device. cache_type: as in attention_pointer_types."""
     dtype = _TORCH_DTYPES.get(cache_type, torch.bfloat16)
     return LayerKV.zeros((1, num_kv_heads, 16, head_dim), device="meta", dtype=dtype)
 
@@ -78,9 +80,9 @@ def load_kv_tile(
     num_kv_heads: tl.constexpr, head_dim: tl.constexpr, padded_head_dim: tl.constexpr,
     page_tokens: tl.constexpr, quantized: tl.constexpr,
 ):  # fmt: skip
-    """Vectors [tokens, padded_head_dim] of a head of the cache, as stored, and the scales [tokens].
+    """Load cached vectors of one head, [tokens, padded_head_dim], and their scales, [tokens].
 
-    page_table: where the pages of the sequence are listed.
+    The vectors are not dequantized. page_table: pointer to the page table of the sequence.
     """
     found = tl.load(page_table + tokens // page_tokens, mask=token_mask, other=0).to(tl.int64)
     at = (found * num_kv_heads + head) * page_tokens + tokens % page_tokens
@@ -100,11 +102,11 @@ def online_softmax_step(
     num_kv_heads: tl.constexpr, head_dim: tl.constexpr, padded_head_dim: tl.constexpr,
     page_tokens: tl.constexpr, quantized: tl.constexpr, has_softcap: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens more: the new (row_max, row_sum, acc).
+    """Process one more block of tokens; return the updated (row_max, row_sum, acc).
 
-    q: [rows, padded_head_dim]. tokens: [block], those from `end` on do not exist. visible_start,
-    visible_end: [rows], first token that a row sees, and the one behind its last. row_max, row_sum:
-    float32 [rows], largest score, in powers of 2, and sum relative to it. acc: float32
+    q: [rows, padded_head_dim]. tokens: [block], masked from `end` on. visible_start, visible_end:
+    [rows], the half-open range of tokens a row attends to. row_max, row_sum: float32 [rows],
+    largest score in log2 units, and the sum of exponentials relative to it. acc: float32
     [rows, padded_head_dim].
     """
     inside = tokens < end
@@ -121,17 +123,17 @@ def online_softmax_step(
         page_tokens,
         quantized,
     )
-    # on a tensor core both sides are of one type; exact types stay exact
+    # tl.dot needs both operands in one dtype; ieee keeps float32 exact
     scores = tl.dot(q, tl.trans(cast_for_dot(k, q.dtype)), input_precision="ieee") * scale
     if quantized:
         scores *= k_by[None, :]
     if has_softcap:
-        # tanh y is 2 sigmoid(2 y) - 1
+        # tanh(y) = 2 * sigmoid(2 * y) - 1
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     hidden = (tokens[None, :] < visible_start[:, None]) | (tokens[None, :] >= visible_end[:, None])
     scores = tl.where(hidden | (tokens >= end)[None, :], float("-inf"), scores * LOG2E)
     higher = tl.maximum(row_max, tl.max(scores, 1))
-    # a row that has seen nothing yet: -inf less -inf would be no number
+    # rows that have seen no token yet: -inf - -inf would be NaN
     level = tl.where(higher == float("-inf"), 0.0, higher)
     shares = tl.exp2(scores - level[:, None])
     faded = tl.exp2(row_max - level)

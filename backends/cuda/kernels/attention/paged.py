@@ -21,10 +21,10 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Mixed values, [rows, heads, size] of the queries' dtype.
+    """Return the attention output, [rows, heads, head size] in the queries' dtype.
 
-    queries: [rows, heads, size]. window: a row sees so many positions up to its own; None: all.
-    softcap: logits are bent to stay within it (Gemma 2).
+    queries: [rows, heads, head size]. window: sliding window in tokens, including the row's own, or
+    None. softcap: attention scores become tanh(score / softcap) * softcap (Gemma 2).
     """
     chosen = paged_attention_triton if can_use_triton(queries) else paged_attention_reference
     return chosen(queries, layer_kv, metadata, scale=scale, window=window, softcap=softcap)
@@ -39,10 +39,13 @@ def paged_attention_triton(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """The same in one launch for single tokens or for prompts, or in one of each: a kernel leaves
-    alone what is for the other. Rows of no sequence are left as they are, which is anything."""
+    """Triton implementation of `paged_attention`.
+
+    Launches the decode kernel, the prefill kernel, or both for a mixed batch; each skips the
+    sequences of the other. Rows that belong to no sequence are left uninitialized.
+    """
     out = torch.empty_like(queries)
-    # a single sequence has all rows there are; of several, any may be short
+    # one sequence has all the rows; with several, any may be short (only the device knows)
     longest = min(metadata.max_query_len, len(queries))
     some_short = len(metadata.seq_lens) > 1 or longest <= MAX_DECODE_ROWS
     if some_short:
@@ -72,7 +75,7 @@ def paged_attention_reference(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of `paged_attention`; rows that belong to no sequence are 0."""
     out = torch.zeros_like(queries)
     first = metadata.query_starts.tolist()
     for sequence, length in enumerate(metadata.seq_lens.tolist()):
@@ -88,7 +91,7 @@ def paged_attention_reference(
 
 
 def _gather_kv(cache: Tensor, scales: Tensor | None, pages: Tensor, length: int) -> Tensor:
-    """[pages, kv heads, page tokens, size] -> float32 [kv heads, length, size]."""
+    """Dequantize the pages of one sequence: float32 or float64 [kv heads, length, head size]."""
     found = dequantize_kv(cache[pages], None if scales is None else scales[pages])
     return found.transpose(0, 1).flatten(1, 2)[:, :length]
 
@@ -102,7 +105,7 @@ def _attend_one_sequence(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One sequence. q: [rows, heads, size]; k, v: [kv heads, length, size]."""
+    """Attention of one sequence. q: [rows, heads, size]. k, v: [kv heads, length, size]."""
     rows, heads, size = q.shape
     grouped = upcast(q).transpose(0, 1).reshape(len(k), heads // len(k), rows, size)
     k, v = k.to(grouped.dtype), v.to(grouped.dtype)

@@ -1,5 +1,4 @@
-"""Attention of prompts: tiles of query rows over the cached pages, ragged (FlashAttention 2, Dao
-2023)."""
+"""Prefill attention: tiles of query rows over cached pages (FlashAttention-2, Dao 2023)."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
 
@@ -28,7 +27,7 @@ from localgen.backends.cuda.kernels.launch import Variant, launch
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """Query rows and tokens at a time."""
+    """Tile of a program. rows: query rows. block_tokens: cached tokens per loop iteration."""
 
     rows: int
     block_tokens: int
@@ -36,12 +35,15 @@ class PrefillTile:
     num_stages: int
 
 
-# the tensor cores of this one keep their sums out of the way of everything else
+# wgmma leaves enough registers for larger blocks of tokens
 _HOPPER_ARCH = 90
 
 
 def choose_prefill_tile(head_dim: int, max_query_len: int, arch: int) -> PrefillTile:
-    """As large as registers and 99 KiB of shared memory allow. arch: compute capability."""
+    """Return the largest tile that registers and 99 KiB of shared memory allow.
+
+    arch: compute capability of the GPU.
+    """
     if head_dim > 128:
         return PrefillTile(64, 32, 8, 2)
     if max_query_len <= 64:
@@ -60,12 +62,12 @@ def prefill_attention_triton(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Fill the rows of `out` that belong to sequences of more than `max_decode_rows` rows."""
+    """Write the rows of `out` whose sequences have more than `max_decode_rows` rows."""
     total, heads, size = queries.shape
     sequences = len(metadata.seq_lens)
     tile = choose_prefill_tile(size, metadata.max_query_len, compute_capability(queries.device))
-    # a sequence begins at tile starts // rows + its number: so no two share one, and only the
-    # device has to know where sequences begin
+    # sequence i begins at tile query_starts[i] // rows + i: no tile is shared by two sequences,
+    # and the host needs no query_starts
     tiles = total // tile.rows + sequences
     launch(_prefill_attention_kernel, (tiles, heads))(
         *attention_pointers(queries, layer_kv, metadata, out),
@@ -100,7 +102,7 @@ def _prefill_attention_kernel(
     has_softcap: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
-    # the last sequence that begins at this tile or before
+    # binary search: the last sequence that begins at or before this tile
     low, high = tile * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -144,7 +146,7 @@ def _prefill_attention_kernel(
 
 
 def variants() -> Iterator[Variant]:
-    """Heads of Llama 8B and 1B, Gemma 2 and Phi; a cache in eight bits."""
+    """Shapes of Llama 8B and 1B, Gemma 2 and Phi; 8-bit caches."""
     for heads, kv_heads, size, max_rows, kind, window, softcap in (
         (32, 8, 128, 2048, "bf16", None, None),
         (32, 8, 128, 64, "bf16", None, None),

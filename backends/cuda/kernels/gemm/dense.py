@@ -1,9 +1,9 @@
-"""Products of a few rows with a weight: a step reads every weight once, and little else.
+"""Matrix products of a few rows with a dense weight: memory-bound, each weight is read once.
 
-One row: each thread keeps a part of the sum of a few outputs. More rows: `skinny_gemm_triton`,
-tensor cores with the weight as the tall operand, so that the rows are padded to 8 and not to 16. In
-both the warps of a program split the inputs and are summed in their order at the end: no workspace,
-no second launch, the same bits every time.
+One row: a GEMV in which each thread accumulates partial sums of a few outputs. More rows:
+`skinny_gemm_triton`, on tensor cores with the weight as the M operand, so that the rows are padded
+to 8 instead of 16. In both, the warps of a program split the inputs (split-K) and are summed in a
+fixed order at the end: no workspace, no second launch, bitwise deterministic.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -31,27 +31,28 @@ from localgen.backends.cuda.kernels.gemm.tile import (
 )
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-# above, cuBLAS
+# more rows use cuBLAS
 MAX_SKINNY_ROWS = 8
-# inputs must be a multiple, for loads of 16 bytes
+# the number of inputs must be a multiple of this, for 16-byte loads
 INPUT_MULTIPLE = 16
 
 
 def choose_gemv_tile(ins: int, outs: int) -> GemmTile:
-    """For a single row. 4.3 TB/s at about 1 µs of latency are 33 KB in flight on each of 132 SMs.
+    """Return the tile for a single row.
 
-    A program of 4 outputs x 16 bytes x 128 threads has 8 KB in flight; at 48 to 56 registers 9 or
-    10 of them fit on an SM: 72 KB. Small weights are cut finer, to have programs for every SM.
+    4.3 TB/s at about 1 µs of latency need 33 KB in flight on each of 132 SMs. A program of
+    4 outputs x 16 bytes x 128 threads has 8 KB in flight; at 48 to 56 registers 9 or 10 programs
+    fit on an SM: 72 KB. Small weights use smaller tiles, to have programs for every SM.
     """
     return GemmTile(4 if outs >= 2048 else 2, 256, 1, 4 if ins > 1024 else 2)
 
 
 def choose_skinny_gemm_tile(rows: int, outs: int, item_bytes: int) -> GemmTile:
-    """For 2 rows and more; above 32 rows several programs read the same weights, out of the L2.
+    """Return the tile for 2 or more rows; above 32 rows, programs share weights through L2.
 
-    In flight are stages - 2 tiles or one more: at 4096 outputs 256 programs of 2 x 16 KB in bf16
-    or 4 x 8 KB in FP8, 62 KB an SM; at 28672 896 programs, 4 on an SM, twice that. All fit in
-    99 KB of shared memory, with the rows.
+    stages - 2 or stages - 1 tiles are in flight: at 4096 outputs, 256 programs of 2 x 16 KB (bf16)
+    or 4 x 8 KB (FP8), 62 KB per SM; at 28672 outputs, 896 programs, 4 per SM, twice that. Together
+    with the rows, all fit in 99 KB of shared memory.
     """
     padded = 8 if rows <= 8 else 16 if rows <= 16 else 32
     stages = 6 if padded * item_bytes == 8 else 4
@@ -62,9 +63,9 @@ def choose_skinny_gemm_tile(rows: int, outs: int, item_bytes: int) -> GemmTile:
 def matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T + bias + residual, [rows, outs] of x's dtype, summed in float32.
+    """Return x @ weight.T + bias + residual, [rows, outs] in x's dtype, accumulated in float32.
 
-    x: [rows, ins]. weight: [outs, ins], of the same dtype. bias: [outs]. residual: [rows, outs].
+    x: [rows, ins]. weight: [outs, ins], in x's dtype. bias: [outs]. residual: [rows, outs].
     """
     if can_use_triton(x) and supports_triton_gemm(x, weight) and x.shape[0] <= MAX_SKINNY_ROWS:
         return matmul_triton(x, weight, bias, residual)
@@ -72,14 +73,14 @@ def matmul(
 
 
 def gated_matmul(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
-    """act(gate) * up, [rows, outs / 2]. weight: [outs, ins], all of gate, then all of up."""
+    """Return act(gate) * up, [rows, outs / 2]. weight: [outs, ins], gate rows, then up rows."""
     if can_use_triton(x) and supports_triton_gemm(x, weight) and x.shape[0] <= MAX_SKINNY_ROWS:
         return matmul_triton(x, weight, activation=activation)
     return gated_matmul_reference(x, weight, activation)
 
 
 def supports_triton_gemm(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels can take these: 16 bits an element, whole loads."""
+    """True if the kernels support these: 16-bit x, contiguous weight of whole 16-byte loads."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[0] > 0
@@ -91,13 +92,13 @@ def supports_triton_gemm(x: Tensor, weight: Tensor) -> bool:
 def matmul_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """The same by torch, which is cuBLAS on a GPU."""
+    """PyTorch reference of `matmul`, cuBLAS on a GPU."""
     out = functional.linear(x, weight, bias)
     return out if residual is None else out + residual
 
 
 def gated_matmul_reference(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of `gated_matmul`."""
     return gated_activation_reference(functional.linear(x, weight), activation)
 
 
@@ -109,7 +110,7 @@ def matmul_triton(
     *,
     activation: ActivationKind | None = None,
 ) -> Tensor:
-    """Both of them in one launch."""
+    """Triton implementation of `matmul`, or of `gated_matmul` if activation is set; one launch."""
     if x.shape[0] > 1:
         return skinny_gemm_triton(x, weight, None, bias, residual, activation=activation)
     (outs, ins), x = weight.shape, x.contiguous()
@@ -143,15 +144,16 @@ def skinny_gemm_triton(
     *,
     activation: ActivationKind | None = None,
 ) -> Tensor:
-    """matmul or gated_matmul of up to about 64 rows. weight: x's dtype or float8_e4m3fn.
+    """Triton implementation of `matmul` and `gated_matmul` for up to about 64 rows.
 
-    scale: float32 [outs], of each output of the weight, or None.
+    weight: in x's dtype or float8_e4m3fn. scale: float32 [outs], one per output of the weight, or
+    None.
     """
     rows, (outs, ins) = x.shape[0], weight.shape
     tile = choose_skinny_gemm_tile(rows, outs, weight.element_size())
     outs = outs if activation is None else outs // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    # programs over the same weights follow one another, and find them in the L2
+    # programs that read the same weights are adjacent, so that they hit L2
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
     launch(_skinny_gemm_kernel, grid)(
         x.contiguous(),
@@ -178,10 +180,10 @@ def skinny_gemm_triton(
 
 @triton.jit
 def accumulate_gemv(total, x, weight, weight_rows, ins, step: tl.constexpr, even: tl.constexpr):
-    """total, float32 [outputs, step / 4], and what a row x [ins] adds to it.
+    """Return total, float32 [outputs, step / 4], plus the products of the row x, [ins].
 
-    Every thread has 8 inputs of each step, so that x and the weight lie alike; a sum of four
-    of them before the sum over steps halves the registers.
+    Each thread has 8 inputs per step, so that x and the weight have the same layout. Summing four
+    products before the sum over steps halves the registers.
     """
     outputs: tl.constexpr = weight_rows.shape[0]
     at = tl.arange(0, step)
@@ -243,7 +245,7 @@ def _skinny_gemm_kernel(
     stages: tl.constexpr,
     even: tl.constexpr,
 ):
-    """A dot for each warp, [warps, outputs, inputs] @ [warps, inputs, padded rows]."""
+    """One dot per warp: [warps, outputs, inputs] @ [warps, inputs, padded rows]."""
     ins = ins_16 * 16
     block = tl.program_id(1)
     row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
@@ -269,7 +271,7 @@ def _skinny_gemm_kernel(
 
 
 def variants() -> Iterator[Variant]:
-    """Of an 8B, its logits, a small mixture's experts and a gate; whole and with a rest."""
+    """Shapes of an 8B model, small MoE experts and a router; with and without a remainder."""
     shapes: tuple[tuple[int, int, ActivationKind | None], ...] = (
         (4096, 6144, None),
         (4096, 28672, "silu"),
@@ -310,7 +312,7 @@ def _gemv_variant(ins: int, outs: int, activation: ActivationKind | None) -> Var
 def skinny_gemm_variant(
     rows: int, ins: int, outs: int, weight_type: str, activation: ActivationKind | None
 ) -> Variant:
-    """As skinny_gemm_triton launches it. weight_type: its Triton pointer type."""
+    """Return the variant that skinny_gemm_triton launches. weight_type: Triton pointer type."""
     small = weight_type == "*fp8e4nv"
     tile = choose_skinny_gemm_tile(rows, outs, 1 if small else 2)
     pointer = "*bf16" if small else weight_type

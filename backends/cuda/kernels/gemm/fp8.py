@@ -1,4 +1,4 @@
-"""FP8 (e4m3) weights with a scale for each output."""
+"""Matrix products with FP8 (e4m3) weights and one scale per output."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from localgen.backends.cuda.kernels.gemm.dense import (
 )
 from localgen.backends.cuda.kernels.launch import Variant
 
-# above, activations become FP8 too, with a scale for each row
+# with more rows, activations are quantized to FP8 too, with one scale per row
 MAX_WEIGHT_ONLY_ROWS = 64
 FP8_MAX = 448.0
 
 
 def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ (weight * scale).T + bias, [rows, outs] of x's dtype, summed in float32.
+    """Return x @ (weight * scale).T + bias, [rows, outs] in x's dtype, accumulated in float32.
 
     x: [rows, ins]. weight: float8_e4m3fn [outs, ins]. scale: float32 [outs]. bias: [outs]. Up to
-    MAX_WEIGHT_ONLY_ROWS the rows keep their precision; above, they are rounded to FP8 as well.
-    Below compute capability 8.9 the weight is widened by torch at every call.
+    MAX_WEIGHT_ONLY_ROWS rows, x keeps its precision; with more, it is quantized to FP8. Below
+    compute capability 8.9, torch dequantizes the weight on every call.
     """
     if not (can_use_triton(x) and supports_triton_gemm(x, weight) and _supports_fp8(x.device)):
         return fp8_matmul_reference(x, weight, scale, bias)
@@ -38,19 +38,19 @@ def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
 def fp8_matmul_reference(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """The same by torch, the weight rounded to x's dtype."""
+    """PyTorch reference of `fp8_matmul`; the dequantized weight is rounded to x's dtype."""
     return functional.linear(x, dequantize_fp8(weight, scale, x.dtype), bias)
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight * scale, [outs, ins] of dtype."""
-    # eight bits to float32 and to float64 are both exact
+    """Return weight * scale, [outs, ins] in dtype."""
+    # FP8 converts exactly to float32 and to float64
     exact = weight.double() if dtype is torch.float64 else weight.float()
     return (exact * scale[:, None].to(exact.dtype)).to(dtype)
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as float8_e4m3fn [rows, ins] and float32 scales [rows, 1]."""
+    """Quantize x to float8_e4m3fn, [rows, ins], with float32 scales, [rows, 1]."""
     exact = upcast(x)
     scales = exact.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
     return (exact / scales).to(torch.float8_e4m3fn), scales
@@ -63,7 +63,10 @@ def _supports_fp8(device: torch.device) -> bool:
 def _fp8_activations_matmul(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Tensor cores on FP8, with a scale for each row of both; they give bfloat16."""
+    """Multiply on FP8 tensor cores, with one scale per row of x and of weight.
+
+    The product is rounded to bfloat16 before the bias is added.
+    """
     small, scales = quantize_rows_fp8(x)
     out = torch._scaled_mm(
         small, weight.T, scale_a=scales, scale_b=scale[None, :], out_dtype=torch.bfloat16
@@ -72,7 +75,7 @@ def _fp8_activations_matmul(
 
 
 def variants() -> Iterator[Variant]:
-    """The sizes of an 8B, by rows; one with a rest."""
+    """Shapes of an 8B model by number of rows; one with a remainder."""
     for rows, ins, outs in (
         (1, 4096, 4096),
         (8, 4096, 28672),

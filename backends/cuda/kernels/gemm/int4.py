@@ -1,12 +1,12 @@
-"""Weights of 4 bits in groups of inputs with a scale and a zero each: (digit - zero) * scale.
+"""Matrix products with 4-bit weights, quantized in groups of inputs: (code - zero) * scale.
 
-Where the inputs are a multiple of TILE_INPUTS, a tile of 128 of them is 16 words of 32 bits. Digit
-s of the low half of word i is input 32 s + 2 i of the tile, and that of the high half the input
-after it. So one mask leaves two neighbours where tensor cores want them, each in the low bits of a
-16-bit float whose exponent is put in by an `or`: 128 + digit in bfloat16, 1024 + digit in float16.
-What is too much is taken off at the end of a group, as a product with ones; scales multiply sums of
-whole numbers, in float32. A program streams whole words of an output row, and no digit is ever
-moved.
+If the number of inputs is a multiple of TILE_INPUTS, weights are stored in tiles of 128 inputs, 16
+32-bit words each. Nibble s of the low half of word i is input 32 s + 2 i of the tile, nibble s of
+the high half the input after it. One mask therefore leaves two adjacent inputs where tensor cores
+need them, each in the low bits of a 16-bit float whose exponent is set by an `or`: 128 + code in
+bfloat16, 1024 + code in float16. That offset is subtracted at the end of a group, using a product
+with ones; scales multiply sums of integers, in float32. A program streams whole words of an output
+row, without shuffling codes.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -27,19 +27,19 @@ from localgen.backends.cuda.kernels.gemm.dense import supports_triton_gemm
 from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-# inputs of a tile; inputs of a group are a multiple of PART_INPUTS in the kernels
+# inputs per tile; the kernels need a group size that is a multiple of PART_INPUTS
 TILE_INPUTS, PART_INPUTS = 128, 32
-# above, the weight is widened once and cuBLAS multiplies
+# with more rows, the weight is dequantized once per call and cuBLAS multiplies
 MAX_INT4_GEMM_ROWS = 64
 
 
 def int4_matmul(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T + bias, [rows, outs] of x's dtype, summed in float32.
+    """Return x @ weight.T + bias, [rows, outs] in x's dtype, accumulated in float32.
 
-    x: [rows, ins], inputs in packed order. packed: uint8 [outs, ins / 2] as `pack_int4` makes it.
-    scales: float [outs, groups]. zeros: uint8 [outs, groups], 0 to 15. bias: [outs].
+    x: [rows, ins], inputs in the order of the packed weight. packed: uint8 [outs, ins / 2] from
+    `pack_int4`. scales: float [outs, groups]. zeros: uint8 [outs, groups], 0 to 15. bias: [outs].
     """
     if not (
         can_use_triton(x) and is_tiled(2 * packed.shape[1]) and _has_whole_parts(packed, scales)
@@ -51,7 +51,10 @@ def int4_matmul(
 
 
 def is_tiled(ins: int) -> bool:
-    """Whether digits of so many inputs lie in tiles; else an even one lies below the next."""
+    """True if codes are stored in tiles.
+
+    Otherwise each byte holds two adjacent inputs, the even one in the low nibble.
+    """
     return ins % TILE_INPUTS == 0
 
 
@@ -60,16 +63,16 @@ def _has_whole_parts(packed: Tensor, scales: Tensor) -> bool:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """uint8 [outs, ins] of 0 to 15 -> [outs, ins / 2]."""
+    """Pack codes, uint8 [outs, ins] of 0 to 15, to uint8 [outs, ins / 2]."""
     outs, ins = codes.shape
     if is_tiled(ins):
-        # [.., digit, word, half] -> [.., word, half, digit]: a half is two bytes of two digits
+        # [.., nibble, word, half] -> [.., word, half, nibble]: a half word is two bytes
         codes = codes.view(outs, -1, 4, 16, 2).permute(0, 1, 3, 4, 2).reshape(outs, ins)
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """What was packed, uint8 [outs, ins]."""
+    """Return the codes that `pack_int4` packed, uint8 [outs, ins]."""
     outs, ins = packed.shape[0], 2 * packed.shape[1]
     digits = torch.stack((packed & 15, packed >> 4), dim=-1)
     if is_tiled(ins):
@@ -78,10 +81,10 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def dequantize_int4(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight, [outs, ins] of dtype."""
+    """Return the dequantized weight, [outs, ins] in dtype."""
     digits = unpack_int4(packed).view(*scales.shape, -1)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    # a digit less a zero is exact, so this rounds once for float32 and once for dtype
+    # code - zero is exact, so this rounds once in float32 and once to dtype
     values = (digits.to(wide) - zeros[..., None].to(wide)) * scales[..., None].to(wide)
     return values.to(dtype).flatten(1)
 
@@ -89,16 +92,17 @@ def dequantize_int4(packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.
 def int4_matmul_reference(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """The same by torch, the weight rounded to x's dtype."""
+    """PyTorch reference of `int4_matmul`; the dequantized weight is rounded to x's dtype."""
     return functional.linear(x, dequantize_int4(packed, scales, zeros, x.dtype), bias)
 
 
 def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTile:
-    """Inputs of each warp at once are a tile. Above 32 rows, programs share weights in the L2.
+    """Return the tile of a program; each warp processes TILE_INPUTS inputs at once.
 
-    In flight are stages - 2 tiles of 8 KB of digits or one more; 4096 outputs are 256 programs, 31
-    to 46 KB an SM of an H200, 28672 are 896, 4 on an SM, twice that. With the rows that is 72 or
-    (32 rows) 80 KB of shared memory, 99 being what the smallest GPU has.
+    Above 32 rows, programs share weights through L2. stages - 2 or stages - 1 tiles of 8 KB of
+    codes are in flight: at 4096 outputs, 256 programs, 31 to 46 KB per SM of an H200; at 28672
+    outputs, 896 programs, 4 per SM, twice that. Including the rows this takes 72 KB or (32 rows)
+    80 KB of shared memory; the smallest supported GPU has 99 KB.
     """
     if rows <= 8:
         return (
@@ -108,8 +112,8 @@ def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTi
         )
     if rows <= 16:
         return GemmTile(32, TILE_INPUTS, 16, 4, 4)
-    # Triton 3.6 would leave room for a third program in the registers of sm_100, and spill: shared
-    # memory has none for it
+    # on sm_100, Triton 3.6 limits registers to fit a third program and spills, although shared
+    # memory has no room for a third program
     spills = arch // 10 == 10 and group_size % TILE_INPUTS == 0
     return GemmTile(32, TILE_INPUTS, 32, 4, 3, 255 if spills else None)
 
@@ -117,7 +121,7 @@ def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTi
 def int4_matmul_triton(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """The same in one launch, for up to about 64 rows."""
+    """Triton implementation of `int4_matmul` for up to about 64 rows, one launch."""
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
     group = ins // scales.shape[1]
     tile = choose_int4_tile(rows, outs, group, compute_capability(x.device))
@@ -151,7 +155,7 @@ def int4_matmul_triton(
 def dequantize_int4_triton(
     packed: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The weight, [outs, ins] of dtype, in one launch."""
+    """Triton implementation of `dequantize_int4`, one launch."""
     outs, ins = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty((outs, ins), dtype=dtype, device=packed.device)
     launch(_dequantize_int4_kernel, (triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE_INPUTS)))(
@@ -167,7 +171,7 @@ def dequantize_int4_triton(
 
 
 def _dots_per_group(group: int) -> int:
-    """Parts of a tile in the same group."""
+    """Return how many consecutive parts of a tile share a group: 1, 2 or 4."""
     return 4 if group % TILE_INPUTS == 0 else 2 if group % (2 * PART_INPUTS) == 0 else 1
 
 
@@ -177,7 +181,7 @@ def _float_type(dtype: torch.dtype) -> Any:
 
 @triton.jit
 def split_float_pairs(both, to: tl.constexpr):
-    """Two 16-bit floats in each word, int32 [.., words] -> [.., 2 * words] of `to`."""
+    """Split words of two 16-bit floats: int32 [.., words] -> [.., 2 * words] in dtype `to`."""
     low = both.to(tl.int16).to(to, bitcast=True)
     high = (both >> 16).to(tl.int16).to(to, bitcast=True)
     return tl.reshape(tl.join(low, high), [both.shape[0], both.shape[1], 2 * both.shape[2]])
@@ -204,7 +208,7 @@ def _int4_gemm_kernel(
     stages: tl.constexpr,
     even: tl.constexpr,
 ):
-    """Warp w computes tiles w, w + warps, ...; [warps, outputs, 32] @ [warps, 32, padded rows]."""
+    """Warp w computes tiles w, w + warps, ...: [warps, outputs, 32] @ [warps, 32, padded rows]."""
     exponent: tl.constexpr = 0x4300 if float_type == tl.bfloat16 else 0x6400
     one: tl.constexpr = 0x3F80 if float_type == tl.bfloat16 else 0x3C00
     surplus: tl.constexpr = 128.0 if float_type == tl.bfloat16 else 1024.0
@@ -226,7 +230,7 @@ def _int4_gemm_kernel(
     )
     g_at = own.to(tl.int64)[None, :] * groups
     given = (row < rows)[None, None, :]
-    # nothing at all of some words: what does not come of a load would lie in another way
+    # zeros derived from loaded words: a constant would get a different register layout
     none = (tl.load(words + tl.arange(0, 16)) & 0xFFFF) >> 16
     some = tl.broadcast_to((none | (one << 16 | one))[None, None, :], [warps, outputs, 16])
     ones = split_float_pairs(some, float_type).to(dot_dtype)
@@ -263,7 +267,7 @@ def _int4_gemm_kernel(
 
 @triton.jit
 def _dequantize_int4_kernel(words, scales, zeros, out, tiles, outs, group_size):
-    """8 outputs and 8 tiles of each."""
+    """Each program dequantizes 8 tiles of 8 outputs."""
     own = (tl.program_id(0) * 8 + tl.arange(0, 8))[:, None, None]
     tile = (tl.program_id(1) * 8 + tl.arange(0, 8))[None, :, None]
     inside = (own < outs) & (tile < tiles)
@@ -281,7 +285,7 @@ def _dequantize_int4_kernel(words, scales, zeros, out, tiles, outs, group_size):
 
 
 def variants() -> Iterator[Variant]:
-    """The sizes of an 8B by rows and groups; one with a rest, one in float16."""
+    """Shapes of an 8B model by rows and group size; some with a remainder, one in float16."""
     for rows, ins, outs, group, kind in (
         (1, 4096, 4096, 128, "*bf16"),
         (1, 4096, 28672, 128, "*bf16"),
@@ -312,7 +316,7 @@ def _int4_gemm_variant(
     input_type: str,
     archs: frozenset[int],
 ) -> Variant:
-    """As int4_matmul_triton launches it. input_type: Triton's pointer type of the rows."""
+    """Return the variant that int4_matmul_triton launches. input_type: Triton pointer type of x."""
     of = tl.float16 if input_type == "*fp16" else tl.bfloat16
     constants: dict[str, Any] = {
         "float_type": of,

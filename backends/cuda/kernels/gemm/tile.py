@@ -1,4 +1,4 @@
-"""A tile of a product: its size, the weight rows it is of, and what is done with its sums."""
+"""Parts shared by the GEMM kernels: tile sizes, weight row indices and the epilogue."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
 
@@ -19,9 +19,9 @@ ActivationKind = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
-    """What a program computes: outputs at once, inputs of each warp at once, rows padded to.
+    """Tile of a program. outputs: outputs per program. inputs: inputs per warp and iteration.
 
-    max_registers: most of a thread; None: as the compiler has it.
+    rows: padded number of rows. max_registers: limit per thread, or None for the compiler's choice.
     """
 
     outputs: int
@@ -33,7 +33,7 @@ class GemmTile:
 
 
 def dot_dtype(x: Tensor) -> Any:
-    """Triton's type of what tl.dot multiplies: x's own, but exact in the interpreter."""
+    """Return the Triton dtype of tl.dot's operands: x's dtype, or float32 in the interpreter."""
     if not can_use_triton(x):
         return tl.float32
     return tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16
@@ -41,16 +41,16 @@ def dot_dtype(x: Tensor) -> Any:
 
 @triton.jit
 def cast_for_dot(x, dtype: tl.constexpr):
-    """x, of 8 bits or more, as the type that tl.dot multiplies."""
+    """Cast x (8 bits or wider) to the operand dtype of tl.dot."""
     if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
-        # exact in float16; Triton 3.6 has no direct way to bfloat16 on sm_89
+        # exact through float16; Triton 3.6 has no direct conversion to bfloat16 on sm_89
         x = x.to(tl.float16).to(tl.float32)
     return x.to(dtype)
 
 
 @triton.jit
 def apply_activation(gate, activation: tl.constexpr):
-    """silu or gelu_tanh of float32."""
+    """Return silu or gelu_tanh of gate, float32."""
     bent = gate
     if activation == "gelu_tanh":
         # (1 + tanh y) / 2 is sigmoid(2 y)
@@ -60,7 +60,10 @@ def apply_activation(gate, activation: tl.constexpr):
 
 @triton.jit
 def weight_row_ids(block, num_outputs, outputs: tl.constexpr, paired: tl.constexpr):
-    """Weight rows of a program. paired: gate, up, gate, up, ...; num_outputs counts pairs then."""
+    """Return the weight rows of a program, clamped to the last one.
+
+    paired: rows alternate gate, up, gate, up, ...; num_outputs then counts pairs.
+    """
     at = tl.arange(0, outputs)
     if paired:
         of = block * (outputs // 2) + at // 2
@@ -82,7 +85,7 @@ def gemm_epilogue(
     num_outputs,
     activation: tl.constexpr,
 ):
-    """Scale, gate, add and store sums [outputs, padded rows] of the weight rows `weight_rows`."""
+    """Apply scale, activation, bias and residual to acc, [outputs, padded rows], and store it."""
     outputs: tl.constexpr = acc.shape[0]
     if scale is not None:
         acc *= tl.load(scale + weight_rows)[:, None]
@@ -104,7 +107,7 @@ def gemm_epilogue(
 
 @triton.jit
 def store_transposed(values, out, row, rows, output_ids, num_outputs):
-    """values: [outputs, rows] -> out: [rows, outs]."""
+    """Store values, [outputs, rows], to out, [rows, outs]."""
     at = row.to(tl.int64)[None, :] * num_outputs + output_ids[:, None]
     inside = (row < rows)[None, :] & (output_ids < num_outputs)[:, None]
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
-"""A mixture of experts: each row goes through the few experts that were chosen for it.
+"""Mixture-of-experts layer: each row is computed by its top-k experts.
 
-A slot is a row and one of its experts. Few rows: a program for each slot and some outputs, as in a
-product of one row. More: as in grouped_experts.
+A slot is one (row, expert) pair. Few rows: one program per slot and block of outputs, like a GEMV.
+More rows: see grouped_experts.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -34,19 +34,19 @@ from localgen.backends.cuda.kernels.gemm.tile import (
 from localgen.backends.cuda.kernels.launch import Variant, launch
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting, grouped_experts_triton
 
-# up to here every slot reads its expert's weights by itself
+# up to this many rows, every slot reads the weights of its expert separately
 MAX_SMALL_BATCH_ROWS = 8
-# experts of a row that a program can hold, one for each warp
+# experts per row that one program can compute, one per warp
 _MAX_SMALL_BATCH_TOP_K = 8
 
 
 def fused_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
 ) -> Tensor:
-    """Sum of the chosen experts' answers by their shares, [rows, hidden].
+    """Return the sum of the top-k experts' outputs, weighted by topk_weights, [rows, hidden].
 
-    x: [rows, hidden]. gate_up: [experts, 2 * inner, hidden], all of gate, then all of up.
-    down: [experts, hidden, inner].
+    x: [rows, hidden]. gate_up: [experts, 2 * inner, hidden], gate rows, then up rows. down:
+    [experts, hidden, inner].
     """
     whole = gate_up.shape[2] % INPUT_MULTIPLE == 0 and down.shape[2] % INPUT_MULTIPLE == 0
     if not (can_use_triton(x) and whole and x.dtype in (torch.bfloat16, torch.float16)):
@@ -59,7 +59,7 @@ def fused_experts(
 def fused_experts_reference(
     x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
 ) -> Tensor:
-    """The same in plain torch, expert by expert."""
+    """PyTorch reference of `fused_experts`, one expert at a time."""
     out = torch.zeros_like(x)
     for expert in sorted(set(routing.topk_ids.flatten().tolist())):
         rows, place = (routing.topk_ids == expert).nonzero(as_tuple=True)
@@ -72,7 +72,7 @@ def fused_experts_reference(
 def small_batch_experts_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
 ) -> Tensor:
-    """The same in two launches."""
+    """Triton implementation of `fused_experts` for few rows, two launches."""
     (rows, hidden), top_k = x.shape, routing.topk_ids.shape[1]
     slots, inner_size = routing.topk_ids.numel(), down.shape[2]
     x, ids, shares = (
@@ -121,7 +121,7 @@ def small_batch_experts_triton(
 
 
 def _choose_down_tile(top_k: int) -> tuple[GemmTile, int]:
-    """And how many warps share an expert. In flight are 2 or 3 x 16 KB a program."""
+    """Return the tile and the number of warps per expert; 2 or 3 x 16 KB per program in flight."""
     return GemmTile(16, 64, 8, 8, 4), 8 // triton.next_power_of_2(top_k)
 
 
@@ -168,9 +168,9 @@ def _small_batch_down_kernel(
     stages: tl.constexpr,
     even: tl.constexpr,
 ):
-    """All experts of a row: `splits` warps for each, whose sums are weighed and added at the end.
+    """Compute all experts of a row, `splits` warps per expert, and add their weighted sums.
 
-    As in `_skinny_gemm_kernel`, with a weight of its own and one row, padded to 8, for each warp.
+    Like `_skinny_gemm_kernel`, but each warp has its own weight and one row, padded to 8.
     """
     ins = ins_16 * 16
     block, row = tl.program_id(0), tl.program_id(1)
@@ -201,7 +201,7 @@ def _small_batch_down_kernel(
 
 
 def variants() -> Iterator[Variant]:
-    """Of 128 small experts and of 8 large ones; of tiny ones, with a rest."""
+    """Shapes with 128 small experts, 8 large ones, and tiny ones with a remainder."""
     for inner, hidden, top_k in ((768, 2048, 8), (14336, 4096, 2), (48, 96, 3)):
         yield _gate_up_variant(inner, hidden)
         yield _down_variant(inner, top_k)

@@ -1,6 +1,8 @@
-"""A mixture of experts for many rows: slots, each a row and one of its experts, are dealt to their
-experts on the device, and a product takes tiles of slots of one expert. The tiles are found in the
-kernel, so that no count ever comes to the host; nothing is added in an order of chance.
+"""Mixture of experts for many rows: a grouped GEMM over slots sorted by expert.
+
+A slot is one (row, expert) pair. Slots are sorted on the device, and each tile of the GEMM holds
+slots of one expert. The kernel finds its tile itself, so no count is copied to the host. Sums have
+a fixed order, so the result is deterministic.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -25,13 +27,13 @@ from localgen.backends.cuda.kernels.gemm.tile import (
 )
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-# slots that a program counts at once; numbers that one weighs
+# slots per iteration of the sort kernel; elements per program of the weighted sum
 _SORT_BLOCK, _SUM_BLOCK = 1024, 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRouting:
-    """topk_ids: int64 [rows, top_k], experts of each row. topk_weights: float32 [rows, top_k]."""
+    """topk_ids: int64 [rows, top_k], expert ids. topk_weights: float32 [rows, top_k]."""
 
     topk_ids: Tensor
     topk_weights: Tensor
@@ -39,10 +41,10 @@ class ExpertRouting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotsByExpert:
-    """sorted_slots: int32 [slots], slots expert by expert. slot_positions: int32 [slots], where
-    each slot went.
+    """Slots sorted by expert.
 
-    expert_offsets: int32 [experts + 1], where those of each expert begin.
+    sorted_slots: int32 [slots]. slot_positions: int32 [slots], the position of each slot in
+    sorted_slots. expert_offsets: int32 [experts + 1], first position of each expert.
     """
 
     sorted_slots: Tensor
@@ -52,7 +54,7 @@ class SlotsByExpert:
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemmTile:
-    """Slots, outputs and inputs of a program at once."""
+    """Tile of a program: slots x outputs, `inputs` per loop iteration."""
 
     slots: int
     outputs: int
@@ -62,7 +64,7 @@ class GroupedGemmTile:
 
 
 def choose_grouped_gemm_tile(num_slots: int, num_experts: int) -> GroupedGemmTile:
-    """By the mean number of slots an expert has."""
+    """Choose a tile by the mean number of slots per expert."""
     mean = num_slots / num_experts
     if mean <= 16:
         return GroupedGemmTile(16, 64, 128, 4, 4)
@@ -72,7 +74,7 @@ def choose_grouped_gemm_tile(num_slots: int, num_experts: int) -> GroupedGemmTil
 def grouped_experts_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, activation: ActivationKind
 ) -> Tensor:
-    """See fused_experts.fused_experts."""
+    """Triton implementation of `fused_experts.fused_experts` for many rows."""
     (rows, hidden), (experts, _, inner_size) = x.shape, down.shape
     dealt = sort_slots_by_expert_triton(routing.topk_ids, experts)
     inner = torch.empty((routing.topk_ids.numel(), inner_size), dtype=x.dtype, device=x.device)
@@ -95,7 +97,7 @@ def grouped_experts_triton(
 
 
 def sort_slots_by_expert_triton(topk_ids: Tensor, num_experts: int) -> SlotsByExpert:
-    """Slots by their experts; those of an expert stay in order."""
+    """Sort slots by expert; the sort is stable."""
     slots = topk_ids.numel()
     order, places = (
         torch.empty(slots, dtype=torch.int32, device=topk_ids.device) for _ in range(2)
@@ -123,11 +125,14 @@ def _grouped_gemm(
     top_k: int,
     activation: ActivationKind | None,
 ) -> None:
-    """Row p of out is for place p; it is made of row p of x or, by sorted_slots, of the slot's
-    row."""
+    """Write one row of out per position of slots_by_expert, computed with its expert's weight.
+
+    The input of position p is row p of x or, with sorted_slots, the row of x that the slot at
+    position p belongs to.
+    """
     experts, outs, ins = weight.shape
     tile = choose_grouped_gemm_tile(len(out), experts)
-    # every expert can have one tile that is not full
+    # every expert can have one partial tile
     tiles = len(out) // tile.slots + min(experts, len(out))
     across = triton.cdiv(outs, tile.outputs)
     launch(_grouped_gemm_kernel, (tiles * across,))(
@@ -164,7 +169,7 @@ def _sort_slots_kernel(
     num_experts,
     block: tl.constexpr,
 ):
-    """An expert's slots go behind those of all experts before it, in their order."""
+    """Stable counting sort; each program places the slots of one expert."""
     expert = tl.program_id(0)
     at = tl.arange(0, block)
     before = 0
@@ -193,7 +198,7 @@ def _weighted_sum_kernel(
     top_k: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Answers of a row's slots by their shares, one after the other."""
+    """Sum the outputs of a row's slots, weighted by topk_weights, in slot order."""
     row = tl.program_id(0)
     at = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
@@ -226,9 +231,9 @@ def _grouped_gemm_kernel(
     stages: tl.constexpr,
     even: tl.constexpr,
 ):
-    """[slots, inputs] @ [inputs, outputs] of one expert, summed over inputs."""
+    """One tile of one expert: [slots, inputs] @ [inputs, outputs], looping over inputs."""
     ins, outs = ins_16 * 16, outs_16 * 16
-    # 8 tiles of slots share what they read of the weight, out of the L2
+    # bands of 8 slot tiles run together, to share weight reads through L2
     band = tl.program_id(0) // (8 * num_output_tiles)
     height = tl.minimum(num_slot_tiles - band * 8, 8)
     inside_band = tl.program_id(0) % (8 * num_output_tiles)
@@ -275,7 +280,7 @@ def _grouped_gemm_kernel(
 
 
 def variants() -> Iterator[Variant]:
-    """Of 128 small experts and of 8 large ones, by rows; of tiny ones, with a rest."""
+    """Shapes with 128 small experts and 8 large ones by rows; tiny ones with a remainder."""
     for inner, hidden, experts, slots in (
         (768, 2048, 128, 512),
         (768, 2048, 128, 8192),

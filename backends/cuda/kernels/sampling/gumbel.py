@@ -1,7 +1,7 @@
-"""Gumbel noise that is a function of a seed, a position and a token alone.
+"""Gumbel noise as a pure function of seed, position and token.
 
-Its bits are splitmix64's (Steele et al. 2014), the same in torch and in a kernel: a stream for
-each seed, from it a number for each position, and from that one for each token.
+The random bits come from splitmix64 (Steele et al. 2014) and are the same in torch and in Triton:
+the seed selects a stream, the position a number in it, which seeds a stream indexed by token.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# splitmix64's odd constants; torch wants them as signed 64-bit integers
+# splitmix64's odd constants; torch needs them as signed 64-bit integers
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TL_GOLDEN, _TL_MIX_1, _TL_MIX_2 = map(tl.constexpr, (_GOLDEN, _MIX_1, _MIX_2))
 _UINT64_MASK = (1 << 64) - 1
@@ -23,7 +23,7 @@ _UINT64_MASK = (1 << 64) - 1
 
 @lru_cache(4096)
 def hash_seed(seed: int) -> int:
-    """What stands for any whole number as a seed: a signed 64-bit integer."""
+    """Hash a seed, any integer, to a signed 64-bit integer."""
     x = (seed + _GOLDEN) & _UINT64_MASK
     x = ((x ^ (x >> 30)) * _MIX_1) & _UINT64_MASK
     x = ((x ^ (x >> 27)) * _MIX_2) & _UINT64_MASK
@@ -31,9 +31,9 @@ def hash_seed(seed: int) -> int:
 
 
 def random_bits(seed_hashes: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """32 random bits for each row and token, int64 [rows, vocab].
+    """Return 32 random bits per row and token, int64 [rows, vocab].
 
-    seed_hashes: int64 [rows], of hash_seed. positions: int64 [rows].
+    seed_hashes: int64 [rows], from hash_seed. positions: int64 [rows].
     """
     start = _splitmix64(seed_hashes + positions + _to_int64(_GOLDEN))[:, None]
     tokens = torch.arange(1, vocab + 1, device=seed_hashes.device)
@@ -41,15 +41,15 @@ def random_bits(seed_hashes: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel_noise(seed_hashes: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Noise for each row and token, float32 [rows, vocab]."""
+    """Return Gumbel noise per row and token, float32 [rows, vocab]."""
     bits = random_bits(seed_hashes, positions, vocab)
-    # near 0 a float32 is finest, and that is where the largest noise comes from
+    # the largest noise comes from values near 0, where float32 is most precise
     uniform = ((bits.to(torch.float32) + 0.5) / 2**32).clamp(max=1 - 2**-24)
     return -torch.log(-torch.log1p(-uniform))
 
 
 def uniform_noise(seed_hashes: Tensor, positions: Tensor) -> Tensor:
-    """A number from 0 to 1 for each row, float32 [rows], apart from all of `gumbel_noise`."""
+    """Return a uniform number in [0, 1) per row, float32 [rows], independent of `gumbel_noise`."""
     bits = _logical_shift_right(
         _splitmix64(_splitmix64(seed_hashes + positions + _to_int64(_GOLDEN))), 32
     )
@@ -63,7 +63,7 @@ def _splitmix64(x: Tensor) -> Tensor:
 
 
 def _logical_shift_right(x: Tensor, by: int) -> Tensor:
-    """A logical shift to the right; torch's own keeps the sign."""
+    """Logical right shift; torch's >> is arithmetic."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -73,18 +73,20 @@ def _to_int64(x: int) -> int:
 
 @triton.jit
 def tl_random_bits(seed_hash, position, tokens):
-    """random_bits in a kernel, uint32. seed_hash, position: int64 scalars. tokens: int32 of any
-    shape."""
+    """`random_bits` in Triton, uint32 of the shape of tokens.
+
+    seed_hash, position: int64 scalars. tokens: int32, any shape.
+    """
     start = _tl_splitmix64((seed_hash + position).to(tl.uint64) + _TL_GOLDEN)
     return (_tl_splitmix64(start + (tokens + 1).to(tl.uint64) * _TL_GOLDEN) >> 32).to(tl.uint32)
 
 
 @triton.jit
 def tl_gumbel_noise(seed_hash, position, tokens):
-    """gumbel_noise in a kernel."""
+    """`gumbel_noise` in Triton."""
     bits = tl_random_bits(seed_hash, position, tokens)
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 2.0**-24)
-    # log1p as log(w) * u / (w - 1): w's rounding is in both (Goldberg 1991)
+    # log1p as log(w) * u / (w - 1): the rounding of w cancels (Goldberg 1991)
     left = 1.0 - uniform
     taken = 1.0 - left
     exact = -tl.log(left) * (uniform / tl.where(taken == 0.0, 1.0, taken))
@@ -93,7 +95,7 @@ def tl_gumbel_noise(seed_hash, position, tokens):
 
 @triton.jit
 def tl_uniform_noise(seed_hash, position):
-    """uniform_noise in a kernel, of a row."""
+    """`uniform_noise` of one row in Triton."""
     start = _tl_splitmix64((seed_hash + position).to(tl.uint64) + _TL_GOLDEN)
     bits = (_tl_splitmix64(start) >> 32).to(tl.uint32)
     return tl.minimum(bits.to(tl.float32) * (1.0 / 4294967296.0), 1.0 - 2.0**-24)

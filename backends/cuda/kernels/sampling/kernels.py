@@ -1,12 +1,12 @@
-"""The kernels that sampling consists of: no sort, nothing asked of the host.
+"""Sampling kernels, without a sort and without host synchronization.
 
-Two launches. `scan_logits_kernel` reads every logit once: the best of every group of GROUP_TOKENS
-tokens, and for rows without truncation the token itself, chunk by chunk. `sample_token_kernel` has
-one program a row. What top-k or top-p cuts off is a threshold on the logits, found by bisection
-over their bits as integers: first over the groups' best, which bounds it from below and leaves few
-groups (at most k hold any of the k best tokens), then over the tokens of these, in registers. Where
-too many groups are left (a large k, a flat distribution under top-p alone) they are read again for
-every four pivots.
+Two launches. `scan_logits_kernel` reads every logit once and stores the maximum of each group of
+GROUP_TOKENS tokens and, for rows without truncation, the sampled token of each chunk.
+`sample_token_kernel` runs one program per row. Top-k and top-p become a threshold on the logits,
+found by a multi-pivot search over their bits as integers: first over the group maxima, which gives
+a lower bound and leaves few candidate groups (at most k groups hold any of the k best tokens), then
+over the tokens of these groups, in registers. If too many groups remain (a large k, or a flat
+distribution under top-p alone), their logits are read again for every NUM_PIVOTS pivots.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -19,7 +19,7 @@ import triton.language as tl
 from localgen.backends.cuda.kernels.sampling.gumbel import tl_gumbel_noise
 
 GROUP_TOKENS = 64
-# groups whose tokens `sample_token_kernel` holds in registers
+# candidate groups whose tokens `sample_token_kernel` can hold in registers
 MAX_REGISTER_GROUPS = 64
 NUM_PIVOTS = 4
 
@@ -27,11 +27,12 @@ _GROUP_TOKENS, _MAX_REGISTER_GROUPS, _NUM_PIVOTS = map(
     tl.constexpr, (GROUP_TOKENS, MAX_REGISTER_GROUPS, NUM_PIVOTS)
 )
 _REGISTER_TOKENS = tl.constexpr(GROUP_TOKENS * MAX_REGISTER_GROUPS)
-# groups' best that are searched at once, and groups listed at once
+# group maxima searched at once; groups listed per iteration
 _SEARCH_BLOCK, _LIST_BLOCK = tl.constexpr(1024), tl.constexpr(1024)
-# the search for candidates may end with so many: the best of several groups is not all of them
+# the candidate search may stop at this many: below the limit because it searches maxima that may
+# each stand for several groups
 _ENOUGH_GROUPS = tl.constexpr(MAX_REGISTER_GROUPS * 7 // 8)
-# rows of packed copies: where they begin must not decide what is compiled
+# views of packed buffers: their alignment varies and must not trigger a recompilation
 _UNALIGNED_SETTINGS = ["temperatures", "top_ks", "top_ps", "min_ps", "seed_hashes", "positions"]
 _UNALIGNED_EDITS = [
     *("rows", "tokens", "counts", "biases"),
@@ -55,7 +56,7 @@ def apply_penalties_kernel(
     num_edits,
     block: tl.constexpr,
 ):
-    """Penalties and biases, an element for each (row, token) that has any; in place."""
+    """Apply penalties and biases in place, one element per edited (row, token)."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < num_edits
     row = tl.load(rows + at, mask=inside, other=0)
@@ -88,10 +89,11 @@ def scan_logits_kernel(
     num_groups,
     chunk_groups: tl.constexpr,
 ):
-    """A chunk of a row.
+    """Scan one chunk (split) of a row.
 
-    group_max: float32 [rows, groups]. split_stats: float32 [rows, 3, splits]: the best score, the
-    largest logit, and the sum of exp(logit - largest). split_best_tokens: int32 [rows, splits].
+    Outputs: group_max, float32 [rows, groups]; split_stats, float32 [rows, 3, splits]: best score,
+    largest logit, and sum of exp(logit - largest); split_best_tokens, int32 [rows, splits]. Score
+    and token are written for greedy and untruncated rows, logit and sum for top-p without top-k.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = split * chunk_groups + tl.arange(0, chunk_groups)
@@ -141,10 +143,10 @@ def sample_token_kernel(
     splits_block: tl.constexpr,
     groups_block: tl.constexpr,
 ):
-    """The token of a row: int64 sampled_tokens[row]; the lowest logit that is kept: float32
-    min_logits[row].
+    """Sample the token of a row.
 
-    candidate_groups: int32 [rows, groups], for notes.
+    Outputs: sampled_tokens, int64 [rows]; min_logits, float32 [rows], the lowest logit that is
+    kept. candidate_groups: int32 [rows, groups], scratch space.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
@@ -159,7 +161,7 @@ def sample_token_kernel(
         cut = tl.full((), -float("inf"), tl.float32)
     else:
         of_row = group_max + row * num_groups
-        # the best of every few groups, as many as fit in registers
+        # merge the maxima of adjacent groups until they fit in registers
         together: tl.constexpr = max(groups_block // _SEARCH_BLOCK, 1)
         begin = tl.arange(0, groups_block // together) * together
         best = _load_or_neg_inf(of_row, begin, num_groups)
@@ -175,7 +177,7 @@ def sample_token_kernel(
             total = tl.sum(sums * tl.exp(peaks - peak))
         k = tl.load(top_ks + row).to(tl.float32)
         p = tl.load(top_ps + row)
-        # -inf without min-p
+        # -inf if min-p is off
         floor = peak + tl.log(tl.load(min_ps + row))
         low, high = _threshold_bounds(best, peak, cuts, k, p, total, floor, vocab)
         own = candidate_groups + row * num_groups
@@ -220,7 +222,7 @@ def sample_token_kernel(
             here, first = _argmax(tl.where(values >= cut, scores, -float("inf")), tokens)
             token = tl.where(here > score, first, token)
             score = tl.maximum(here, score)
-        # where everything is banned, the first as of any tie
+        # all tokens are at -inf: a tie, so token 0
         token = tl.where(score < _FLOAT32_MIN, 0, token)
     tl.store(sampled_tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
     tl.store(min_logits + row, cut)
@@ -238,7 +240,7 @@ def _load_logits(row_logits, tokens, inside):
 
 @triton.jit
 def _truncation_flags(row, vocab, top_ks, top_ps, min_ps):
-    """What truncates this row: 1 for top-k, 2 for top-p, 4 for min-p, added up."""
+    """Return the truncation of a row as bit flags: 1 top-k, 2 top-p, 4 min-p."""
     k = tl.load(top_ks + row)
     cuts = tl.where((k > 0) & (k < vocab), 1, 0)
     cuts += tl.where(tl.load(top_ps + row) < 1, 2, 0)
@@ -253,37 +255,37 @@ def _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions):
 
 @triton.jit
 def _argmax(scores, tokens):
-    """The best score and its token, the lowest of several."""
+    """Return the best score and its token; the lowest token on ties."""
     score = tl.max(scores)
     return score, tl.min(tl.where(scores == score, tokens, _NO_TOKEN))
 
 
 @triton.jit
 def _float_to_key(x):
-    """A float32's bits as an int64 that is ordered as floats are."""
+    """Map float32 to an int64 key with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _key_to_float(key):
-    """The float32 of a key."""
+    """Inverse of `_float_to_key`."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _threshold_bounds(best, peak, cuts, k, p, total, floor, vocab):
-    """Keys that the threshold lies between; the lower one leaves few groups, if it can."""
+    """Return keys (low, high) that enclose the threshold; low leaves few groups if possible."""
     lowest, high = _float_to_key(tl.full((), _FLOAT32_MIN, tl.float32)), _float_to_key(peak)
     low = lowest
     if cuts % 2 == 1:
-        # k groups have a token as good as this: so have k tokens
+        # k group maxima reach this bound, so at least k tokens do
         low = _search_threshold(
             best, tl.full(best.shape, 1.0, tl.float32), k, low, high, _ENOUGH_GROUPS
         )
     elif cuts % 4 == 2:
-        # all tokens together that are so far below the best one weigh less than 1 - p
+        # all tokens below this distance from the best have a total mass of less than 1 - p
         tail = tl.log(1.0 - p) - tl.log(vocab.to(tl.float32)) - 1.0
         low = tl.maximum(lowest, _float_to_key(peak + tail))
         low = _search_threshold(best, tl.exp(best - peak), p * total, low, high, _ENOUGH_GROUPS)
@@ -294,9 +296,9 @@ def _threshold_bounds(best, peak, cuts, k, p, total, floor, vocab):
 
 @triton.jit
 def _narrow_bounds(enough, low, high, step):
-    """The bounds after it is known which of the pivots, step apart above low, are met.
+    """Narrow the bounds, given which pivots (low + step, low + 2 * step, ...) reach the target.
 
-    One step more than there are pivots must be beyond high: then nothing up to high is left out.
+    low + (number of pivots + 1) * step must exceed high, so that the pivots cover the whole range.
     """
     met = tl.sum(enough.to(tl.int32))
     low += step * met
@@ -305,9 +307,9 @@ def _narrow_bounds(enough, low, high, step):
 
 @triton.jit
 def _search_threshold(values, weights, target, low, high, stop_count: tl.constexpr):
-    """The greatest key up to high from which on the values weigh at least target; low if none.
+    """Return the largest key <= high such that the values from it up weigh >= target, or low.
 
-    stop_count: stop early where no more values than this are left; 0: never.
+    stop_count: stop early at a bound that leaves at most this many values; 0 disables it.
     """
     while low < high:
         step = (high - low) // (_NUM_PIVOTS + 1) + 1
@@ -326,8 +328,10 @@ def _search_threshold(values, weights, target, low, high, stop_count: tl.constex
 def _search_threshold_in_memory(
     row_logits, candidate_groups, count, vocab, peak, target, low, high, by_mass: tl.constexpr
 ):
-    """As _search_threshold, over the tokens of all candidate groups, read again for every
-    pivots."""
+    """`_search_threshold` over the tokens of all candidate groups, read again on every iteration.
+
+    by_mass: weigh tokens by exp(logit - peak) instead of 1.
+    """
     while low < high:
         step = (high - low) // (_NUM_PIVOTS + 1) + 1
         keys = low + step * (tl.arange(0, _NUM_PIVOTS) + 1)
@@ -344,21 +348,21 @@ def _search_threshold_in_memory(
 
 @triton.jit
 def _list_candidate_groups(row_group_max, candidate_groups, num_groups, min_logit):
-    """Write down the groups whose best is at least this, in order; how many there are."""
+    """Store the groups whose maximum is at least min_logit, in order; return their count."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, num_groups, _LIST_BLOCK):
         group = start + tl.arange(0, _LIST_BLOCK)
         listed = (_load_or_neg_inf(row_group_max, group, num_groups) >= min_logit).to(tl.int32)
         tl.store(candidate_groups + count + tl.cumsum(listed, 0) - 1, group, mask=listed > 0)
         count += tl.sum(listed)
-    # other threads read what this one has listed
+    # other threads read the entries that this thread stored
     tl.debug_barrier()
     return count
 
 
 @triton.jit
 def _candidate_tokens(candidate_groups, start, count, vocab):
-    """Tokens of the candidate groups from start on, and which of them are there."""
+    """Return the tokens of MAX_REGISTER_GROUPS candidate groups from start on, and their mask."""
     at = tl.arange(0, _REGISTER_TOKENS)
     place = start + at // _GROUP_TOKENS
     group = tl.load(candidate_groups + place, mask=place < count, other=0)

@@ -1,9 +1,9 @@
-"""Drafts that were drawn, not chosen: kept or replaced so that the target's distribution remains.
+"""Rejection sampling of sampled draft tokens; the output has exactly the target's distribution.
 
-A draft d that was drawn from q is kept with probability min(1, p(d) / q(d)). If it is not, a token
-is drawn from max(0, p - q), which is never d (Leviathan et al. 2023; Chen et al. 2023). p is what
-sampling draws from, all settings included. The draw of the draft must not have shared noise with
-that of the row.
+A draft token d sampled from q is accepted with probability min(1, p(d) / q(d)). Otherwise a token
+is sampled from the residual max(0, p - q), which never yields d (Leviathan et al. 2023; Chen et al.
+2023). p is the target's distribution after all sampling parameters. The noise that sampled the
+draft must be independent of the row's noise.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -32,16 +32,17 @@ _BLOCK = 4096
 _WARPS = 8
 _FLOAT32_MIN = tl.constexpr(-3.4028234663852886e38)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
-# columns of packed copies: where they begin must not decide what is compiled
+# views of packed buffers: their alignment varies and must not trigger a recompilation
 _UNALIGNED_ARGS = ["rows", "draft_tokens", "temperatures", "seed_hashes", "positions"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledDrafts:
-    """Drafts and what they were drawn from.
+    """Draft tokens and the probabilities they were sampled from.
 
-    rows: int32 [drafts], the rows that verify them, each once. tokens: int32 [drafts]. draft_probs:
-    float32 [drafts, any vocabulary], probabilities; beyond its own a vocabulary has none.
+    rows: int32 [drafts], the row that verifies each draft, without duplicates. tokens: int32
+    [drafts]. draft_probs: float32 [drafts, draft vocab]; tokens beyond the draft model's vocabulary
+    have probability 0.
     """
 
     rows: Tensor
@@ -50,9 +51,9 @@ class SampledDrafts:
 
 
 def sampling_probs(sampled: SamplerOutput, settings: SamplingTensors, rows: Tensor) -> Tensor:
-    """What the tokens of these rows were drawn from, float [len(rows), vocab].
+    """Return the probabilities that the rows' tokens were sampled from, float [len(rows), vocab].
 
-    rows: int32, none of them greedy. Where no token can be drawn, all are 0.
+    rows: int32, not greedy. A row in which every token is banned is all 0.
     """
     by = sampling_probs_triton if can_use_triton(sampled.logits) else sampling_probs_reference
     return by(sampled, settings, rows)
@@ -61,9 +62,9 @@ def sampling_probs(sampled: SamplerOutput, settings: SamplingTensors, rows: Tens
 def rejection_sample(
     sampled: SamplerOutput, settings: SamplingTensors, drafts: SampledDrafts
 ) -> Tensor:
-    """Tokens of all rows, int64 [rows]: in the rows of drafts, the draft or what replaces it.
+    """Return the tokens of all rows, int64 [rows], with drafts accepted or replaced.
 
-    sampled.tokens may be overwritten. Rows of drafts are not greedy.
+    sampled.tokens may be overwritten. Rows with a draft are not greedy.
     """
     return (
         rejection_sample_triton if can_use_triton(sampled.logits) else rejection_sample_reference
@@ -73,7 +74,7 @@ def rejection_sample(
 def sampling_probs_reference(
     sampled: SamplerOutput, settings: SamplingTensors, rows: Tensor
 ) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of `sampling_probs`."""
     at = rows.long()
     x = upcast(sampled.logits)[at]
     kept = x.masked_fill(x < sampled.min_logits[at, None], -torch.inf)
@@ -84,7 +85,7 @@ def sampling_probs_reference(
 def rejection_sample_reference(
     sampled: SamplerOutput, settings: SamplingTensors, drafts: SampledDrafts
 ) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of `rejection_sample`."""
     at, tokens = drafts.rows.long(), drafts.tokens.long()
     p = sampling_probs_reference(sampled, settings, drafts.rows)
     q = torch.nn.functional.pad(
@@ -97,7 +98,7 @@ def rejection_sample_reference(
     )
     left = _residual_probs(p, q)
     scores, best = (left.log() + gumbel_noise(mixes, positions, p.shape[-1])).max(-1)
-    # p and q may be equal but for rounding, and then nothing is left to draw
+    # if p and q differ only by rounding, the residual may be empty: keep the draft
     kept |= scores == -torch.inf
     found = sampled.tokens.clone()
     some = p.sum(-1) > 0
@@ -106,19 +107,19 @@ def rejection_sample_reference(
 
 
 def _is_accepted(target_probs: Tensor, draft_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Whether drafts of these probabilities are kept."""
+    """Return a mask of accepted drafts."""
     return uniform * draft_probs < target_probs
 
 
 def _residual_probs(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """What a token is drawn from instead, up to a factor."""
+    """Return the unnormalized distribution of the replacement token."""
     return (target_probs - draft_probs).clamp(min=0)
 
 
 def sampling_probs_triton(
     sampled: SamplerOutput, settings: SamplingTensors, rows: Tensor
 ) -> Tensor:
-    """The same in one launch."""
+    """Triton implementation of `sampling_probs`, one launch."""
     vocab = sampled.logits.shape[1]
     found = torch.empty((len(rows), vocab), dtype=torch.float32, device=sampled.logits.device)
     launch(_sampling_probs_kernel, (len(rows),))(
@@ -133,7 +134,7 @@ def sampling_probs_triton(
 def rejection_sample_triton(
     sampled: SamplerOutput, settings: SamplingTensors, drafts: SampledDrafts
 ) -> Tensor:
-    """The same in one launch, which overwrites sampled.tokens."""
+    """Triton implementation of `rejection_sample`, one launch; overwrites sampled.tokens."""
     assert drafts.draft_probs.stride(1) == 1
     launch(_rejection_sample_kernel, (len(drafts.rows),))(
         *(
@@ -161,7 +162,7 @@ def rejection_sample_triton(
 def _sampling_probs_kernel(
     logits, stride, vocab, min_logits, rows, temperatures, probs, block: tl.constexpr
 ):
-    """A row's probabilities, float32 probs[program]."""
+    """Write the probabilities of one row, float32, to row program_id of probs."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     line, cut = logits + row * stride, tl.load(min_logits + row)
     temperature = tl.load(temperatures + row)
@@ -190,7 +191,7 @@ def _rejection_sample_kernel(
     sampled_tokens,
     block: tl.constexpr,
 ):
-    """A row's draft or what replaces it, int64 sampled_tokens[row]."""
+    """Write the accepted draft or its replacement, int64, to sampled_tokens[row]."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     draft = tl.load(draft_tokens + tl.program_id(0))
     line, cut = logits + row * stride, tl.load(min_logits + row)
@@ -212,7 +213,7 @@ def _rejection_sample_kernel(
                 scores = tl.where(left > 0, tl.log(left) + noise, -float("inf"))
                 here = tl.max(scores)
                 first = tl.min(tl.where(scores == here, tokens, _NO_TOKEN))
-                # where nothing is left, which is rounding, the draft stays
+                # an empty residual is due to rounding: keep the draft
                 token = tl.where(here > score, first, token)
                 score = tl.maximum(here, score)
         tl.store(sampled_tokens + row, token.to(tl.int64))
@@ -220,14 +221,14 @@ def _rejection_sample_kernel(
 
 @triton.jit
 def _load_kept_logits(row_logits, tokens, vocab, min_logit):
-    """Logits; what is not kept is at -inf."""
+    """Load logits as float32; those below min_logit become -inf."""
     values = tl.load(row_logits + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
     return tl.where(values >= min_logit, values, -float("inf"))
 
 
 @triton.jit
 def _max_and_exp_sum(row_logits, vocab, min_logit, temperature, block: tl.constexpr):
-    """The largest logit of a row, and the sum of exp((logit - largest) / temperature)."""
+    """Return a row's largest logit and the sum of exp((logit - largest) / temperature)."""
     peak = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, vocab, block):
@@ -242,14 +243,14 @@ def _max_and_exp_sum(row_logits, vocab, min_logit, temperature, block: tl.conste
 
 @triton.jit
 def _probs(row_logits, tokens, vocab, min_logit, temperature, max_logit, exp_sum):
-    """Probabilities of these tokens."""
+    """Return the probabilities of these tokens."""
     values = _load_kept_logits(row_logits, tokens, vocab, min_logit)
     base = tl.where(max_logit < _FLOAT32_MIN, 0.0, max_logit)
     return tl.exp((values - base) / temperature) / tl.where(exp_sum > 0, exp_sum, 1.0)
 
 
 def variants() -> Iterator[Variant]:
-    """For logits as the head gives them; penalties and biases make float32 of any."""
+    """Both kernels, for float32 logits."""
     first = {
         "logits": "*fp32",
         "stride": "i32",

@@ -1,9 +1,9 @@
-"""Tokens drawn from the logits of all rows of a step, each row with its own settings.
+"""Batched sampling: one token per row of logits, each row with its own sampling parameters.
 
-The order is llama.cpp's: penalties, bias, top-k, top-p, min-p, temperature. A token is drawn by
-Gumbel noise (Gumbel 1954; Maddison et al. 2014) that depends on seed, position and token alone.
-Ties: what equals the last token that top-k or top-p keeps stays too; of equal scores the lowest
-token wins. A token at -inf is never drawn, unless all are: then it is token 0.
+Samplers run in llama.cpp's order: penalties, bias, top-k, top-p, min-p, temperature. A token is
+drawn with the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014); the noise depends only on seed,
+position and token. Ties: tokens equal to the last one that top-k or top-p keeps are kept too; among
+equal scores the lowest token id wins. A token at -inf is never drawn, unless all are: then token 0.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _SAMPLE_WARPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingTensors:
-    """Settings of each row, float32 [rows] where nothing else is said, on the logits' device.
+    """Sampling parameters of each row, on the logits' device; float32 [rows] unless stated.
 
-    temperature: 0 is greedy. top_k: int32, 0 is off. top_p, min_p: 1 and 0 are off.
+    temperature: 0 is greedy. top_k: int32, 0 disables it. top_p, min_p: 1 and 0 disable them.
     seed_hash: int64, gumbel.hash_seed of the seed. position: int64, of the token to draw.
-    repeat_penalty, presence_penalty, frequency_penalty: penalties (Keskar et al. 2019; OpenAI).
+    repeat_penalty, presence_penalty, frequency_penalty: see Keskar et al. 2019 and OpenAI's API.
 
-    edit_rows, edit_tokens: int32 [edits], the logits to change, each once. edit_counts: float32
-    [edits], how often the token was seen, for the penalties. edit_biases: float32 [edits], added.
+    edit_rows, edit_tokens: int32 [edits], the logits to change, each at most once. edit_counts:
+    float32 [edits], occurrences of the token, for the penalties. edit_biases: float32 [edits],
+    added to the logits.
     """
 
     temperature: Tensor
@@ -53,8 +54,11 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplerOutput:
-    """tokens: int64 [rows]. What they were drawn from: logits [rows, vocab], after penalties and
-    biases, as far as they are not below min_logits [rows]. Greedy rows have none."""
+    """Sampled tokens and the logits they were drawn from.
+
+    tokens: int64 [rows]. logits: [rows, vocab], after penalties and biases. min_logits: [rows],
+    truncation thresholds, smaller logits were excluded; undefined in greedy rows.
+    """
 
     tokens: Tensor
     logits: Tensor
@@ -62,14 +66,14 @@ class SamplerOutput:
 
 
 def sample_tokens(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
-    """A token for each row. logits: float [rows, vocab], left as they are."""
+    """Sample one token per row. logits: float [rows, vocab], not modified."""
     return (sample_tokens_triton if can_use_triton(logits) else sample_tokens_reference)(
         logits, settings
     )
 
 
 def sample_tokens_reference(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
-    """The same in plain torch."""
+    """PyTorch reference of `sample_tokens`."""
     x = upcast(logits)
     if len(settings.edit_rows):
         x = _apply_penalties(x, settings)
@@ -94,7 +98,7 @@ def _apply_penalties(x: Tensor, settings: SamplingTensors) -> Tensor:
 
 
 def _min_kept_logit(x: Tensor, settings: SamplingTensors) -> Tensor:
-    """The least logit that is kept, [rows, 1]."""
+    """Return the truncation threshold: the lowest logit that is kept, [rows, 1]."""
     best = x.amax(-1, keepdim=True)
     lowest = best + settings.min_p[:, None].log()
     k, mass = settings.top_k.long()[:, None], settings.top_p[:, None].double()
@@ -104,7 +108,7 @@ def _min_kept_logit(x: Tensor, settings: SamplingTensors) -> Tensor:
     ordered = x.sort(-1, descending=True).values
     last = ordered.gather(-1, torch.where(has_k, k, 1) - 1)
     lowest = torch.maximum(lowest, torch.where(has_k, last, -torch.inf))
-    # top-p (Holtzman et al. 2020) weighs what top-k has left
+    # top-p (Holtzman et al. 2020) applies to the tokens that top-k kept
     weights = (ordered - ordered[:, :1]).nan_to_num(neginf=-torch.inf).double().exp()
     weights = weights.masked_fill(has_k & (ordered < last), 0)
     summed = weights.cumsum(-1)
@@ -113,7 +117,10 @@ def _min_kept_logit(x: Tensor, settings: SamplingTensors) -> Tensor:
 
 
 def sample_tokens_triton(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
-    """The same in two launches; penalties and biases take a copy and one launch more."""
+    """Triton implementation of `sample_tokens`: two launches.
+
+    Penalties and biases need a copy of the logits and a third launch.
+    """
     rows, vocab = logits.shape
     if edits := len(settings.edit_rows):
         logits = logits.to(torch.float32, copy=True)
@@ -176,12 +183,12 @@ def _apply_penalties_triton(logits: Tensor, settings: SamplingTensors, num_edits
 
 
 def _scan_groups_and_warps(rows: int) -> tuple[int, int]:
-    """Groups and warps of a program of scan_logits_kernel: for few rows, more programs."""
+    """Return the groups and warps per program of scan_logits_kernel; few rows get more programs."""
     return (16, 4) if rows <= 4 else (64, 8)
 
 
 def variants() -> Iterator[Variant]:
-    """Both chunk sizes, over the smallest and the largest vocabulary of usual models."""
+    """Both chunk sizes, with the smallest and the largest vocabularies of common models."""
     pointers = {
         **dict.fromkeys(("temperatures",), "*fp32"),
         "top_ks": "*i32",
