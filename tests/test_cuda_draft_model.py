@@ -72,7 +72,7 @@ def test_a_folder_drafts_with_a_pool_as_large(folder: Path) -> None:
 def test_what_cannot_draft_says_why(folder: Path, tmp_path: Path) -> None:
     assert "token 1 is '<|sesame|>' there" in refusal(other_token(tmp_path / "other.gguf"))
     assert "does not exist" in refusal(tmp_path / "none")
-    assert "small cannot draft with --tp 2" in refusal(DRAFT_GGUF, tp=2)
+    assert "small cannot be a draft model with --tp 2" in refusal(DRAFT_GGUF, tp=2)
     assert "--no-prefix-cache" in refusal(DRAFT_GGUF, prefix_cache=False)
     edit(folder / "config.json", architectures=["BertModel"], model_type="bert")
     assert "config.json" in refusal(folder)

@@ -1,1 +1,1 @@
-"""Floor 1: Hugging Face models on NVIDIA GPUs, through paged attention and Triton kernels."""
+"""The CUDA backend: Hugging Face models on NVIDIA GPUs, with paged attention and Triton kernels."""

@@ -1,4 +1,4 @@
-"""`python -m localgen.backends.cuda FD`: an engine process for one model on NVIDIA GPUs."""
+"""`python -m localgen.backends.cuda FD`: the engine process of one model on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from localgen.backends.cuda.loader import load_cuda_model
 from localgen.backends.engine.process import main
 
 if __name__ == "__main__":
-    # without taking down what may wait for a GPU: everything goes with the process
+    # skip interpreter shutdown, which may wait for a GPU: the process exit frees everything
     os._exit(main(int(sys.argv[1]), load_cuda_model))

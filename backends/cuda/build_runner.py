@@ -1,4 +1,4 @@
-"""A runner from its parts: what computes steps, a cache of pages, a tokenizer."""
+"""Build a CudaRunner from an executor, a KV cache and a tokenizer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ AnyTokenizer = HfTokenizer | DummyTokenizer
 
 
 def load_tokenizer(source: ModelSource, options: CudaOptions) -> AnyTokenizer:
-    """LoadFailed: there is none, and the weights are not random."""
+    """Load the tokenizer of a model.
+
+    Raises LoadFailed if there is none, unless the weights are random (--dummy).
+    """
     try:
         return source.load_tokenizer()
     except LoadFailed:
-        if options.dummy:  # a config.json is enough then
+        if options.dummy:  # needs only a config.json
             return DummyTokenizer(source.spec.vocab_size)
         raise
 
@@ -38,7 +41,7 @@ def build_cuda_runner(
     *,
     run_ahead: bool,
 ) -> CudaRunner:
-    """run_ahead: whether steps are launched before they are asked for."""
+    """Build the runner. run_ahead: launch decode steps before they are requested."""
     return CudaRunner(
         executor,
         PagedCache(pages_for(size.kv_tokens), prefix_cache=options.prefix_cache),
@@ -56,7 +59,7 @@ def build_cuda_runner(
 
 
 def describe_model(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """Architecture, size and how the weights are kept."""
+    """Return architecture, parameter count and weight format, e.g. `Llama 8.0B bfloat16`."""
     kind = spec.architecture.removesuffix("ForCausalLM")
     quant = spec.quant
     how = str(dtype).removeprefix("torch.") if quant is None else quant.method

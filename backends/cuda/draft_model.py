@@ -1,4 +1,4 @@
-"""A draft model beside another: weights, cache and steps of its own on the same device."""
+"""A draft model for speculative decoding, with its own weights, KV cache and runner."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 
 class CudaDraftModel:
-    """Its weights at first; pages and a runner once there is room for them.
+    """A draft model on the target's device.
 
-    LocalgenError: it cannot be loaded, or cannot draft for this target.
+    The weights are loaded first, the KV cache and the runner once memory has been sized.
+    Raises LocalgenError if the model cannot be loaded or cannot draft for this target.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class CudaDraftModel:
         require_prefix_cache(request, options.prefix_cache)
         if options.tp > 1:
             raise InvalidRequest(
-                f"{request.name} cannot draft with --tp {options.tp}: leave out one of both",
+                f"{request.name} cannot be a draft model with --tp {options.tp}: "
+                "leave out --draft or --tp",
                 param="tp",
             )
         self._request, self._source = request, open_model_source(Path(request.path))
@@ -71,20 +73,19 @@ class CudaDraftModel:
 
     @property
     def work_bytes(self) -> int:
-        """What a step needs beside weights and cache."""
+        """Working memory of a step in bytes, in addition to weights and KV cache."""
         return sizing.step_work_bytes(self._source.spec, self._options, self._dtype)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of each token of the pool."""
         return sizing.kv_bytes_per_token(self._source.spec, self._options.cache_dtype)
 
     def allocate_cache(self, size: KVSize) -> bool:
-        """As RankModel.allocate_cache, for a pool as large as the target's."""
+        """Allocate a KV cache of the target's size. See RankModel.allocate_cache."""
         return self._rank_model.allocate_cache(pages_for(size.kv_tokens), self._ctx(size))
 
     def start_runner(self, size: KVSize) -> LoadedDraftModel:
-        """Its runner, once there are pages."""
+        """Create and warm up the runner. Requires allocate_cache."""
         kv_bytes = size.kv_tokens * self.kv_bytes_per_token
         info = DraftInfo(
             name=self._request.name,
@@ -102,7 +103,7 @@ class CudaDraftModel:
             self._tokenizer,
             self._rank_model.executor,
             replace(size, ctx=self._ctx(size)),
-            run_ahead=False,  # what comes after a draft is the target's to say
+            run_ahead=False,  # the token after a draft depends on the target model
         )
         _warm_up(runner)
         return LoadedDraftModel(info, runner, self._common_vocab_size)
@@ -112,7 +113,7 @@ class CudaDraftModel:
 
 
 def _draft_options(options: CudaOptions, dtype: torch.dtype) -> CudaOptions:
-    """The target's, with a cache in the draft model's own type where the target's is in its own."""
+    """The target's options, with a KV cache of the draft model's dtype unless it is quantized."""
     if CACHE_DTYPES[options.cache_type_k] in (torch.float8_e4m3fn, torch.int8):
         return options
     return replace(
@@ -121,7 +122,7 @@ def _draft_options(options: CudaOptions, dtype: torch.dtype) -> CudaOptions:
 
 
 def _warm_up(runner: CudaRunner) -> None:
-    """A prompt and a token: kernels that its steps need are compiled now."""
+    """Run one prompt and one decode step, so that their kernels are compiled."""
     params = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
     seq = Sequence(id="probe", tokens=[0] * 4, num_prompt=4, params=params, ctx=8, max_len=8)
     runner.admit(seq, spare=0)

@@ -1,4 +1,4 @@
-"""Vectors of texts: states after the last norm, pooled over pages that are lent for as long."""
+"""Embeddings: final hidden states of texts, pooled; uses temporary pages of the KV cache."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ from localgen.backends.formats.hf.tokenizer import read_optional_json
 from localgen.backends.runner.interface import Chunk, EmbedSlice, NoRoom, StepFailed
 from localgen.backends.runner.sequence import Sequence
 
-# how a folder of sentence-transformers names what we call so
+# pooling modes in the config of sentence-transformers
 _POOLING_MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}
 
 
 class HiddenStatesExecutor(Protocol):
-    """What is needed of runner.StepExecutor."""
+    """The part of runner.StepExecutor that embeddings need."""
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
-        """Hidden states of the outputs after the last norm, [outputs, hidden]."""
+        """Hidden states of the output rows after the final norm, [outputs, hidden]."""
         ...
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages of the cache, (source, target) each."""
+        """Copy whole pages of the KV cache, given as (source, target)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """How the states of a text become one vector. pooling: mean, last or cls."""
+    """Pools the hidden states of a text into one vector. pooling: mean, last or cls."""
 
     pooling: str = "mean"
 
     @classmethod
     def from_folder(cls, folder: Path) -> Pooler:
-        """As sentence-transformers has it written down there; the mean where it has not, or where
-        the model is a single file."""
+        """Read the sentence-transformers pooling config of a model folder.
+
+        Defaults to mean, also if the model is a single file.
+        """
         if not folder.is_dir():
             return cls()
         settings = read_optional_json(folder / "1_Pooling" / "config.json")
@@ -54,7 +56,7 @@ class Pooler:
         return cls(named[0] if named else "mean")
 
     def pool_slice(self, chunk: Chunk, states: Tensor) -> Tensor:
-        """What a slice adds to the vector of its text, float32 [hidden].
+        """Contribution of a slice to the vector of its text, float32 [hidden].
 
         states: [tokens, hidden].
         """
@@ -74,16 +76,15 @@ def embed_sequences(
     inputs: list[list[int]],
     max_tokens: Callable[[], int],
 ) -> Generator[EmbedSlice, None, None]:
-    """As Embedder.embed."""
+    """See Embedder.embed."""
     seqs = unscheduled_sequences(inputs)
     lent: list[Sequence] = []
     try:
         for seq in seqs:
             kv_cache.admit_uncached(seq)
             lent.append(seq)
-        executor.copy_pages(
-            kv_cache.pop_pending_copies()
-        )  # none may come later into a page that is lent
+        # pending copies must not overwrite the allocated pages later
+        executor.copy_pages(kv_cache.pop_pending_copies())
         sums: dict[Sequence, Tensor] = {}
         for chunks in split_into_slices(seqs, max_tokens):
             states, row = _compute_states(executor, kv_cache, chunks), 0
@@ -95,7 +96,7 @@ def embed_sequences(
             if is_last_slice(chunks, seqs):
                 vectors = torch.stack([sums[seq] for seq in seqs]).cpu().numpy()
             elif states.is_cuda:
-                torch.cuda.synchronize(states.device)  # or the next slice would be planned too soon
+                torch.cuda.synchronize(states.device)  # the slice is timed to size the next one
             yield EmbedSlice(row, vectors)
     finally:
         for seq in lent:
@@ -105,11 +106,11 @@ def embed_sequences(
 def _compute_states(
     executor: HiddenStatesExecutor, kv_cache: PagedCache, chunks: list[Chunk]
 ) -> Tensor:
-    """NoRoom: the device has no memory beside the pool; StepFailed."""
+    """Raises NoRoom if the device is out of memory, StepFailed on other CUDA errors."""
     try:
         return executor.hidden_states(build_step_inputs(chunks, kv_cache.page_table))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         raise NoRoom from None
     except RuntimeError as error:
-        raise StepFailed(f"the GPU could not compute a text: {error}") from error
+        raise StepFailed(f"the GPU failed to compute an embedding: {error}") from error

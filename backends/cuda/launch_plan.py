@@ -1,7 +1,7 @@
-"""What a model's steps launch, found by running them on the meta device, where nothing is computed.
+"""List the kernel launches of a model by running its steps on the meta device.
 
-A layer of each kind is enough: all others launch the same. Torch takes a second or more to get
-ready for meta tensors, so this is for first starts only.
+One layer of each kind is enough, because all others launch the same kernels. Torch takes a second
+or more to initialize meta tensors, so this runs only when kernels have to be compiled.
 """
 
 from __future__ import annotations
@@ -32,30 +32,32 @@ from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
-# one of every range within which launchers choose the same
+# one value of each range in which the launchers choose the same kernel variant
 _PROMPT_LENGTHS = (8, 16, 64, 128, 512, 2048)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 64, 256)
-# the shortest that attention divides: steps of several ranks are not padded to MIN_GRAPH_LEN
+# shortest length that attention splits; with tensor parallelism, steps are not padded to
+# MIN_GRAPH_LEN
 _MIN_SPLIT_LEN = 128
 _META = torch.device("meta")
 
 
 class FakeTensorParallelGroup(TensorParallelGroup):
-    """Nobody is asked: on the meta device only shapes matter."""
+    """A group without communication: on the meta device only shapes matter."""
 
     __slots__ = ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As TensorParallelGroup.all_reduce."""
         return x
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """As TensorParallelGroup.gather_logits."""
         return logits.new_empty(len(logits), self.shard.spec.vocab_size)
 
 
 class LaunchPlanner:
-    """Lists what a rank launches on a GPU of this capability and with so many multiprocessors."""
+    """Lists the kernel launches of one rank.
+
+    arch, num_sms: the GPU's compute capability and number of multiprocessors.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class LaunchPlanner:
         self._arch, self._num_sms = arch, num_sms
 
     def first_answer_launches(self) -> list[KernelLaunch]:
-        """By the first answer: a prompt of any length, and one sequence that decodes."""
+        """Launches of the first answer: prompts of any length, and decode of one sequence."""
         most = min(self._options.max_batch_tokens, self._shard.spec.max_len)
         prompts = [prefill_inputs(rows) for rows in _PROMPT_LENGTHS if rows <= most]
         decoding = [decode_inputs(1, length) for length in self._lengths(MIN_GRAPH_LEN)]
@@ -83,7 +85,7 @@ class LaunchPlanner:
         )
 
     def later_launches(self) -> list[KernelLaunch]:
-        """By answers that get longer, and by many at once."""
+        """Launches of longer answers and larger batches."""
         longest = self._shard.spec.max_len
         lengths = self._lengths(min(self._options.ctx or longest, longest))
         steps = [
@@ -92,12 +94,12 @@ class LaunchPlanner:
             if sequences <= self._options.parallel
             for length in lengths
         ]
-        # the end of a prompt whose beginning is in the cache
+        # prefill after a cached prefix
         steps += [prefill_inputs(_PROMPT_LENGTHS[0], num_cached=length) for length in lengths]
         return self._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
 
     def _lengths(self, longest: int) -> list[int]:
-        """Powers of two that a step may be padded to, the last not below longest."""
+        """Powers of two that a step may be padded to, up to the first one not below `longest`."""
         lengths = [MIN_GRAPH_LEN if self._shard.tp_size == 1 else _MIN_SPLIT_LEN]
         while lengths[-1] < longest:
             lengths.append(2 * lengths[-1])
@@ -124,7 +126,7 @@ class LaunchPlanner:
 
 
 def unique_launches(launches: list[KernelLaunch]) -> Iterator[KernelLaunch]:
-    """Each that differs from those before."""
+    """Yield each distinct launch once."""
     seen = set()
     for launch in launches:
         key = (launch.kernel, launch.args, tuple(sorted(launch.options.items(), key=str)))
@@ -134,12 +136,12 @@ def unique_launches(launches: list[KernelLaunch]) -> Iterator[KernelLaunch]:
 
 
 def prefill_inputs(rows: int, *, num_cached: int = 0) -> StepInputs:
-    """A prompt of so many tokens, after so many that are computed."""
+    """Inputs of a prefill step of `rows` tokens after `num_cached` computed ones."""
     return build_step_inputs([_chunk(num_cached, rows)], _page_table)
 
 
 def decode_inputs(num_seqs: int, length: int) -> StepInputs:
-    """One token of each sequence, padded as DeviceExecutor does."""
+    """Inputs of a decode step of `num_seqs` sequences, padded as by DeviceExecutor."""
     step = build_step_inputs([_chunk(length - 1, 1) for _ in range(num_seqs)], _page_table)
     return pad_inputs(step, GraphShape(num_seqs, length))
 

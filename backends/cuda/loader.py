@@ -1,4 +1,4 @@
-"""Load a model: weights, tokenizer, template, and as large a cache as fits."""
+"""Load a model: weights, tokenizer, chat template and KV cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from localgen.backends.text.tokenizer import Tokenizer
 
 
 def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], None]) -> LoadedModel:
-    """A Loader for engine.process. LocalgenError names the file or option at fault."""
+    """Load a model; a Loader for engine.process.
+
+    Raises LocalgenError naming the file or option at fault.
+    """
     started_s = time.monotonic()
     validate_draft_options(request)
     device = resolve_device(request.options)
@@ -50,7 +53,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     executor, size, weight_bytes = _load_executor(
         source, options, dtype, request, companion, on_progress
     )
-    # on a CPU nothing waits to be filled
+    # on a CPU there is no device to keep busy
     runner = build_cuda_runner(
         source, options, tokenizer, executor, size, run_ahead=options.device != "cpu"
     )
@@ -98,11 +101,11 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
 
 
 def _load_warnings(options: CudaOptions, template: ChatTemplate | None) -> tuple[str, ...]:
-    """What a user may not expect of a model loaded so."""
+    """Notes on limitations of the loaded model."""
     found = {
-        "the weights are random (--dummy): the text means nothing": options.dummy,
+        "the weights are random (--dummy): the text is meaningless": options.dummy,
         "no chat template came with the model: chat needs --chat-template FILE": not template,
-        "computed on the CPU in plain torch, which is slow": options.device == "cpu",
+        "running on the CPU in plain PyTorch, which is slow": options.device == "cpu",
     }
     return tuple(note for note, so in found.items() if so)
 
@@ -114,8 +117,11 @@ def _memory_use(
     device: torch.device,
     draft: LoadedDraftModel | None,
 ) -> MemoryUsage:
-    """What is allocated; what steps need comes and goes, a draft model's among it, and only one
-    GPU's allocator is ours to ask."""
+    """Allocated memory by category.
+
+    Working memory, including the draft model's, is read from torch's allocator and therefore known
+    only on a single GPU.
+    """
     if device.type == "cpu" or options.tp > 1:
         return MemoryUsage(weights=weight_bytes, kv=kv_bytes)
     beside = MemoryUsage() if draft is None else draft.info.memory
@@ -132,9 +138,11 @@ def _load_executor(
     draft: CudaDraftModel | None,
     on_progress: Callable[[float], None],
 ) -> tuple[StepExecutor, KVSize, int]:
-    """What computes the model, the sizes that were possible, and the bytes of its weights.
+    """Load the weights and allocate the KV cache.
 
-    draft: gets a pool as large, and both are sized before either takes anything.
+    draft: gets a KV cache of the same size; both are sized before either is allocated.
+
+    Returns the executor, the resolved sizes and the bytes of the weights.
     """
     if options.tp > 1:
         return tensor_parallel.load_tensor_parallel(
@@ -161,7 +169,7 @@ def _load_executor(
 
 
 def _kv_bytes_per_token(spec: ModelSpec, options: CudaOptions) -> int:
-    """Of a token in the cache, on all ranks."""
+    """KV cache bytes per token, over all ranks."""
     local = ModelShard(spec, 0, options.tp).local_spec
     return options.tp * sizing.kv_bytes_per_token(local, options.cache_dtype)
 

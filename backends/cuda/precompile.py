@@ -1,8 +1,8 @@
-"""Kernels compiled in threads while the weights are read: Triton would do it at their first use.
+"""Compile Triton kernels in background threads while the weights are loaded.
 
-Triton keeps what it has compiled on disk, and a mark beside it says that a model's kernels are
-there: so this happens at the first start of such a model on a machine, and a note says so. What is
-compiled after that, in a step, stands in the log.
+Triton caches compiled kernels on disk, and a marker file next to them says that those of a model
+are complete. So this happens on the first load of a model on a machine, and is reported in a note.
+Kernels that are compiled later, during a step, are logged.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from localgen.backends.formats.architecture.sharding import ModelShard
 log = logging.getLogger(__name__)
 
 _MAX_THREADS = 16
-# beside steps, which need the interpreter too
+# fewer while steps run, because they need the interpreter too
 _BACKGROUND_THREADS = 2
-# what their names begin with
 _THREAD_NAME_PREFIX = "compiling"
 
 
 class KernelPrecompiler:
-    """Compiles what the first answers need, then what comes later; see LaunchPlanner.
+    """Compiles the kernels of the first answer, then all others; see LaunchPlanner.
 
-    It never fails: what could not be compiled here is compiled at its first use.
+    Never raises: a kernel that cannot be compiled here is compiled on first use.
     """
 
     def __init__(
         self, shard: ModelShard, options: CudaOptions, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Begin. shard: of any rank, whose kernels are those of all. device: a GPU."""
+        """Start compiling. shard: any rank's, all ranks use the same kernels. device: a GPU."""
         self._shard, self._options, self._dtype, self._device = shard, options, dtype, device
         self._elapsed_s = 0.0
         self._compiled: list[str] = []
@@ -55,7 +54,7 @@ class KernelPrecompiler:
         threading.Thread(target=self._run, daemon=True, name=_THREAD_NAME_PREFIX).start()
 
     def wait(self) -> tuple[str, ...]:
-        """Until the first answer can be given. What to tell of it, if anything."""
+        """Wait until the kernels of the first answer are compiled. Returns notes for the user."""
         self._first_kernels_ready.wait()
         if self._failure:
             return (f"kernels are compiled when first used: {self._failure}",)
@@ -63,13 +62,13 @@ class KernelPrecompiler:
             return ()
         return (
             f"{len(self._compiled)} kernels were compiled for this GPU in {self._elapsed_s:.0f} s: "
-            "the next start finds them done",
+            "they are cached for the next start",
         )
 
     def _run(self) -> None:
         try:
             self._compile()
-        except Exception as error:  # a step will say it again, if it has to
+        except Exception as error:  # a step raises it again if the kernel is needed
             self._failure = str(error).partition("\n")[0] or type(error).__name__
             log.warning("kernels are compiled when first used: %s", error)
         finally:
@@ -89,7 +88,7 @@ class KernelPrecompiler:
         compile_launches(
             planner.later_launches(), self._device, threads=min(most, _BACKGROUND_THREADS)
         )
-        with suppress(OSError):  # then it is looked for again the next time
+        with suppress(OSError):  # without the marker the next start checks again
             mark.touch()
 
     def _on_compile(self, *, metadata: dict[str, Any], cache_hit: bool, **_: object) -> None:
@@ -99,13 +98,13 @@ class KernelPrecompiler:
         if threading.current_thread().name.startswith(_THREAD_NAME_PREFIX):
             self._compiled.append(name)
         else:
-            log.warning("a step waited until %s was compiled for this GPU", name)
+            log.warning("a step waited for %s to be compiled for this GPU", name)
 
 
 def compile_marker(
     shard: ModelShard, options: CudaOptions, dtype: torch.dtype, arch: int, num_sms: int
 ) -> Path:
-    """A file that is there once all these kernels are."""
+    """Path of a marker file that exists once all kernels of this configuration are compiled."""
     asked = (options.parallel, options.max_batch_tokens, options.ctx, options.cache_dtype)
     key = hashlib.sha256(repr((shard, asked, dtype, arch, num_sms, triton.__version__)).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -116,12 +115,12 @@ def compile_marker(
 def compile_launches(
     launches: Sequence[KernelLaunch], device: torch.device, *, threads: int
 ) -> None:
-    """Compile them in threads, or read what was compiled before. Raises what Triton raises."""
+    """Compile launches in threads, or load them from Triton's cache. Raises Triton's errors."""
 
     def compile_one(launch: KernelLaunch) -> None:
         launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
 
-    # a thread's device is its own
+    # the current device is per thread
     with ThreadPoolExecutor(threads, _THREAD_NAME_PREFIX, torch.cuda.set_device, (device,)) as pool:
         for _ in pool.map(compile_one, launches):
             pass

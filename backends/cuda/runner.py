@@ -1,4 +1,4 @@
-"""ModelRunner over the decoder and its paged cache."""
+"""ModelRunner for the CUDA backend."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from localgen.backends.runner.sequence import Sequence
 
 
 class StepExecutor(Protocol):
-    """Computes steps: on one device, or on several that split each layer."""
+    """Computes steps, on one device or on several with tensor parallelism."""
 
     device: torch.device
 
     def run(self, inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
-        """Logits of the outputs, float32 [outputs, vocab], valid until the next step."""
+        """Logits of the output rows, float32 [outputs, vocab], valid until the next step."""
         ...
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
-        """Hidden states of the outputs after the last norm, [outputs, hidden]."""
+        """Hidden states of the output rows after the final norm, [outputs, hidden]."""
         ...
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages of the cache, (source, target) each."""
+        """Copy whole pages of the KV cache, given as (source, target)."""
         ...
 
     def close(self) -> None: ...
@@ -59,11 +59,13 @@ class StepExecutor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CudaStepTicket:
-    """A step in flight. tokens: of all sampled rows, on the host once `done_event` says so.
+    """A step in flight.
 
-    first_rows: where those of each chunk begin. logprobs: what was asked of them, on the host as
-    the tokens are. probs_by_row: what tokens were drawn from, by their row. error: why there is no
-    step.
+    tokens: tokens of all sampled rows, on the host after `done_event`.
+    first_rows: first sampled row of each chunk.
+    logprobs: requested log probabilities, on the host after `done_event`.
+    probs_by_row: distribution that a token was sampled from, by row.
+    error: the error that prevented the step, raised by collect.
     """
 
     chunks: Seq[Chunk]
@@ -76,10 +78,11 @@ class CudaStepTicket:
 
 
 class CudaRunner:
-    """Owns the weights and the cache of one model. See ModelRunner for the calls.
+    """Implements ModelRunner, AsyncRunner and Embedder; owns weights and KV cache of one model.
 
-    token_text: what a token says, for logprobs. run_ahead: whether to launch steps before they are
-    asked for. pooler: how texts become vectors.
+    token_text: text of a token, for logprobs.
+    run_ahead: launch decode steps before they are requested.
+    pooler: pools embeddings.
     """
 
     def __init__(
@@ -99,21 +102,17 @@ class CudaRunner:
         self.limits = replace(limits, runs_ahead=run_ahead)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        """As ModelRunner.admit."""
         self._invalidate_run_ahead(seq)
         return self.kv_cache.admit(seq, spare=spare)
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """As ModelRunner.grow."""
         return self.kv_cache.grow(seq, n)
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """As ModelRunner.rewind."""
         self._invalidate_run_ahead(seq)
         self.kv_cache.rewind(seq, length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """As ModelRunner.release."""
         self._invalidate_run_ahead(seq)
         self.kv_cache.release(seq, keep=keep)
 
@@ -122,15 +121,14 @@ class CudaRunner:
             self._run_ahead_step.invalidate(seq)
 
     def usage(self) -> PoolUsage:
-        """As ModelRunner.usage."""
         return self.kv_cache.usage()
 
     def launch(self, chunks: Seq[Chunk]) -> CudaStepTicket:
-        """As ModelRunner.launch; on a GPU this returns before the work is done."""
+        """Start a step; on a GPU, returns before it has finished."""
         try:
             return self._launch(chunks)
         except torch.OutOfMemoryError:
-            # what this step needed beside the pool is not there: one sequence has to give way
+            # no working memory left for this step: the scheduler has to preempt a sequence
             self._run_ahead_step = None
             torch.cuda.empty_cache()
             return CudaStepTicket(chunks, torch.empty(0, dtype=torch.int64), error=NoRoom())
@@ -174,7 +172,7 @@ class CudaRunner:
         return sample_with_probs(_apply_grammar_masks(chunks, logits), rows, shown)
 
     def _with_host_copies(self, ticket: CudaStepTicket) -> CudaStepTicket:
-        """With what is read on the way to the host."""
+        """Return the ticket with its copies to the host started, and an event recorded after them."""
         tokens, said = ticket.tokens, ticket.logprobs
         if tokens.device.type == "cpu":
             return ticket
@@ -184,11 +182,11 @@ class CudaRunner:
         return replace(ticket, tokens=host, logprobs=said, done_event=done)
 
     def _launch_run_ahead(self, chunks: Seq[Chunk], tokens: Tensor, rows: list[int]) -> None:
-        """Start the step after this one, if all it takes is known."""
+        """Launch the next decode step, if it depends on nothing that only the host can decide."""
         going = [
             (chunk, row)
             for chunk, row in zip(chunks, rows, strict=True)
-            if chunk.start + 2 <= chunk.seq.max_len  # or this is its last token
+            if chunk.start + 2 <= chunk.seq.max_len  # else this is its last token
         ]
         if not going or not all(
             can_run_ahead(chunk) and self.kv_cache.grow(chunk.seq, 2) for chunk, _ in going
@@ -201,7 +199,7 @@ class CudaRunner:
         )
         sources = torch.tensor([row for _, row in going])
         logits = self._executor.run(inputs, PreviousStepTokens(tokens, sources.to(tokens.device)))
-        # with the token that only the device knows there is one more before it; none looks at it
+        # one more token precedes it, known only to the device; no sampler reads its value
         chosen = [
             SamplingRow(c.seq.params, range(c.start + 2), c.seq.banned_tokens(1))
             for c in next_chunks
@@ -212,7 +210,6 @@ class CudaRunner:
         self._run_ahead_step = RunAheadStep(new, starts, drawn_from)
 
     def collect(self, ticket: CudaStepTicket) -> StepResult:
-        """As ModelRunner.collect."""
         if ticket.error is not None:
             raise ticket.error
         try:
@@ -227,7 +224,6 @@ class CudaRunner:
         ]
 
     def synchronize(self) -> None:
-        """As AsyncRunner.synchronize."""
         device = self._executor.device
         if self._run_ahead_step is None or device.type == "cpu":
             return
@@ -239,7 +235,7 @@ class CudaRunner:
     def _accept_drafts(
         self, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
     ) -> SampledTokens:
-        """The drafts that are what was sampled there, and the token after those."""
+        """Accept the leading draft tokens that equal the sampled ones, and the next sampled token."""
         if not chunk.is_sampled:
             return SampledTokens()
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
@@ -262,34 +258,32 @@ class CudaRunner:
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        """As Embedder.embed."""
         return embed_sequences(self._executor, self.kv_cache, self._pooler, inputs, max_tokens)
 
     def close(self) -> None:
-        """As ModelRunner.close."""
         self._run_ahead_step = None
         self._executor.close()
 
 
 def _step_failed(error: RuntimeError) -> StepFailed:
-    return StepFailed(f"the GPU could not compute a step: {error}")
+    return StepFailed(f"the GPU failed to compute a step: {error}")
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, whole once the stream has come so far."""
+    """Start a copy to pinned memory; it is complete once the stream has reached it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
 def _sampling_rows(chunk: Chunk) -> list[SamplingRow]:
-    """The positions of a chunk that are sampled, each with all that comes before it."""
+    """The sampled positions of a chunk, each with the tokens before it."""
     seq, end = chunk.seq, chunk.start + len(chunk)
     lengths = range(end - chunk.num_drafts, end + 1)
-    known: Seq[int] = range(end)  # only their number counts
+    known: Seq[int] = range(end)  # only the length is used
     if uses_penalties(seq.params):
         known = seq.tokens[: chunk.start] + chunk.tokens
     rows = [
-        # a grammar sees to that itself: it may leave nothing but the end
+        # a grammar handles banned tokens itself: it may allow nothing but the end token
         SamplingRow(
             seq.params, known[:length], frozenset() if seq.matcher else seq.banned_tokens(ahead)
         )
@@ -301,7 +295,7 @@ def _sampling_rows(chunk: Chunk) -> list[SamplingRow]:
 
 
 def _apply_grammar_masks(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
-    """The logits with what grammars do not allow at -inf."""
+    """Return the logits with tokens that the grammars forbid set to -inf."""
     held, row = logits, 0
     for chunk in chunks:
         count = 1 + chunk.num_drafts if chunk.is_sampled else 0
@@ -318,7 +312,7 @@ def _apply_grammar_masks(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
 def cuda_limits(
     *, max_seqs: int, max_batch_tokens: int, max_len: int, kv_tokens: int, prefix_cache: bool
 ) -> Limits:
-    """What this runner can do at such sizes."""
+    """Limits of a CudaRunner of these sizes."""
     return Limits(
         max_seqs=max_seqs,
         max_batch_tokens=max_batch_tokens,
