@@ -84,7 +84,7 @@ def test_one_that_never_ends_is_stopped_and_others_go_on(served: House, asked: A
         time.sleep(0.1)
     assert time.monotonic() - begun_s < MAX_RENDER_S + 30
     assert replies[0].status_code == 400
-    assert "does not come to an end" in replies[0].json()["error"]["message"]
+    assert "did not finish within" in replies[0].json()["error"]["message"]
 
 
 def tiny(served: House) -> str:

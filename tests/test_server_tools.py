@@ -86,7 +86,7 @@ def test_a_conversation_with_a_tool(api: openai.OpenAI) -> None:
     city = json.loads(call.function.arguments)["city"]
     assert len(city) <= 12
     notes = first.model_extra["localgen"]["notes"] if first.model_extra else []
-    assert any("this model's template has no tools" in note for note in notes)
+    assert any("this model's chat template does not support tools" in note for note in notes)
     messages += [
         choice.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"},

@@ -214,7 +214,7 @@ def test_strftime_now() -> None:
 
 def test_raise_exception_reaches_the_user_in_its_own_words() -> None:
     error = refusal("{{ raise_exception('roles must alternate') }}")
-    assert error.message == "the chat template refuses these messages: roles must alternate"
+    assert error.message == "the chat template rejects these messages: roles must alternate"
     assert error.param == "messages"
 
 
@@ -279,6 +279,6 @@ def test_a_template_that_does_not_compile(source: str) -> None:
 def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "MAX_RENDER_S", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="does not come to an end"):
+    with pytest.raises(InvalidRequest, match="did not finish within"):
         ChatTemplate(endless).render([Message("user", "hi")])
     assert ChatTemplate("ok").render([Message("user", "hi")]) == "ok"

@@ -1,1 +1,1 @@
-"""Floor 0: text to tokens and back, the same for every runner."""
+"""Text processing shared by all runners: prompts, grammars, detokenization, response parsing."""

@@ -1,4 +1,4 @@
-"""Token bytes to text, as they come, never cutting a character."""
+"""Incremental detokenization that never splits a character."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _DECODER = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Bytes of one answer in, whole characters out.
+    """Decodes the bytes of one response into text.
 
-    A character split over tokens is held back until it is complete; bytes that can never
-    become one turn into U+FFFD. What is incomplete when the answer ends is dropped.
+    A character split over tokens is held back until it is complete. Invalid bytes become U+FFFD.
+    Incomplete bytes at the end of the response are dropped.
     """
 
     def __init__(self) -> None:
         self._decoder = _DECODER(errors="replace")
 
     def feed(self, piece: bytes) -> str:
-        """Text completed by these bytes."""
+        """Return the text completed by these bytes."""
         return self._decoder.decode(piece)

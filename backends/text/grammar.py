@@ -1,4 +1,4 @@
-"""Answers held to a grammar: which tokens may come next (llguidance)."""
+"""Grammar-constrained decoding with llguidance: which tokens are allowed next."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.text.tool_format import arguments_schema
 from localgen.backends.types import Tool
 
-# fields of SamplingParams, of which one at most is given
+# fields of SamplingParams; at most one may be set
 GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")
 MAX_GRAMMAR_CHARS = 1 << 20
 _NO_TOKENS: frozenset[int] = frozenset()
 
 
 class GrammarMatcher:
-    """How far one answer has come in its grammar. For one thread at a time."""
+    """State of one response in its grammar. Not thread-safe."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -32,13 +32,13 @@ class GrammarMatcher:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing can follow."""
+        """True if no token can follow."""
         return bool(self._matcher.is_stopped())
 
     def allowed_mask(self, banned: frozenset[int] = _NO_TOKENS) -> NDArray[np.bool_]:
-        """Which tokens may come next, [vocab]; all False where nothing can follow.
+        """Return a mask of the allowed next tokens, bool [vocab]; all False if no token can follow.
 
-        banned: tokens that may not, unless the grammar leaves no others.
+        banned: tokens to exclude, unless the grammar allows no others.
         """
         if self.is_done:
             return np.zeros(self._vocab_size, np.bool_)
@@ -54,16 +54,17 @@ class GrammarMatcher:
         return others if others.any() else allowed
 
     def accept(self, token: int) -> None:
-        """The answer goes on with an allowed token."""
+        """Advance by an allowed token."""
         self._matcher.consume_token(token)
 
     def draft_masks(
         self, drafts: list[int], banned: Callable[[int], frozenset[int]] = lambda ahead: _NO_TOKENS
     ) -> list[NDArray[np.bool_]]:
-        """What is allowed here, and after each of the drafts; a draft that is not allowed ends
-        that, and after it anything goes, for it is not taken.
+        """Return the masks before and after each draft token, without advancing.
 
-        banned: as in `allowed_mask`, after so many drafts.
+        After the first draft token that is not allowed, the masks allow everything: those positions
+        are discarded. banned: as in `allowed_mask`, given the number of draft tokens before the
+        position.
         """
         copy = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
         masks = [copy.allowed_mask(banned(0))]
@@ -77,7 +78,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. Safe to call from any thread."""
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -87,10 +88,10 @@ class GrammarCompiler:
     def compile(
         self, params: SamplingParams, response_grammar: ResponseGrammar | None = None
     ) -> GrammarMatcher | None:
-        """A matcher at the beginning of its grammar; None if none was asked for.
+        """Return a matcher for the requested grammar, or None if there is none.
 
-        response_grammar: thoughts and calls that an answer may have besides what is held to a
-        grammar. InvalidRequest: more than one, or one that is wrong, with the reason.
+        response_grammar: reasoning and tool calls that may surround the constrained content. Raises
+        InvalidRequest if several grammars are given or one is invalid, with the reason.
         """
         asked = [name for name in GRAMMAR_FIELDS if getattr(params, name) is not None]
         has_tools = response_grammar is not None and response_grammar.call_format is not None
@@ -113,7 +114,7 @@ class GrammarCompiler:
             assert grammar is not None
             return self._compile(kind, grammar)
         if grammar is not None:
-            self._compile(kind, grammar)  # what is wrong is named before it is framed
+            self._compile(kind, grammar)  # report errors for it alone, before it is combined
         try:
             return self._compile("tools" if has_tools else kind, _combine_grammars(lark, grammar))
         except InvalidRequest:
@@ -122,7 +123,7 @@ class GrammarCompiler:
             raise
 
     def _validate_tool_schema(self, tool: Tool) -> None:
-        """InvalidRequest: the schema of its arguments is wrong."""
+        """Raise InvalidRequest if the tool's JSON schema is invalid."""
         try:
             self._compile(
                 "json_schema", _to_llguidance("json_schema", json.dumps(arguments_schema(tool)))
@@ -146,7 +147,7 @@ class GrammarCompiler:
         return GrammarMatcher(matcher, self._tokenizer.vocab_size)
 
     def _llguidance_tokenizer(self) -> Any:
-        """The vocabulary as llguidance wants it; made once, which takes up to a second."""
+        """Return the vocabulary for llguidance; built once, which takes up to a second."""
         import llguidance
 
         with self._lock:
@@ -161,7 +162,7 @@ class GrammarCompiler:
 
 
 class _LlguidanceTokenizer:
-    """What llguidance asks of a tokenizer. Tokens without text are special: b"\\xff" marks them."""
+    """A tokenizer for llguidance.TokenizerWrapper. b"\\xff" marks special tokens, without text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = map(tokenizer.piece, range(tokenizer.vocab_size))
@@ -181,7 +182,7 @@ class _LlguidanceTokenizer:
 
 
 def _to_llguidance(kind: str, text: str) -> str:
-    """A grammar in llguidance's own form. InvalidRequest names the kind."""
+    """Convert a grammar to llguidance's format. Raises InvalidRequest."""
     import llguidance
 
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -197,7 +198,7 @@ def _to_llguidance(kind: str, text: str) -> str:
 
 
 def _combine_grammars(lark: str, content_grammar: str | None) -> str:
-    """The grammar of a whole answer. content_grammar: of its content."""
+    """Combine the grammar of the response with the grammar of its content."""
     grammars = [{"lark_grammar": lark}]
     if content_grammar is not None:
         inner = {"lark_grammar": content_grammar}

@@ -1,4 +1,4 @@
-"""Grammars of answers with calls and thoughts, in llguidance's Lark."""
+"""Lark grammars for llguidance: responses with reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from localgen.backends.text.tool_format import (
 )
 from localgen.backends.types import Tool
 
-# between the parts of JSON; without a bound a model may indent for ever
+# JSON whitespace; bounded, or a model may indent forever
 WHITESPACE = r"[\x20\x0A\x09]{1,16}"
-# a grammar of its own, which holds what is content
+# the sub-grammar that constrains the content
 CONTENT_RULE = "@content"
-# what a schema says of all properties together
+# JSON schema keywords that apply to all properties together
 _UNSUPPORTED_IN_XML = {
     "anyOf",
     "oneOf",
@@ -42,11 +42,14 @@ SP: /[ \n\t]{0,8}/
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseGrammar:
-    """What an answer is made of: thoughts, free text or content held to a grammar, calls.
+    """The structure of a response: reasoning, then free or constrained content, and tool calls.
 
-    control_token_ids: texts that are control tokens. thinking_tags: thoughts may come first;
-    is_thinking_open: they do, and the prompt has opened them. tools: those that may be called, in
-    this format. calls_required: calls and nothing else. parallel_calls: more than one.
+    control_token_ids: ids of the tags that are control tokens.
+    thinking_tags: the response may begin with reasoning.
+    is_thinking_open: the prompt ends inside reasoning, so the response begins with it.
+    tools: the tools that may be called, in the format call_format.
+    calls_required: the response is calls only.
+    parallel_calls: more than one call is allowed.
     """
 
     control_token_ids: Mapping[str, int]
@@ -58,8 +61,10 @@ class ResponseGrammar:
     parallel_calls: bool = True
 
     def to_lark(self, *, constrain_content: bool) -> str | None:
-        """The grammar; None: any text will do. constrain_content: what is content is held to
-        CONTENT_RULE."""
+        """Return the Lark grammar, or None if any text is allowed.
+
+        constrain_content: content must match CONTENT_RULE.
+        """
         if self.call_format is None and not constrain_content:
             return None
         return _LarkWriter(self).grammar(self.call_format, constrain_content=constrain_content)
@@ -67,7 +72,7 @@ class ResponseGrammar:
 
 @dataclass(slots=True)
 class _LarkWriter:
-    """Collects the rules of one grammar; a rule or terminal is named by its number."""
+    """Collects the rules of one grammar. Rules and terminals are named by their number."""
 
     response: ResponseGrammar
     lines: list[str] = field(default_factory=list)
@@ -86,10 +91,10 @@ class _LarkWriter:
             start = self.text_with_calls(format)
         return f"start: {start}\n" + "\n".join(self.lines) + _BASE
 
-    # -- parts of an answer -----------------------------------------------------------------
+    # -- parts of a response ----------------------------------------------------------------
 
     def with_reasoning(self, answer: str, between: str = "") -> str:
-        """An answer behind thoughts, if there may be any."""
+        """Prefix the answer with optional or required reasoning, if the model has thinking tags."""
         tags = self.response.thinking_tags
         if tags is None:
             return answer
@@ -99,7 +104,7 @@ class _LarkWriter:
         return f"({self.tag(tags.open, tags.control_tokens)} {thought})? {answer}"
 
     def text_with_calls(self, format: ToolCallFormat) -> str:
-        """Free text with sections of calls in it; thoughts come first if there are any."""
+        """Free text containing tool call sections, after optional reasoning."""
         trigger, section = str(format.syntaxes[0].open[0]), self.section(format)
         repeats = self.response.parallel_calls and not any(shape.join for shape in format.syntaxes)
         free = self.text_then_calls("TEXT", trigger, section, repeats=repeats)
@@ -117,14 +122,14 @@ class _LarkWriter:
         return f"{opening} {thought} | {plain}"
 
     def text_then_calls(self, first: str, trigger: str, section: str, *, repeats: bool) -> str:
-        """Text, which may turn into a section of calls; first: a terminal of how it begins."""
+        """Text that may be followed by a tool call section. first: terminal for leading text."""
         if not repeats:
             return self.rule(f"{first} | {self.until(trigger, (trigger,), first)} {section}")
         more = f"({self.until(trigger, (trigger,))} {section})* TEXT"
         return self.rule(f"{first} | {self.until(trigger, (trigger,), first)} {section} {more}")
 
     def text_without_calls(self, format: ToolCallFormat) -> str:
-        """Text that does not begin as a call, nor with thoughts."""
+        """Text that starts neither with a tool call nor with reasoning."""
         spec = format.syntaxes[0].open
         begin = " ".join(_literal(part, "") for part in spec[: spec.index('"name"') + 1])
         tags = self.response.thinking_tags
@@ -132,7 +137,7 @@ class _LarkWriter:
         return self.terminal(f"TEXT & ~({begin} TEXT){thoughts}")
 
     def calls(self, format: ToolCallFormat) -> str:
-        """Calls and nothing else."""
+        """Tool calls only."""
         if format.calls_first:
             return self.section(format)
         opening = self.tag(str(format.syntaxes[0].open[0]), format.control_tokens)
@@ -141,7 +146,7 @@ class _LarkWriter:
         return self.rule(f"{section} (SP {section})*") if repeats else section
 
     def section(self, format: ToolCallFormat) -> str:
-        """What comes behind the text that opens a section; if it leads, the whole of it."""
+        """A tool call section, without its opening text unless calls come first."""
         ways = []
         for shape in format.syntaxes:
             is_marked = not format.calls_first or shape.open[0] in self.response.control_token_ids
@@ -169,13 +174,13 @@ class _LarkWriter:
         return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
 
     def xml(self, tool: Tool) -> str:
-        """Tagged parameters in the order of the schema."""
+        """Parameters as tags, in the order of the schema. Raises InvalidRequest."""
         schema = arguments_schema(tool)
         if schema.keys() & _UNSUPPORTED_IN_XML:
             keys = ", ".join(sorted(schema.keys() & _UNSUPPORTED_IN_XML))
             raise InvalidRequest(
-                f"the parameters of {tool.name}: this model writes them one by one, {keys} cannot "
-                "be held to: give type, properties and required",
+                f"the parameters of {tool.name}: this model writes arguments as tags, which do not "
+                f"support {keys}: use type, properties and required",
                 param="tools",
             )
         shared: dict[str, Any] = {
@@ -200,7 +205,7 @@ class _LarkWriter:
     # -- symbols ----------------------------------------------------------------------------
 
     def symbols(self, spec: SyntaxSpec, name: str = "") -> str:
-        """A spec as a sequence of symbols."""
+        """Convert a spec to a sequence of Lark symbols."""
         symbols: list[str] = []
         texts: list[str] = []
         for part in spec:
@@ -215,7 +220,7 @@ class _LarkWriter:
         return " ".join(symbols)
 
     def tag(self, text: str, control_tokens: tuple[str, ...], blanks: str = "") -> str:
-        """A text that may begin with a control token; blanks: what may stand before any other."""
+        """A text that may begin with a control token. blanks: whitespace before any other text."""
         for mark in control_tokens:
             if mark in self.response.control_token_ids and text.startswith(mark):
                 rest = text[len(mark) :]
@@ -225,7 +230,7 @@ class _LarkWriter:
         return self.terminal(f"{blanks} {_quoted(text)}")
 
     def until(self, text: str, control_tokens: tuple[str, ...], before: str = "TEXT") -> str:
-        """Any text up to this one, and it."""
+        """Any text up to and including `text`."""
         if text in control_tokens and text in self.response.control_token_ids:
             return self.rule(f"{before} <[{self.response.control_token_ids[text]}]>")
         name = f"r{len(self.lines)}"

@@ -1,4 +1,4 @@
-"""How a piece of a call is written: one notation, from which parser and grammar are made."""
+"""Syntax specs of tool calls: one notation from which both parser and grammar are built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class Placeholder(enum.Enum):
-    """What is not literal text. SPACE: white space, or none. NAME: the function's."""
+    """The non-literal parts of a spec. SPACE: optional whitespace. NAME: the function name."""
 
     SPACE = enum.auto()
     NAME = enum.auto()
@@ -17,15 +17,15 @@ class Placeholder(enum.Enum):
 SPACE, NAME = Placeholder.SPACE, Placeholder.NAME
 SyntaxSpec = tuple[str | Placeholder, ...]
 
-# what a function may be called; everything that is safe within any of the notations
+# function names; all of these characters are safe in every notation
 TOOL_NAME_PATTERN = r"[A-Za-z0-9_.\-]{1,64}"
 _PLACEHOLDER_REGEX = {SPACE: r"\s*", NAME: r"([A-Za-z0-9_.\-]*)"}
 
 
 class PartialPattern:
-    """A spec as text comes in: whether it is there, and whether it may still come.
+    """Matches a spec against incoming text, completely or as a prefix.
 
-    lookahead: a character that has to follow, and is no part of it.
+    lookahead: a character that must follow but is not part of the match.
     """
 
     def __init__(self, spec: SyntaxSpec, lookahead: str = "") -> None:
@@ -35,11 +35,11 @@ class PartialPattern:
         self._partial = re.compile(_any_prefix(atoms) + r"\Z")
 
     def match(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """The whole of it at that place; group 1 is the function's name where there is one."""
+        """Match the whole spec at `start`. Group 1 is the function name, if the spec has one."""
         return self._full.match(text, start)
 
     def may_match(self, text: str, start: int = 0) -> bool:
-        """Whether the text from there on, to its end, is a beginning of it."""
+        """Return True if the text from `start` to its end is a prefix of the spec."""
         return self._partial.match(text, start) is not None
 
 
@@ -54,7 +54,7 @@ def _atoms(spec: SyntaxSpec) -> Sequence[str]:
 
 
 def _any_prefix(atoms: Sequence[str]) -> str:
-    """Matches every beginning of the sequence."""
+    """Return a regex that matches every prefix of the sequence."""
     nested = ""
     for atom in reversed(atoms):
         nested = f"(?:{atom}{nested})?"

@@ -1,4 +1,4 @@
-"""What a model's template knows of tools and thoughts, and how a request is put to it."""
+"""Render requests with the model's chat template, including tools and thinking options."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from localgen.backends.text.tool_parser import ToolCallParser
 from localgen.backends.types import Message, Request
 
 TOOLS_IN_SYSTEM_NOTE = (
-    "this model's template has no tools: they were described in the system message"
+    "this model's chat template does not support tools: they are in the system message"
 )
 TOOLS_IN_FIRST_MESSAGE_NOTE = (
-    "this model's template has no tools: they were described in the first message"
+    "this model's chat template does not support tools: they are in the first user message"
 )
-THINKING_ON_OFF_NOTE = "this model's template knows thinking on or off, no effort between"
-# how templates call their tools; SmolLM3 has a name of its own for those written as JSON
+THINKING_ON_OFF_NOTE = "this model's chat template has thinking on or off, no reasoning effort"
+# the template variables for tools; SmolLM3 has its own name for tools written as JSON
 _TOOL_VARIABLES = ("tools", "xml_tools")
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """How an answer begins. response_parser: of its parts; None: it is all content.
+    """A prompt and how to parse and constrain the response to it.
 
-    response_grammar: of its grammar; None: none is needed but that which was asked for.
+    response_parser: None if the response is all content. response_grammar: None if it has no
+    reasoning and no tool calls.
     """
 
     text: str
@@ -43,7 +44,7 @@ class RenderedPrompt:
 
 
 class PromptRenderer:
-    """The ways of one template with one tokenizer. Safe to call from any thread."""
+    """Renders requests for one chat template and tokenizer. Thread-safe."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template = template
@@ -63,7 +64,7 @@ class PromptRenderer:
         }
 
     def render(self, request: Request) -> RenderedPrompt:
-        """The beginning of an answer to the messages of a request. InvalidRequest."""
+        """Render the messages of a request. Raises InvalidRequest."""
         assert request.messages is not None
         variables, notes = self._template_variables(request)
         tools = () if request.tool_choice == "none" else request.tools
@@ -92,7 +93,7 @@ class PromptRenderer:
     def _expected_thinking_tags(
         self, prompt: str, variables: dict[str, Any]
     ) -> ThinkingTags | None:
-        """The tags that may come in the answer."""
+        """The thinking tags that may occur in the response, if any."""
         if self._thinking_tags is None or self._thinking_tags.is_closed_after(prompt):
             return None
         is_off = variables.get("enable_thinking") is False
@@ -103,7 +104,7 @@ class PromptRenderer:
         )
 
     def _template_variables(self, request: Request) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """What the request sets of the template's own variables."""
+        """Variables for the request's thinking options, and notes. Raises InvalidRequest."""
         variables: dict[str, Any] = {}
         notes: tuple[str, ...] = ()
         can_switch = self._template.uses_variable("enable_thinking")
@@ -118,7 +119,7 @@ class PromptRenderer:
         if request.thinking is not None and can_switch:
             variables["enable_thinking"] = request.thinking
         elif request.thinking not in (None, self._thinking_tags is not None):
-            # one that always thinks, or never, is as asked where that is asked for
+            # no error if the model always (or never) thinks and the request asks for just that
             raise _thinking_not_configurable("chat_template_kwargs")
         return variables, notes
 
@@ -127,7 +128,7 @@ class PromptRenderer:
     def _render_prompt(
         self, messages: tuple[Message, ...], request: Request, variables: dict[str, Any]
     ) -> tuple[str, tuple[str, ...]]:
-        """The rendered prompt, and what is to be said of it."""
+        """Return the rendered prompt and notes on it."""
         tools = () if request.tool_choice == "none" else request.tools
         has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
         if not tools and not has_calls:
@@ -165,19 +166,19 @@ class PromptRenderer:
         try:
             return self._template.render(told, variables), (TOOLS_IN_SYSTEM_NOTE,)
         except InvalidRequest:
-            # some templates have no system message either
+            # some templates do not support a system message either
             told = tool_prompt.merge_system_into_user(told)
             return self._template.render(told, variables), (TOOLS_IN_FIRST_MESSAGE_NOTE,)
 
 
 def _thinking_not_configurable(param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"this model's template does not let thinking be set ({param}): leave it out", param=param
+        f"this model's chat template has no thinking option: leave {param} out", param=param
     )
 
 
 def _control_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
-    """Those of the texts that are one token each, without a text of its own."""
+    """Return the ids of the texts that are a single control token."""
     start = len(tokenizer.encode(""))
     found = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer."""
+"""Separate a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from localgen.backends.text.pattern import SPACE, PartialPattern
 
 
 class _ReasoningState(enum.Enum):
-    """How far an answer has come. AFTER_CLOSE: nothing but white space has followed thoughts."""
+    """Parser state. AFTER_CLOSE: only whitespace has followed the closing tag so far."""
 
     BEFORE = enum.auto()
     INSIDE = enum.auto()
@@ -19,19 +19,18 @@ class _ReasoningState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingTags:
-    """What stands around thoughts. control_tokens: the texts among them that may be control
-    tokens."""
+    """The tags around reasoning. control_tokens: the tag texts that may be control tokens."""
 
     open: str
     close: str
     control_tokens: tuple[str, ...]
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether a prompt ends within thoughts, so that the answer begins with them."""
+        """Return True if the prompt ends with the opening tag, so the response begins inside."""
         return prompt.rstrip().endswith(self.open)
 
     def is_closed_after(self, prompt: str) -> bool:
-        """Whether a prompt ends behind thoughts, so that none come."""
+        """Return True if the prompt ends with the closing tag: the response has no reasoning."""
         return prompt.rstrip().endswith(self.close)
 
 
@@ -43,14 +42,14 @@ _KNOWN_TAGS = (
 
 
 def detect_thinking_tags(source: str) -> ThinkingTags | None:
-    """The tags that a chat template knows, if any."""
+    """Return the thinking tags used by a chat template, or None."""
     return next((tags for tags in _KNOWN_TAGS if tags.open in source or tags.close in source), None)
 
 
 class ReasoningParser:
-    """Thoughts at the beginning of an answer; tags anywhere else are text like any other.
+    """Extracts reasoning at the start of a response; tags elsewhere are plain text.
 
-    is_open: the prompt has opened them. White space around thoughts is dropped.
+    is_open: the prompt ends with the opening tag. Whitespace around reasoning is dropped.
     """
 
     def __init__(self, tags: ThinkingTags, *, is_open: bool) -> None:
@@ -61,7 +60,7 @@ class ReasoningParser:
         self._buffer = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """New thoughts, and new text of the answer."""
+        """Return new reasoning text and new answer text."""
         if self._state is _ReasoningState.DONE:
             return "", text
         self._buffer += text
@@ -76,7 +75,7 @@ class ReasoningParser:
         return thoughts, answer
 
     def finish(self) -> tuple[str, str]:
-        """What is held back when the answer ends: thoughts, and text of the answer."""
+        """Return the reasoning and answer text still held back at the end of the response."""
         rest, self._buffer = self._buffer, ""
         return (rest.rstrip(), "") if self._state is _ReasoningState.INSIDE else ("", rest)
 
@@ -104,7 +103,7 @@ class ReasoningParser:
         return thoughts
 
     def _partial_close_len(self) -> int:
-        """Length of the longest end of the held text with which the closing tag begins."""
+        """Length of the longest suffix of the buffer that is a prefix of the closing tag."""
         longest = min(len(self._close) - 1, len(self._buffer))
         lengths = range(longest, 0, -1)
         return next((n for n in lengths if self._close.startswith(self._buffer[-n:])), 0)

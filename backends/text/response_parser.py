@@ -1,4 +1,4 @@
-"""Parts of an answer: thoughts, content and calls, as its text comes."""
+"""Split a response into reasoning, content and tool calls, incrementally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localgen.backends.types import ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """What is new of each."""
+    """New text and tool calls since the last delta."""
 
     content: str = ""
     reasoning: str = ""
@@ -20,7 +20,7 @@ class ParsedDelta:
 
 
 class ResponseParser:
-    """Reads one answer. control_pieces: the bytes of control tokens that count as text for it."""
+    """Parses one response. control_pieces: bytes of the control tokens to treat as text."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class ResponseParser:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether the answer has made a call."""
+        """True if the response contains a tool call."""
         return self._tool_calls is not None and self._tool_calls.num_calls > 0
 
     def feed(self, text: str) -> ParsedDelta:
-        """What is certain by now."""
+        """Feed text; return the parts that can no longer change."""
         reasoning, text = self._reasoning.feed(text) if self._reasoning else ("", text)
         return self._parse(reasoning, text)
 
     def finish(self) -> ParsedDelta:
-        """What is left when the answer ends."""
+        """Return the remaining parts at the end of the response."""
         reasoning, text = self._reasoning.finish() if self._reasoning else ("", "")
         parts = self._parse(reasoning, text)
         if self._tool_calls is None:

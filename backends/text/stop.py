@@ -1,4 +1,4 @@
-"""Stop strings, which may span tokens."""
+"""Stop strings, which may span several tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Passes text through until a stop string is complete.
+    """Passes text through until a stop string is found.
 
-    Text that may be the beginning of a stop string is held back until it is known not to be.
+    Text that may be the beginning of a stop string is held back until it cannot be one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -18,7 +18,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Text that can be shown now; nothing more comes once `matched` is set."""
+        """Return the text that can be emitted; nothing once `matched` is set."""
         if not self._stops:
             return text
         if self.matched is not None:
@@ -26,18 +26,18 @@ class StopStringMatcher:
         self._buffer += text
         found = [(at, stop) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if found:
-            # the one complete first, as if the text had come character by character
+            # the one that completes first, as if the text arrived character by character
             at, self.matched = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             shown, self._buffer = self._buffer[:at], ""
             return shown
         return self._release(self._partial_len())
 
     def flush(self) -> str:
-        """What is still held back, when the answer ends without a stop string."""
+        """Return the text still held back when the response ends without a stop string."""
         return self._release(0)
 
     def _partial_len(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
+        """Length of the longest suffix of the buffer that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(self._buffer)), 0, -1):
             if any(stop.startswith(self._buffer[-length:]) for stop in self._stops):
                 return length

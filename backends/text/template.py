@@ -1,4 +1,4 @@
-"""Chat templates: the model's own Jinja text, rendered in an immutable sandbox."""
+"""Chat templates: the model's Jinja template, rendered in an immutable sandbox."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, ToolCall
 
 _SHORT_ID = 9
-# a template is foreign code, and other requests wait for their turn
+# templates are untrusted code, and rendering blocks other requests
 MAX_RENDER_S = 5.0
 
 
 class _CallArguments(dict[str, Any]):
-    """Arguments of a call: a mapping, and JSON where a template writes them as they are."""
+    """Arguments of a tool call: a mapping that is printed as JSON."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
 
 
 def template_messages(messages: Sequence[Message], *, use_short_ids: bool) -> list[dict[str, Any]]:
-    """One dict a message. use_short_ids: ids of calls are brought to nine letters and digits."""
+    """Convert messages to dicts. use_short_ids: convert call ids to nine letters and digits."""
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     return [_template_message(message, names, use_short_ids) for message in messages]
 
 
 def with_text_arguments(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with the arguments of calls as JSON text."""
+    """Return the messages with tool call arguments as JSON text."""
     return [
         turn | {"tool_calls": [_with_json_arguments(call) for call in turn["tool_calls"]]}
         if "tool_calls" in turn
@@ -51,7 +51,7 @@ def with_text_arguments(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _template_message(
     message: Message, function_names: dict[str, str], use_short_ids: bool
 ) -> dict[str, Any]:
-    """Only with the fields that it has: templates ask whether they are there."""
+    """Include only fields that are set: templates test whether a field is defined."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         turn["reasoning_content"] = message.reasoning
@@ -73,7 +73,7 @@ def _template_tool_call(call: ToolCall, use_short_ids: bool) -> dict[str, Any]:
 
 
 def _tool_call_id(text: str, use_short_ids: bool) -> str:
-    """Mistral's templates refuse ids of another length, such as other servers give."""
+    """Shorten the id for Mistral's templates, which reject any other length."""
     if not use_short_ids or (len(text) == _SHORT_ID and text.isalnum() and text.isascii()):
         return text
     return hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
@@ -85,15 +85,15 @@ def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeadlineExceeded(Exception):
-    """The time is up."""
+    """Raised in a `deadline` block that runs too long."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """DeadlineExceeded if the block runs longer than that.
+    """Raise DeadlineExceeded in the block if it runs longer than `seconds`.
 
-    It is raised between two bytecodes: an endless loop in Python ends, a call into C does
-    not end before it returns.
+    It is raised between two bytecodes: this ends an endless loop in Python, but a call into C only
+    after it returns.
     """
     watch = _DeadlineTimer(threading.get_ident())
     timer = threading.Timer(seconds, watch.expire)
@@ -120,14 +120,14 @@ class _DeadlineTimer:
     def cancel(self) -> None:
         with self._lock:
             self._is_cancelled = True
-            self._raise_in_thread(None)  # one that has not arrived yet comes too late
+            self._raise_in_thread(None)  # clear a pending exception
 
     def _raise_in_thread(self, kind: ctypes.py_object[type[DeadlineExceeded]] | None) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, kind)
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks answers for training; here it is its body."""
+    """Renders the body of `{% generation %}…{% endgeneration %}`, a marker for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -137,10 +137,10 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
-    source: Jinja text as in GGUF `tokenizer.chat_template`. bos and eos: the texts that it
-    knows as bos_token and eos_token. InvalidRequest if the source does not compile.
+    source: Jinja source, as in GGUF `tokenizer.chat_template`. bos, eos: the values of bos_token
+    and eos_token. Raises InvalidRequest if the source does not compile.
     """
 
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
@@ -156,7 +156,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the chat template does not compile: {error}: "
-                "give another with --chat-template FILE"
+                "use another with --chat-template FILE"
             ) from error
         self.source = source
         self._variables: dict[str, Any] = {
@@ -168,7 +168,7 @@ class ChatTemplate:
         }
 
     def uses_variable(self, variable: str) -> bool:
-        """Whether the template looks at a variable of that name."""
+        """Return True if the template reads this variable."""
         return variable in self._used_variables
 
     def render(
@@ -177,9 +177,9 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         system_fields: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for an answer to these messages. InvalidRequest if the template objects.
+        """Render the prompt for these messages. Raises InvalidRequest if the template fails.
 
-        variables: further ones for the template; system_fields: further fields of the system
+        variables: additional template variables. system_fields: additional fields of the system
         message.
         """
         turns = template_messages(messages, use_short_ids="length 9" in self.source)
@@ -190,7 +190,7 @@ class ChatTemplate:
         except InvalidRequest:
             if not any(message.tool_calls for message in messages):
                 raise
-            # some templates want the arguments of calls as text
+            # some templates expect tool call arguments as text
             return self._render(with_text_arguments(turns), variables or {})
 
     def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -199,15 +199,15 @@ class ChatTemplate:
                 return self._template.render({**self._variables, **variables, "messages": turns})
         except DeadlineExceeded as error:
             raise InvalidRequest(
-                f"the chat template does not come to an end within {MAX_RENDER_S:g} s: "
-                "give another with --chat-template FILE",
+                f"the chat template did not finish within {MAX_RENDER_S:g} s: "
+                "use another with --chat-template FILE",
                 param="messages",
             ) from error
         except _TemplateRefusal as error:
             raise InvalidRequest(
-                f"the chat template refuses these messages: {error}", param="messages"
+                f"the chat template rejects these messages: {error}", param="messages"
             ) from error
-        except Exception as error:  # a template is foreign code: it can raise anything
+        except Exception as error:  # a template is untrusted code and can raise anything
             raise InvalidRequest(
                 f"the chat template fails on these messages: {type(error).__name__}: {error}",
                 param="messages",
@@ -215,7 +215,7 @@ class ChatTemplate:
 
 
 class _TemplateRefusal(Exception):
-    """Raised by a template through raise_exception."""
+    """Raised by a template through raise_exception()."""
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -233,7 +233,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML, which no model was trained on
+    # jinja2's tojson filter escapes for HTML, which models were not trained on
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,4 +1,4 @@
-"""What the engine needs of a model's vocabulary."""
+"""The tokenizer interface of the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back; each runner brings its own. Safe to call from any thread."""
+    """Converts text to token ids and back; implemented by each runner. Thread-safe."""
 
     @property
     def vocab_size(self) -> int:
@@ -15,7 +15,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids with which the model ends an answer (end of generation)."""
+        """Ids that end generation."""
         ...
 
     @property
@@ -29,18 +29,17 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a whole prompt.
+        """Encode a prompt.
 
-        Special tokens written in the text count as such; the begin-of-sequence token is
-        put in front where the model wants one and the text does not start with it.
+        Special tokens in the text are parsed. The begin-of-sequence token is added if the model
+        expects one and the text does not start with it.
         """
         ...
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """Token ids of a text that is no prompt but to be understood, with the special tokens
-        that the model wants around one."""
+        """Encode a text to embed: special tokens are not parsed in it, but added around it."""
         ...
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token stands for in an answer; empty for control tokens."""
+        """Bytes of a token in the generated text; empty for control tokens."""
         ...

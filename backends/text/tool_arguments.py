@@ -1,4 +1,4 @@
-"""Arguments written as `<parameter=name>` tags (Qwen3-Coder, Qwen3.5 and later)."""
+"""Parse the arguments of tool calls: JSON, or `<parameter=name>` tags (Qwen3-Coder, Qwen3.5+)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ _OPEN = "<parameter="
 _CLOSE = "</parameter>"
 _FUNCTION_END = PartialPattern((SPACE, "</function>"))
 _PARAMETER_START = PartialPattern((SPACE, _OPEN))
-# what may stand beside the type of a string that is written without quotes
+# schema keywords allowed for a string that is written without quotes
 _UNQUOTED_KEYS = frozenset({"type", "enum", "description", "title", "default", "examples"})
 
 
 class ArgumentsParser(Protocol):
-    """Reads the arguments of one call. `is_done`: what was fed last went beyond their end."""
+    """Parses the arguments of one call. is_done: the last text fed went beyond their end."""
 
     is_done: bool
 
     def feed(self, text: str) -> tuple[str, str]:
-        """The next piece of JSON, and the text that is not part of it or not decided yet.
+        """Return the next piece of JSON, and the text that is not part of it or still undecided.
 
-        What is left over has to come again, in front of the next text.
+        The caller must feed the remaining text again, followed by new text.
         """
         ...
 
     def finish(self, remaining: str) -> str:
-        """The last piece, where the answer ends within them; remaining: what was left over."""
+        """Return the last piece if the response ends here. remaining: text `feed` left over."""
         ...
 
 
 class JsonArgumentsParser:
-    """A JSON object, passed on as it stands until its last brace."""
+    """Passes a JSON object through unchanged, up to its closing brace."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -42,7 +42,6 @@ class JsonArgumentsParser:
         self._escaped = False
 
     def feed(self, text: str) -> tuple[str, str]:
-        """As ArgumentsParser.feed."""
         for at, char in enumerate(text):
             if self._in_string:
                 self._scan_string(char)
@@ -58,7 +57,6 @@ class JsonArgumentsParser:
         return text, ""
 
     def finish(self, remaining: str) -> str:
-        """As ArgumentsParser.finish."""
         return remaining
 
     def _scan_string(self, char: str) -> None:
@@ -71,7 +69,7 @@ class JsonArgumentsParser:
 
 
 def is_unquoted_string(schema: Any) -> bool:
-    """Whether a value of this schema is written as it is; any other is written as JSON."""
+    """Return True if values of this schema are written as plain text instead of JSON."""
     return (
         isinstance(schema, dict)
         and schema.get("type") == "string"
@@ -81,17 +79,16 @@ def is_unquoted_string(schema: Any) -> bool:
 
 
 class XmlArgumentsParser:
-    """Tagged parameters in, one JSON object out. properties: the schema of each by its name."""
+    """Converts parameter tags to a JSON object. properties: schema of each parameter by name."""
 
     def __init__(self, properties: dict[str, Any]) -> None:
         self.is_done = False
         self._properties = properties
         self._num_parameters = 0
-        self._is_unquoted: bool | None = None  # of the value that is open; None: none is
-        self._has_output = False  # whether a part of it has been passed on
+        self._is_unquoted: bool | None = None  # of the current value; None: between parameters
+        self._has_output = False  # part of the current value was emitted
 
     def feed(self, text: str) -> tuple[str, str]:
-        """As ArgumentsParser.feed."""
         pieces = []
         while not self.is_done:
             piece, rest = (
@@ -106,17 +103,19 @@ class XmlArgumentsParser:
         return "".join(pieces), text
 
     def finish(self, remaining: str) -> str:
-        """As ArgumentsParser.finish: the beginning of a tag is worth nothing, that of a value
-        is."""
+        """Return the rest of a JSON value; incomplete tags are dropped."""
         return remaining if self._is_unquoted is False else ""
 
     def _between_parameters(self, text: str) -> tuple[str, str]:
-        """Before a parameter, or at the end of all."""
+        """Parse the start of a parameter, or the end of the function."""
         found = _PARAMETER_START.match(text)
         if found:
             name, closed, rest = text[found.end() :].partition(">")
             if not closed or not rest:
-                return "", text  # the line break after it is not part of the value
+                return (
+                    "",
+                    text,
+                )  # wait for the next character: a line break is not part of the value
             self._is_unquoted = is_unquoted_string(self._properties.get(name, {"type": "string"}))
             self._has_output = False
             comma = ", " if self._num_parameters else "{"
@@ -148,7 +147,7 @@ class XmlArgumentsParser:
         return piece, rest
 
     def _json_string_piece(self, value: str, *, closed: bool) -> str:
-        """The next piece of a string, with the quote that opens or closes it."""
+        """Return the next piece of a JSON string, with its opening or closing quote."""
         opening = "" if self._has_output or not (value or closed) else '"'
         self._has_output = self._has_output or bool(opening)
         closing = '"' if closed else ""
@@ -156,7 +155,7 @@ class XmlArgumentsParser:
 
 
 def _partial_close_len(text: str) -> int:
-    """Length of the longest end of the text that may begin a closing tag."""
+    """Length of the longest suffix of the text that is a prefix of a closing tag."""
     tag = "\n" + _CLOSE
     for length in range(min(len(tag), len(text)), 0, -1):
         end = text[-length:]
@@ -166,7 +165,7 @@ def _partial_close_len(text: str) -> int:
 
 
 def _to_json(text: str) -> str:
-    """The value if it is JSON, or else a string of it."""
+    """Return the value unchanged if it is JSON, else as a JSON string."""
     try:
         json.loads(text, parse_constant=_reject_constant)
     except ValueError:
@@ -175,4 +174,4 @@ def _to_json(text: str) -> str:
 
 
 def _reject_constant(constant: str) -> None:
-    raise ValueError(constant)  # NaN and the like, which Python reads and JSON does not have
+    raise ValueError(constant)  # NaN and Infinity, which Python accepts but JSON does not

@@ -1,4 +1,4 @@
-"""The families, and which of them a chat template belongs to."""
+"""Tool call formats of the model families, and detection from the chat template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from localgen.backends.text.tool_format import CallSyntax, ToolCallFormat
 
 
 def _json_call(arguments_key: str) -> SyntaxSpec:
-    """A call as a JSON object, up to its arguments."""
+    """Spec of a call as a JSON object, up to its arguments."""
     name = (SPACE, "{", SPACE, '"name"', SPACE, ":", SPACE, '"', NAME, '"', SPACE, ",", SPACE)
     return (*name, f'"{arguments_key}"', SPACE, ":", SPACE)
 
@@ -46,7 +46,7 @@ LLAMA = ToolCallFormat(
     control_tokens=("<|python_tag|>",),
     calls_first=True,
 )
-# Mistral up to Nemo and Small 3.1 writes a list; later ones write name and arguments
+# Mistral up to Nemo and Small 3.1 writes a list; later models write name and arguments
 _MISTRAL_LIST = CallSyntax(
     ("[TOOL_CALLS]", SPACE, "[", *_CALL), _BRACE, join=_NEXT_CALL, end=(SPACE, "]")
 )
@@ -59,7 +59,7 @@ MISTRAL = ToolCallFormat("mistral", (_MISTRAL_LIST,), control_tokens=_MISTRAL_MA
 MISTRAL_NAMED = ToolCallFormat(
     "mistral-named", (_MISTRAL_NAMED, _MISTRAL_WITH_ID), control_tokens=_MISTRAL_MARKS
 )
-# Phi-4-mini; its own template takes the tools in the system message
+# Phi-4-mini; its own template has the tools in the system message
 _PHI_SHAPES = (
     CallSyntax(
         ("<|tool_call|>", SPACE, "[", *_CALL),
@@ -78,14 +78,14 @@ PHI_IN_SYSTEM = ToolCallFormat(
     tools_in_system=True,
     delimiters=("<|tool_call|>[", ", ", "]<|/tool_call|>"),
 )
-# any other model is told to write calls as Hermes does
+# other models are instructed to use the Hermes format
 DEFAULT_FORMAT = HERMES
 
 
 def detect_call_format(source: str, *, has_tools: bool) -> ToolCallFormat | None:
-    """The format that a template writes calls in; None: it has none, or one not known here.
+    """Return the tool call format of a chat template, or None if there is none or it is unknown.
 
-    source: its text; has_tools: whether it reads them.
+    source: the template. has_tools: the template uses a tools variable.
     """
     if "<|tool|>" in source and "message['tools']" in source:
         return PHI_IN_SYSTEM

@@ -1,4 +1,4 @@
-"""How a family of models writes calls."""
+"""The syntax in which a model family writes tool calls."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from localgen.backends.text.tool_arguments import (
 )
 from localgen.backends.types import Tool, ToolCall
 
-# beside these, properties are not all there is
+# with these keywords, other properties than those listed may be allowed
 _OPEN_SCHEMA_KEYS = {"patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref"}
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """One way to write calls: a section of one call, or of several.
+    """One syntax for a section of one or several tool calls.
 
-    open: up to the arguments of the first call; close: behind the arguments of each. join: from
-    there to the arguments of a further one, if a section may hold several; end: what ends it.
-    is_xml: arguments are tagged parameters rather than a JSON object.
-    can_constrain: whether a model may be held to it; any other is only read.
+    open: up to the arguments of the first call.
+    close: after the arguments of each call.
+    join: from there to the arguments of the next call, if a section may hold several.
+    end: closes the section.
+    is_xml: arguments are parameter tags instead of a JSON object.
+    can_constrain: may be used in a grammar; otherwise it is only parsed.
     """
 
     open: SyntaxSpec
@@ -59,18 +61,19 @@ class CallSyntax:
         return "" if self.is_xml else "{"
 
     def arguments_parser(self, tool: Tool) -> ArgumentsParser:
-        """A reader of the arguments of one call."""
+        """Return a parser for the arguments of one call."""
         return XmlArgumentsParser(argument_schemas(tool)) if self.is_xml else JsonArgumentsParser()
 
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """The shapes of a family. control_tokens: the texts among them that may be control tokens.
+    """The tool call syntaxes of a model family.
 
-    calls_first: an answer with calls begins with one; elsewhere they may stand behind text.
-    tools_in_system: the template takes the tools as a text within the system message, and does not
-    write calls back: they go into the content. delimiters: what stands before, between and behind
-    calls as text, where templates do not write it.
+    control_tokens: the texts that may be control tokens.
+    calls_first: a response with calls begins with one; otherwise calls may follow text.
+    tools_in_system: the template takes the tools as text in the system message and does not render
+    calls, so they are added to the content.
+    delimiters: text before, between and after calls, if the template does not write them.
     """
 
     name: str
@@ -81,27 +84,28 @@ class ToolCallFormat:
     delimiters: tuple[str, str, str] = ("", "", "")
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str:
-        """Calls as this family writes them."""
+        """Render calls as text in this format."""
         opening, between, closing = self.delimiters
         objects = [f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls]
         return opening + between.join(objects) + closing
 
 
 def parse_parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments as it was given. InvalidRequest: it is none."""
+    """Return the JSON schema of a tool's arguments as given. Raises InvalidRequest."""
     try:
         schema = json.loads(tool.parameters)
     except ValueError as error:
         raise _invalid_parameters(tool, f"not JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise _invalid_parameters(tool, "give a JSON schema, which is an object")
+        raise _invalid_parameters(tool, "not a JSON schema: give an object")
     return schema
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema that arguments are held to; an object in any case. InvalidRequest: it is not.
+    """Return the object schema that constrains a tool's arguments.
 
-    What it does not name among its properties may not be given, unless it says so itself.
+    Properties that are not listed are not allowed, unless the schema says otherwise. Raises
+    InvalidRequest if it is not an object schema.
     """
     schema = parse_parameters(tool)
     if schema.setdefault("type", "object") != "object":
@@ -118,6 +122,6 @@ def _invalid_parameters(tool: Tool, reason: str) -> InvalidRequest:
 
 
 def argument_schemas(tool: Tool) -> dict[str, Any]:
-    """The schemas of a tool's arguments by their names."""
+    """Return the schemas of a tool's arguments by name."""
     found = arguments_schema(tool).get("properties", {})
     return found if isinstance(found, dict) else {}

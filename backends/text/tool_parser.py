@@ -1,4 +1,4 @@
-"""Text of an answer, parted into content and calls as it comes."""
+"""Split the text of a response into content and tool calls, incrementally."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from localgen.backends.text.pattern import PartialPattern
 from localgen.backends.text.tool_format import CallSyntax, ToolCallFormat
 from localgen.backends.types import Tool, ToolCallDelta
 
-# nine letters and digits: Mistral's templates take no other
+# nine letters and digits, as Mistral's templates require
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 
 
 def new_call_id() -> str:
-    """An id for a call, not given before."""
+    """Return a random id for a tool call."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
 
 class ToolCallParser:
-    """Reads the calls of one answer; what is no call, or a malformed one, is content.
+    """Parses the tool calls of one response; unknown or malformed calls are content.
 
-    A call is told of as soon as its name and the beginning of its arguments are there; the
-    arguments are passed on as they come. White space around calls is dropped.
-    `num_calls`: how many there are so far.
+    A call is emitted when its name and the start of its arguments are complete; the arguments
+    follow as they arrive. Whitespace around calls is dropped. num_calls: number of calls so far.
     """
 
     def __init__(self, format: ToolCallFormat, tools: Iterable[Tool]) -> None:
@@ -36,22 +35,22 @@ class ToolCallParser:
         self._calls: list[ToolCallDelta] = []
         self._syntax = format.syntaxes[0]
         self._arguments = self._syntax.arguments_parser(Tool(""))
-        # a state is a method that takes what it can of the held text, and says whether to go on
+        # a state is a method that consumes part of the buffer and returns whether to continue
         self._state: Callable[[], bool] = self._at_start if format.calls_first else self._in_text
         self._calls_first = format.calls_first
-        self._pending_space = ""  # white space that is content if other content follows
+        self._pending_space = ""  # whitespace that is content if other content follows
         self._is_after_call = False
         self.num_calls = 0
 
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Content and calls that are certain by now."""
+        """Feed text; return the content and calls that can no longer change."""
         self._buffer += text
         while self._state():
             pass
         return self._drain()
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """What is left when the answer ends."""
+        """Return the remaining content and calls at the end of the response."""
         if self._state == self._in_arguments:
             self._emit_arguments(self._arguments.finish(self._buffer))
         elif not any(pattern.may_match(self._buffer) for pattern in self._pending_patterns()):
@@ -68,7 +67,7 @@ class ToolCallParser:
     # -- states -----------------------------------------------------------------------------
 
     def _at_start(self) -> bool:
-        """Nothing has been said yet, and calls begin here or nowhere."""
+        """State at the start of a response whose calls can only come first."""
         if self._start_section(0):
             return True
         if any(shape.open_pattern.may_match(self._buffer) for shape in self._syntaxes):
@@ -104,7 +103,7 @@ class ToolCallParser:
         return self._fall_back_to_text()
 
     def _between_calls(self) -> bool:
-        """Behind a call of a section that may hold another."""
+        """State after a call, in a section that may hold several."""
         ending = self._syntax.end_pattern
         found = ending.match(self._buffer) if ending else None
         if found:
@@ -122,11 +121,11 @@ class ToolCallParser:
 
     @property
     def _first_char(self) -> str:
-        """With what a section begins, if it may stand behind text."""
+        """First character of a section that may follow text."""
         return str(self._syntaxes[0].open[0])[0]
 
     def _start_section(self, start: int) -> bool:
-        """Whether the first call of a section begins there; then its arguments are next."""
+        """Try to start a section at `start`. Returns True if the parser is now in its arguments."""
         return any(self._start_call(shape, shape.open_pattern, start) for shape in self._syntaxes)
 
     def _start_call(self, syntax: CallSyntax, pattern: PartialPattern, start: int) -> bool:
@@ -144,14 +143,14 @@ class ToolCallParser:
         return True
 
     def _fall_back_to_text(self) -> bool:
-        """The section does not go on as it should, unless that is still to come."""
+        """Return to text if what follows the call is malformed; else wait for more text."""
         if any(pattern.may_match(self._buffer) for pattern in self._pending_patterns()):
             return False
         self._state = self._in_text
         return True
 
     def _pending_patterns(self) -> list[PartialPattern]:
-        """What may come next and is worth nothing to anybody."""
+        """Patterns that may come next and are dropped if incomplete."""
         if self._state == self._after_arguments:
             return [self._syntax.close_pattern]
         if self._state == self._between_calls and self._syntax.end_pattern:

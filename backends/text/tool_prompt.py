@@ -1,4 +1,4 @@
-"""Tools for templates that have none: told in the system message, written as text."""
+"""Tools for chat templates without tool support: described in the system message, as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ What it gives then comes back to you within <tool_response></tool_response>."""
 
 
 def tool_definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as OpenAI and the templates have them."""
+    """Return tools in OpenAI's format, which templates use."""
     return [
         {
             "type": "function",
@@ -38,13 +38,13 @@ def tool_definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def tool_instructions(tools: Sequence[Tool]) -> str:
-    """What a model is told that has learned no way of its own."""
+    """Return the instructions for a model without its own tool call format."""
     lines = [json.dumps(one["function"], ensure_ascii=False) for one in tool_definitions(tools)]
     return _TOOL_INSTRUCTIONS.format(tools="\n".join(lines))
 
 
 def append_to_system_message(messages: Sequence[Message], text: str) -> list[Message]:
-    """The text behind that of the system message, which is made if there is none."""
+    """Append text to the system message, or add one."""
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{text}".strip())
         return [first, *messages[1:]]
@@ -52,7 +52,7 @@ def append_to_system_message(messages: Sequence[Message], text: str) -> list[Mes
 
 
 def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
-    """The same with the system message in front of the first user's, for templates without."""
+    """Merge the system message into the first user message, for templates without one."""
     if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
         return list(messages)
     content = f"{messages[0].content}\n\n{messages[1].content}"
@@ -60,10 +60,10 @@ def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def inline_tool_messages(messages: Sequence[Message], format: ToolCallFormat) -> list[Message]:
-    """Calls and their results as content, and no role but system, user and assistant.
+    """Return the messages with calls and tool results as content, without the tool role.
 
-    Results that follow one another, or are followed by a prompt, are one message: templates
-    often insist on turns.
+    Consecutive tool results and a user message after them are merged: templates often require
+    alternating roles.
     """
     plain: list[Message] = []
     for message in messages:
@@ -75,7 +75,7 @@ def inline_tool_messages(messages: Sequence[Message], format: ToolCallFormat) ->
 
 
 def inline_tool_calls(message: Message, format: ToolCallFormat) -> Message:
-    """The calls of a message behind its content."""
+    """Append the calls of a message to its content."""
     if not message.tool_calls:
         return message
     calls = format.render_calls(message.tool_calls)
