@@ -46,7 +46,7 @@ def loaded(folder: Path = TINY, memory: int | None = None, **options: object) ->
         ({"itl_target_ms": float("nan")}, "itl_target_ms is nan"),
         ({"parallel": 9, "max_batch_tokens": 8}, "max_batch_tokens 8 is less than parallel 9"),
         ({"cache_type_k": "q8_0"}, "'q8_0', for this model it must be one of f32, int8, fp8"),
-        ({"cache_type_k": "int8"}, "keeps both in the same type"),
+        ({"cache_type_k": "int8"}, "needs the same type for both"),
         ({"ctx": 4096}, "the model was trained for 2,048 tokens"),
         ({"ctx": 512, "kv_tokens": 300}, "300 tokens is too small for the context of 512"),
         ({"chat_template": "{% if %}"}, "template"),
@@ -74,7 +74,7 @@ def test_without_a_gpu_the_way_out_is_named() -> None:
     [
         ({"tp": 3}, "--tp 3 needs 3 GPUs, there are 2"),
         ({"tp": 2, "device": "cuda:1"}, "--tp 2 takes the first 2 GPUs"),
-        ({"device": "cuda:2"}, "there are 2 GPUs, from 0"),
+        ({"device": "cuda:2"}, "only 2 GPUs were found"),
     ],
 )
 def test_gpus_are_counted(
@@ -163,7 +163,7 @@ def test_a_pool_that_never_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(KVCache, "zeros", never)
-    with pytest.raises(OutOfMemory, match="ask for a smaller --kv-tokens"):
+    with pytest.raises(OutOfMemory, match="use a smaller --kv-tokens"):
         loaded()
 
 

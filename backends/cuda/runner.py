@@ -172,7 +172,7 @@ class CudaRunner:
         return sample_with_probs(_apply_grammar_masks(chunks, logits), rows, shown)
 
     def _with_host_copies(self, ticket: CudaStepTicket) -> CudaStepTicket:
-        """Return the ticket with its copies to the host started, and an event recorded after them."""
+        """Return the ticket with its copies to the host started and an event after them."""
         tokens, said = ticket.tokens, ticket.logprobs
         if tokens.device.type == "cpu":
             return ticket
@@ -235,7 +235,7 @@ class CudaRunner:
     def _accept_drafts(
         self, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
     ) -> SampledTokens:
-        """Accept the leading draft tokens that equal the sampled ones, and the next sampled token."""
+        """Accept leading draft tokens that equal the sampled ones, and the next sampled token."""
         if not chunk.is_sampled:
             return SampledTokens()
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]

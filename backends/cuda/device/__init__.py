@@ -1,1 +1,1 @@
-"""What this device can hold: resolved load options, sizes of context and KV cache."""
+"""Device-specific load options, and the sizes of context and KV cache."""

@@ -1,4 +1,4 @@
-"""Load options, settled for this device."""
+"""Resolve and validate load options for the CUDA backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localgen.backends.memory.load_defaults import CUDA_DEFAULTS, CUDA_ON_CPU_DE
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
-# what the cache may be kept in, besides the type of the weights
+# data types of the KV cache by option value
 CACHE_DTYPES = {
     "f32": torch.float32,
     "f16": torch.float16,
@@ -21,16 +21,17 @@ CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 CACHE_DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
-# FP8 numbers are read by kernels from this compute capability on
+# minimum compute capability of the FP8 kernels
 _MIN_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
-    """LoadOptions of this backend with nothing left open but the sizes, which need the model.
+    """Resolved LoadOptions of the CUDA backend; only ctx and kv_tokens may still be open.
 
-    device: cuda, cuda:N or cpu. tp: ranks; on GPUs of their own, device is cuda then. dummy: random
-    weights of the model's shapes.
+    device: cuda, cuda:N or cpu; `cuda` for several GPUs.
+    tp: tensor-parallel size.
+    dummy: random weights of the model's shapes.
     """
 
     backend: str = "cuda"
@@ -52,11 +53,10 @@ class CudaOptions:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The type of cached keys and values."""
         return CACHE_DTYPES[self.cache_type_k]
 
     def to_load_options(self, ctx: int, kv_tokens: int) -> LoadOptions:
-        """The options in force, as a client sees them."""
+        """The resolved options as reported to clients."""
         return LoadOptions(**(asdict(self) | {"ctx": ctx, "kv_tokens": kv_tokens}))
 
 
@@ -71,12 +71,15 @@ _CPU_DEFAULTS = {
 def resolve_cuda_options(
     requested: LoadOptions, dtype: torch.dtype, device: torch.device
 ) -> CudaOptions:
-    """What was asked, and a choice for the rest. dtype: of the weights. InvalidRequest."""
+    """Return the requested options with defaults for the rest.
+
+    dtype: compute type of the model. Raises InvalidRequest if an option is unknown or invalid.
+    """
     given = {name: value for name, value in asdict(requested).items() if value is not None}
     for name in given:
         if name not in _OPTION_NAMES:
             raise InvalidRequest(
-                f"{name} is not an option of the cuda backend: leave it out, or --backend llamacpp",
+                f"{name} is not an option of the cuda backend: omit it, or use --backend llamacpp",
                 param=name,
             )
     chosen = {"cache_type_k": CACHE_DTYPE_NAMES[dtype], "cache_type_v": CACHE_DTYPE_NAMES[dtype]}
@@ -89,7 +92,10 @@ def resolve_cuda_options(
 
 
 def resolve_device(requested: LoadOptions) -> torch.device:
-    """The device asked for, or the GPU; of several the first. InvalidRequest: there is none."""
+    """Return the requested device, by default the first GPU.
+
+    Raises InvalidRequest if the device does not exist or conflicts with --tp.
+    """
     name = requested.device or "cuda"
     try:
         device = torch.device(name)
@@ -101,8 +107,8 @@ def resolve_device(requested: LoadOptions) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise InvalidRequest(
-            "the cuda backend finds no NVIDIA GPU that this build of torch can use: "
-            "--backend llamacpp, or --device cpu to run it slowly",
+            "the cuda backend found no NVIDIA GPU that this build of torch can use: "
+            "use --backend llamacpp, or --device cpu (slow)",
             param="device",
         )
     count, tp = torch.cuda.device_count(), requested.tp or 1
@@ -113,11 +119,14 @@ def resolve_device(requested: LoadOptions) -> torch.device:
     if tp > 1 and device.index is not None:
         raise InvalidRequest(
             f"--tp {tp} takes the first {tp} GPUs: leave out --device {name}, "
-            "CUDA_VISIBLE_DEVICES says which are first",
+            "set CUDA_VISIBLE_DEVICES to select GPUs",
             param="device",
         )
     if (device.index or 0) >= count:
-        raise InvalidRequest(f"device is {name!r}, there are {count} GPUs, from 0", param="device")
+        raise InvalidRequest(
+            f"device is {name!r}, but only {count} GPUs were found (the first is cuda:0)",
+            param="device",
+        )
     return torch.device("cuda", device.index or 0)
 
 
@@ -133,7 +142,7 @@ def _check_options(options: CudaOptions, dtype: torch.dtype, device: torch.devic
     if options.max_batch_tokens < options.parallel:
         raise InvalidRequest(
             f"max_batch_tokens {options.max_batch_tokens} is less than parallel "
-            f"{options.parallel}: each running request needs a token in every step",
+            f"{options.parallel}: each running request needs one token per step",
             param="max_batch_tokens",
         )
     _check_cache_type(options, dtype, device)
@@ -151,14 +160,14 @@ def _check_cache_type(options: CudaOptions, dtype: torch.dtype, device: torch.de
     if options.cache_type_k != options.cache_type_v:
         raise InvalidRequest(
             f"cache_type_k is {options.cache_type_k} and cache_type_v {options.cache_type_v}: "
-            "the cuda backend keeps both in the same type",
+            "the cuda backend needs the same type for both",
             param="cache_type_v",
         )
     if options.cache_type_k == "fp8" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _MIN_FP8_CAPABILITY:
             raise InvalidRequest(
-                f"a cache in fp8 needs a GPU of compute capability 8.9, this one has "
+                f"an fp8 KV cache needs a GPU of compute capability 8.9, this one has "
                 f"{capability[0]}.{capability[1]}: use int8",
                 param="cache_type_k",
             )

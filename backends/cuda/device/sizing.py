@@ -1,4 +1,4 @@
-"""How large a context and a pool fit beside the weights."""
+"""Size the context and the KV cache for the memory of the device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from localgen.backends.memory.compute_buffers import cuda_work_bytes
 from localgen.backends.memory.kv_sizing import KVSize, KVSizeRequest
 from localgen.backends.memory.system import available_memory_bytes
 
-# a pool that turns out too large is made this much smaller, so often
+# if allocation fails, the KV cache is shrunk by this factor, up to this many attempts
 _SHRINK_FACTOR, _MAX_ATTEMPTS = 0.9, 4
 
 
 def shape_from_spec(spec: ModelSpec) -> ModelShape:
-    """The figures that a model's memory follows from."""
+    """The shape parameters that memory usage depends on."""
     moe = spec.moe
     return ModelShape(
         num_layers=spec.num_layers,
@@ -46,13 +46,13 @@ def shape_from_spec(spec: ModelSpec) -> ModelShape:
 
 
 def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
-    """Bytes of one token in the cache, over all layers."""
+    """KV cache bytes per token, over all layers."""
     kind = CACHE_DTYPE_NAMES[cache_dtype]
     return int(kv_cache_bytes_per_token(shape_from_spec(spec).layer_caches, kind, kind))
 
 
 def step_work_bytes(spec: ModelSpec, options: CudaOptions, dtype: torch.dtype) -> int:
-    """Bytes that a step of the largest size needs beside weights and cache, about."""
+    """Estimated working memory of the largest step, in addition to weights and KV cache."""
     return cuda_work_bytes(
         shape_from_spec(spec),
         max_batch_tokens=options.max_batch_tokens,
@@ -62,7 +62,7 @@ def step_work_bytes(spec: ModelSpec, options: CudaOptions, dtype: torch.dtype) -
 
 
 def device_free_bytes(device: torch.device, limit_bytes: int | None) -> int:
-    """Memory of the device that nobody uses. limit_bytes: what there is for this model on a CPU."""
+    """Free memory of the device in bytes. limit_bytes: upper limit on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = available_memory_bytes()
@@ -72,10 +72,12 @@ def device_free_bytes(device: torch.device, limit_bytes: int | None) -> int:
 def choose_cuda_kv_size(
     spec: ModelSpec, options: CudaOptions, *, free_bytes: int, draft_token_bytes: int = 0
 ) -> KVSize:
-    """The context and pool asked for, or the largest that fit.
+    """Return the requested context length and KV cache size, or the largest that fit.
 
-    free_bytes: bytes left beside weights and working memory. draft_token_bytes: of a token in a
-    draft model's pool, which is as large. InvalidRequest, OutOfMemory: with both numbers.
+    free_bytes: memory left after weights and working memory.
+    draft_token_bytes: bytes per token of the draft model's KV cache, which has the same size.
+
+    Raises InvalidRequest or OutOfMemory; the messages state both numbers.
     """
     on_cpu = options.device == "cpu"
     rules = (
@@ -96,10 +98,11 @@ def fit_kv_cache(
     allocate: Callable[[KVSize], bool],
     draft_token_bytes: int = 0,
 ) -> KVSize:
-    """The size of `choose_cuda_kv_size`, allocated; smaller where the driver's books turn out too
-    good.
+    """Choose and allocate the KV cache; retry with a smaller one if the allocation fails.
 
-    allocate: says whether there was room. InvalidRequest, OutOfMemory.
+    allocate: allocates a size; returns False if it does not fit.
+
+    Raises InvalidRequest or OutOfMemory.
     """
     for _ in range(_MAX_ATTEMPTS):
         size = choose_cuda_kv_size(
@@ -109,6 +112,6 @@ def fit_kv_cache(
             return size
         free_bytes = int(free_bytes * _SHRINK_FACTOR)
     raise OutOfMemory(
-        f"a KV pool of {size.kv_tokens:,} tokens does not fit on {options.device}, though "
-        f"{free_bytes / 1e9:.1f} GB seemed free: ask for a smaller --kv-tokens"
+        f"a KV cache of {size.kv_tokens:,} tokens does not fit on {options.device}, although "
+        f"{free_bytes / 1e9:.1f} GB seemed free: use a smaller --kv-tokens"
     )

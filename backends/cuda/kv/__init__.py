@@ -1,1 +1,1 @@
-"""The paged KV cache: free pages, known prefixes, which pages belong to which sequence."""
+"""The paged KV cache: page pool, prefix tree, and the page table of each sequence."""

@@ -1,4 +1,4 @@
-"""Which pages belong to which sequence: the room half of ModelRunner."""
+"""Page tables of the sequences: the KV cache methods of ModelRunner."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from localgen.backends.runner.sequence import Sequence
 
 
 class PagedCache:
-    """Tables of pages for running sequences, and a tree of prefixes. No page is taken ahead of
-    need, so that at most PAGE_TOKENS - 1 tokens of room a sequence are unused.
+    """Page tables of running sequences, and a tree of cached prefixes.
 
-    prefix_cache: whether prefixes are kept and shared.
+    Pages are allocated on demand, so at most PAGE_TOKENS - 1 tokens per sequence are unused. admit,
+    grow, rewind, release and usage implement those of ModelRunner.
+
+    prefix_cache: keep and share prefixes.
     """
 
     def __init__(self, num_pages: int, *, prefix_cache: bool) -> None:
@@ -26,34 +28,33 @@ class PagedCache:
         self._tree = RadixTree(self._pool)
         self._prefix_cache = prefix_cache
         self._page_tables: dict[Sequence, array[int]] = {}
-        self._num_published: dict[Sequence, int] = {}  # pages of each that are in the tree
-        self._pending_copies: dict[int, int] = {}  # sources by target
+        self._num_published: dict[Sequence, int] = {}  # leading pages in the prefix tree
+        self._pending_copies: dict[int, int] = {}  # target -> source
 
     def page_table(self, seq: Sequence) -> NDArray[np.int32]:
-        """The pages of a running sequence, in order."""
+        """The pages of a running sequence, in order, int32 [pages]."""
         return np.array(self._page_tables[seq], np.int32)
 
     def pop_pending_copies(self) -> list[tuple[int, int]]:
-        """Pages to copy before the next step, (source, target); no target twice.
+        """Pages to copy before the next step, as (source, target) with distinct targets.
 
-        All of them at once: every source is read before any target is written.
+        The copies are simultaneous: all sources must be read before any target is written.
         """
         copies, self._pending_copies = self._pending_copies, {}
         return [(source, target) for target, source in copies.items()]
 
     def usage(self) -> PoolUsage:
-        """As ModelRunner.usage; a page of a running sequence and the tree counts as used."""
+        """Pages that are both in use and cached count as used."""
         free, idle = self._pool.num_free, self._pool.num_idle
         used = self._pool.num_pages - free - idle
         return PoolUsage(used * PAGE_TOKENS, idle * PAGE_TOKENS, free * PAGE_TOKENS)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        """As ModelRunner.admit."""
         for other in self._page_tables:
             self._publish(other)
         known = self._tree.match(seq.tokens[:-1]) if self._prefix_cache else []
         needed = pages_for(len(seq.tokens)) - len(known)
-        self._pool.acquire(known)  # or making room could take them
+        self._pool.acquire(known)  # before eviction, which could free them
         if not self._has_free_pages(needed + pages_for(spare)):
             self._pool.release(known)
             raise NoRoom
@@ -62,8 +63,7 @@ class PagedCache:
         return len(known) * PAGE_TOKENS
 
     def admit_uncached(self, seq: Sequence) -> None:
-        """Room for all tokens of `seq`, which shares nothing and of which nothing is kept, until
-        it is released. NoRoom."""
+        """Allocate pages for all tokens of `seq`, without sharing or caching. Raises NoRoom."""
         needed = pages_for(len(seq.tokens))
         if not self._has_free_pages(needed):
             raise NoRoom
@@ -71,12 +71,12 @@ class PagedCache:
         self._num_published[seq] = 0
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """As ModelRunner.grow; pages that others have too are replaced before they are written."""
+        """Shared pages are replaced by copies before they are written."""
         table, done = self._page_tables[seq], seq.num_computed
         first, end = done // PAGE_TOKENS, pages_for(done + n)
         if end == first + 1 <= len(table) and self._pool.can_write(table[first]):
-            return True  # as nearly always while decoding
-        last = first  # shared pages come first in a table
+            return True  # the common case during decode
+        last = first  # shared pages precede writable ones in a table
         while last < min(end, len(table)) and not self._pool.can_write(table[last]):
             last += 1
         shared, missing = table[first:last], max(0, end - len(table))
@@ -88,7 +88,10 @@ class PagedCache:
         return True
 
     def _copy_on_write(self, seq: Sequence, first: int, shared: array[int]) -> None:
-        """Copy on write: pages of its own from `first` on; only that one holds anything yet."""
+        """Replace the shared pages from index `first` by new ones.
+
+        Only the first of them can hold computed tokens that need to be copied.
+        """
         fresh = self._allocate(len(shared))
         if seq.num_computed % PAGE_TOKENS:
             self._schedule_copy(shared[0], fresh[0])
@@ -97,40 +100,38 @@ class PagedCache:
         self._pool.release(shared)
 
     def _schedule_copy(self, source: int, target: int) -> None:
-        # the source may wait for a copy itself; and what its target was to get before is void
+        # the source may itself be the target of a pending copy; an older copy to `target` is void
         self._pending_copies[target] = self._pending_copies.get(source, source)
 
     def fork(self, seq: Sequence, new: Sequence) -> int:
-        """`new` begins with all that is computed of `seq`; how many tokens that is.
+        """Start `new` with all computed tokens of `seq`, sharing their pages. Returns their number.
 
-        Neither may be computed any further before grow was called for it.
+        Call grow for either sequence before computing it further.
         """
         done = seq.num_computed
         assert new.tokens[:done] == seq.tokens[:done]
-        self._publish(seq)  # or one of them could later swap its first pages without the other
+        self._publish(seq)  # else publishing one later could replace pages of only one table
         self._page_tables[new] = self._page_tables[seq][: pages_for(done)]
         self._pool.acquire(self._page_tables[new])
         self._num_published[new] = self._num_published[seq]
         return done
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """As ModelRunner.rewind."""
         table, kept = self._page_tables[seq], pages_for(length)
         self._num_published[seq] = min(self._num_published[seq], length // PAGE_TOKENS)
         self._pool.release(table[kept:])
         del table[kept:]
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """As ModelRunner.release."""
         if keep:
             self._publish(seq)
         del self._num_published[seq]
         self._pool.release(self._page_tables.pop(seq))
 
     def _publish(self, seq: Sequence) -> None:
-        """Let others find the full pages that are computed.
+        """Insert the computed full pages into the prefix tree.
 
-        A page that is known already takes the place of the sequence's own.
+        If the tree already has a page with the same prefix, it replaces the sequence's own page.
         """
         start, full = self._num_published[seq], seq.num_computed // PAGE_TOKENS
         if not self._prefix_cache or full <= start:
@@ -151,7 +152,7 @@ class PagedCache:
         return self._pool.allocate(count)
 
     def check(self) -> None:
-        """Assert that the books are whole. For tests."""
+        """Assert that all data structures are consistent. For tests."""
         users = Counter(page for table in self._page_tables.values() for page in table)
         self._pool.check(users, self._tree.pages)
         self._tree.check()

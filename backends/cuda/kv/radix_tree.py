@@ -1,4 +1,4 @@
-"""Known prefixes as a tree over full pages, as in SGLang's RadixAttention (Zheng et al. 2024)."""
+"""Prefix tree over full pages, as in SGLang's RadixAttention (Zheng et al. 2024)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PageKey = tuple[int, ...]
 
 
 class _Node:
-    """A page whose tokens are `key`, behind those of its parents."""
+    """A page with the tokens `key`, following the pages of its ancestors."""
 
     __slots__ = ("children", "key", "page", "parent")
 
@@ -20,11 +20,11 @@ class _Node:
 
 
 class RadixTree:
-    """Keeps the pages of known prefixes; gives back the least recently used that nobody uses.
+    """Keeps the pages of cached prefixes, with LRU eviction of unused ones.
 
-    Who uses a page uses all before it on its path, too. Hence an idle page has none but idle
-    pages behind it, and as PagePool.drop lets those become idle first, the page that has been
-    idle longest is always a leaf.
+    A sequence that uses a page also uses all its ancestors. So the descendants of an idle page are
+    idle, and since PagePool.release makes them idle first, the least recently used idle page is
+    always a leaf.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -36,7 +36,10 @@ class RadixTree:
         return len(self._nodes)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The pages of the longest known prefix, whole pages only. Using them is to hold them."""
+        """Return the pages of the longest cached prefix, full pages only.
+
+        The caller has to acquire them before use.
+        """
         node, pages = self._root, []
         for key in _page_keys(tokens, 0, len(tokens) // PAGE_TOKENS):
             child = node.children.get(key)
@@ -47,11 +50,11 @@ class RadixTree:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_known: int = 0) -> list[int]:
-        """Know these full pages; the pages that hold their tokens from now on.
+        """Insert full pages; returns the pages that hold their tokens from now on.
 
-        Where tokens were known already, that is the page known before. The caller uses the pages
-        given and shall use those returned. num_known: how many pages at the beginning are in the
-        tree for sure; the pages returned are those behind them.
+        Where the tree already has a page for the same tokens, that page is returned instead. The
+        caller must hold the given pages, and acquire the returned ones. num_known: number of
+        leading pages that are already in the tree; the returned pages are those after them.
         """
         node, found = self._nodes[pages[num_known - 1]] if num_known else self._root, []
         for key, page in zip(
@@ -66,7 +69,7 @@ class RadixTree:
         return found
 
     def evict(self, count: int) -> None:
-        """Free so many pages, or all that nobody uses."""
+        """Free up to `count` idle pages, least recently used first."""
         for page in self._pool.least_recent_idle(count):
             node = self._nodes.pop(page)
             assert node.parent is not None
@@ -75,7 +78,7 @@ class RadixTree:
             self._pool.evict(page)
 
     def check(self) -> None:
-        """Assert that the tree is one, and that idle pages come behind those they need.
+        """Assert that the tree is consistent and that a page becomes idle before its ancestors.
 
         For tests.
         """
@@ -98,11 +101,11 @@ class RadixTree:
 
     @property
     def pages(self) -> set[int]:
-        """The pages of all known prefixes."""
+        """The pages of all cached prefixes."""
         return set(self._nodes)
 
 
 def _page_keys(tokens: Sequence[int], first: int, last: int) -> Iterator[PageKey]:
-    """The tokens of full pages, from the first up to the last, exclusive."""
+    """Yield the tokens of each full page from page `first` to `last`, exclusive."""
     for start in range(first * PAGE_TOKENS, last * PAGE_TOKENS, PAGE_TOKENS):
         yield tuple(tokens[start : start + PAGE_TOKENS])
