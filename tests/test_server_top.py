@@ -216,8 +216,8 @@ def test_two_gpus_read_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("processor", "says"),
     [
-        ("100% CPU", "localgen plan measures it"),
-        ("48%/52% CPU/GPU", "no one limit"),
+        ("100% CPU", "run localgen plan"),
+        ("48%/52% CPU/GPU", "no single limit"),
         ("100% GPU", "driver"),
     ],
 )

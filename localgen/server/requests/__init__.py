@@ -1,1 +1,1 @@
-"""One request for text or vectors, whatever protocol it came by."""
+"""Generation and embedding requests, independent of the API protocol."""

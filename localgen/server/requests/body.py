@@ -1,4 +1,4 @@
-"""The body of any request: what it may not hold is refused with the name of the field."""
+"""Request bodies: unknown and unsupported fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 def reject_unsupported_fields(body: Any, unsupported: dict[str, tuple[object, ...]]) -> Any:
-    """The fields without those that other servers know and this one does not. InvalidRequest names
-    one whose value is neither null nor among those given, which are as good as none."""
+    """Return the body without fields that only other servers support.
+
+    unsupported: field name -> values without effect. Raises InvalidRequest for a field with any
+    other value except null.
+    """
     if not isinstance(body, dict):
         return body
     for name, harmless in unsupported.items():
@@ -27,13 +30,13 @@ def reject_unsupported_fields(body: Any, unsupported: dict[str, tuple[object, ..
 
 
 def _strictly_equal(value: object, known: object) -> bool:
-    # to Python, true is 1
+    # True == 1 in Python
     return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 def _find_lone_surrogate(body: Any) -> str | None:
-    """Where a text is that holds half a character, as JSON's \\ud800 alone; None: nowhere."""
-    waiting = [("", body)]  # no recursion: a body may be nested deeper than Python's stack
+    """Return the path of a string with a lone surrogate, such as JSON's \\ud800, or None."""
+    waiting = [("", body)]  # no recursion: a body may be nested deeper than Python's stack allows
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, str):
@@ -62,22 +65,20 @@ def _is_unicode(text: str) -> bool:
 
 
 class StrictModel(BaseModel):
-    """Fields that are not known are refused, and so are numbers that are none."""
+    """A model that rejects unknown fields, NaN and infinities."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class RequestBody(StrictModel):
-    """A whole request."""
+    """Base of request bodies. Rejects strings that are not valid Unicode."""
 
     @model_validator(mode="before")
     @classmethod
     def _require_unicode(cls, body: Any) -> Any:
         place = _find_lone_surrogate(body)
         if place is not None:
-            raise InvalidRequest(
-                f"{place}: not Unicode text, a surrogate stands alone", param=place
-            )
+            raise InvalidRequest(f"{place}: invalid Unicode, lone surrogate", param=place)
         return body
 
 

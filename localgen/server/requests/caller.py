@@ -1,4 +1,4 @@
-"""Who asks."""
+"""Identity of the caller of a request."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from fastapi import Request as HttpRequest
 from starlette.types import Scope
 
-# how a connection over the Unix socket calls its client
+# client host of connections over the Unix socket
 LOCAL_CLIENT = "local"
-# how an account begins that is a key
+# prefix of accounts that are API keys
 KEY_ACCOUNT_PREFIX = "key-"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """client: who takes turns with others. account: who pays for tokens. arrived_s: when the
-    request came (monotonic). is_local: over the Unix socket."""
+    """The caller of a request.
+
+    client: unit of fair queueing. account: unit of rate limits. arrived_s: monotonic seconds.
+    is_local: connected over the Unix socket.
+    """
 
     client: str
     account: str
@@ -25,14 +28,14 @@ class Caller:
 
     @classmethod
     def from_request(cls, http: HttpRequest, user: str | None = None) -> Caller:
-        """Whoever sent a request. user: for whom, as it says itself."""
+        """user: the `user` field of the request, if any, which becomes the client."""
         account: str = http.scope["account"]
         client = user or _client_name(http, account)
         return cls(client, account, http.scope["arrived_s"], is_local_request(http.scope))
 
 
 def _client_name(http: HttpRequest, account: str) -> str:
-    """The key; without one the session that our clients name, else the connection."""
+    """The API key account, else the X-Localgen-Session header, else the connection."""
     if account.startswith(KEY_ACCOUNT_PREFIX):
         return account
     session = http.headers.get("x-localgen-session")
@@ -42,5 +45,5 @@ def _client_name(http: HttpRequest, account: str) -> str:
 
 
 def is_local_request(scope: Scope) -> bool:
-    """Whether the request came over the Unix socket."""
+    """Return True if the request came over the Unix socket."""
     return scope["client"] is not None and scope["client"][0] == LOCAL_CLIENT

@@ -1,5 +1,7 @@
-"""Several answers to one request: each is a request of its own to the engine, which computes what
-their prompts have in common once."""
+"""Multiple choices per request: one engine request per choice.
+
+The engine computes shared prompt prefixes only once.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,17 @@ _NUM_SEEDS = 2**32
 
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
-    """An answer as it came."""
+    """A finished choice with its deltas."""
 
     deltas: Sequence[Delta]
     finished: Finished
 
 
 def fan_out_requests(requests: Sequence[Request], n: int) -> tuple[Request, ...]:
-    """Each request n times, those of the first one first. Where there is a seed, each takes the
-    next one, so that the same seed gives the same n texts."""
+    """Repeat each request n times, grouped by request, with new ids.
+
+    A seed is incremented per choice, so that the same seed reproduces the same n texts.
+    """
     if n == 1 and len(requests) == 1:
         return tuple(requests)
     return tuple(
@@ -40,8 +44,10 @@ def _offset_seed(seed: int | None, offset: int) -> int | None:
 
 
 def merge_finished(finished: Sequence[Finished], n: int) -> Finished:
-    """What n answers to each of some prompts took. A prompt counts once, and as cached what none
-    of its n had to compute."""
+    """Merge the results of n choices per prompt into one.
+
+    The tokens of a prompt count once; its cached tokens are the minimum over its choices.
+    """
     if len(finished) == 1:
         return finished[0]
     prompts = [finished[at : at + n] for at in range(0, len(finished), n)]
@@ -62,7 +68,7 @@ def _shared_cached_tokens(finished_by_prompt: Sequence[Sequence[Finished]]) -> i
 
 
 def _merge_timings(all_timings: Sequence[Timings], num_cached_tokens: int) -> Timings:
-    """They run side by side: the first token is that of the fastest, the last of the slowest."""
+    """Merge timings of concurrent requests: TTFT of the fastest, durations of the slowest."""
     prompt_n = sum(timings.prompt_n for timings in all_timings)
     prompt_ms = max(timings.prompt_ms for timings in all_timings)
     predicted_n = sum(timings.predicted_n for timings in all_timings)

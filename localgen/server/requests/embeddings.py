@@ -1,4 +1,4 @@
-"""Vectors of texts: one request to an engine, whichever protocol wants them."""
+"""Embedding requests, independent of the API protocol."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob:
-    """What was asked. account: who pays for its tokens. timeout_s: how long it may take in all.
+    """An embedding request with its model.
 
-    dimensions: elements of a vector; None: as many as the model has. options, keep_alive,
-    allow_paths: as ModelManager.acquire has them.
+    account: charged for its tokens. timeout_s: maximum duration since arrival. dimensions: elements
+    per embedding; None: all of the model's. options, keep_alive, allow_paths: see
+    ModelManager.acquire.
     """
 
     model: str | None
@@ -46,9 +47,9 @@ class EmbeddingJob:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingVectors:
-    """Vectors of texts, in their order. model: as the server calls it.
+    """Embeddings in input order. model: resolved name.
 
-    dimensions: how many elements of each were asked for, at most `embedded.width`.
+    dimensions: requested elements per embedding, at most `output.width`.
     """
 
     model: str
@@ -57,12 +58,12 @@ class EmbeddingVectors:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Total tokens of all inputs."""
         return sum(self.output.prompt_tokens)
 
     def to_array(self) -> NDArray[np.float32]:
-        """float32 little-endian [texts, dimensions], each of length 1."""
-        import numpy as np  # what serves chats alone does without it
+        """Return float32 little-endian [inputs, dimensions], rows normalized to unit length."""
+        import numpy as np  # lazy: servers without embeddings do not need it
 
         width = self.output.width
         whole = np.frombuffer(self.output.vectors, "<f4").reshape(-1, width)
@@ -76,10 +77,9 @@ class EmbeddingVectors:
 async def compute_embeddings(
     manager: ModelManager, journal: RequestLog, job: EmbeddingJob
 ) -> EmbeddingVectors:
-    """Vectors of texts, whatever protocol asks for them; cancelled with the task that waits.
+    """Load the model if needed and compute embeddings. Cancellation reaches the engine.
 
-    Raises what manager.acquire does, and what the engine reports: InvalidRequest,
-    ContextExceeded, …
+    Raises the errors of manager.acquire and of the engine: InvalidRequest, ContextExceeded, …
     """
     request = job.request
     entry = RequestRecord(
@@ -107,12 +107,12 @@ async def compute_embeddings(
 
 
 def _resolve_dimensions(job: EmbeddingJob, info: ModelInfo) -> int:
-    """Elements of a vector. InvalidRequest: the model has fewer."""
+    """Return the elements per embedding. Raises InvalidRequest if the model has fewer."""
     width = info.embedding_width
     if job.dimensions is not None and job.dimensions > width:
         raise InvalidRequest(
-            f"dimensions is {job.dimensions:,}, vectors of {info.name} have {width:,}: "
-            "ask for at most that, or leave it out",
+            f"dimensions is {job.dimensions:,}, embeddings of {info.name} have {width:,}: "
+            "request at most that, or leave it out",
             param="dimensions",
         )
     return job.dimensions or width
@@ -124,13 +124,11 @@ async def _embed_with_timeout(engine: EngineClient, job: EmbeddingJob) -> Embedd
         async with asyncio.timeout(None if limit_s is None else limit_s - waited_s):
             return await engine.embed(job.request)
     except TimeoutError:
-        raise TimedOut(
-            f"the request took longer than the {limit_s:g} s that it may take here"
-        ) from None
+        raise TimedOut(f"the request timed out, the limit is {limit_s:g} s") from None
 
 
 def _to_finished(output: Embedded, ctx: int) -> Finished:
-    """As the journal has ends."""
+    """Convert for the request log."""
     return Finished(
         request_id=output.request_id,
         reason=EMBEDDED_REASON,
@@ -142,8 +140,10 @@ def _to_finished(output: Embedded, ctx: int) -> Finished:
 
 
 class EmbeddingResponse(Response):
-    """Answers a job. What goes wrong is raised, as an HTTP status. build_body: how it is
-    printed."""
+    """Runs an embedding job and sends the result. Errors are raised before the response starts.
+
+    build_body: builds the JSON body of the protocol.
+    """
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class EmbeddingResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(receive):
             vectors = await compute_embeddings(self._manager, self._journal, self._job)
-            # in a thread: it may be millions of numbers
+            # in a thread: there may be millions of numbers
             response = await asyncio.to_thread(self._render, vectors)
             await response(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""One request for text: model, engine, answer, and an end to it when the client is gone."""
+"""Generation requests, independent of the API protocol."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from localgen.server.stats.request_log import RequestLog, RequestRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """What was asked. make_serializer: how it is printed, once its model is found.
+    """A generation request with its model.
 
-    requests: one for each answer, n of them for each prompt. options, keep_alive: of the model.
-    account: who pays for its tokens. timeout_s: how long it may take in all. allow_paths: whether
-    the model may be named by its path.
+    account: charged for its tokens. timeout_s: maximum duration since arrival. requests: one engine
+    request per choice, n per prompt. options, keep_alive, allow_paths: see ModelManager.acquire.
+    make_serializer: creates the serializer of the protocol once the model is loaded.
     """
 
     id: str
@@ -49,7 +49,10 @@ class GenerationJob:
 
 
 class GenerationResponse(Response):
-    """Answers a job. What fails before the first token is raised, as an HTTP status."""
+    """Runs a generation job and sends the answer. Errors before the first event are raised.
+
+    The requests are cancelled in the engine when the client disconnects.
+    """
 
     def __init__(self, manager: ModelManager, journal: RequestLog, job: GenerationJob) -> None:
         super().__init__()
@@ -95,16 +98,16 @@ class GenerationResponse(Response):
             self._journal.close(self._record)
 
     def _start_timeout(self, stream: RequestStream) -> asyncio.TimerHandle | None:
-        """See that the request ends in an error when its time is over."""
+        """Schedule a TimedOut failure at the deadline of the request."""
         limit_s = self._job.timeout_s
         if limit_s is None:
             return None
-        message = f"the request took longer than the {limit_s:g} s that it may take here"
+        message = f"the request timed out, the limit is {limit_s:g} s"
         left_s = limit_s - (time.monotonic() - self._record.arrived_s)
         return asyncio.get_running_loop().call_later(left_s, stream.fail, TimedOut.code, message)
 
     def _with_request_id(self, send: Send) -> Send:
-        """The same with the request's id among the headers."""
+        """Wrap `send` to add the X-Request-Id header."""
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -124,7 +127,7 @@ class GenerationResponse(Response):
 
     @property
     def _total(self) -> Finished | None:
-        """What all answers took together; None: not all have ended."""
+        """Merged result of all choices; None until all have finished."""
         if len(self._finished) < len(self._index):
             return None
         return merge_finished(
@@ -152,7 +155,7 @@ class GenerationResponse(Response):
         await send_stream_headers(send, framing)
         body = b"".join(map(framing.encode_event, self._choice_starts(serializer)))
         while True:
-            # events that piled up while the socket was busy leave in one write
+            # all events that arrived during the previous write are sent in one
             body += b"".join(self._encode_event(event, serializer) for event in events)
             ended = self._total is not None or isinstance(events[-1], Failed)
             if self._total is not None:
@@ -203,7 +206,7 @@ class GenerationResponse(Response):
 
 
 def _until_failure(events: list[RequestEvent]) -> list[RequestEvent]:
-    """The events up to the first bad end, which is that of them all."""
+    """Return the events up to the first Failed, which fails the whole response."""
     for at, event in enumerate(events):
         if isinstance(event, Failed):
             return events[: at + 1]

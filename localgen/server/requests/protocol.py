@@ -1,6 +1,6 @@
-"""What a protocol is to the parts of the server that serve all of them: shapes, and their frames.
+"""Interface of an API protocol: response serializer and stream framing.
 
-Shapes are plain objects, encoded by msgspec.
+Serializers return plain objects, which msgspec encodes as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from localgen.backends.types import Delta, Finished
 from localgen.server.requests.choices import FinishedChoice
 
 encode_json = msgspec.json.Encoder().encode
-# codes of LocalgenError; anything else is our fault
+# error code of LocalgenError -> HTTP status; other codes are internal errors (500)
 _HTTP_STATUS_BY_CODE = {
     "invalid_request": 400,
     "context_length_exceeded": 400,
@@ -38,46 +38,46 @@ _HTTP_STATUS_BY_CODE = {
 
 
 class Framing(Protocol):
-    """How objects follow each other in a stream. terminator: what comes after a whole one."""
+    """Encodes the events of a stream. terminator: sent at the end of a complete stream."""
 
     content_type: str
     terminator: bytes
 
     def encode_event(self, value: object) -> bytes:
-        """One object."""
+        """Encode one event."""
 
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
-        """The last of a stream that ends in an error."""
+        """Encode the last event of a stream that ends with an error."""
 
 
 class ResponseSerializer(Protocol):
-    """How the answers to one request are printed; several of them are told apart by an index.
+    """Formats the response to one request. index: number of the choice.
 
-    What a stream gets is a list, which may be empty: not everything is worth an event.
+    The stream methods return the events to send, possibly none.
     """
 
     @property
     def framing(self) -> Framing: ...
 
     def choice_start(self, index: int) -> Sequence[object]:
-        """What an answer starts with in a stream."""
+        """Events at the start of a choice."""
 
     def choice_delta(self, index: int, delta: Delta) -> Sequence[object]:
-        """More of an answer."""
+        """Events for new text of a choice."""
 
     def choice_end(self, index: int, finished: Finished) -> Sequence[object]:
-        """An answer is whole."""
+        """Events at the end of a choice."""
 
     def stream_end(self, total: Finished) -> Sequence[object]:
-        """All are. total: what they took together."""
+        """Events after all choices. total: merged result."""
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> object:
-        """Everything in one object, for those who want no stream."""
+        """The whole response as one object, without streaming."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseMetadata:
-    """A request that has found its model. load_ms: how long it waited for that."""
+    """Metadata of a response. model: resolved name. load_ms: time until the model was loaded."""
 
     id: str
     model: str
@@ -86,7 +86,7 @@ class ResponseMetadata:
 
 
 def extension_fields(finished: Finished) -> dict[str, Any]:
-    """What we add to a finished answer in every protocol: times, and how it was served."""
+    """localgen's extra fields of a finished answer, in every protocol."""
     return {
         "timings": finished.timings,
         "localgen": {
@@ -99,5 +99,4 @@ def extension_fields(finished: Finished) -> dict[str, Any]:
 
 
 def http_status_for_code(code: str) -> int:
-    """The status of a failure."""
     return _HTTP_STATUS_BY_CODE.get(code, 500)

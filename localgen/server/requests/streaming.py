@@ -1,4 +1,4 @@
-"""Responses that end when their client is gone; and those that are streams of our own events."""
+"""Streaming responses, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _log = logging.getLogger("localgen.server")
 
 
 async def send_stream_headers(send: Send, framing: Framing) -> None:
-    """The headers of a stream."""
     headers = [
         (b"content-type", framing.content_type.encode()),
         (b"cache-control", b"no-store"),
@@ -26,7 +25,7 @@ async def send_stream_headers(send: Send, framing: Framing) -> None:
 
 
 async def send_json_response(send: Send, value: object, status: int = 200) -> None:
-    """A whole JSON response."""
+    """Send a complete JSON response."""
     body = encode_json(value)
     headers = [
         (b"content-type", b"application/json"),
@@ -38,7 +37,7 @@ async def send_json_response(send: Send, value: object, status: int = 200) -> No
 
 @contextlib.asynccontextmanager
 async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client goes away; to its caller it then just ends."""
+    """Cancel the block when the client disconnects; the caller then sees a normal exit."""
     task = asyncio.current_task()
     assert task is not None
     gone = False
@@ -54,7 +53,7 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
         if gone:
-            await asyncio.sleep(0)  # a cancel that is on its way must land here
+            await asyncio.sleep(0)  # let a pending cancellation arrive inside this block
     except asyncio.CancelledError:
         if not gone or task.uncancel() > 0:
             raise
@@ -63,7 +62,7 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStreamResponse(Response):
-    """Events of our own making. The first is awaited before the headers: it may be an error."""
+    """Streams events. The first is awaited before the headers, so that it may raise."""
 
     def __init__(self, events: AsyncGenerator[object, None], framing: Framing) -> None:
         super().__init__()
@@ -83,8 +82,8 @@ class EventStreamResponse(Response):
             except LocalgenError as error:
                 end = framing.encode_error(error.code, error.message, error.param)
             except Exception:
-                _log.exception("a stream of events failed")
-                end = framing.encode_error("internal_error", "the server's log says why")
+                _log.exception("event stream failed")
+                end = framing.encode_error("internal_error", "internal error: see the server log")
             await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _send_event(self, send: Send, event: object) -> None:
@@ -93,7 +92,7 @@ class EventStreamResponse(Response):
 
 
 class LastEventResponse(Response):
-    """The last of such events alone."""
+    """Consumes events and sends only the last one."""
 
     def __init__(self, events: AsyncGenerator[object, None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The machine while somebody looks: asked in a thread, so that no request waits for an answer."""
+"""Machine statistics, read on demand in a background thread."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from localgen.backends.machine_stats import MachineStats
 from localgen.backends.memory.system import available_memory_bytes, total_memory_bytes
 from localgen.machine.gpus import read_gpu_metrics
 
-# older than this it is asked again
+# older statistics are refreshed on access
 MAX_AGE_S = 1.0
 
 
 class MachineWatch:
-    """probe: finds out, and may take its time."""
+    """Caches machine statistics. probe: reads them; may be slow."""
 
     def __init__(self, probe: Callable[[], MachineStats] | None = None) -> None:
         self._probe = probe or measure_machine_use
-        psutil.cpu_percent()  # it tells of the time since it was asked last
+        psutil.cpu_percent()  # measures since the previous call: start the first interval
         self._latest: MachineStats | None = None
         self._probed_s = -MAX_AGE_S
         self._is_probing = False
 
     @property
     def latest(self) -> MachineStats | None:
-        """What was found last, a second ago or so if somebody keeps asking; None: nothing yet."""
+        """The latest statistics, None before the first probe ends. Never blocks.
+
+        Starts a new probe if the previous one began more than MAX_AGE_S ago.
+        """
         now_s = time.monotonic()
         if not self._is_probing and now_s - self._probed_s >= MAX_AGE_S:
             self._probed_s, self._is_probing = now_s, True
@@ -43,7 +46,7 @@ class MachineWatch:
 
 
 def measure_machine_use() -> MachineStats:
-    """This machine now, in this process' control group where that has less memory."""
+    """Read CPU, RAM and GPU statistics. RAM respects the limit of the control group."""
     return MachineStats(
         cpu=psutil.cpu_percent() / 100,
         cores=psutil.cpu_count(),

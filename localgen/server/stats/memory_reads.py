@@ -1,6 +1,6 @@
-"""What each loaded model reads in a step, and what its memory can give: known without measuring.
+"""Memory traffic per step of each loaded model, and the bandwidth of its memory.
 
-Files are read in a thread, once for each model and only when somebody looks.
+Computed from the model files, on demand, once per model, in a background thread.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from localgen.machine.gpus import Gpu, nvidia_gpus
 from localgen.server.models.resident import ResidentModel
 
 _log = logging.getLogger("localgen.server")
-UNMEASURED_HINT = "localgen plan measures it"
-# the speed may be measured while we run
+UNMEASURED_HINT = "not measured, run localgen plan"
+# check again now and then: another process may have measured the bandwidth
 _RETRY_INTERVAL_LOOKUPS = 40
 
 
 class ReadCostCache:
-    """Costs by model. The first questions about one get None, until its files are read."""
+    """Caches the read cost of each loaded model."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="read-costs")
@@ -38,7 +38,7 @@ class ReadCostCache:
         self._num_lookups = 0
 
     def lookup(self, resident: ResidentModel) -> ReadCost | None:
-        """None: not known (yet)."""
+        """Return the read cost, or None while it is computed or if it is unknown."""
         info = resident.info
         if info is None:
             return None
@@ -61,13 +61,13 @@ def _lacks_bandwidth(cost: Future[ReadCost | None]) -> bool:
 
 
 def compute_read_cost(file: ModelFile, info: ModelInfo, gpus: tuple[Gpu, ...]) -> ReadCost | None:
-    """Of a loaded model. None: its files do not tell."""
+    """Compute the read cost of a loaded model. Returns None if its files lack the facts."""
     try:
         return _compute_read_cost(file, info, gpus)
     except (LocalgenError, OSError, ValueError):
         return None
-    except Exception:  # whoever looks at the server shall see the rest of it
-        _log.exception("what a step of %s reads cannot be reckoned", info.name)
+    except Exception:  # must not break the other statistics
+        _log.exception("cannot compute the read cost of %s", info.name)
         return None
 
 
@@ -78,7 +78,7 @@ def _compute_read_cost(file: ModelFile, info: ModelInfo, gpus: tuple[Gpu, ...]) 
         return None
     kinds = (info.options.cache_type_k or "f16", info.options.cache_type_v or "f16")
     key, value = (kind if kind in CACHE_ELEMENT_BYTES else "f16" for kind in kinds)
-    # windows shorten what is read of long contexts: so much a token where half of it is full
+    # mean per token with the context half full: sliding windows reduce reads of long contexts
     ctx = max(1, info.ctx // 2)
     cost = ReadCost(
         weights_bytes=weights.read_bytes,
@@ -94,12 +94,12 @@ def _with_bandwidth(cost: ReadCost, info: ModelInfo, gpus: tuple[Gpu, ...]) -> R
     if "GPU" not in info.processor:
         return _with_medium(cost, "RAM", cached_memory_bandwidth())
     if info.processor != "100% GPU":
-        return replace(cost, medium="GPU and RAM", how="layers lie in both: no one limit")
+        return replace(cost, medium="GPU and RAM", how="layers are split, no single limit")
     used = gpus or nvidia_gpus()[:1]
     if not used:
-        return replace(cost, medium="GPU", how="its driver does not tell")
+        return replace(cost, medium="GPU", how="not reported by the driver")
     one = cached_gpu_bandwidth(used[0])
-    # each reads its part of every layer at the same time
+    # all GPUs read their shard of each layer at the same time
     whole = one and Bandwidth(one.bytes_per_s * len(used), one.source)
     return _with_medium(cost, " + ".join(f"GPU {gpu.index}" for gpu in used), whole)
 

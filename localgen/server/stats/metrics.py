@@ -1,4 +1,4 @@
-"""/metrics: Prometheus figures of requests and engines, named as vLLM's are, with our prefix."""
+"""/metrics: Prometheus metrics of requests and engines, with vLLM's names under our prefix."""
 
 from __future__ import annotations
 
@@ -32,50 +32,62 @@ _TOKEN_COUNT_BUCKETS = (
     *(1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000),
 )
 
-# engines by the name of their model
+# yields (model name, engine statistics) of each loaded model
 EngineStatsSource = Callable[[], Iterable[tuple[str, EngineStats]]]
 
 
 class Metrics:
-    """Figures since the server started. engine_stats: what those loaded now say of themselves."""
+    """Metrics since server start. engine_stats: current statistics of the loaded engines."""
 
     def __init__(self, engine_stats: EngineStatsSource) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine_stats))
         self._ttft = self._histogram(
-            "time_to_first_token_seconds", "Arrival to token.", _TTFT_BUCKETS_S
+            "time_to_first_token_seconds", "Time to first token in seconds.", _TTFT_BUCKETS_S
         )
         self._itl = self._histogram(
-            "inter_token_latency_seconds", "Token to token.", _ITL_BUCKETS_S
+            "inter_token_latency_seconds", "Time between tokens in seconds.", _ITL_BUCKETS_S
         )
         self._tpot = self._histogram(
-            "request_time_per_output_token_seconds", "Mean of a request.", _ITL_BUCKETS_S
+            "request_time_per_output_token_seconds",
+            "Mean time per output token in seconds.",
+            _ITL_BUCKETS_S,
         )
         self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to end.", _REQUEST_BUCKETS_S
+            "e2e_request_latency_seconds",
+            "End-to-end request latency in seconds.",
+            _REQUEST_BUCKETS_S,
         )
-        self._queue = self._histogram("request_queue_time_seconds", "Waiting.", _REQUEST_BUCKETS_S)
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Time in the queue in seconds.", _REQUEST_BUCKETS_S
+        )
         self._prefill = self._histogram(
-            "request_prefill_time_seconds", "Prompts.", _REQUEST_BUCKETS_S
+            "request_prefill_time_seconds", "Prefill time in seconds.", _REQUEST_BUCKETS_S
         )
         self._decode = self._histogram(
-            "request_decode_time_seconds", "Answers.", _REQUEST_BUCKETS_S
+            "request_decode_time_seconds", "Decode time in seconds.", _REQUEST_BUCKETS_S
         )
         self._prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Tokens of prompts.", _TOKEN_COUNT_BUCKETS
+            "request_prompt_tokens", "Prompt tokens per request.", _TOKEN_COUNT_BUCKETS
         )
         self._generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens of answers.", _TOKEN_COUNT_BUCKETS
+            "request_generation_tokens", "Generated tokens per request.", _TOKEN_COUNT_BUCKETS
         )
-        self._prompt_tokens_total = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._generation_tokens_total = self._counter("generation_tokens", "Tokens of answers.")
-        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
-        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._success = self._counter("request_success", "Finished.", "finished_reason")
-        self._failure = self._counter("request_failure", "Ended by an error or left.", "outcome")
-        self._loads = self._counter("model_loads", "Loaded, or why not.", "outcome")
+        self._prompt_tokens_total = self._counter("prompt_tokens", "Prompt tokens.")
+        self._generation_tokens_total = self._counter("generation_tokens", "Generated tokens.")
+        self._cache_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self._cache_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache."
+        )
+        self._success = self._counter("request_success", "Finished requests.", "finished_reason")
+        self._failure = self._counter(
+            "request_failure", "Requests that failed or lost their client.", "outcome"
+        )
+        self._loads = self._counter("model_loads", "Model loads by outcome.", "outcome")
         self._load_s = self._histogram(
-            "model_load_time_seconds", "To load a model.", _REQUEST_BUCKETS_S
+            "model_load_time_seconds", "Model load time in seconds.", _REQUEST_BUCKETS_S
         )
 
     def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
@@ -89,7 +101,7 @@ class Metrics:
         )
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Count a request."""
+        """Record an ended request."""
         model = record.model
         for gap_s, tokens in record.token_gaps_s:
             for _ in range(tokens):
@@ -107,7 +119,7 @@ class Metrics:
         self._record_finished(model, record.total)
 
     def on_load(self, model: str, outcome: str, load_s: float) -> None:
-        """Count a load. outcome: loaded, or the code of what went wrong."""
+        """Record a model load. outcome: `loaded` or an error code."""
         self._loads.labels(model, outcome).inc()
         if outcome == "loaded":
             self._load_s.labels(model).observe(load_s)
@@ -120,7 +132,7 @@ class Metrics:
         self._prefill.labels(model).observe(timings.prompt_ms / 1e3)
         self._prompt_tokens.labels(model).observe(finished.prompt_tokens)
         self._prompt_tokens_total.labels(model).inc(finished.prompt_tokens)
-        if finished.reason == EMBEDDED_REASON:  # it has no answer, and looks nothing up
+        if finished.reason == EMBEDDED_REASON:  # no generated tokens, no prefix cache
             return
         self._decode.labels(model).observe(timings.predicted_ms / 1e3)
         self._generation_tokens.labels(model).observe(finished.completion_tokens)
@@ -129,12 +141,12 @@ class Metrics:
         self._cache_hits.labels(model).inc(timings.cache_n)
 
     def render(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """What engines know themselves, read when somebody asks."""
+    """Metrics that engines keep, read on each scrape."""
 
     def __init__(self, engine_stats: EngineStatsSource) -> None:
         self._engine_stats = engine_stats
@@ -142,10 +154,10 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         found = list(self._engine_stats())
         gauges: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-            "num_requests_running": ("Requests being computed.", lambda s: s.running),
-            "num_requests_waiting": ("Requests in the queue.", lambda s: s.waiting),
+            "num_requests_running": ("Running requests.", lambda s: s.running),
+            "num_requests_waiting": ("Waiting requests.", lambda s: s.waiting),
             "kv_cache_usage_perc": (
-                "Share of the KV cache that running requests use, 0 to 1.",
+                "Fraction of the KV cache used by running requests, 0 to 1.",
                 lambda s: s.kv_used / s.kv_tokens if s.kv_tokens else 0.0,
             ),
         }
@@ -155,10 +167,10 @@ class _EngineCollector(Collector):
                 gauge.add_metric([model], value(stats))
             yield gauge
         preempted = CounterMetricFamily(
-            "localgen:num_preemptions", "Requests sent back to the queue.", labels=[_LABEL]
+            "localgen:num_preemptions", "Preempted requests.", labels=[_LABEL]
         )
         steps = HistogramMetricFamily(
-            "localgen:iteration_tokens_total", "Tokens computed in a step.", labels=[_LABEL]
+            "localgen:iteration_tokens_total", "Tokens per engine step.", labels=[_LABEL]
         )
         for model, stats in found:
             preempted.add_metric([model], stats.num_preemptions_total)
@@ -169,9 +181,9 @@ class _EngineCollector(Collector):
 
 def _speculation_counters(engines: Iterable[tuple[str, EngineStats]]) -> Iterator[Metric]:
     totals: dict[str, tuple[str, Callable[[SpeculationStats], int]]] = {
-        "num_drafts": ("Steps that verified drafts.", lambda s: s.drafting_steps_total),
-        "num_draft_tokens": ("Tokens proposed.", lambda s: s.draft_tokens_total),
-        "num_accepted_tokens": ("Proposed tokens kept.", lambda s: s.accepted_tokens_total),
+        "num_drafts": ("Steps that verified draft tokens.", lambda s: s.drafting_steps_total),
+        "num_draft_tokens": ("Draft tokens.", lambda s: s.draft_tokens_total),
+        "num_accepted_tokens": ("Accepted draft tokens.", lambda s: s.accepted_tokens_total),
     }
     for name, (says, value) in totals.items():
         counter = CounterMetricFamily(f"localgen:spec_decode_{name}", says, labels=[_LABEL])
@@ -181,10 +193,10 @@ def _speculation_counters(engines: Iterable[tuple[str, EngineStats]]) -> Iterato
 
 
 def _cumulative_buckets(stats: EngineStats) -> list[tuple[str, float]]:
-    """Steps of at most so many tokens, for each bound."""
+    """Return (upper bound, cumulative number of steps) of the step-size histogram."""
     counted, so_far = [], 0
     bounds = [*map(str, map(float, STEP_TOKENS_BOUNDS)), "+Inf"]
-    # an engine that has just begun has not said anything yet
+    # empty until the first step of an engine
     for bound, steps in zip(bounds, stats.step_tokens or [0] * len(bounds), strict=True):
         so_far += steps
         counted.append((bound, float(so_far)))

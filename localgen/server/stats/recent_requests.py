@@ -1,4 +1,4 @@
-"""The requests that ended last, for those who want to know where their time went."""
+"""The most recently ended requests, with the time spent in each phase."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ MAX_RECENT_REQUESTS = 50
 
 
 class RecentRequests:
-    """Observes the journal; an entry for each answer of a request."""
+    """Observer of the request log that keeps the latest MAX_RECENT_REQUESTS answers."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[float, EndedRequest]] = deque(maxlen=MAX_RECENT_REQUESTS)
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """A request has ended, however it did."""
         for each in _ended_requests(record):
             self._ended.appendleft((record.ended_s, each))
 
     def requests(self) -> list[EndedRequest]:
-        """Newest first."""
+        """Return ended requests, newest first."""
         now_s = time.monotonic()
         return [replace(each, ended_ago_s=now_s - at_s) for at_s, each in self._ended]
 

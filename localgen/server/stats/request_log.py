@@ -1,4 +1,4 @@
-"""What became of each request: one line in the log, and the figures of /metrics."""
+"""Request log: one line per ended request, and observers such as /metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 from localgen.backends.types import Delta, Failed, Finished
 from localgen.server.models.engine_client import RequestEvent
 
-# how a request for vectors ends well
+# finish reason of embedding requests
 EMBEDDED_REASON = "embedded"
-# a client's misspellings shall not become labels of figures
+# names that match no model must not become metric labels
 UNKNOWN_MODEL = "unknown"
 _log = logging.getLogger("localgen.requests")
 LogFormat = Literal["text", "json"]
@@ -23,13 +23,13 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request for text, or for vectors. Times are monotonic seconds.
+    """A generation or embedding request. Times are monotonic seconds.
 
-    requested_model: the model as the client calls it; model: as the server does, once it is found.
-    account: who pays for its tokens. outcome: stop, length, cancelled or embedded; the code of the
-    error that ended it; gone: the client left. total: what all its answers took together; finished:
-    each. token_gaps_s: between one text of an answer and the next, for each token of the later one:
-    (seconds, tokens). last_delta: tokens of an answer so far, and when they came.
+    requested_model: the client's name of the model. model: the resolved name. account: charged for
+    its tokens. outcome: the finish reason, an error code, or `gone` if the client disconnected.
+    total: merged result of all answers; finished: result of each. token_gaps_s: (seconds per token,
+    tokens) of each delta after the first. last_delta: by request id, the tokens so far and when the
+    last delta arrived.
     """
 
     id: str
@@ -47,7 +47,7 @@ class RequestRecord:
     num_tokens: int = 0
 
     def add_events(self, events: list[RequestEvent]) -> None:
-        """Events that have just come."""
+        """Record events that have just arrived."""
         now_s = time.monotonic()
         for event in events:
             match event:
@@ -67,24 +67,24 @@ class RequestRecord:
         self.num_tokens += new
 
     def finish(self, total: Finished) -> None:
-        """All its answers have ended well."""
+        """Record that all answers have finished."""
         self.total, self.outcome = total, total.reason
 
 
 class RequestObserver(Protocol):
-    """Who wants to know of ended requests."""
+    """Gets the record of each ended request."""
 
     def on_request_end(self, record: RequestRecord) -> None: ...
 
 
 class RequestLog:
-    """Writes down requests that have ended."""
+    """Logs ended requests and notifies observers."""
 
     def __init__(self, observers: Sequence[RequestObserver]) -> None:
         self._observers = observers
 
     def close(self, record: RequestRecord) -> None:
-        """The request has ended, however it did."""
+        """Log a request that has finished, failed or lost its client."""
         record.ended_s = time.monotonic()
         for observer in self._observers:
             observer.on_request_end(record)
@@ -92,7 +92,7 @@ class RequestLog:
 
 
 def log_fields(record: RequestRecord) -> dict[str, str | int | float]:
-    """What the log says of a request; times in milliseconds."""
+    """Return the log fields of a request. Times are in milliseconds."""
     fields: dict[str, str | int | float] = {
         "id": record.id,
         "model": record.requested_model if record.model == UNKNOWN_MODEL else record.model,
@@ -121,7 +121,7 @@ def _ms(seconds: float) -> float:
 
 
 def create_log_formatter(log_format: LogFormat = "text") -> logging.Formatter:
-    """One line for each record. What is passed as `extra={"fields": {…}}` follows the message."""
+    """A formatter with one line per record; `extra={"fields": {…}}` follows the message."""
     return (
         _JsonFormatter()
         if log_format == "json"
@@ -143,7 +143,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def _quote_if_needed(value: object) -> str:
-    """As one word: a name that a client chose could forge a line or another field."""
+    """Quote values that are not a single word, so that clients cannot forge lines or fields."""
     text = str(value)
     plain = text.isprintable() and not set(text) & set(' "=')
     return text if plain and text else json.dumps(text)

@@ -1,4 +1,4 @@
-"""What the server tells about itself and its models."""
+"""Server state for /health, /v1/models and /v1/stats."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from localgen.server.stats.recent_requests import RecentRequests
 
 
 class ServerState:
-    """Views of the manager for /health, /v1/models and /v1/stats.
+    """Builds the responses of /health, /v1/models and /v1/stats.
 
-    is_preloading: whether the model that the server begins with is still to come. recent_requests:
-    to be told of requests that end.
+    is_preloading: True while the startup model loads. recent_requests: register it as an observer
+    of the request log.
     """
 
     def __init__(
@@ -49,13 +49,12 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """`ok`: requests are welcome; `loading` the model that it was started with; `stopping`."""
+        """`ok`, `loading` while the startup model loads, or `stopping`."""
         if self._manager.is_closing:
             return "stopping"
         return "loading" if self._is_preloading() else "ok"
 
     def health(self) -> dict[str, Any]:
-        """Who answers here, and whether it is at work."""
         return {
             "status": self.status,
             "version": localgen.__version__,
@@ -65,13 +64,16 @@ class ServerState:
         }
 
     def list_models(self) -> list[dict[str, Any]]:
-        """Every model that can be named, and those loaded from elsewhere. Reads the disk."""
+        """Installed models, and models loaded by path. Reads the disk."""
         files = {file.path: file for file in installed_models()}
         files |= {resident.file.path: resident.file for resident in self._manager.residents}
         return [self._build_card(file, file.name) for file in files.values()]
 
     def model_card(self, name: str, *, allow_paths: bool) -> dict[str, Any]:
-        """One of them, under the name that was asked for. Reads the disk. ModelNotFound."""
+        """Card of one model, with the requested name as id. Reads the disk.
+
+        Raises ModelNotFound.
+        """
         return self._build_card(resolve_model(name, allow_paths=allow_paths), name)
 
     def _build_card(self, file: ModelFile, name: str) -> dict[str, Any]:
@@ -89,7 +91,6 @@ class ServerState:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Server and models at this moment."""
         return {
             "server": self.health()
             | {
@@ -123,7 +124,7 @@ class ServerState:
             "draft": info.draft.name if info and info.draft else "",
         }
         if info is not None:
-            # not the template: it is long, and snapshots are frequent
+            # without the chat template: it is long, and snapshots are frequent
             summary["info"] = asdict(replace(info, chat_template=None))
         return summary | {"read": self._read_costs.lookup(resident), "stats": resident.engine.stats}
 
