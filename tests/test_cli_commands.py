@@ -212,7 +212,7 @@ def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["run", "tiny", "x", "--nope"], b"", 2, "localgen run --help"),
         (["rnu"], b"", 2, "Did you mean 'run'"),
         (["chat", "two words"], b"", 3, "localgen run"),
-        (["stop", "other"], b"", 6, "other is not loaded: there is tiny"),
+        (["stop", "other"], b"", 6, "other is not loaded; loaded models: tiny"),
         (["serve", "--keep-alive", "soon"], b"", 12, "--keep-alive"),
         (["run", "tiny", "x", "--keep-alive", "soon"], b"", 12, "--keep-alive=soon"),
         (["run", "tiny", "x", "--temp", "nan"], b"", 3, "--temp nan"),

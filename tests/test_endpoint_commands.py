@@ -155,7 +155,7 @@ def test_a_variable_that_is_not_set_yet(capsys: pytest.CaptureFixture[str]) -> N
         run_command_line(["endpoint", "add", "big", "https://h/v1", "--key-env", "NO_SUCH_KEY"])
         == 0
     )
-    assert "NO_SUCH_KEY is not set yet" in capsys.readouterr().err
+    assert "NO_SUCH_KEY is not set:" in capsys.readouterr().err
     status, message = failure(capsys, "run", "--url", "big", "m", "x")
     assert (status, "NO_SUCH_KEY is not set" in message) == (BAD_SETTING, True)
 
@@ -189,8 +189,8 @@ def test_a_name_that_only_an_editor_can_remove() -> None:
         (["add", "old", "http://other"], "old is http://h/v1 already: localgen endpoint rm old"),
         (["add", "x", "h:8000"], "'h:8000' is no URL of a server"),
         (["add", "x", "http://h", "--key-env", "sk-1"], "the name of a variable"),
-        (["add", "x", "http://h", "--model", " "], "--model: give the name of a model"),
-        (["add", "x", "http://h", "--model", "a\nb"], "--model: give the name of a model"),
+        (["add", "x", "http://h", "--model", " "], "--model: give a model name"),
+        (["add", "x", "http://h", "--model", "a\nb"], "--model: give a model name"),
         (["rm", "x"], "no endpoint x: there is old"),
     ],
 )
@@ -331,7 +331,7 @@ def test_a_flag_for_our_own_server_is_refused(
 ) -> None:
     status, message = failure(capsys, command, "--url", "http://h/v1", "m", *flags)
     assert status == INVALID
-    assert message.startswith(f"{name} does not apply to a model on another server (--url)")
+    assert message.startswith(f"{name} does not apply to a model on a remote server (--url)")
 
 
 def test_what_the_environment_says_of_our_own_server_is_let_be(

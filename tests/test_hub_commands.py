@@ -49,13 +49,13 @@ def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        f"pulling {REPO}:Q4_K_M, 3.0 MB",
+        f"downloading {REPO}:Q4_K_M, 3.0 MB",
         f"{REPO}:Q4_K_M: 3.0 MB in 0 s",
-        f"{REPO}:Q4_K_M is here",
+        f"{REPO}:Q4_K_M downloaded",
     ]
     assert cached() == [f"{REPO}:Q4_K_M"]
     assert run_command_line(["pull", f"hf.co/{REPO}"]) == 0
-    assert capsys.readouterr().err == f"{REPO}:Q4_K_M is here and up to date\n"
+    assert capsys.readouterr().err == f"{REPO}:Q4_K_M is up to date\n"
     assert len(hub.downloads) == 1
 
 
@@ -96,13 +96,13 @@ def test_pull_without_network(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     capsys.readouterr()
     assert run_command_line(["pull", REPO]) == 0
-    assert f"{REPO} is here; whether it is the newest was not checked" in capsys.readouterr().err
+    assert f"{REPO} is installed; cannot check for updates: " in capsys.readouterr().err
     assert run_command_line(["pull", "llama-8b"]) == errors.EXIT_STATUS_BY_CODE["hub_unavailable"]
     assert re.search(r"cannot reach .*bartowski/.*\(4\.9 GB\)$", capsys.readouterr().err)
     assert run_command_line(["show", "llama-8b", "--quants"]) == 0
     out, err = capsys.readouterr()
     assert "Q8_0" in out
-    assert "these are the catalog's sizes" in err
+    assert "using the sizes of the catalog" in err
 
 
 def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
     # what was on its way when it was told to stop
     part = [p.stat().st_size for p in repo_folder(REPO).glob("blobs/*.incomplete")]
     assert re.fullmatch(
-        rf"stopped at 1\.\d MB of 3\.0 MB: localgen pull {REPO} goes on from there",
+        rf"stopped at 1\.\d MB of 3\.0 MB: localgen pull {REPO} resumes the download",
         err.splitlines()[-1],
     )
     hub.faults.release.set()
@@ -138,7 +138,7 @@ def test_a_bar_on_a_terminal(hub: LoopbackHub, tmp_path: Path) -> None:
     status, shown = at_terminal(["pull", REPO], env)
     assert status == 0
     assert re.search(r"━━.*3\.0/3\.0 MB.*/s", shown)
-    assert f"{REPO}:Q4_K_M is here" in shown
+    assert f"{REPO}:Q4_K_M downloaded" in shown
 
 
 def at_terminal(arguments: list[str], env: dict[str, str], typed: bytes = b"") -> tuple[int, str]:
@@ -255,7 +255,7 @@ def test_show_quants(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> No
     capsys.readouterr()
     assert run_command_line(["show", REPO, "--quants"]) == 0
     head, first, second, why = capsys.readouterr().out.splitlines()
-    assert head.split() == ["QUANT", "SIZE", "NEEDS", "RUNS", "ON", "HERE"]
+    assert head.split() == ["QUANT", "SIZE", "NEEDS", "RUNS", "ON", "LOCAL"]
     assert re.split(r" {3,}", first)[:2] == ["Q8_0", "90.0 KB"]
     assert first.endswith("<- auto")
     assert re.split(r" {3,}", second)[-1] == "yes"
@@ -391,8 +391,8 @@ def test_on_a_terminal_run_offers_to_pull(live: dict[str, str]) -> None:
     ask = ["run", TINY, "What is 17 + 25?", "--temp", "0", "-n", "32"]
     status, shown = at_terminal(ask, live, typed=b"n\n")
     assert status == 1
-    assert "Pull it now?" in shown
+    assert "Download it now?" in shown
     status, shown = at_terminal(ask, live, typed=b"y\n")
     assert status == 0, shown
-    assert f"{TINY}:F16 is here" in shown
+    assert f"{TINY}:F16 downloaded" in shown
     assert "42" in shown

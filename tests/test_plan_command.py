@@ -69,14 +69,14 @@ def record(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0)
 def test_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = told(capsys)
     assert err == ""
-    assert out.startswith("tiny, here; llamacpp on the CPU: ")
+    assert out.startswith("tiny, local; llamacpp on the CPU: ")
     table = rows(out)
     # 6 layers of 2 heads of 64, keys and values of two bytes
-    assert table["KV cache"] == ["50.3 MB", "16,384 tokens, 3.1 MB for 1,000 in f16"]
-    assert table["context"] == ["2,048", "2,048 would fit, the model's own"]
+    assert table["KV cache"] == ["50.3 MB", "16,384 tokens, 3.1 MB per 1,000, f16"]
+    assert table["context"] == ["2,048", "2,048 fits, the model's maximum"]
     assert table["GPU layers"][0] == "0 of 6"
     assert table["speed"][0].startswith("at most ")
-    assert "what this memory's bandwidth allows, 20.0 GB/s measured" in table["speed"][1]
+    assert "limited by memory bandwidth, 20.0 GB/s measured" in table["speed"][1]
     assert "LOADED" not in out
 
 
@@ -94,7 +94,7 @@ def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "8192")
     assert "these are the catalog's facts" in err
-    assert "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M, not here yet" in out
+    assert "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M, not downloaded" in out
     assert rows(out)["weights"] == ["4.9 GB", "Q4_K_M"]
     assert rows(out)["context"] == ["8,192", rows(out)["context"][1]]
 
@@ -137,7 +137,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], offline: None) ->
 def test_quantizations_beside_each_other(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, _ = told(capsys, "llama-8b", "--quant", "q4_k_m", "--quant", "Q8_0")
     assert [line.split()[0] for line in out.splitlines()[3:5]] == ["Q4_K_M", "Q8_0"]
-    assert "AT MOST: what this memory's bandwidth allows" in out
+    assert "AT MOST: limit set by memory bandwidth" in out
     all_of_them = record(capsys, "llama-8b", "--quant", "all")["plans"]
     assert len(all_of_them) > 10
     assert {plan["fits"] for plan in all_of_them} == {True, False}
@@ -147,10 +147,10 @@ def test_an_entry_that_lacks_facts_names_them(
     capsys: pytest.CaptureFixture[str], offline: None
 ) -> None:
     out, _ = told(capsys, "qwen3.5-4b")
-    assert rows(out)["KV cache"] == ["not known"]
-    assert "not known: layers, hidden, heads, kv_heads" in out
+    assert rows(out)["KV cache"] == ["unknown"]
+    assert "unknown: layers, hidden, heads, kv_heads" in out
     out, _ = told(capsys, "gemma4-31b")
-    assert rows(out)["together"][0] == "not known"
+    assert rows(out)["total"][0] == "unknown"
     assert "the size of its weights" in out
 
 
@@ -201,7 +201,7 @@ def test_the_hub_is_asked_for_the_beginning_of_a_file(
     assert plan["ctx_train"] == 2048
     both = record(capsys, "acme/Tiny-GGUF", "--quant", "all")["plans"]
     assert [one["quant"] for one in both] == ["F16", "Q8_0"]
-    assert "HERE" not in told(capsys, "acme/Tiny-GGUF", "--quant", "all")[0]
+    assert "local" not in told(capsys, "acme/Tiny-GGUF", "--quant", "all")[0]
     assert not list((Path(bandwidth.bandwidth_cache_path()).parent / "hub").glob("**/*.gguf"))
 
 
@@ -250,7 +250,7 @@ def test_beside_the_loaded_model(
     assert running["gpu_bytes"] is None
     assert "LOADED" in out
     assert rows(out)["KV cache"][:2] == ["50.3 MB", "50.3 MB"]
-    assert "resident" in rows(out)["together"][2]
+    assert "resident" in rows(out)["total"][2]
 
 
 def test_a_draft_model_beside_the_loaded_one(

@@ -84,7 +84,7 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 makes 8 bits, not 4"),
         (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["tiny", "--rtn", "--no-act-order"], INVALID, "go with --gptq"),
-        (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "look at no text"),
+        (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "use no calibration text"),
         (["tiny", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "in its type"),
         (["tiny", "--rtn", "--group-size", "100"], INVALID, "multiple of 8"),
         (["tiny", "--rtn", "--group-size", "96"], INVALID, "do not divide: use --group-size"),
@@ -95,7 +95,7 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--gptq", "--seq-len", "9999"], INVALID, "change --seq-len"),
         (["tiny", "--rtn", "--device", "tpu"], INVALID, "must be cuda, cuda:N or cpu"),
         (["tiny", "--rtn", "--device", "cuda"], INVALID, "leave it out, or --device cpu"),
-        (["tiny", "other", "--rtn"], INVALID, "one model at a time, not 2"),
+        (["tiny", "other", "--rtn"], INVALID, "give one model, not 2"),
         (["no-such-model", "--rtn"], NOT_FOUND, "no model 'no-such-model'"),
         ([str(TINY_GGUF), "--rtn"], NOT_FOUND, "is a GGUF file, which is rounded"),
         (["--compare"], INVALID, "name the models"),
@@ -179,7 +179,7 @@ def test_ctrl_c_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     _, err = child.communicate(timeout=60)
     assert child.returncode == errors.INTERRUPTED
     assert "Traceback" not in err
-    assert "of 6 layers: the same command with --resume goes on from there" in err
+    assert "of 6 layers: run the same command with --resume to continue" in err
     again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
     assert run_command_line(again) == INVALID
     assert "--resume goes on with it" in capsys.readouterr().err

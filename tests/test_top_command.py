@@ -171,7 +171,7 @@ def command(built: House, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "says"),
     [
         ((), "top needs a terminal"),
-        (("--api-key-env", "KEY"), "--api-key-env is for another server"),
+        (("--api-key-env", "KEY"), "--api-key-env is for a remote server"),
         (("--url", "ftp://x"), "no URL of a server"),
         (("--url", "http://u:p@host/"), "without user, password"),
         (("--url", "nowhere"), "no endpoint nowhere"),

@@ -1,4 +1,4 @@
-"""What `run` and `chat` are given besides options: a model, a prompt, standard input."""
+"""Arguments of the chat commands: model, prompt, standard input."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from localgen.cli.completion_values import complete_model
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Name or path of a model; without: LOCALGEN_MODEL, or the built-in one.",
+        help="Model name or path (default: $LOCALGEN_MODEL, else the built-in model).",
         autocompletion=complete_model,
     ),
 ]
-PromptArgument = Annotated[str | None, typer.Argument(help="What to answer.")]
+PromptArgument = Annotated[str | None, typer.Argument(help="Prompt (default: standard input).")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def split_model_and_prompt(
     model: str | None, prompt: str | None, default_model: str | None = None
 ) -> tuple[str | None, str | None]:
-    """Tell a prompt from a model where only one argument was given.
+    """Return model and prompt; a single argument may be either.
 
-    Words with blanks between them are a prompt, unless they are the path of a file.
-    default_model: the model where none is given; LOCALGEN_MODEL without.
+    A single argument with whitespace in it is the prompt, unless it is the path of a file.
+    default_model: model if none is given; falls back to LOCALGEN_MODEL.
     """
     default_model = default_model or os.environ.get("LOCALGEN_MODEL") or None
     if prompt is None and model is not None and len(model.split()) > 1 and not _is_file(model):
@@ -38,14 +38,14 @@ def split_model_and_prompt(
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt: the argument, what is piped in, or both with a blank line between.
+    """Return the prompt: the argument, piped input, or both with a blank line between.
 
-    InvalidRequest: there is neither, or the input is not text.
+    Raises InvalidRequest if both are empty or the input is not UTF-8.
     """
     if prompt is not None and _is_terminal():
         return prompt
     if _is_terminal():
-        print("the prompt, then Ctrl+D:", file=sys.stderr)
+        print("enter the prompt, then press Ctrl+D:", file=sys.stderr)
     parts = [part for part in (prompt, read_stdin()) if part and part.strip()]
     if not parts:
         raise InvalidRequest("no prompt: give it as an argument or on standard input")
@@ -53,7 +53,10 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def read_stdin() -> str:
-    """Standard input to its end, without its last newline."""
+    """Read standard input to the end and strip one trailing newline.
+
+    Raises InvalidRequest if it is not UTF-8.
+    """
     if sys.stdin is None:
         return ""
     try:

@@ -29,12 +29,16 @@ def command(
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
 ) -> None:
-    """Talk to a model. Piped input is read whole, as one prompt with a plain answer."""
+    """Chat with a model in the terminal.
+
+    If standard input or output is not a terminal, read one prompt from standard input and print a
+    plain-text answer.
+    """
     there = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, there)
     model, sentence = split_model_and_prompt(model, None, there.model if there else None)
     if sentence is not None:
-        raise InvalidRequest("chat takes a model, not a prompt: localgen run answers one prompt")
+        raise InvalidRequest("chat takes a model, not a prompt: use localgen run for one prompt")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     prompt = None if at_terminal else read_prompt(None)
     from rich.console import Console

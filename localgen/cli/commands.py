@@ -1,4 +1,4 @@
-"""The commands by name. A command's file is imported when it is the one that runs."""
+"""The commands by name. A command's module is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "chat": "Talk to a model in the terminal.",
-    "tui": "Talk in several sessions side by side, with the machine in view.",
-    "run": "Answer one prompt, from the arguments or from standard input.",
-    "ps": "List the models that are loaded.",
-    "top": "Watch what the server does: speed, latency, memory, requests.",
-    "list": "List the models that can be named (also: ls).",
-    "pull": "Fetch a model from the hub, or go on with one that was interrupted.",
-    "show": "Show what a model is, and which quantizations fit.",
-    "plan": "Show what a model would take here, and how fast it can be.",
-    "quantize": "Make a smaller model of one in 16 bits, and measure what it lost.",
-    "rm": "Remove a model, or another name of one.",
-    "cp": "Give a model another name.",
+    "chat": "Chat with a model in the terminal.",
+    "tui": "Chat full-screen: several sessions, with live speed and memory gauges.",
+    "run": "Answer one prompt, given as an argument or on standard input.",
+    "ps": "List loaded models.",
+    "top": "Monitor the server: speed, latency, memory, requests.",
+    "list": "List local models (alias: ls).",
+    "pull": "Download a model from the Hugging Face Hub, or resume a download.",
+    "show": "Show a model's metadata, or which quantizations of it fit.",
+    "plan": "Estimate the memory use and speed of a model on this machine.",
+    "quantize": "Quantize a 16-bit model and measure the quality loss.",
+    "rm": "Remove a model or an alias.",
+    "cp": "Create an alias for a model.",
     "stop": "Unload a model, or stop the server.",
     "serve": "Run the server in the foreground.",
-    "endpoint": "Give other servers names: add, list, rm.",
-    "completion": "Print what makes a shell complete commands and names of models.",
-    "doctor": "Show what was found on this machine, what is used, and why.",
+    "endpoint": "Manage named remote servers: add, list, rm.",
+    "completion": "Print a shell completion script.",
+    "doctor": "Check hardware, backends and server, and report problems.",
 }
 ALIASES = {"ls": "list"}
 
 
 class LazyGroup(TyperGroup):
-    """Knows the commands by name and one line each; loads the one that is called."""
+    """Command group that lists all commands but imports only the one that is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -47,7 +47,7 @@ class LazyGroup(TyperGroup):
 
 
 class SectionedCommand(TyperCommand):
-    """Its help has a section for each panel of options."""
+    """Command whose help has one section per option panel."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -63,7 +63,7 @@ class SectionedCommand(TyperCommand):
 
 
 def load_command(name: str) -> Any:
-    """The command of a name in COMMANDS, imported now."""
+    """Import and return a command of COMMANDS."""
     module = importlib.import_module(f"localgen.cli.{name}")
     if hasattr(module, "group"):
         return typer.main.get_command(module.group)

@@ -16,12 +16,12 @@ _SHELLS = ("bash", "zsh", "fish")
 
 def command(
     shell: Annotated[
-        Shell | None, typer.Argument(help="Which shell; the one you use by default.")
+        Shell | None, typer.Argument(help="Shell (default: the one in $SHELL).")
     ] = None,
 ) -> None:
-    """Print what makes a shell complete commands, options, their values and names of models.
+    """Print a shell completion script for commands, options, option values and model names.
 
-    For bash, in ~/.bashrc: eval "$(localgen completion bash)". For zsh, in ~/.zshrc behind
+    For bash, add to ~/.bashrc: eval "$(localgen completion bash)". For zsh, add to ~/.zshrc after
     compinit: eval "$(localgen completion zsh)". For fish: localgen completion fish >
     ~/.config/fish/completions/localgen.fish
     """
@@ -33,6 +33,6 @@ def command(
 def _default_shell() -> str:
     name = Path(os.environ.get("SHELL", "")).name
     if name not in _SHELLS:
-        said = f"there is no completion for {name}" if name else "SHELL does not say which it is"
-        raise InvalidRequest(f"{said}: name one of {', '.join(_SHELLS)}")
+        said = f"no completion script for {name}" if name else "cannot tell the shell from $SHELL"
+        raise InvalidRequest(f"{said}: give one of {', '.join(_SHELLS)}")
     return name

@@ -1,7 +1,7 @@
-"""What may stand where the cursor is: names and values for the shell's completion.
+"""Names and option values for shell completion.
 
-Nothing here starts a server, asks the network or loads a library: a shell waits for it at each
-press of a key.
+Nothing here starts a server, uses the network or imports a large library: the shell waits for the
+result at every key press.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from localgen.backends.errors import LocalgenError
 
-# how long a server that is busy may keep a shell waiting
+# time limit for each socket operation: a busy server must not block the shell
 _SERVER_TIMEOUT_S = 0.15
-# what shells do not take apart; an odd name can still be typed
+# names that no shell splits; other names are not offered but can still be typed
 _SAFE_NAME = re.compile(r"[\w.:/@+~-]+", re.ASCII)
 _PATH_PREFIXES = ("/", "./", "../", "~")
 
@@ -24,21 +24,21 @@ CACHE_TYPES = (
     *("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"),
     *("int8", "fp8"),
 )
-# options whose values are known, by field
+# known option values by field
 _OPTION_VALUES = {
     "cache_type_k": CACHE_TYPES,
     "cache_type_v": CACHE_TYPES,
     "device": ("cpu", "cuda", "cuda:0"),
     "keep_alive": ("30s", "5m", "1h", "0", "-1"),
 }
-# options whose value may be @FILE
+# fields of the options that accept @FILE
 _FILE_OPTIONS = ("json_schema", "regex", "grammar")
 
 Completer = Callable[[str], list[str]]
 
 
 def option_completer(field: str) -> Completer | None:
-    """What completes the values of an option; None: nothing is known of them."""
+    """Return the completer of an option's values, or None if it has none."""
     if field in _FILE_OPTIONS:
         return _complete_at_file
     if field == "draft":
@@ -48,7 +48,7 @@ def option_completer(field: str) -> Completer | None:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Whatever can be run: what is here, then what could be fetched, or .gguf files."""
+    """Complete a model to run: local models, then the catalog; .gguf files if none match."""
     if incomplete.startswith(_PATH_PREFIXES):
         return complete_path(incomplete, ".gguf")
     names = [*_local_names(), *_catalog_names(incomplete)]
@@ -56,28 +56,31 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def _complete_draft(incomplete: str) -> list[str]:
-    """What `--draft` may be: a word, or a model."""
+    """Complete `--draft`: a keyword or a model."""
     words = _filter_by_prefix(incomplete, ("ngram", "auto", "none"))
     return words + [name for name in complete_model(incomplete) if name not in words]
 
 
 def complete_catalog_model(incomplete: str) -> list[str]:
-    """Models that can be fetched."""
+    """Complete a model to download."""
     return _filter_by_prefix(incomplete, [*_catalog_names(incomplete), *_cached_names()])
 
 
 def complete_removable_model(incomplete: str) -> list[str]:
-    """Models of the cache and names that the user gave."""
+    """Complete a model of the cache or an alias."""
     return _filter_by_prefix(incomplete, [*_cached_names(), *_alias_names()])
 
 
 def complete_running_model(incomplete: str) -> list[str]:
-    """Models that are loaded."""
+    """Complete a loaded model."""
     return _filter_by_prefix(incomplete, _running_names())
 
 
 def complete_path(incomplete: str, suffix: str = "") -> list[str]:
-    """Folders, with a / at the end, and files of that suffix, spelled as they were begun."""
+    """Complete a path: folders, with a trailing /, and files with the suffix.
+
+    The typed part of the path is kept as it is, for example `~/`.
+    """
     folder, slash, start = incomplete.rpartition("/")
     inside = Path(folder + slash or ".").expanduser()
     found = []
@@ -98,7 +101,7 @@ def _complete_at_file(incomplete: str) -> list[str]:
 
 
 def _filter_by_prefix(incomplete: str, names: Iterable[str]) -> list[str]:
-    """Those that begin so, in any case of letters, spelled as far as they were typed."""
+    """Names that start with `incomplete`, ignoring case; the typed letters keep their case."""
     begun = incomplete.lower()
     known = dict.fromkeys(name for name in names if name.lower().startswith(begun))
     spelled = [incomplete + name[len(incomplete) :] for name in known]
@@ -120,7 +123,7 @@ def _alias_names() -> Iterator[str]:
     try:
         yield from load_aliases()
     except LocalgenError:
-        return  # the command that is run says what is wrong with the file
+        return  # the command itself reports a damaged alias file
 
 
 def _cached_names() -> Iterator[str]:
@@ -133,7 +136,7 @@ def _cached_names() -> Iterator[str]:
 
 
 def _catalog_names(incomplete: str) -> Iterator[str]:
-    """Every name of the catalog; behind one and a colon its quantizations."""
+    """Names of the catalog; after `NAME:`, also the quantizations of that model."""
     from localgen.hub import catalog
     from localgen.hub.quants import AUTO_QUANT
 
@@ -150,11 +153,11 @@ def _running_names() -> Iterator[str]:
     try:
         yield from (str(model["name"]) for model in json.loads(_fetch_stats())["models"])
     except (OSError, LocalgenError, ValueError, KeyError, TypeError):
-        return  # there is no server, or it has no time
+        return  # no server, or it is too busy to answer in time
 
 
 def _fetch_stats() -> bytes:
-    """What the server of this user says of its models; libraries for HTTP take long to load."""
+    """Body of /v1/stats. Uses a plain socket because HTTP libraries are slow to import."""
     from localgen.config import ServerSettings
 
     with socket.socket(socket.AF_UNIX) as sock:

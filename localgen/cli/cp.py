@@ -12,11 +12,14 @@ from localgen.cli.completion_values import complete_model
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="A model, here or not.", autocompletion=complete_model)
+        str,
+        typer.Argument(
+            help="Model name or path; it need not be downloaded.", autocompletion=complete_model
+        ),
     ],
-    name: Annotated[str, typer.Argument(help="What to call it too.")],
+    name: Annotated[str, typer.Argument(help="The alias.")],
 ) -> None:
-    """Give a model another name. Its files stay where they are, there is one copy."""
+    """Create an alias for a model. No files are copied or moved."""
     from localgen.hub import aliases
     from localgen.hub.reference import resolve_reference
     from localgen.hub.resolve import BUILT_IN_MODEL, is_installed, name_for_server
@@ -27,6 +30,6 @@ def command(
     if resolve_reference(meant) is None and not is_installed(meant):
         from localgen.hub.resolve import resolve_model
 
-        resolve_model(meant)  # it says why not
+        resolve_model(meant)  # raises the error that says why
     aliases.add_alias(name, name_for_server(meant) or meant)
     typer.echo(f"{name} is {meant}")

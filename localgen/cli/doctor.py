@@ -10,7 +10,10 @@ from localgen.cli.arguments import JsonFlag
 
 
 def command(json: JsonFlag = False) -> None:
-    """Show what was found on this machine, what is used, and why. Status 1: nothing can run."""
+    """Check hardware, backends and server, and report problems.
+
+    Exit status 1 if no model can run.
+    """
     from localgen.cli import doctor_report
     from localgen.client import Client
     from localgen.config import ServerSettings

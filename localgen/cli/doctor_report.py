@@ -1,4 +1,4 @@
-"""A checkup as text for people and as JSON for programs."""
+"""The result of `localgen doctor` as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ _WIDTH = 10
 
 
 def checkup_text(result: Checkup) -> str:
-    """A line for each fact, then the findings with their remedies."""
+    """One line per fact, then the findings with their remedies."""
     rows = [*_machine_rows(result.machine), *_llama_rows(result.llama, result.machine)]
     rows += [("cuda", _cuda_status(result)), *_localgen_rows(result)]
     lines = [f"{name:<{_WIDTH}} {one_line(text)}" for name, text in rows]
     told = [line for finding in result.findings for line in _finding_lines(finding)]
-    return "\n".join([*lines, "", *(told or ["nothing to complain of"])])
+    return "\n".join([*lines, "", *(told or ["no problems found"])])
 
 
 def checkup_json(result: Checkup) -> str:
-    """The checkup as one JSON object."""
     return json_text(asdict(result), indent=2)
 
 
@@ -42,7 +41,7 @@ def _machine_rows(machine: SystemInfo) -> Iterator[tuple[str, str]]:
 
 def _other_gpu(machine: SystemInfo) -> str:
     if machine.metal:
-        return "Apple, through Metal"
+        return "Apple (Metal)"
     return ", ".join(machine.displays) or "none found (no nvidia-smi, no display adapter)"
 
 
@@ -59,22 +58,22 @@ def _llama_rows(build: LlamaBuild | BrokenBuild, machine: SystemInfo) -> Iterato
 
 def _cuda_status(result: Checkup) -> str:
     if result.no_cuda is None:
-        return "usable: models go to the GPU where they fit"
+        return "usable: models run on the GPU if they fit"
     return f"not used: {result.no_cuda}"
 
 
 def _placement(build: LlamaBuild, machine: SystemInfo) -> str:
     if build.gpu:
-        return "GPU: this build can offload, all layers go there unless -ngl says otherwise"
+        return "GPU: this build offloads all layers unless -ngl sets fewer"
     if machine.nvidia or machine.metal or machine.displays:
-        return "CPU: this build of llama.cpp cannot use a GPU"
-    return "CPU: there is no GPU, and this build of llama.cpp could not use one"
+        return "CPU: this build of llama.cpp has no GPU support"
+    return "CPU: no GPU found, and this build of llama.cpp has no GPU support"
 
 
 def _threads_reason(build: LlamaBuild, machine: SystemInfo) -> str:
     if build.threads < machine.physical_cores:
-        return f"as many of the {machine.physical_cores} cores as this process may use"
-    return "one for each physical core: decoding is bound by memory, more do not help"
+        return f"those of the {machine.physical_cores} cores that this process may use"
+    return "one per physical core: decode is memory-bound, more threads do not help"
 
 
 def _localgen_rows(result: Checkup) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""How far a download is: a bar with rate and time left on a terminal, lines elsewhere."""
+"""Download progress: a bar with rate and time left on a terminal, lines otherwise."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from rich.text import Text
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_size
 
-# without a terminal, a line this often
+# interval of progress lines without a terminal
 _LINE_INTERVAL_S = 10.0
 
 
 class DownloadProgress:
-    """On stderr. Used as a context. total_bytes: of the whole; downloaded_bytes: bytes that are
-    here."""
+    """Download progress on stderr; a context manager.
+
+    total_bytes: size of the download. downloaded_bytes: bytes already on disk.
+    """
 
     def __init__(
         self, name: str, total_bytes: int, downloaded_bytes: int, console: Console | None = None
@@ -43,11 +45,11 @@ class DownloadProgress:
 
     @property
     def position(self) -> str:
-        """`1.2 of 4.9 GB`, more or less."""
+        """Downloaded and total size, for example `1.2 GB of 4.9 GB`."""
         return f"{format_size(self._downloaded_bytes)} of {format_size(self._total_bytes)}"
 
     def update(self, downloaded_bytes: int) -> None:
-        """downloaded_bytes: bytes of the whole that are here now."""
+        """Set the number of bytes on disk, those of earlier runs included."""
         self._downloaded_bytes = downloaded_bytes
         if self._bar is not None:
             self._bar.update(self._task, completed=downloaded_bytes)
@@ -56,14 +58,16 @@ class DownloadProgress:
             self._print(f"{self._name}: {self.position}, {self._rate_text()}")
 
     def notify(self, line: str) -> None:
-        """Something that a user should know; it stays."""
+        """Print a line above the bar."""
         self._print(one_line(line))
 
     def __enter__(self) -> DownloadProgress:
         resumed = (
-            f", {format_size(self._initial_bytes)} of it is here" if self._initial_bytes else ""
+            f", {format_size(self._initial_bytes)} already downloaded"
+            if self._initial_bytes
+            else ""
         )
-        self._print(f"pulling {self._name}, {format_size(self._total_bytes)}{resumed}")
+        self._print(f"downloading {self._name}, {format_size(self._total_bytes)}{resumed}")
         if self._bar is not None:
             self._bar.start()
         return self
@@ -86,7 +90,7 @@ class DownloadProgress:
     def _rate_text(self) -> str:
         rate = (self._downloaded_bytes - self._initial_bytes) / (time.monotonic() - self._started_s)
         if rate <= 0:
-            return "nothing came yet"
+            return "no data yet"
         left_s = (self._total_bytes - self._downloaded_bytes) / rate
         return f"{format_size(rate)}/s, {left_s // 60:.0f} min {left_s % 60:02.0f} s left"
 

@@ -1,4 +1,4 @@
-"""`localgen endpoint`: names for other servers."""
+"""`localgen endpoint`: named remote servers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.cli.arguments import JsonFlag
 
-NameArgument = Annotated[str, typer.Argument(help="What to call it.")]
-UrlArgument = Annotated[str, typer.Argument(help="Where it is, as http://host:8000/v1.")]
+NameArgument = Annotated[str, typer.Argument(help="Name of the endpoint.")]
+UrlArgument = Annotated[str, typer.Argument(help="Base URL, e.g. http://host:8000/v1.")]
 KeyEnvFlag = Annotated[
     str | None,
-    typer.Option(help="Variable of the environment that holds its key.", metavar="VAR"),
+    typer.Option(help="Environment variable that holds the API key.", metavar="VAR"),
 ]
 ModelFlag = Annotated[
-    str | None, typer.Option(help="Model to ask there where none is named.", metavar="MODEL")
+    str | None, typer.Option(help="Default model on this server.", metavar="MODEL")
 ]
 
 group = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -25,30 +25,30 @@ group = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @group.callback()
 def endpoint() -> None:
-    """Names for other servers of OpenAI's protocol, which chat and run take with --url."""
+    """Manage named servers with an OpenAI-compatible API; --url accepts the names."""
 
 
 @group.command("add")
 def add(
     name: NameArgument, url: UrlArgument, key_env: KeyEnvFlag = None, model: ModelFlag = None
 ) -> None:
-    """Give a server a name. Its key stays in the environment; only the variable's name is kept."""
+    """Add a named server. The API key is not stored, only the name of its environment variable."""
     from localgen.client import endpoints
     from localgen.client.endpoints import Endpoint, normalize_base_url, validate_env_var_name
 
     if model is not None and not (model.strip() and model.isprintable()):
-        raise InvalidRequest("--model: give the name of a model")
+        raise InvalidRequest("--model: give a model name")
     key = validate_env_var_name(key_env) if key_env is not None else None
     new = Endpoint(normalize_base_url(url), name, key, model)
     endpoints.add_endpoint(new)
     typer.echo(f"{name} is {new.url}: localgen chat --url {name}")
     if key is not None and not os.environ.get(key):
-        typer.echo(f"{key} is not set yet: export it before", err=True)
+        typer.echo(f"{key} is not set: export it before you use the endpoint", err=True)
 
 
 @group.command("list")
 def list_(json: JsonFlag = False) -> None:
-    """List the servers that have a name."""
+    """List the named servers."""
     from localgen.cli import tables
     from localgen.client.endpoints import load_endpoints
 
@@ -61,12 +61,12 @@ def list_(json: JsonFlag = False) -> None:
 
 
 @group.command("rm")
-def rm(name: Annotated[str, typer.Argument(help="The name to forget.")]) -> None:
-    """Forget a name. The server does not notice."""
+def rm(name: Annotated[str, typer.Argument(help="Name of the endpoint.")]) -> None:
+    """Remove a named server from the list."""
     from localgen.client import endpoints
 
     endpoints.remove_endpoint(name)
-    typer.echo(f"{name} is forgotten")
+    typer.echo(f"{name} removed")
 
 
 def _key_cell(key_env: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Exit codes: one for each kind of error, so that a script can tell them apart."""
+"""Exit statuses, one per error code, and the crash log."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ EXIT_STATUS_BY_CODE = {
     "store_failed": 19,
 }
 _DESCRIPTIONS = {
-    0: "done",
-    OTHER_ERROR: "another error",
-    USAGE_ERROR: "wrong command line",
+    0: "success",
+    OTHER_ERROR: "other error",
+    USAGE_ERROR: "invalid command line",
     **{status: code.replace("_", " ") for code, status in EXIT_STATUS_BY_CODE.items()},
-    INTERNAL_ERROR: "a defect of localgen, written to its log",
-    INTERRUPTED: "Ctrl+C",
-    BROKEN_PIPE: "the reader of the output went away",
+    INTERNAL_ERROR: "internal error (see the crash log)",
+    INTERRUPTED: "interrupted (Ctrl+C)",
+    BROKEN_PIPE: "broken pipe",
 }
 
 
 def log_crash(error: Exception) -> Path:
-    """Append an error's traceback to the log; gives the log."""
+    """Append the traceback of an error to the crash log and return the log's path."""
     path = _log_dir() / "defects.log"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     trace = "".join(traceback.format_exception(error))
@@ -67,11 +67,11 @@ def _log_dir() -> Path:
 
 
 def exit_status(code: str) -> int:
-    """The exit status of an error's code."""
+    """Exit status of an error code."""
     return EXIT_STATUS_BY_CODE.get(code, OTHER_ERROR)
 
 
 def exit_status_help() -> str:
-    """Every exit status and its meaning, for `--help`."""
+    """List of exit statuses and their meanings, for `--help`."""
     rows = [f"{status} {meaning}" for status, meaning in _DESCRIPTIONS.items()]
     return "Exit status: " + ", ".join(rows) + "."

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def command(json: JsonFlag = False) -> None:
-    """List the models that can be named, and what the cache takes on the disk."""
+    """List local models and the disk usage of the model cache."""
     from localgen.cli import tables
     from localgen.client import Client
 
@@ -38,7 +38,7 @@ def command(json: JsonFlag = False) -> None:
 
 
 def _other_names(card: ModelCard) -> str:
-    """Other names of a model: the catalog's, and those that the user gave it."""
+    """Other names of a model: its catalog name and its aliases."""
     from localgen.hub import catalog
     from localgen.hub.aliases import load_aliases
 
@@ -62,5 +62,5 @@ def _print_disk_use() -> None:
     if found is None or not (found.size_on_disk or found.incomplete_files):
         return
     unfinished = found.incomplete_size_on_disk
-    more = f", {tables.format_size(unfinished)} more in unfinished downloads" if unfinished else ""
+    more = f", plus {tables.format_size(unfinished)} in unfinished downloads" if unfinished else ""
     typer.echo(f"{tables.format_size(found.size_on_disk)} in {found.cache_dir}{more}", err=True)

@@ -1,4 +1,4 @@
-"""`localgen`: finds the command, and turns whatever goes wrong into one line and a status."""
+"""Entry point of `localgen`: runs a command, turns every error into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from localgen.cli import errors
 from localgen.cli.commands import LazyGroup
 
 _EPILOG = (
-    "Settings come from LOCALGEN_* variables too: each option of chat and run from its long name, "
-    "--max-tokens from LOCALGEN_MAX_TOKENS. " + errors.exit_status_help()
+    "Each option of chat and run can also be set by an environment variable: --max-tokens by "
+    "LOCALGEN_MAX_TOKENS. " + errors.exit_status_help()
 )
 
 app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, add_completion=False, epilog=_EPILOG)
@@ -30,27 +30,27 @@ def _show_version(requested: bool) -> None:
 @app.callback()
 def localgen(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_show_version)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version)
     ] = False,
 ) -> None:
     """Run language models on your own machine."""
 
 
 def main() -> None:
-    """The entry of the console script."""
+    """Entry point of the console script."""
     if "_LOCALGEN_COMPLETE" in os.environ:
         from localgen.cli import shells
 
         sys.exit(shells.run_completion(app, os.environ[shells.COMPLETE_ENV_VAR]))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # a terminal that is not UTF-8 shows ? instead of ending the answer
+            # on a terminal without UTF-8, print ? instead of failing in mid-answer
             stream.reconfigure(errors="replace")
     sys.exit(run_command_line(sys.argv[1:]))
 
 
 def run_command_line(arguments: list[str]) -> int:
-    """Run a command line; its exit status. Every error has been told on stderr."""
+    """Run a command line and return its exit status. Errors are printed on stderr."""
     try:
         _require_utf8(arguments)
         status = _invoke(arguments or ["--help"])
@@ -62,11 +62,11 @@ def run_command_line(arguments: list[str]) -> int:
         return _print_error(_usage_message(error), error.exit_code)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
-            print(file=sys.stderr)  # the shell's prompt gets a line of its own
+            print(file=sys.stderr)  # the shell prompt starts on a new line
         return errors.INTERRUPTED
     except BrokenPipeError:
         return _handle_broken_pipe()
-    except Exception as error:  # the last line of defence: a user never sees a traceback
+    except Exception as error:  # users never see a traceback
         return _report_crash(error)
 
 
@@ -75,14 +75,14 @@ def _require_utf8(arguments: list[str]) -> None:
         try:
             argument.encode()
         except UnicodeEncodeError as error:
-            # a prompt may be long
-            raise InvalidRequest(f"the argument {argument[:60]!r} is not UTF-8 text") from error
+            # cut: a prompt may be long
+            raise InvalidRequest(f"argument {argument[:60]!r} is not UTF-8 text") from error
 
 
 def _invoke(arguments: list[str]) -> int:
     group = typer.main.get_command(app)
     try:
-        # not group.main(): it has its own idea of Ctrl+C and of broken pipes
+        # not group.main(): it has its own handling of Ctrl+C and broken pipes
         with group.make_context("localgen", arguments) as context:
             group.invoke(context)
     except typer.Exit as done:
@@ -107,12 +107,12 @@ def _report_crash(error: Exception) -> int:
     where = errors.log_crash(error)
     name = type(error).__name__
     return _print_error(
-        f"a defect of localgen ({name}: {error}); details in {where}", errors.INTERNAL_ERROR
+        f"internal error ({name}: {error}); traceback in {where}", errors.INTERNAL_ERROR
     )
 
 
 def _handle_broken_pipe() -> int:
-    # the interpreter flushes stdout once more at its end, and would complain again
+    # the interpreter flushes stdout at exit, which would fail again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return errors.BROKEN_PIPE
 

@@ -1,4 +1,4 @@
-"""One prompt, one answer, on standard output."""
+"""Answer one prompt on standard output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def answer_prompt(
     *,
     json_output: bool = False,
 ) -> None:
-    """Load the model, answer the prompt on stdout as text or one JSON record, notes on stderr."""
+    """Load the model and print the answer on stdout, as text or one JSON record.
+
+    Notes and statistics go to stderr.
+    """
     with progress_line:
         client.connect()
         info = client.load(model, options.load, progress_line.update, options.keep_alive)
@@ -60,7 +63,7 @@ def stderr_console() -> Console:
 
 
 class _AnswerPrinter:
-    """Writes an answer on stdout; what is thought before it on stderr, if that is a terminal."""
+    """Writes the answer to stdout, and its reasoning to stderr if that is a terminal."""
 
     def __init__(self) -> None:
         self._console = stderr_console()
@@ -77,7 +80,7 @@ class _AnswerPrinter:
         if self._in_reasoning:
             self._in_reasoning = False
             self._console.print("\n")
-        # a file gets the text as it is, a terminal must not obey it
+        # escape on a terminal only: files and pipes get the exact text
         sys.stdout.write(escape_control_chars(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 

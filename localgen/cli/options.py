@@ -1,4 +1,4 @@
-"""The options of every command that runs a model, declared once and turned into values once."""
+"""Options shared by the commands that run a model, and their conversion to ModelOptions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _METAVARS = {list[str]: "<str>", list[int]: "<int>"}
 
 @dataclass(frozen=True, slots=True)
 class CliOption:
-    """An option and the field it sets. unset_value: a value that means the same as no option."""
+    """A command-line option and the field it sets.
+
+    unset_value: a value with the same meaning as leaving the option out.
+    """
 
     field: str
     value_type: Any
@@ -36,12 +39,12 @@ class CliOption:
 
     @property
     def env_var(self) -> str:
-        """`LOCALGEN_` and the long name."""
+        """The environment variable: `LOCALGEN_` and the long name in capitals."""
         return "LOCALGEN_" + self.long_name.removeprefix("--").upper().replace("-", "_")
 
     @property
     def long_name(self) -> str:
-        """The long name, with its dashes."""
+        """The long name with its dashes, for example `--ctx`."""
         return self.names.split()[-1].split("/")[0]
 
     def to_parameter(self, panel: str) -> inspect.Parameter:
@@ -54,7 +57,7 @@ class CliOption:
             autocompletion=completion_values.option_completer(self.field),
             rich_help_panel=panel,
         )
-        annotated: Any = Annotated  # a type that is only known here
+        annotated: Any = Annotated  # Any: the type is known only at run time
         kind = annotated[self.value_type | None, option]
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.field, keyword, default=None, annotation=kind)
@@ -62,17 +65,21 @@ class CliOption:
 
 REQUEST_OPTIONS = (
     CliOption(
-        "ctx", int, "-c --ctx", "Most tokens of prompt and answer together; 0: the model's.", 0
+        "ctx",
+        int,
+        "-c --ctx",
+        "Context length in tokens, prompt plus answer (default: 0, the model's, if it fits).",
+        0,
     ),
     CliOption("system", str, "-sys --system", "System prompt."),
-    CliOption("priority", int, "--priority", "Higher is served first."),
+    CliOption("priority", int, "--priority", "Request priority; higher runs first (default: 0)."),
     CliOption(
         "keep_alive",
         str,
         "--keep-alive",
-        "How long the model then stays: 30s, 5m, 0; -1: for ever.",
+        "Unload the model when idle for this time: 30s, 5m, 0; -1: never (default: 5m).",
     ),
-    CliOption("verbose", bool, "--verbose", "Show load, prompt and generation speed, and TTFT."),
+    CliOption("verbose", bool, "--verbose", "Show load time, TTFT, prefill and decode speed."),
 )
 SAMPLING_OPTIONS = (
     CliOption("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
@@ -100,57 +107,129 @@ SAMPLING_OPTIONS = (
     CliOption("ignore_eos", bool, "--ignore-eos", "Go on past the model's end of text."),
 )
 LOAD_OPTIONS = (
-    CliOption("backend", Backend, "--backend", "What runs the model; auto: a GPU where it fits."),
-    CliOption("device", str, "--device", "cuda, cuda:N or cpu; the GPU with most room by default."),
-    CliOption("tp", int, "--tp", "GPUs among which each layer is divided; 1: one computes all."),
-    CliOption("dummy", bool, "--dummy", "Random weights of the model's shapes, to measure speed."),
-    CliOption("threads", int, "-t --threads", "CPU threads; as many as physical cores by default."),
-    CliOption("threads_batch", int, "-tb --threads-batch", "CPU threads for prompts."),
-    CliOption("gpu_layers", int, "-ngl --gpu-layers", "Layers on the GPU; -1: all."),
-    CliOption("flash_attn", OnOffAuto, "-fa --flash-attn", "Flash attention."),
-    CliOption("cache_type_k", str, "-ctk --cache-type-k", "Type of the cached keys: f16, q8_0, …"),
-    CliOption("cache_type_v", str, "-ctv --cache-type-v", "Type of the cached values."),
-    CliOption("kv_tokens", int, "--kv-tokens", "Tokens that all requests may cache together."),
+    CliOption(
+        "backend",
+        Backend,
+        "--backend",
+        "Inference backend (default: auto, on a GPU if the model fits, else llama.cpp).",
+    ),
+    CliOption(
+        "device",
+        str,
+        "--device",
+        "cuda, cuda:N or cpu (default: the GPU with the most free memory).",
+    ),
+    CliOption("tp", int, "--tp", "Tensor parallelism: number of GPUs (default: 1)."),
+    CliOption("dummy", bool, "--dummy", "Load random weights, for benchmarks."),
+    CliOption("threads", int, "-t --threads", "CPU threads for decode (default: physical cores)."),
+    CliOption(
+        "threads_batch",
+        int,
+        "-tb --threads-batch",
+        "CPU threads for prefill (default: same as --threads).",
+    ),
+    CliOption(
+        "gpu_layers",
+        int,
+        "-ngl --gpu-layers",
+        "Layers to offload to the GPU; -1: all (default: all if llama.cpp has GPU support).",
+    ),
+    CliOption("flash_attn", OnOffAuto, "-fa --flash-attn", "Flash attention (default: auto)."),
+    CliOption(
+        "cache_type_k",
+        str,
+        "-ctk --cache-type-k",
+        "KV cache data type for K: f16, q8_0, … (default: f16; cuda: the model's).",
+    ),
+    CliOption(
+        "cache_type_v",
+        str,
+        "-ctv --cache-type-v",
+        "KV cache data type for V (default: f16; cuda: the model's).",
+    ),
+    CliOption(
+        "kv_tokens",
+        int,
+        "--kv-tokens",
+        "KV cache size in tokens, for all requests together (default: from free memory).",
+    ),
     CliOption(
         "kv_unified",
         bool,
         "-kvu --kv-unified/--no-kv-unified",
-        "One cache for all requests; or a part for each, the default where -np and -c are given.",
+        "Share one KV cache among all requests, or split it into equal parts (default: shared, "
+        "unless both -np and -c are given).",
     ),
-    CliOption("parallel", int, "-np --parallel", "Most requests computed at once."),
-    CliOption("max_batch_tokens", int, "-b --batch-size", "Most tokens computed in one step."),
     CliOption(
-        "itl_target_ms", float, "--itl-target-ms", "Prompts yield to keep tokens this close."
+        "parallel",
+        int,
+        "-np --parallel",
+        "Maximum number of requests computed at once (default: 32; cuda: 256).",
     ),
-    CliOption("max_queue", int, "--max-queue", "Waiting requests beyond which more are refused."),
+    CliOption(
+        "max_batch_tokens",
+        int,
+        "-b --batch-size",
+        "Maximum number of tokens per step (default: 512; cuda: 8192).",
+    ),
+    CliOption(
+        "itl_target_ms",
+        float,
+        "--itl-target-ms",
+        "Target inter-token latency in ms: prefill yields to decode (default: 2000; cuda: 100).",
+    ),
+    CliOption(
+        "max_queue",
+        int,
+        "--max-queue",
+        "Maximum number of waiting requests; more are rejected (default: 512).",
+    ),
     CliOption(
         "draft",
         str,
         "-md --draft",
-        "Who proposes tokens ahead: ngram, the text itself; a model beside it; auto, the one that "
-        "the catalog has for it; none.",
-    ),
-    CliOption("draft_max", int, "--draft-max", "Most tokens proposed at once."),
-    CliOption(
-        "prefix_cache", bool, "--prefix-cache/--no-prefix-cache", "Reuse prompts seen before."
+        "Speculative decoding: a draft model, auto (the catalog's draft model), ngram (the n-gram "
+        "drafter alone) or none (default: ngram).",
     ),
     CliOption(
-        "repack", bool, "--repack/--no-repack", "Copy weights into a faster layout for the CPU."
+        "draft_max", int, "--draft-max", "Maximum number of draft tokens per step (default: 63)."
     ),
-    CliOption("mmap", bool, "--mmap/--no-mmap", "Map the weights instead of reading them."),
-    CliOption("mlock", bool, "--mlock/--no-mlock", "Keep the weights from being swapped out."),
-    CliOption("chat_template", Path, "--chat-template", "File with a Jinja chat template to use."),
+    CliOption(
+        "prefix_cache",
+        bool,
+        "--prefix-cache/--no-prefix-cache",
+        "Reuse the KV cache of earlier prompts with the same prefix (default: on).",
+    ),
+    CliOption(
+        "repack",
+        bool,
+        "--repack/--no-repack",
+        "Repack weights into a faster layout for the CPU (default: on).",
+    ),
+    CliOption(
+        "mmap",
+        bool,
+        "--mmap/--no-mmap",
+        "Memory-map the weights instead of reading them (default: on).",
+    ),
+    CliOption("mlock", bool, "--mlock/--no-mlock", "Lock the weights in RAM (default: off)."),
+    CliOption(
+        "chat_template",
+        Path,
+        "--chat-template",
+        "Jinja chat template file (default: the model's template).",
+    ),
 )
 
 OPTION_PANELS = {
     "Options": REQUEST_OPTIONS,
     "Sampling": SAMPLING_OPTIONS,
-    "Loading (when the model is not loaded yet)": LOAD_OPTIONS,
+    "Load options (used if the model is not loaded yet)": LOAD_OPTIONS,
 }
 
 
 def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all of these options; they reach it as one `options` argument."""
+    """Decorator: add the shared options to a command, which gets them as one `options` argument."""
     own = inspect.signature(command, eval_str=True).parameters
     shared = [flag.to_parameter(panel) for panel, flags in OPTION_PANELS.items() for flag in flags]
 
@@ -169,7 +248,10 @@ def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def build_model_options(values: dict[str, Any]) -> ModelOptions:
-    """The values of the options. LocalgenError: one does not say what it should."""
+    """Convert option values, by field, to ModelOptions.
+
+    Raises InvalidRequest or BadSetting if a value is invalid.
+    """
     for flag in (*SAMPLING_OPTIONS, *LOAD_OPTIONS):
         _require_finite(flag, values.get(flag.field))
     sampling = _values_of(SAMPLING_OPTIONS, values)
@@ -184,13 +266,13 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
     asking = _values_of(REQUEST_OPTIONS, values)
     if "keep_alive" in asking:
         parse_keep_alive(asking["keep_alive"], "--keep-alive")
-    # a model that is not loaded yet gets at least the context that is asked of it
+    # a model loaded for this request must have at least the requested context
     loading |= {"ctx": asking["ctx"]} if "ctx" in asking else {}
     return ModelOptions(params=SamplingParams(**sampling), load=LoadOptions(**loading), **asking)
 
 
 def _values_of(flags: tuple[CliOption, ...], values: dict[str, Any]) -> dict[str, Any]:
-    # an option that was not repeated arrives as None, a repeated one as a list
+    # options that may be repeated arrive as a list
     return {
         flag.field: tuple(value) if isinstance(value, list) else value
         for flag in flags
@@ -199,7 +281,7 @@ def _values_of(flags: tuple[CliOption, ...], values: dict[str, Any]) -> dict[str
 
 
 def _require_finite(flag: CliOption, value: object) -> None:
-    # JSON has no such numbers, and no setting means anything with one
+    # JSON has no NaN or infinity, and no option accepts them
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{flag.long_name} {value}: give a finite number", param=flag.field)
 

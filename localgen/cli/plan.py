@@ -11,18 +11,31 @@ from localgen.cli.arguments import JsonFlag, ModelArgument
 from localgen.cli.options import Backend
 
 CtxOption = Annotated[
-    int | None, typer.Option("-c", "--ctx", help="Context in tokens; 0: the largest.")
+    int | None,
+    typer.Option(
+        "-c", "--ctx", help="Context length in tokens (default: 0, the model's, if it fits)."
+    ),
 ]
 CacheTypeKOption = Annotated[
-    str | None, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f16, q8_0, …")
+    str | None,
+    typer.Option(
+        "-ctk",
+        "--cache-type-k",
+        help="KV cache data type for K: f16, q8_0, … (default: f16; cuda: the model's).",
+    ),
 ]
 CacheTypeVOption = Annotated[
-    str | None, typer.Option("-ctv", "--cache-type-v", help="Type of the cached values.")
+    str | None,
+    typer.Option(
+        "-ctv",
+        "--cache-type-v",
+        help="KV cache data type for V (default: f16; cuda: the model's).",
+    ),
 ]
 QuantsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--quant", metavar="<str>", help="A quantization to compare (may be repeated), or all."
+        "--quant", metavar="<str>", help="Quantization to compare, or all (may be repeated)."
     ),
 ]
 DraftModelOption = Annotated[
@@ -30,12 +43,22 @@ DraftModelOption = Annotated[
     typer.Option(
         "-md",
         "--draft",
-        help="A model to draft for it, which is counted too; auto, the catalog's.",
+        help="Draft model to include in the estimate; auto: the catalog's draft model.",
     ),
 ]
-BackendOption = Annotated[Backend | None, typer.Option("--backend", help="What would run it.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu.")]
-MeasureFlag = Annotated[bool, typer.Option("--measure", help="Measure the memory's speed again.")]
+BackendOption = Annotated[
+    Backend | None, typer.Option("--backend", help="Inference backend (default: auto).")
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="cuda, cuda:N or cpu (default: the GPU with the most free memory)."
+    ),
+]
+MeasureFlag = Annotated[
+    bool,
+    typer.Option("--measure", help="Measure memory bandwidth again (default: measure once)."),
+]
 
 
 def command(
@@ -50,7 +73,11 @@ def command(
     measure: MeasureFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Show what a model would take here and how fast it can be, beside what it takes if loaded."""
+    """Estimate the memory use and speed of a model on this machine.
+
+    If the model is loaded, its actual memory use is shown next to the estimate. The model is
+    neither downloaded nor loaded. Exit status 9 if it does not fit.
+    """
     from localgen.backends.errors import OutOfMemory
     from localgen.backends.model_info import LoadOptions
     from localgen.cli import plan_report

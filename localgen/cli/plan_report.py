@@ -1,4 +1,4 @@
-"""Plans as a table for people and as JSON for programs."""
+"""Memory plans as text tables and as JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from localgen.planning.plan import MemoryPlan
 from localgen.planning.planner import PlanReport
 
 _SOURCE_LABELS = {
-    "files": "here",
-    "hub": "not here yet, as the hub has it",
-    "catalog": "not here yet",
+    "files": "local",
+    "hub": "not downloaded, sizes from the hub",
+    "catalog": "not downloaded, sizes from the catalog",
 }
-_UNKNOWN = "not known"
+_UNKNOWN = "unknown"
 TableRow = tuple[str, str, str, str]
 _NOT_LOADED = LoadedUsage(
     backend="",
@@ -37,7 +37,7 @@ _NOT_LOADED = LoadedUsage(
 
 
 def plans_text(result: PlanReport) -> str:
-    """One model: a line for each figure. Several quantizations: a line for each."""
+    """One plan as a table of figures, several plans as one row each."""
     if len(result.plans) > 1:
         return "\n".join(_comparison_lines(result.plans))
     (plan,) = result.plans
@@ -46,23 +46,23 @@ def plans_text(result: PlanReport) -> str:
     table: list[tuple[str, ...]] = [("", "ESTIMATE", "LOADED", ""), *rows]
     if result.loaded is None:
         table = [(name, estimate, note) for name, estimate, _, note in table]
-    missing = f"not known: {', '.join(plan.missing)}"
+    missing = f"unknown: {', '.join(plan.missing)}"
     return "\n".join(
         [one_line(head), "", *tables.align_columns(table), *([missing] if plan.missing else [])]
     )
 
 
 def plans_json(result: PlanReport) -> str:
-    """One object: plans, and what is loaded or null."""
+    """One JSON object with `plans` and `loaded`, which is null if the model is not loaded."""
     loaded = asdict(result.loaded) if result.loaded else None
     if loaded is not None:
-        del loaded["options"]  # a template among them is pages long, and plans name the others
+        del loaded["options"]  # may hold a long template; the plans name the others
     plans = [_without_gpu_details(asdict(plan)) | {"fits": plan.fits} for plan in result.plans]
     return tables.json_text({"plans": plans, "loaded": loaded}, indent=2)
 
 
 def print_notice(line: str) -> None:
-    """What happens on the way, beside the answer."""
+    """Print a notice on stderr."""
     print(one_line(line), file=sys.stderr)
 
 
@@ -83,18 +83,18 @@ def _estimate_rows(plan: MemoryPlan, loaded: LoadedUsage | None) -> Iterator[Tab
     used = loaded or _NOT_LOADED
     yield "weights", _size_cell(plan.weights_bytes), _size_cell(used.weights_bytes), plan.quant
     yield "KV cache", _size_cell(plan.kv_bytes), _size_cell(used.kv_bytes), _cache_note(plan)
-    yield "buffers", _size_cell(plan.work_bytes), _size_cell(used.work_bytes), "for computing"
+    yield "buffers", _size_cell(plan.work_bytes), _size_cell(used.work_bytes), "compute buffers"
     if plan.draft or used.draft:
         yield "draft model", *_draft_cells(plan, used)
-    free = f"of {format_size(max(0, plan.free_bytes))} that are free{_process_memory(loaded)}"
-    yield "together", _size_cell(plan.total_bytes), _size_cell(used.total_bytes), free
+    free = f"of {format_size(max(0, plan.free_bytes))} free{_process_memory(loaded)}"
+    yield "total", _size_cell(plan.total_bytes), _size_cell(used.total_bytes), free
     yield "context", _count_cell(plan.ctx), _count_cell(used.ctx), _context_note(plan)
     yield "GPU layers", _layers_cell(plan), used.processor, _layers_note(plan)
     yield "speed", _speed_cell(plan), "", _speed_note(plan)
 
 
 def _draft_cells(plan: MemoryPlan, loaded: LoadedUsage) -> tuple[str, str, str]:
-    """What it would take, what it takes, and what that is."""
+    """Cells of the draft model: estimate, loaded size, note."""
     draft, allocated = plan.draft, _size_cell(loaded.draft_bytes) if loaded.draft else ""
     if draft is None:
         return "", allocated, ""
@@ -107,7 +107,7 @@ def _process_memory(loaded: LoadedUsage | None) -> str:
     if loaded is None:
         return ""
     on_gpu = f", {format_size(loaded.gpu_bytes)} on the GPU" if loaded.gpu_bytes else ""
-    return f"; the process: {format_size(loaded.rss_bytes)} resident{on_gpu}"
+    return f"; process: {format_size(loaded.rss_bytes)} resident{on_gpu}"
 
 
 def _size_cell(bytes_: int | None) -> str:
@@ -124,15 +124,15 @@ def _cache_note(plan: MemoryPlan) -> str:
     types = plan.cache_type_k
     if plan.cache_type_v != types:
         types = f"{types} and {plan.cache_type_v}"
-    return f"{plan.kv_tokens:,} tokens, {format_size(plan.kv_bytes_per_1k)} for 1,000 in {types}"
+    return f"{plan.kv_tokens:,} tokens, {format_size(plan.kv_bytes_per_1k)} per 1,000, {types}"
 
 
 def _context_note(plan: MemoryPlan) -> str:
     if plan.largest_ctx is None:
-        return "what would fit is not known"
+        return "largest context that fits: unknown"
     if plan.largest_ctx == plan.ctx_train:
-        return f"{plan.largest_ctx:,} would fit, the model's own"
-    return f"{plan.largest_ctx:,} would fit, the model's own is {plan.ctx_train:,}"
+        return f"{plan.largest_ctx:,} fits, the model's maximum"
+    return f"{plan.largest_ctx:,} fits, the model's maximum is {plan.ctx_train:,}"
 
 
 def _layers_cell(plan: MemoryPlan) -> str:
@@ -159,14 +159,12 @@ def _format_rate(tokens_per_s: float) -> str:
 
 def _speed_note(plan: MemoryPlan) -> str:
     if plan.speed is None:
-        return "what a token reads, or how fast, is not known"
+        return "bytes read per token, or memory bandwidth, unknown"
     full = (
-        f"{_format_rate(plan.speed.most_tokens_per_s_full)} with a full context; "
-        if plan.ctx
-        else ""
+        f"{_format_rate(plan.speed.most_tokens_per_s_full)} with full context; " if plan.ctx else ""
     )
     rate = f"{plan.speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
-    return f"{full}what this memory's bandwidth allows, {rate} {plan.speed.how}"
+    return f"{full}limited by memory bandwidth, {rate} {plan.speed.how}"
 
 
 def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
@@ -180,7 +178,7 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
             _count_cell(plan.largest_ctx),
             {True: plan.place, False: "does not fit", None: _UNKNOWN}[plan.fits],
             f"{_format_rate(plan.speed.most_tokens_per_s)} tokens/s" if plan.speed else _UNKNOWN,
-            "here" if plan.source == "files" else "",
+            "local" if plan.source == "files" else "",
         )
         for plan in plans
     ]
@@ -189,5 +187,5 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
     lines += tables.align_columns([head, *rows])
     if speed is not None:
         rate = f"{speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
-        lines += ["", f"AT MOST: what this memory's bandwidth allows, {rate} {speed.how}."]
+        lines += ["", f"AT MOST: limit set by memory bandwidth, {rate} {speed.how}."]
     return lines

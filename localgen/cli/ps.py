@@ -8,7 +8,7 @@ from localgen.cli.arguments import JsonFlag
 
 
 def command(json: JsonFlag = False) -> None:
-    """List the models that are loaded, where they run and how long they stay."""
+    """List loaded models: size, processor, context and time until unloading."""
     from localgen.cli import tables
     from localgen.client import Client
 

@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 PullArgument = Annotated[
     str,
     typer.Argument(
-        help="llama-8b, llama-8b:q8_0, llama-8b:auto or user/repo[:QUANT].",
+        help="NAME[:QUANT] of the catalog or user/repo[:QUANT], e.g. llama-8b:q8_0.",
         autocompletion=complete_catalog_model,
     ),
 ]
 
 
 def command(model: PullArgument) -> None:
-    """Fetch a model from the hub into the Hugging Face cache.
+    """Download a model from the Hugging Face Hub into the Hugging Face cache.
 
-    Without a quantization it is Q4_K_M; `auto` takes the best that fits memory. What was
-    interrupted goes on from where it stopped.
+    QUANT is Q4_K_M by default; `auto` selects the best quantization that fits in memory. An
+    interrupted download is resumed.
     """
     pull_with_progress(model)
 
 
 def pull_with_progress(model: str) -> None:
-    """Pull a model, with a bar on a terminal and lines elsewhere, on stderr."""
+    """Download a model and show progress on stderr.
+
+    If the hub is unreachable and the model is installed, print a notice and return.
+    """
     from localgen.hub import pull
     from localgen.hub.hf_client import HubUnavailable
     from localgen.hub.resolve import is_installed
@@ -43,12 +46,12 @@ def pull_with_progress(model: str) -> None:
     except HubUnavailable as error:
         if not is_installed(model):
             raise
-        _print_notice(f"{model} is here; whether it is the newest was not checked: {error.message}")
+        _print_notice(f"{model} is installed; cannot check for updates: {error.message}")
         return
     if plan.quant_reason:
         _print_notice(plan.quant_reason)
     if plan.is_cached:
-        _print_notice(f"{plan.name} is here and up to date")
+        _print_notice(f"{plan.name} is up to date")
         return
     _download(model, plan)
 
@@ -56,8 +59,10 @@ def pull_with_progress(model: str) -> None:
 def run_or_offer_pull(
     model: str | None, action: Callable[[], None], *, draft: str | None = None
 ) -> None:
-    """Run what needs a model, and perhaps one that drafts for it. On a terminal, offer to pull what
-    is not here, and run again."""
+    """Run `action`; if a model is missing, offer on a terminal to download it, then retry.
+
+    model, draft: names of the model and the draft model that the action loads.
+    """
     from localgen.client.pullable_models import can_pull
 
     try:
@@ -67,10 +72,10 @@ def run_or_offer_pull(
         if wanted is None or not _is_terminal() or not can_pull(wanted):
             raise
         _print_notice(error.message)
-        if not typer.confirm("Pull it now?", default=True, err=True):
+        if not typer.confirm("Download it now?", default=True, err=True):
             raise typer.Exit(1) from None
         pull_with_progress(wanted)
-        # of two that are missing the other may be next
+        # model and draft model may both be missing
         run_or_offer_pull(model, action, draft=draft)
 
 
@@ -83,9 +88,9 @@ def _download(model: str, plan: PullPlan) -> None:
         with transfer:
             pull.run_pull(plan, transfer.update, transfer.notify)
     except KeyboardInterrupt:
-        _print_notice(f"stopped at {transfer.position}: localgen pull {model} goes on from there")
+        _print_notice(f"stopped at {transfer.position}: localgen pull {model} resumes the download")
         raise
-    _print_notice(f"{plan.name} is here")
+    _print_notice(f"{plan.name} downloaded")
 
 
 def _is_terminal() -> bool:

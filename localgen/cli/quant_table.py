@@ -1,4 +1,4 @@
-"""The quantizations of a model, what each needs, and where it would run."""
+"""The table of a model's quantizations: size, memory needed, and where each would run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from localgen.hub.resolve import is_path, model_not_found
 
 
 def print_quant_table(model: str, *, as_json: bool) -> None:
-    """Print them as a table, the one that `auto` takes marked, or as JSON. ModelNotFound."""
+    """Print the quantizations of a model as a table or as JSON; the choice of `auto` is marked.
+
+    Raises ModelNotFound if the model is unknown, is a path, or has no .gguf files.
+    """
     meant = load_aliases().get(model, model)
     wanted = None if is_path(meant) else resolve_reference(meant)
     if wanted is None:
@@ -30,7 +33,7 @@ def print_quant_table(model: str, *, as_json: bool) -> None:
     room = quant_choice.available_memory()
     ways = _list_alternatives(wanted, room)
     if not ways:
-        raise ModelNotFound(f"{wanted.repo} has no .gguf files, so no quantizations to choose from")
+        raise ModelNotFound(f"{wanted.repo} has no .gguf files: no quantizations to choose from")
     here = _cached_quants(wanted)
     found = quant_choice.fit_quants(ways, room, wanted.entry)
     chosen = quant_choice.best_fit(found)
@@ -48,7 +51,7 @@ def print_quant_table(model: str, *, as_json: bool) -> None:
         ]
         typer.echo(tables.json_text(records, indent=2))
         return
-    head = ("QUANT", "SIZE", "NEEDS", "RUNS ON", "HERE", "")
+    head = ("QUANT", "SIZE", "NEEDS", "RUNS ON", "LOCAL", "")
     tables.print_table(
         head, [_table_row(one, one is chosen, one.option.quant in here) for one in found]
     )
@@ -75,12 +78,12 @@ def _auto_choice_note(
 ) -> str:
     if chosen is None:
         free = format_size(max(memory.ram_bytes, memory.gpu_bytes))
-        return f"None fits the {free} of memory that are free."
+        return f"None fits in the {free} of free memory."
     return one_line(quant_choice.fit_reason(chosen, fits, memory, entry)) + "."
 
 
 def _cached_quants(model_ref: HubReference) -> set[str]:
-    """The quantizations that the cache has, by their name in the table."""
+    """Quantizations of the model in the cache, by their names in the table."""
     found = set()
     for model in cached_models():
         if model.is_gguf and same_ignoring_case(model.repo, _gguf_repo(model_ref)):
@@ -94,8 +97,10 @@ def _cached_quants(model_ref: HubReference) -> set[str]:
 def _list_alternatives(
     model_ref: HubReference, memory: quant_choice.AvailableMemory
 ) -> list[quant_choice.QuantOption]:
-    """As the hub has them; where it is out of reach, as the catalog has. HubUnavailable: it has
-    none."""
+    """Quantizations on the hub; if it is unreachable, those of the catalog.
+
+    Raises HubUnavailable if the catalog has none either.
+    """
     tell = _print_notice
     try:
         with forward_warnings(tell):
@@ -104,7 +109,7 @@ def _list_alternatives(
         entry = model_ref.entry
         if entry is None or not entry.gguf.sizes:
             raise
-        tell(f"{error.message}; these are the catalog's sizes")
+        tell(f"{error.message}; using the sizes of the catalog")
         files = [
             quant_choice.QuantOption(quant, bytes_) for quant, bytes_ in entry.gguf.sizes.items()
         ]

@@ -15,80 +15,146 @@ ModelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="A name or folder of a model in 16 bits; with --compare several of any kind.",
+        help="Name or folder of a 16-bit model; with --compare, models of any format.",
         autocompletion=complete_model,
     ),
 ]
 _METHOD_PANEL, _TEXT_PANEL = "Methods", "Calibration and evaluation"
 AwqFlag = Annotated[
     bool,
-    typer.Option("--awq", help="Scales searched by output error.", rich_help_panel=_METHOD_PANEL),
+    typer.Option(
+        "--awq",
+        help="AWQ: scale weights to minimize each layer's output error.",
+        rich_help_panel=_METHOD_PANEL,
+    ),
 ]
 GptqFlag = Annotated[
-    bool, typer.Option("--gptq", help="Errors cancelled as it goes.", rich_help_panel=_METHOD_PANEL)
+    bool,
+    typer.Option(
+        "--gptq",
+        help="GPTQ: compensate each rounding error in the weights not yet rounded.",
+        rich_help_panel=_METHOD_PANEL,
+    ),
 ]
 RtnFlag = Annotated[
     bool,
-    typer.Option("--rtn", help="Round to nearest: no calibration.", rich_help_panel=_METHOD_PANEL),
+    typer.Option(
+        "--rtn", help="Round to nearest, without calibration.", rich_help_panel=_METHOD_PANEL
+    ),
 ]
 Fp8Flag = Annotated[
     bool,
-    typer.Option("--fp8", help="FP8 with a scale for each output.", rich_help_panel=_METHOD_PANEL),
+    typer.Option(
+        "--fp8",
+        help="FP8 (e4m3) with one scale per output, without calibration.",
+        rich_help_panel=_METHOD_PANEL,
+    ),
 ]
 SmoothQuantFlag = Annotated[
     bool,
     typer.Option(
-        "--smoothquant", help="Weights and inputs in int8.", rich_help_panel=_METHOD_PANEL
+        "--smoothquant",
+        help="SmoothQuant: int8 weights and activations.",
+        rich_help_panel=_METHOD_PANEL,
     ),
 ]
 GgufTypeOption = Annotated[
     str | None,
     typer.Option(
-        "--gguf", metavar="TYPE", help="A GGUF file: Q4_K_M, …", rich_help_panel=_METHOD_PANEL
+        "--gguf",
+        metavar="TYPE",
+        help="GGUF file of this type, e.g. Q4_K_M; can be combined with --awq.",
+        rich_help_panel=_METHOD_PANEL,
     ),
 ]
 BitsOption = Annotated[
-    int | None, typer.Option("--bits", help="Of a weight: 4, 3 or 8; usually 4.")
+    int | None,
+    typer.Option(
+        "--bits", help="Bits per weight: 4, 3 or 8 (default: 4; --fp8 and --smoothquant: 8)."
+    ),
 ]
 GroupSizeOption = Annotated[
     int | None,
-    typer.Option("--group-size", help="Inputs that share a scale, usually 128; -1: a whole row."),
+    typer.Option(
+        "--group-size", help="Inputs that share a scale; -1: the whole row (default: 128)."
+    ),
 ]
 ActOrderFlag = Annotated[
     bool | None,
-    typer.Option("--act-order/--no-act-order", help="gptq: the strongest inputs first, usually."),
+    typer.Option(
+        "--act-order/--no-act-order",
+        help="GPTQ: quantize the inputs with the largest activations first (default: on).",
+    ),
 ]
 CalibOption = Annotated[
     str | None,
-    typer.Option("--calib", metavar="FILE", help="Text, or builtin.", rich_help_panel=_TEXT_PANEL),
+    typer.Option(
+        "--calib",
+        metavar="FILE",
+        help="Calibration text file, or builtin (default: builtin; --gguf alone: none).",
+        rich_help_panel=_TEXT_PANEL,
+    ),
 ]
 SamplesOption = Annotated[
-    int, typer.Option("--samples", help="Most sequences of it.", min=1, rich_help_panel=_TEXT_PANEL)
+    int,
+    typer.Option(
+        "--samples",
+        help="Maximum number of calibration sequences.",
+        min=1,
+        rich_help_panel=_TEXT_PANEL,
+    ),
 ]
 SeqLenOption = Annotated[
-    int, typer.Option("--seq-len", help="Tokens of each.", min=2, rich_help_panel=_TEXT_PANEL)
+    int,
+    typer.Option(
+        "--seq-len",
+        help="Tokens per calibration and evaluation sequence.",
+        min=2,
+        rich_help_panel=_TEXT_PANEL,
+    ),
 ]
 SeedOption = Annotated[
-    int, typer.Option("-s", "--seed", help="Draws them.", rich_help_panel=_TEXT_PANEL)
+    int,
+    typer.Option(
+        "-s",
+        "--seed",
+        help="Seed for drawing the calibration sequences.",
+        rich_help_panel=_TEXT_PANEL,
+    ),
 ]
 EvalTextOption = Annotated[
     Path | None,
-    typer.Option(help="Held-out text; usually localgen's own.", rich_help_panel=_TEXT_PANEL),
+    typer.Option(
+        help="Evaluation text file (default: a built-in text).", rich_help_panel=_TEXT_PANEL
+    ),
 ]
 EvalSamplesOption = Annotated[
-    int, typer.Option(help="Most sequences to measure on.", min=1, rich_help_panel=_TEXT_PANEL)
+    int,
+    typer.Option(
+        help="Maximum number of evaluation sequences.", min=1, rich_help_panel=_TEXT_PANEL
+    ),
 ]
 NoEvalFlag = Annotated[
-    bool, typer.Option("--no-eval", help="Do not measure the result.", rich_help_panel=_TEXT_PANEL)
+    bool, typer.Option("--no-eval", help="Skip the evaluation.", rich_help_panel=_TEXT_PANEL)
 ]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Folder or .gguf file to be made.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu.")]
-ResumeFlag = Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", help="Output folder or .gguf file (default: ./MODEL-METHOD, e.g. tiny-awq-4bit)."
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", help="cuda, cuda:N or cpu (default: cuda if available)."),
+]
+ResumeFlag = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
 CompareFlag = Annotated[
-    bool, typer.Option("--compare", help="Measure models that are here, the first as original.")
+    bool,
+    typer.Option("--compare", help="Evaluate local models instead; the first is the reference."),
 ]
 RecommendFlag = Annotated[
-    bool, typer.Option("--recommend", help="Show what fits this machine, and the trade.")
+    bool,
+    typer.Option("--recommend", help="List the methods that fit this machine and recommend one."),
 ]
 
 
@@ -117,7 +183,7 @@ def command(
     recommend: RecommendFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Make a smaller model of one in 16 bits, a layer at a time, and measure what it lost."""
+    """Quantize a 16-bit model layer by layer and measure the quality loss."""
     from localgen.quant.originals import require_packages
 
     names = list(models or ())
@@ -147,7 +213,7 @@ def command(
     path = Path(calib).expanduser() if calib not in (None, "builtin") else None
     recipe = request.recipe_from_flags(flags, gguf, bits, group_size, act_order, calib is not None)
     if calib is not None and not (recipe is not None and recipe.needs_calibration):
-        raise InvalidRequest("--calib: --rtn and --fp8 look at no text")
+        raise InvalidRequest("--calib: --rtn and --fp8 use no calibration text")
     asked = QuantizeRequest(
         model=_single_model(names),
         recipe=recipe,
@@ -164,7 +230,7 @@ def command(
 
 
 def _require_exclusive(reports: dict[str, bool], actions: dict[str, object]) -> None:
-    """InvalidRequest: something is to be shown and made at once."""
+    """Raise InvalidRequest if a report flag is combined with any other flag given here."""
     shown = [name for name, asked in reports.items() if asked]
     made = [name for name, asked in actions.items() if asked not in (None, False)]
     if len(shown) > 1 or (shown and made):
@@ -175,6 +241,6 @@ def _require_exclusive(reports: dict[str, bool], actions: dict[str, object]) -> 
 def _single_model(names: list[str]) -> str | None:
     if len(names) > 1:
         raise InvalidRequest(
-            f"one model at a time, not {len(names)}; --compare takes several", param="model"
+            f"give one model, not {len(names)}; only --compare takes several", param="model"
         )
     return names[0] if names else None

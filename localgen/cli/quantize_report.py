@@ -1,4 +1,4 @@
-"""The events of a quantization, printed: progress and remarks on stderr, the verdict on stdout."""
+"""Terminal output of a quantization: progress and notices on stderr, the results on stdout."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ from localgen.quant.events import (
 from localgen.quant.originals import resolve_original
 from localgen.quant.report import EvalRow, eval_table
 
-# without a terminal, a line this often
+# interval of progress lines without a terminal
 _LINE_INTERVAL_S = 10.0
 
 
 def print_advice(model: str | None, *, as_json: bool) -> None:
-    """Every way with what it needs, and the one to take. OutOfMemory: none fits."""
+    """Print the size and memory of each method, and recommend one.
+
+    Raises OutOfMemory if none fits.
+    """
     name, folder = resolve_original(model)
     found = estimate_methods(folder, available_memory())
     best = best_method(found)
@@ -64,13 +67,13 @@ def print_advice(model: str | None, *, as_json: bool) -> None:
     if best is None:
         least = found[-1]
         raise OutOfMemory(
-            f"nothing of {name} fits: {least.option} would need {format_size(least.need_bytes)}"
+            f"no quantization of {name} fits: {least.option} needs {format_size(least.need_bytes)}"
         )
-    print_notice(f"take {best.option}: localgen quantize {name} {best.option}")
+    print_notice(f"recommended method {best.option}: localgen quantize {name} {best.option}")
 
 
 class StepProgress:
-    """A bar on a terminal with the time left, now and then a line elsewhere."""
+    """A progress bar with the time left on a terminal, occasional lines otherwise."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
@@ -83,12 +86,11 @@ class StepProgress:
             self._bar.start()
 
     def stop(self) -> None:
-        """Nothing more is drawn."""
         if self._bar is not None:
             self._bar.stop()
 
     def update(self, step: str, done: int, total: int, unit: str = "layers") -> None:
-        """done: of `total` so far."""
+        """Show `done` of `total` units of a step; a new step name starts a new bar."""
         now = time.monotonic()
         if step != self._step:
             self._step, self._initial, self._started_s, self._last_line_s = step, done, now, now
@@ -114,12 +116,12 @@ class StepProgress:
 
 
 def print_notice(line: str) -> None:
-    """Something that a user should know."""
+    """Print a notice on stderr."""
     print(one_line(line), file=sys.stderr, flush=True)
 
 
 def verdict_json(rows: Sequence[EvalRow], **extra: Any) -> str:
-    """One object: the rows, and what else there is to say."""
+    """One JSON object with the rows as `models`, and the extra fields."""
     return tables.json_text({"models": [asdict(row) for row in rows]} | extra, indent=2)
 
 
@@ -138,7 +140,7 @@ def _create_bar(console: Console) -> Progress:
 
 
 class QuantizePrinter:
-    """Takes the events of one run. Used as a context, which ends the bar that is drawn."""
+    """Event handler that prints one run; a context manager that stops the progress bar."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -157,12 +159,11 @@ class QuantizePrinter:
         self._stop_progress()
         if kind is KeyboardInterrupt and self._result is not None:
             print_notice(
-                f"{self._result.path} is whole, only not measured: "
-                "localgen quantize --compare does that too"
+                f"{self._result.path} is complete but not evaluated: "
+                "localgen quantize --compare evaluates it"
             )
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Print it."""
         if isinstance(event, ProgressEvent):
             self._update_progress(event)
             return
@@ -179,7 +180,7 @@ class QuantizePrinter:
             case StoppedEvent(done, total):
                 print_notice(
                     f"stopped after {done} of {total} layers: "
-                    "the same command with --resume goes on from there"
+                    "run the same command with --resume to continue"
                 )
             case EvalEvent():
                 self._print_verdict(event)
@@ -210,10 +211,10 @@ def _print_requirements(requirements: EstimateEvent) -> None:
     what = requirements.description
     if requirements.output_bytes is not None:
         output = format_size(requirements.output_bytes)
-        what += f", {format_size(requirements.source_bytes)} become about {output}"
+        what += f", {format_size(requirements.source_bytes)} to about {output}"
     if requirements.memory_bytes is None:
         disk = format_size(requirements.disk_bytes)
-        print_notice(f"{requirements.model}: {what}; up to {disk} of disk meanwhile")
+        print_notice(f"{requirements.model}: {what}; needs up to {disk} of disk")
         return
     states = requirements.states_bytes
     print_notice(
@@ -226,13 +227,13 @@ def _print_requirements(requirements: EstimateEvent) -> None:
         f"{format_size(requirements.disk_bytes)} of disk"
     )
     if requirements.memory_bytes > requirements.free_bytes:
-        print_notice("that is more than is free now: end other programs, or it will swap")
+        print_notice("more memory than is free: close other programs, or the system will swap")
 
 
 def _print_result(result: FinishedEvent) -> None:
-    resumed = f", {result.resumed} were there" if result.resumed else ""
+    resumed = f", {result.resumed} from before" if result.resumed else ""
     print_notice(
         f"{result.path}: {result.layers} layers in {format_elapsed(result.seconds)}{resumed}, "
-        f"at most {format_size(result.peak_bytes)} of memory "
+        f"peak memory {format_size(result.peak_bytes)} "
         f"(estimated {format_size(result.estimated_bytes)})"
     )

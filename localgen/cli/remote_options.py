@@ -1,4 +1,4 @@
-"""`--url`: what a command is given to use another server, and what it then cannot be given."""
+"""`--url` and `--api-key-env`: use a remote server, and reject options of the local one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from localgen.client import ModelClient
     from localgen.client.endpoints import Endpoint
 
-_REMOTE_PANEL = "Another server"
+_REMOTE_PANEL = "Remote server"
 UrlOption = Annotated[
     str | None,
     typer.Option(
         "--url",
-        help="Server of OpenAI's protocol to ask, as http://host:8000/v1; or a name that "
-        "`localgen endpoint add` gave it.",
+        help="Base URL of an OpenAI-compatible server, e.g. http://host:8000/v1, or a name added "
+        "with `localgen endpoint add`.",
         metavar="URL|NAME",
         envvar="LOCALGEN_URL",
         show_envvar=False,
@@ -34,7 +34,7 @@ KeyEnvOption = Annotated[
     str | None,
     typer.Option(
         "--api-key-env",
-        help="Variable of the environment that holds its key.",
+        help="Environment variable that holds the API key.",
         metavar="VAR",
         envvar="LOCALGEN_API_KEY_ENV",
         show_envvar=False,
@@ -47,10 +47,14 @@ _LOCAL_ONLY_FIELDS = {"ctx", "priority", "keep_alive"}
 def endpoint_from_options(
     context: typer.Context, url: str | None, api_key_env: str | None
 ) -> Endpoint | None:
-    """The server that is meant; None: ours. InvalidRequest: it is none, or a flag is in vain."""
+    """Return the endpoint of --url, or None for the local server.
+
+    Raises InvalidRequest if the URL or name is invalid, or if an option on the command line
+    applies only to the local server. Such options from the environment are not errors.
+    """
     if url is None:
         if _is_from_command_line(context, "api_key_env"):
-            raise InvalidRequest("--api-key-env is for another server: give --url as well")
+            raise InvalidRequest("--api-key-env is for a remote server: give --url as well")
         return None
     for flag in (
         *LOAD_OPTIONS,
@@ -58,7 +62,7 @@ def endpoint_from_options(
     ):
         if _is_from_command_line(context, flag.field):
             raise InvalidRequest(
-                f"{flag.long_name} does not apply to a model on another server (--url): "
+                f"{flag.long_name} does not apply to a model on a remote server (--url): "
                 "leave it out",
                 param=flag.field,
             )
@@ -69,14 +73,14 @@ def endpoint_from_options(
 
 
 def options_for_endpoint(options: ModelOptions, endpoint: Endpoint | None) -> ModelOptions:
-    """The options that reach the server. What the environment says of loading is about ours."""
+    """Drop the options that apply only to the local server; they may come from the environment."""
     if endpoint is None:
         return options
     return replace(options, load=LoadOptions(), ctx=None, priority=0, keep_alive=None)
 
 
 def create_client(endpoint: Endpoint | None, notify: Callable[[str], None]) -> ModelClient:
-    """A client of that server; ours without one."""
+    """Create a client of the endpoint, or of the local server if it is None."""
     from localgen.client import Client, RemoteClient
 
     return Client(notify=notify) if endpoint is None else RemoteClient(endpoint, notify)

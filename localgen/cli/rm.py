@@ -11,20 +11,20 @@ import typer
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelBusy
 from localgen.cli.completion_values import complete_removable_model
 
-YesFlag = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
+YesFlag = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask for confirmation.")]
 
 
 def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model of the cache, or a name of yours.",
+            help="Model of the cache, or alias.",
             autocompletion=complete_removable_model,
         ),
     ],
     yes: YesFlag = False,
 ) -> None:
-    """Remove a model from the cache, or a name that `cp` made. Other models keep their files."""
+    """Remove a model from the cache, or an alias. Files that other models use are kept."""
     from localgen.backends.units import format_size
     from localgen.hub import aliases
     from localgen.hub.remove import plan_removal
@@ -32,7 +32,7 @@ def command(
     target = aliases.load_aliases().get(model)
     if target is not None:
         aliases.remove_alias(model)
-        typer.echo(f"{model} is no longer a name; {target} stays")
+        typer.echo(f"{model} is no longer an alias; {target} is kept")
         return
     found = plan_removal(model)
     _require_not_loaded(found.name)
@@ -49,13 +49,13 @@ def _require_not_loaded(name: str) -> None:
         try:
             loaded = [running.name for running in client.running_models()]
         except LocalgenError:
-            return  # there is no server that could have loaded it
+            return  # no server, so nothing is loaded
     if name in loaded:
         raise ModelBusy(f"{name} is loaded: localgen stop {name} unloads it")
 
 
 def _confirm(question: str) -> None:
     if sys.stdin is None or not sys.stdin.isatty():
-        raise InvalidRequest("there is no terminal to ask on: --yes removes it without asking")
+        raise InvalidRequest("no terminal to ask for confirmation: use --yes to remove it")
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)

@@ -37,9 +37,9 @@ def command(
 ) -> None:
     """Answer one prompt and print the answer.
 
-    The model comes first. A single argument with blanks in it is a prompt for the built-in
-    model; a single word is a model, and the prompt is read from standard input. Given a prompt
-    and piped input, the input follows the prompt after a blank line.
+    The model comes first. A single argument with spaces in it is a prompt for the default model; a
+    single word is a model, and the prompt is read from standard input. If there is both a prompt
+    and piped input, the input is appended to the prompt after a blank line.
     """
     there = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, there)

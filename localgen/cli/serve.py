@@ -22,32 +22,35 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model to load at once; others are loaded when they are asked for.",
+            help="Model to load at startup; others are loaded on request.",
             autocompletion=complete_model,
         ),
     ] = None,
     keep_alive: Annotated[
         str | None,
-        typer.Option(help="How long an idle model stays loaded: 30s, 5m, 1h; -1: for ever."),
+        typer.Option(
+            help="Unload a model when idle for this time: 30s, 5m, 1h; -1: never (default: 5m)."
+        ),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
             "-md",
             "--draft",
-            help="Who proposes tokens ahead where a request does not say: ngram, the text itself; "
-            "a model beside it, for models of its family; auto, the catalog's choice; none.",
+            help="Default speculative decoding: a draft model (used for models of its family), "
+            "auto (the catalog's draft model), ngram (the n-gram drafter alone) or none "
+            "(default: ngram).",
             metavar="<str>",
             autocompletion=completion_values.option_completer("draft"),
         ),
     ] = None,
     log_format: Annotated[
-        LogFormat, typer.Option(help="Log lines for people, or JSON for programs.")
+        LogFormat, typer.Option(help="Log format: plain text, or one JSON object per line.")
     ] = "text",
     host: Annotated[
         str | None,
         typer.Option(
-            help="Address to listen on; 127.0.0.1 if only --port is given.",
+            help="Address to listen on (default: 127.0.0.1 if --port is given).",
             envvar="LOCALGEN_HOST",
             rich_help_panel=_TCP_PANEL,
         ),
@@ -55,7 +58,7 @@ def command(
     port: Annotated[
         int | None,
         typer.Option(
-            help=f"Port to listen on; {DEFAULT_PORT} if only --host is given, 0: any.",
+            help=f"Port to listen on; 0: any (default: {DEFAULT_PORT} if --host is given).",
             envvar="LOCALGEN_PORT",
             min=0,
             max=65535,
@@ -65,34 +68,34 @@ def command(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key that lets clients in (may be repeated). Others see it in the process list: "
-            "better LOCALGEN_API_KEY, or a file.",
+            help="API key that clients must send (may be repeated). It is visible in the process "
+            "list: prefer LOCALGEN_API_KEY or --api-key-file.",
             envvar="LOCALGEN_API_KEY",
             rich_help_panel=_TCP_PANEL,
         ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="A file with keys, one a line.", rich_help_panel=_TCP_PANEL),
+        typer.Option(help="File with API keys, one per line.", rich_help_panel=_TCP_PANEL),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Web pages that may ask, as https://chat.example (may be repeated); *: all.",
+            help="Allowed CORS origin, e.g. https://chat.example; *: all (may be repeated).",
             rich_help_panel=_TCP_PANEL,
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name that clients call this server by (may be repeated).",
+            help="Additional host name to accept in the Host header (may be repeated).",
             rich_help_panel=_TCP_PANEL,
         ),
     ] = None,
     rate_limit: Annotated[
         str,
         typer.Option(
-            help="Requests, or requests,tokens, a minute for each key.",
+            help="Requests, or requests,tokens, per minute and API key; 0: no limit.",
             metavar="N[,N]",
             rich_help_panel=_LIMITS_PANEL,
         ),
@@ -100,34 +103,40 @@ def command(
     timeout: Annotated[
         float | None,
         typer.Option(
-            help="Seconds that a request may take.", min=0.001, rich_help_panel=_LIMITS_PANEL
+            help="Maximum time per request in seconds (default: no limit).",
+            min=0.001,
+            rich_help_panel=_LIMITS_PANEL,
         ),
     ] = None,
     max_body: Annotated[
         str,
         typer.Option(
-            help="Largest request, as 32M.", metavar="SIZE", rich_help_panel=_LIMITS_PANEL
+            help="Maximum size of a request body, e.g. 32M.",
+            metavar="SIZE",
+            rich_help_panel=_LIMITS_PANEL,
         ),
     ] = f"{MAX_BODY_BYTES >> 20}M",
     parallel: Annotated[
         int | None,
         typer.Option(
-            help="Most requests of a model computed at once.", min=1, rich_help_panel=_LIMITS_PANEL
+            help="Maximum number of requests computed at once per model (default: 32; cuda: 256).",
+            min=1,
+            rich_help_panel=_LIMITS_PANEL,
         ),
     ] = None,
     max_queue: Annotated[
         int | None,
         typer.Option(
-            help="Waiting requests of a model beyond which more are refused.",
+            help="Maximum number of waiting requests per model; more are rejected (default: 512).",
             min=1,
             rich_help_panel=_LIMITS_PANEL,
         ),
     ] = None,
 ) -> None:
-    """Run the server in the foreground until Ctrl+C, its log on standard error.
+    """Run the server in the foreground until Ctrl+C; the log goes to standard error.
 
-    It listens on the socket that chat and run look for (`localgen doctor` names it), and over TCP
-    if a host or a port is given. A model that is named and cannot be loaded ends it.
+    The server listens on the Unix socket that the other commands use (`localgen doctor` prints its
+    path), and over TCP if --host or --port is given. If MODEL cannot be loaded, the server exits.
     """
     from localgen.config import ServerSettings, parse_keep_alive, parse_size
     from localgen.hub.resolve import draft_for_server, name_for_server

@@ -1,8 +1,8 @@
-"""The shells whose completion asks us: what they say and what they expect.
+"""Shell completion for bash, zsh and fish.
 
-A shell sets _LOCALGEN_COMPLETE to complete_bash, complete_zsh or complete_fish, runs localgen and
-takes what it prints. Typer finds out what the cursor is on; the scripts are ours, because bash
-takes names with a colon apart and because one call has to do.
+The shell sets _LOCALGEN_COMPLETE to complete_bash, complete_zsh or complete_fish, runs localgen and
+reads its output. Typer parses the command line up to the cursor. The scripts are our own: bash
+splits names at colons, and each completion must take one call only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from localgen.cli.completion_values import complete_path
 
 PROGRAM_NAME = "localgen"
 COMPLETE_ENV_VAR = "_LOCALGEN_COMPLETE"
-# a disk that hangs shall not hang the shell
+# a slow disk must not block the shell
 _TIMEOUT_S = 2.0
 
 _BASH_SCRIPT = """\
@@ -55,7 +55,7 @@ complete --command %(prog_name)s --no-files --arguments "(%(complete_func)s)\"""
 
 
 class _BashCompletion(BashComplete):
-    """Bash begins a new word at each colon, = and behind @, and replaces only the last one."""
+    """Bash splits words at `:` and `=` and after `@`, and replaces only the last part."""
 
     source_template = _BASH_SCRIPT
     _num_prefix_chars = 0
@@ -69,14 +69,14 @@ class _BashCompletion(BashComplete):
 
     def complete(self) -> str:
         items = self.get_completions(*self.get_completion_args())
-        # what it gets nothing for, it completes as a file
+        # if there are no values, bash completes file names (complete -o default)
         return "\n".join(
             item.value[self._num_prefix_chars :] for item in items if item.type == "plain"
         )
 
 
 def _join_words(words: Sequence[str]) -> list[str]:
-    """The words as they were typed."""
+    """Join the words that bash split at `:`, `=` or `@`."""
     joined: list[str] = []
     for word in words:
         if joined and (word in (":", "=") or joined[-1].endswith((":", "=", "@"))):
@@ -94,12 +94,12 @@ class _ZshCompletion(ZshComplete):
         if not items or any(item.type != "plain" for item in items):
             return "_files"
         if all(item.value.endswith(("/", ".gguf")) for item in items):
-            return "_files -g '*.gguf'"  # it knows what to do behind a folder
+            return "_files -g '*.gguf'"  # zsh continues inside folders
         pairs = " ".join(self.format_completion(item) for item in items)
         return f"_arguments '*: :(({pairs}))'"
 
     def format_completion(self, item: Any) -> str:
-        # inside single quotes, and then once more inside double ones
+        # escaped twice: for the single quotes and for the double quotes inside them
         value = re.sub(r"[^\w./@+~-]", lambda sign: "\\\\" + sign[0], item.value, flags=re.ASCII)
         says = re.sub(r"['\"\\$`:]", " ", item.help or "")
         return f'"{value}":"{says}"' if says else f'"{value}"'
@@ -120,7 +120,7 @@ class _FishCompletion(FishComplete):
 
 
 class _NoConversion:
-    """Stands where Typer puts its conversion of a value."""
+    """Stand-in for Typer's value conversion: returns the value unchanged."""
 
     def coerce(self, value: Any, **_: Any) -> Any:
         return value
@@ -130,19 +130,20 @@ _SHELLS: dict[str, Any] = {"bash": _BashCompletion, "zsh": _ZshCompletion, "fish
 
 
 def completion_script(shell: str) -> str:
-    """What a shell is to run, so that it asks us."""
+    """The script that registers the completion in a shell."""
     found = _SHELLS[shell](None, {}, PROGRAM_NAME, COMPLETE_ENV_VAR)
     return str(found.source_template % found.source_vars())
 
 
 def run_completion(app: typer.Typer, instruction: str) -> int:
-    """Print what may stand at the cursor; gives the exit status.
+    """Print the completions at the cursor and return the exit status.
 
-    Whatever goes wrong, a shell has no use for it: then nothing is printed.
+    On any error nothing is printed, because the shell cannot show it. A timeout ends the process
+    with status 1.
     """
     signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
     signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_S)
-    # half of a value may not be one yet, and converting takes as long as all else together
+    # skip value conversion: a partial value may be invalid, and it takes half of the total time
     setattr(typer.core, "build_runtime_param", lambda _: _NoConversion())  # noqa: B010
     try:
         text = _completer(app, instruction.removeprefix("complete_")).complete()

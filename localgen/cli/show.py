@@ -17,20 +17,24 @@ if TYPE_CHECKING:
     from localgen.backends.formats.model_files import ModelFile
     from localgen.hub.reference import HubReference
 
-QuantsFlag = Annotated[bool, typer.Option("--quants", help="Which quantizations there are.")]
-TemplateFlag = Annotated[bool, typer.Option("--template", help="Its chat template, nothing else.")]
+QuantsFlag = Annotated[
+    bool, typer.Option("--quants", help="List quantizations and the memory they need.")
+]
+TemplateFlag = Annotated[bool, typer.Option("--template", help="Print only the chat template.")]
 
 
 def command(
     model: Annotated[
         str,
-        typer.Argument(help="Name or path of a model, here or not.", autocompletion=complete_model),
+        typer.Argument(
+            help="Model name or path; it need not be downloaded.", autocompletion=complete_model
+        ),
     ],
     quants: QuantsFlag = False,
     template: TemplateFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Show what a model is: size, quantization, context, template, sampling defaults, licence."""
+    """Show a model's metadata: size, quantization, context, sampling defaults, chat template."""
     from localgen.backends.terminal_text import one_line
     from localgen.cli import quant_table, tables
     from localgen.hub.aliases import load_aliases
@@ -76,7 +80,7 @@ def _local_facts(file: ModelFile) -> dict[str, Any]:
 
 def _catalog_facts(model_ref: HubReference) -> dict[str, Any]:
     entry = model_ref.entry
-    assert entry is not None, "the caller has looked"
+    assert entry is not None, "checked by the caller"
     return {
         "name": model_ref.name,
         "here": False,
@@ -105,14 +109,14 @@ def _format_value(name: str, value: Any) -> str:
 
     match value:
         case None:
-            return "not stated"
+            return "unknown"
         case bool():
             return "yes" if value else "no"
         case list():
             return ", ".join(value)
         case dict():
             pairs = [f"{key} {jsonlib.dumps(each)}" for key, each in value.items()]
-            return ", ".join(pairs) or "none of its own"
+            return ", ".join(pairs) or "none"
         case int():
             return format_size(value) if name == "size_bytes" else f"{value:,}"
     if name == "chat_template":

@@ -14,10 +14,13 @@ from localgen.cli.completion_values import complete_running_model
 def command(
     model: Annotated[
         str | None,
-        typer.Argument(help="Model to unload; all without.", autocompletion=complete_running_model),
+        typer.Argument(
+            help="Model to unload (default: stop the server).",
+            autocompletion=complete_running_model,
+        ),
     ] = None,
 ) -> None:
-    """Unload a model. Without one, stop the server and everything it runs."""
+    """Unload a model. Without MODEL, stop the server and unload all models."""
     from localgen.client import Client
 
     with closing(Client()) as client:
@@ -29,5 +32,5 @@ def command(
         elif client.unload(model):
             typer.echo(f"{model} unloaded")
         else:
-            loaded = ", ".join(running.name for running in client.running_models()) or "nothing"
-            raise ModelNotFound(f"{model} is not loaded: there is {loaded}")
+            loaded = ", ".join(running.name for running in client.running_models()) or "none"
+            raise ModelNotFound(f"{model} is not loaded; loaded models: {loaded}")

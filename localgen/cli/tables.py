@@ -1,4 +1,4 @@
-"""Rows for people and records for programs, on standard output."""
+"""Text tables and JSON on standard output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from localgen.backends.units import format_size as format_size
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Left-aligned columns with three blanks between, as `ps` and `ollama ps` print them."""
+    """Print left-aligned columns with three spaces between, in the format of `ollama ps`."""
     for line in align_columns([header, *rows]):
         typer.echo(line)
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
+    """Return the lines of a table with left-aligned columns."""
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
@@ -31,19 +31,22 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def print_json(records: Sequence[Any]) -> None:
-    """Dataclasses as one JSON array."""
+    """Print dataclasses as one JSON array."""
     typer.echo(json_text([asdict(record) for record in records], indent=2))
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """JSON for standard output; sets become lists. A terminal gets nothing that it could obey."""
+    """Encode a value as JSON for standard output; sets become sorted lists.
+
+    On a terminal, control characters are escaped.
+    """
     if not sys.stdout.isatty():
         return json.dumps(value, default=sorted, ensure_ascii=False, indent=indent)
     return json.dumps(value, default=sorted, indent=indent).replace("\x7f", "\\u007f")
 
 
 def format_expiry(until_s: float | None, active_requests: int) -> str:
-    """When an idle model leaves. until_s: seconds from now; None: never."""
+    """Time until an idle model is unloaded. until_s: seconds from now, or None for never."""
     if active_requests:
         return f"busy ({active_requests})"
     if until_s is None:

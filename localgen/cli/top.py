@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
-    """Watch what the server does: speed, latency, memory, requests. Starts and loads nothing."""
+    """Monitor the server: speed, latency, memory, requests. Does not start the server."""
     there = _endpoint_from_options(url, api_key_env)
     # Textual draws on stderr
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise InvalidRequest("top needs a terminal: localgen ps lists models without one")
-    gc.disable()  # what is imported stays: BaseApp collects again once it is painted
+    gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
     from localgen.config import ServerSettings
     from localgen.tui.base_app import BaseApp
     from localgen.tui.themes import ThemeChoice
@@ -39,14 +39,17 @@ def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
 
 
 def _endpoint_from_options(url: str | None, api_key_env: str | None) -> Endpoint | None:
-    """The server that is meant; None: ours. InvalidRequest: it is none. BadSetting: no key."""
+    """Return the endpoint of --url, or None for the local server.
+
+    Raises InvalidRequest if the URL or name is invalid, BadSetting if the API key is not set.
+    """
     if url is None:
         if api_key_env is not None:
-            raise InvalidRequest("--api-key-env is for another server: give --url as well")
+            raise InvalidRequest("--api-key-env is for a remote server: give --url as well")
         return None
     from localgen.client.endpoints import resolve_endpoint, validate_env_var_name
 
     found = resolve_endpoint(url)
     found = replace(found, key_env=validate_env_var_name(api_key_env)) if api_key_env else found
-    found.api_key()  # said now, not on the screen
+    found.api_key()  # report a missing key before the screen opens
     return found

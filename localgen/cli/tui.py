@@ -29,20 +29,20 @@ def command(
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
 ) -> None:
-    """Talk in several sessions side by side. The options are those of new sessions."""
+    """Chat full-screen in several sessions. The options apply to new sessions."""
     there = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, there)
     model, sentence = split_model_and_prompt(model, None, there.model if there else None)
     if sentence is not None:
-        raise InvalidRequest("tui takes a model, not a prompt: localgen run answers one prompt")
+        raise InvalidRequest("tui takes a model, not a prompt: use localgen run for one prompt")
     # the screen is drawn on stderr
     if not all(
         stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
     ):
-        raise InvalidRequest("tui needs a terminal: localgen run answers prompts without one")
+        raise InvalidRequest("tui needs a terminal: use localgen run without one")
     if there is not None:
-        there.api_key()  # said now, not on the screen
-    gc.disable()  # what is imported stays: BaseApp collects again once it is painted
+        there.api_key()  # report a missing key before the screen opens
+    gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
     from localgen.chat.database import WriterLock
     from localgen.chat.session_store import SessionStore
     from localgen.config import ServerSettings
