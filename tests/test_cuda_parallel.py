@@ -217,5 +217,5 @@ def test_memory_that_runs_out_in_a_step_names_the_rank(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(rank_model.executor, "run", full)
-    with pytest.raises(OutOfMemory, match="memory ran out on cpu in a step of rank 1: load with"):
+    with pytest.raises(OutOfMemory, match="out of memory on cpu in a step of rank 1: load with"):
         step_logits(rank_model, [1])  # type: ignore[arg-type]

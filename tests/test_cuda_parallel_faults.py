@@ -76,7 +76,7 @@ def test_a_follower_that_is_killed_in_a_step(client: Client) -> None:
     rank = follower(client)
     os.kill(rank.pid, signal.SIGKILL)
     killed_s = time.monotonic()
-    with pytest.raises(Exception, match=rf"rank 1 \(process {rank.pid}\) was ended by signal 9"):
+    with pytest.raises(Exception, match=rf"rank 1 \(process {rank.pid}\) was killed by signal 9"):
         list(stream)
     assert time.monotonic() - killed_s < 5
     assert_works(client)

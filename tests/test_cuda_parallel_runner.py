@@ -108,7 +108,7 @@ def test_sampled_text_is_that_of_one_rank(bench: ParallelBench) -> None:
 def test_info_says_how_it_is_divided(bench: ParallelBench) -> None:
     info, one = bench.model.info, loaded(kv_tokens=4096).info
     assert (info.options.tp, one.options.tp) == (2, 1)
-    assert "each layer is divided among 2 processes (--tp)" in info.notes
+    assert "each layer is split across 2 processes (--tp)" in info.notes
     assert info.kv_bytes == one.kv_bytes
     assert one.size_bytes < info.size_bytes < 1.01 * one.size_bytes
 

@@ -1,1 +1,1 @@
-"""Tensor parallelism: rank 0, its worker processes, and the part of a model on each rank."""
+"""Tensor parallelism: rank 0, its worker processes, and the model shard of each rank."""

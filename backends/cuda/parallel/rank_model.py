@@ -1,4 +1,4 @@
-"""One rank's part of a model: its weights, its pages, its part of every step."""
+"""The model shard of one rank: weights, KV cache and step execution; messages between ranks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from localgen.backends.formats.architecture.sharding import ModelShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BroadcastTokens:
-    """A TokenSource for all group: what the device of rank 0 knows. source: where it gets them."""
+    """A TokenSource that broadcasts rank 0's tokens to all ranks. source: set on rank 0 only."""
 
     group: TensorParallelGroup
     source: PreviousStepTokens | None = None
 
     def fill(self, tokens: Tensor) -> None:
-        """As TokenSource.fill; every rank calls it."""
+        """See TokenSource.fill. A collective: every rank must call it."""
         if self.source is not None:
             self.source.fill(tokens)
         self.group.broadcast_tokens(tokens)
 
 
 class RankModel:
-    """Weights at first; pages and steps once there is room for them."""
+    """The model shard of one rank. Runs steps once `allocate_cache` has succeeded."""
 
     def __init__(
         self, source: ModelSource, options: CudaOptions, dtype: torch.dtype, shard: ModelShard
     ) -> None:
-        """Read the weights. LoadFailed, OutOfMemory."""
+        """Load the weights. Raises LoadFailed or OutOfMemory."""
         self.shard, self.group = shard, TensorParallelGroup(shard)
         self.device = _rank_device(shard, options)
         self._options, self._dtype = options, dtype
@@ -57,24 +57,25 @@ class RankModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights."""
+        """Size of this rank's weights."""
         return self._weights.num_bytes
 
     @property
     def sizing_spec(self) -> ModelSpec:
-        """The model by which memory is measured: logits are whole on every rank."""
+        """The spec for memory estimates: the shard's, but with logits of the full vocabulary."""
         return replace(self.shard.local_spec, vocab_size=self.shard.spec.vocab_size)
 
     @property
     def executor(self) -> DeviceExecutor:
-        """Its part of each step; only once there is room."""
+        """Runs this rank's part of steps. Requires a successful `allocate_cache`."""
         assert self._executor is not None
         return self._executor
 
     def run(self, inputs: StepInputs, token_source: BroadcastTokens | None) -> Tensor:
-        """Its part of a step: logits of all tokens. token_source: those that are not in the inputs.
+        """Run this rank's part of a step; return logits of the full vocabulary.
 
-        OutOfMemory: the other ranks are in the midst of the step, so that none can go on.
+        token_source: fills in tokens that are not in the inputs. Raises OutOfMemory, which is fatal
+        for all ranks: the others are in the middle of the step.
         """
         try:
             return self.executor.run(inputs, token_source)
@@ -82,8 +83,10 @@ class RankModel:
             raise self._out_of_memory() from None
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
-        """Its part of StepExecutor.hidden_states, whose result is the same on every rank.
-        OutOfMemory."""
+        """Run this rank's part of StepExecutor.hidden_states; every rank gets the full result.
+
+        Raises OutOfMemory.
+        """
         try:
             return self.executor.hidden_states(inputs)
         except torch.OutOfMemoryError:
@@ -91,18 +94,21 @@ class RankModel:
 
     def _out_of_memory(self) -> OutOfMemory:
         return OutOfMemory(
-            f"memory ran out on {self.device} in a step of rank {self.shard.rank}: "
+            f"out of memory on {self.device} in a step of rank {self.shard.rank}: "
             "load with a smaller --batch-size, --parallel or --kv-tokens"
         )
 
     def free_bytes(self, limit_bytes: int | None = None) -> int:
-        """Memory for its pages, beside what a step needs. limit_bytes: for all ranks on a CPU."""
+        """Return the memory available for KV pages, after reserving the work memory of a step.
+
+        limit_bytes: memory limit of the model on a CPU, shared by all ranks.
+        """
         sharers = self.shard.tp_size if self.device.type == "cpu" else 1
         work = sizing.step_work_bytes(self.sizing_spec, self._options, self._dtype)
         return sizing.device_free_bytes(self.device, limit_bytes) // sharers - work
 
     def allocate_cache(self, num_pages: int, max_len: int) -> bool:
-        """Make room, in place of what there was; False: there is not so much."""
+        """Allocate the KV cache, replacing any previous one. Returns False if it does not fit."""
         self._executor = None
         try:
             cache = KVCache.zeros(
@@ -114,19 +120,18 @@ class RankModel:
         except torch.OutOfMemoryError:
             return False
         decoder = Decoder(self.shard.local_spec, self._weights, max_len, self.group)
-        # collectives have not been tried in graphs
+        # collectives are untested in CUDA graphs
         graphs = self.device.type == "cuda" and self.shard.tp_size == 1
         self._executor = DeviceExecutor(decoder, cache, use_cuda_graphs=graphs)
         return True
 
 
-# What rank 0 says to the others, in this order, and what each of them answers.
+# Messages from rank 0 to the workers, in this order, and their replies.
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Read the weights of this rank; answered by WeightsLoaded. store_port: where the ranks
-    meet."""
+    """Load the weights of a rank. Reply: WeightsLoaded. store_port: port of rank 0's TCPStore."""
 
     path: Path
     options: CudaOptions
@@ -137,28 +142,29 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLoaded:
-    """The weights are there."""
+    """Reply to LoadWeights."""
 
     weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """Meet the others; answered by GroupJoined."""
+    """Join the process group. Reply: GroupJoined."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupJoined:
-    """free_bytes: as RankModel.free_bytes, once what the ranks tell each other has its memory
-    too."""
+    """Reply to JoinGroup.
+
+    free_bytes: RankModel.free_bytes, after the process group has allocated its buffers.
+    """
 
     free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AllocateCache:
-    """As RankModel.allocate_cache, answered by CacheAllocated; asked again where it did not fit
-    everywhere."""
+    """Call RankModel.allocate_cache. Reply: CacheAllocated. Sent again if a rank lacks memory."""
 
     num_pages: int
     max_len: int
@@ -166,14 +172,14 @@ class AllocateCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheAllocated:
-    """Whether there is room."""
+    """Reply to AllocateCache. fits: the allocation succeeded."""
 
     fits: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunStep:
-    """A step; not answered. broadcasts_tokens: only the device of rank 0 knows the tokens."""
+    """Run a step; no reply. broadcasts_tokens: rank 0 broadcasts the input tokens."""
 
     inputs: StepInputs
     broadcasts_tokens: bool
@@ -181,32 +187,32 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputeHiddenStates:
-    """As RankModel.hidden_states; not answered."""
+    """Call RankModel.hidden_states; no reply."""
 
     inputs: StepInputs
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPages:
-    """As DeviceExecutor.copy_pages; not answered."""
+    """Call DeviceExecutor.copy_pages; no reply."""
 
     pairs: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ShutdownWorker:
-    """The end; not answered."""
+    """Exit; no reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerError:
-    """In place of any answer, or unasked: this rank cannot go on. code as in LocalgenError."""
+    """A worker failed and exits; sent at any time. code, message: as in LocalgenError."""
 
     code: str
     message: str
 
 
 def _rank_device(shard: ModelShard, options: CudaOptions) -> torch.device:
-    if shard.tp_size == 1 or options.device == "cpu":  # which all ranks share
+    if shard.tp_size == 1 or options.device == "cpu":  # all ranks share the CPU
         return torch.device(options.device)
     return torch.device("cuda", shard.rank)

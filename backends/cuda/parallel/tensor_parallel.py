@@ -1,7 +1,7 @@
-"""A model that several ranks compute, each its part of every layer: rank 0 of them.
+"""Tensor parallelism on rank 0: loads a model across ranks and runs its steps.
 
-This process has the scheduler, the sampler and the books of the cache. The others are told each
-step, and that pages are copied; pages have the same numbers everywhere.
+This process holds the scheduler, the sampler and the page tables. It sends every step and page copy
+to the workers; pages have the same numbers on all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from localgen.backends.runner.interface import StepFailed
 
 
 class TensorParallelExecutor:
-    """Steps of all ranks together. StepFailed: one of them is lost, or could not compute."""
+    """A StepExecutor over all ranks. Raises StepFailed if a rank is lost or fails."""
 
     def __init__(self, rank_model: RankModel, workers: WorkerGroup) -> None:
         self.device = rank_model.device
@@ -49,7 +49,7 @@ class TensorParallelExecutor:
         self._rank_model = rank_model
 
     def run(self, inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
-        """As StepExecutor.run."""
+        """See StepExecutor.run."""
         tokens = (
             None if token_source is None else BroadcastTokens(self._rank_model.group, token_source)
         )
@@ -58,7 +58,7 @@ class TensorParallelExecutor:
             return self._rank_model.run(inputs, tokens)
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
-        """As StepExecutor.hidden_states."""
+        """See StepExecutor.hidden_states."""
         with self._raise_step_failed():
             self.workers.broadcast(ComputeHiddenStates(inputs))
             return self._rank_model.hidden_states(inputs)
@@ -70,11 +70,11 @@ class TensorParallelExecutor:
         except LocalgenError as error:
             raise StepFailed(error.message) from error
         except RuntimeError as error:
-            # of a collective, most likely: a rank has died in the midst of it
+            # most likely from a collective: a rank died during it
             raise StepFailed(self.workers.failure_cause(error).message) from error
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """As StepExecutor.copy_pages."""
+        """See StepExecutor.copy_pages."""
         if not pairs:
             return
         try:
@@ -84,7 +84,7 @@ class TensorParallelExecutor:
         self._rank_model.executor.copy_pages(pairs)
 
     def close(self) -> None:
-        """As StepExecutor.close."""
+        """See StepExecutor.close."""
         self.workers.shut_down(ShutdownWorker())
         process_group.destroy_process_group()
         self.workers.close()
@@ -98,10 +98,10 @@ def load_tensor_parallel(
     limit_bytes: int | None,
     on_progress: Callable[[float], None],
 ) -> tuple[TensorParallelExecutor, KVSize, int]:
-    """The steps, how large the pool is, and the bytes of all weights.
+    """Load the model on all ranks; return the executor, the KV cache size and the weight bytes.
 
-    limit_bytes: what there is for this model on a CPU. LocalgenError: of whichever rank; none is
-    left.
+    limit_bytes: memory limit of the model on a CPU. Raises the LocalgenError of the rank that
+    failed, after all workers are stopped.
     """
     ensure_divisible(source.spec, options.tp)
     try:
@@ -151,12 +151,12 @@ def _load_on_ranks(
 
 
 def tensor_parallel_notes(options: CudaOptions) -> tuple[str, ...]:
-    """What a user should know of how a model is divided."""
+    """Return user-visible notes on how the model is split; empty without tensor parallelism."""
     if options.tp == 1:
         return ()
     if options.device == "cpu":
-        return (f"each layer is divided among {options.tp} processes (--tp)",)
-    return (f"each layer is divided among {options.tp} GPUs (--tp), without CUDA graphs",)
+        return (f"each layer is split across {options.tp} processes (--tp)",)
+    return (f"each layer is split across {options.tp} GPUs (--tp), without CUDA graphs",)
 
 
 def _allocate_on_ranks(size: KVSize, rank_model: RankModel, workers: WorkerGroup) -> bool:

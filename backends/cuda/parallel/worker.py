@@ -1,7 +1,7 @@
-"""`python -m localgen.backends.cuda.parallel.worker FD`: a rank of a model that is not the first.
+"""Worker process of a tensor-parallel rank: `python -m localgen.backends.cuda.parallel.worker FD`.
 
-It does what rank 0 says over the socket FD. Its standard input is a pipe that nobody writes to: it
-closes when rank 0 is gone, however that came, and this process goes with it.
+It executes the messages of rank 0 from the socket FD. Its standard input is a pipe that is never
+written to: it closes when rank 0 exits or crashes, and then this process exits too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from localgen.backends.formats.architecture.sharding import ModelShard
 
 
 def main(fd: int) -> int:
-    """Serve until told to leave; the exit status."""
-    # Ctrl+C is for rank 0
+    """Serve until ShutdownWorker; return the exit status."""
+    # rank 0 handles Ctrl+C
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     orders: Connection[object, object] = Connection(fd)
@@ -50,7 +50,7 @@ def main(fd: int) -> int:
         return 1
     except LocalgenError as error:
         trouble = WorkerError(error.code, error.message)
-    except Exception as error:  # whatever our bug, rank 0 must not wait for this step
+    except Exception as error:  # on any bug here, rank 0 must not wait for this step
         trouble = WorkerError("internal_error", f"{type(error).__name__}: {error}")
     else:
         return 0
@@ -60,11 +60,11 @@ def main(fd: int) -> int:
 
 
 def serve(connection: Connection[object, object], request: LoadWeights) -> None:
-    """Compute one model until ShutdownWorker. EOFError: rank 0 is gone."""
+    """Load one model and run its steps until ShutdownWorker. Raises EOFError if rank 0 is gone."""
     source = open_model_source(request.path)
     shard = ModelShard(source.spec, request.rank, request.options.tp)
     rank_model = RankModel(source, request.options, request.dtype, shard)
-    if rank_model.device.type == "cpu":  # its cores are for all ranks
+    if rank_model.device.type == "cpu":  # all ranks share the cores
         torch.set_num_threads(max(1, torch.get_num_threads() // shard.tp_size))
     connection.send(WeightsLoaded(rank_model.weight_bytes))
     while True:
@@ -99,5 +99,5 @@ def _exit_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    # without taking down what waits for ranks that may be gone
+    # skip the interpreter's teardown: it may wait for ranks that are gone
     os._exit(main(int(sys.argv[1])))

@@ -1,7 +1,7 @@
-"""The processes of the ranks beside the first, as rank 0 sees them.
+"""Rank 0's side of the worker processes: start, messages, failure detection, shutdown.
 
-Orders go over a socket to each, not through collectives: a rank that waits for its next step in a
-collective keeps a GPU busy and runs into timeouts, and a socket tells at once that it has died.
+Messages go over one socket per worker, not through collectives: a rank that waits for its next step
+in a collective keeps its GPU busy and runs into timeouts, and a socket reports its death at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from localgen.backends.errors import EngineDied, LocalgenError, error_from_code
 _WORKER_MODULE = "localgen.backends.cuda.parallel.worker"
 _Reply = TypeVar("_Reply")
 
-# a rank that was told to leave does so within this time, or is killed
+# workers that do not exit within this time of ShutdownWorker are killed
 _SHUTDOWN_TIMEOUT_S = 3.0
-# a rank that closed its socket has ended, or will in a moment
+# a worker that closed its socket has exited or is about to
 _EXIT_STATUS_TIMEOUT_S = 1.0
-# the thread that computes learns of a loss by itself, unless it idles, or waits for a GPU that
-# waits for the lost one
+# the engine thread notices a lost worker itself, unless it is idle or waits for a GPU that in turn
+# waits for the lost rank
 _NOTICE_TIMEOUT_S = 0.5
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _WorkerProcess:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.PIPE,  # closes with this process, whatever ends it
+                stdin=subprocess.PIPE,  # closes when this process ends, even on a crash
                 env=_worker_environment(),
             )
         return cls(rank, process, ours)
@@ -61,17 +61,17 @@ class _WorkerProcess:
         return f"rank {self.rank} (process {self.process.pid})"
 
     def exit_message(self) -> str:
-        """How it ended, in words; waits a moment for that."""
+        """Describe how the process ended, for an error message. Waits briefly for its status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self.process.wait(_EXIT_STATUS_TIMEOUT_S)
             how = f"ended with status {status}"
             if status < 0:
-                how = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+                how = f"was killed by signal {-status} ({signal.strsignal(-status)})"
             return f"{self.name} {how}"
         return f"{self.name} closed its socket"
 
     def close(self, timeout_s: float) -> None:
-        """Wait for it to leave; end it if it does not."""
+        """Wait for the process to exit; kill it after timeout_s."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -82,10 +82,9 @@ class _WorkerProcess:
 
 
 class WorkerGroup:
-    """Starts ranks 1 and up. A rank that is lost is an error of whatever is asked next.
+    """The worker processes of ranks 1 and up; the next call raises if a worker is lost.
 
-    Once `exit_on_worker_loss` is called, losing one ends this process within a second, should
-    nobody ask.
+    After `exit_on_worker_loss`, this process exits within a second of a loss if no call is made.
     """
 
     def __init__(self, tp_size: int) -> None:
@@ -98,11 +97,11 @@ class WorkerGroup:
         self._listener.start()
 
     def exit_on_worker_loss(self) -> None:
-        """From now on this process cannot go on without them."""
+        """From now on, exit this process if a worker is lost and no call reports it."""
         self._exits_on_loss = True
 
     def send_each(self, message_for_rank: Callable[[int], object]) -> None:
-        """Send each what `message_for_rank` says for its rank."""
+        """Send `message_for_rank(rank)` to each worker. Raises LocalgenError if one is lost."""
         try:
             for worker in self._workers:
                 worker.connection.send(message_for_rank(worker.rank))
@@ -110,7 +109,7 @@ class WorkerGroup:
             raise self.failure_cause(error) from None
 
     def broadcast(self, message: object) -> None:
-        """Send all of them the same."""
+        """Send the same message to all workers. Raises LocalgenError if one is lost."""
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
             for worker in self._workers:
@@ -119,7 +118,7 @@ class WorkerGroup:
             raise self.failure_cause(error) from None
 
     def gather_replies(self, reply_type: type[_Reply]) -> list[_Reply]:
-        """What they answer, one each, in any order. LocalgenError: one cannot, or is lost."""
+        """Wait for one reply per worker, in any order. Raises LocalgenError if one fails."""
         found: list[_Reply] = []
         while len(found) < len(self._workers):
             reply = self._replies.get()
@@ -131,19 +130,19 @@ class WorkerGroup:
         return found
 
     def failure_cause(self, error: Exception) -> LocalgenError:
-        """Why something failed that needs all ranks: a rank is lost, if so; else the error."""
+        """Return the cause of a failed collective or send: a lost worker if any, else `error`."""
         self._failure_noticed.set()
         self._failure_found.wait(_EXIT_STATUS_TIMEOUT_S)
         return self._failure or EngineDied(f"rank 0: {str(error).splitlines()[0]}")
 
     def shut_down(self, message: object) -> None:
-        """Tell them to leave; the last thing they are told."""
+        """Send the last message, `message`, after which the workers exit."""
         self._closing = True
         with contextlib.suppress(LocalgenError):
             self.broadcast(message)
 
     def close(self) -> None:
-        """End all of them; those that were not dismissed at once."""
+        """Stop all workers; without a prior `shut_down` they are killed at once."""
         patience_s = _SHUTDOWN_TIMEOUT_S if self._closing else 0.0
         self._closing = True
         for worker in self._workers:
@@ -181,7 +180,7 @@ class WorkerGroup:
 
 
 def _worker_environment() -> dict[str, str]:
-    """This environment, and localgen importable from where it was imported here."""
+    """Return this environment with PYTHONPATH extended, so that workers import this localgen."""
     root = str(Path(localgen.__file__).parent.parent)
     known = os.environ.get("PYTHONPATH")
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, known] if known else [root])}

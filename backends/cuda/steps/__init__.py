@@ -1,1 +1,1 @@
-"""A step on the device: CUDA graphs, run-ahead, sampling, log probabilities."""
+"""Step execution on the device: CUDA graphs, run-ahead, sampling, logprobs."""

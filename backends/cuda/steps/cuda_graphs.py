@@ -1,8 +1,8 @@
-"""Steps of the decoder, replayed from CUDA graphs where one fits.
+"""Executes decoder steps, replaying CUDA graphs where one fits.
 
-A graph bakes in every number that the host passes to a kernel. Decoding steps are therefore padded
-to a few shapes: sequences to a bucket, lengths to a power of two. A shape is captured when it comes
-back, not before: nothing is computed ahead of the first answer.
+A graph bakes in every number that the host passes to a kernel, so decode steps are padded to a few
+shapes: the number of sequences to a bucket, the length to a power of two. A shape is captured the
+second time it occurs, so the first answer does not wait for captures.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from localgen.backends.cuda.model.batch import (
 )
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 
-# sequences of a captured step
+# batch sizes (sequences) that are captured
 CAPTURE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 MIN_GRAPH_LEN = 1024
-# a shape is captured when it comes up for the second time
+# a shape runs eagerly this many times before it is captured
 _EAGER_RUNS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What is baked into a graph: sequences, and the longest length they may have."""
+    """Shape of a graph: number of sequences, and maximum sequence length."""
 
     num_seqs: int
     max_len: int
@@ -42,9 +42,10 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True)
 class _GraphBuffers:
-    """Memory that all graphs read and write, for no two run at once.
+    """Buffers shared by all graphs, which never run concurrently.
 
-    inputs: uint8, a packed copy. logits: float32 [sequences, vocab]. pool: all in between.
+    inputs: uint8, packed step inputs. logits: float32 [sequences, vocab]. pool: CUDA graph memory
+    pool of the intermediate tensors.
     """
 
     inputs: Tensor
@@ -53,31 +54,33 @@ class _GraphBuffers:
 
 
 class TokenSource(Protocol):
-    """Where tokens come from that the host does not know."""
+    """Source of input tokens that are not known to the host."""
 
     def fill(self, tokens: Tensor) -> None:
-        """Put them where they belong. tokens: int64, [rows] and what they are padded to."""
+        """Write the tokens into a step's input. tokens: int64 [rows, including padding]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreviousStepTokens:
-    """Tokens of the step before, on the device: row i continues `tokens[sources[i]]`.
+    """Tokens sampled in the previous step, on the device: row i takes `tokens[source_rows[i]]`.
 
-    tokens: int64 [sampled]. source_rows: int64 [rows], on the device.
+    tokens: int64 [sampled]. source_rows: int64 [rows].
     """
 
     tokens: Tensor
     source_rows: Tensor
 
     def fill(self, tokens: Tensor) -> None:
-        """As TokenSource.fill."""
+        """See TokenSource.fill."""
         tokens[: len(self.source_rows)] = self.tokens[self.source_rows]
 
 
 class DeviceExecutor:
-    """Computes the steps of a decoder over its cache. use_cuda_graphs: whether shapes are padded,
-    and captured where there is a GPU."""
+    """Runs the steps of a decoder on one device.
+
+    use_cuda_graphs: pad decode steps to graph shapes and, on a GPU, capture and replay them.
+    """
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, use_cuda_graphs: bool) -> None:
         self.decoder, self.cache = decoder, cache
@@ -88,9 +91,10 @@ class DeviceExecutor:
         self._buffers: _GraphBuffers | None = None
 
     def run(self, inputs: StepInputs, token_source: TokenSource | None = None) -> Tensor:
-        """Logits of the outputs, float32 [outputs, vocab], valid until the next step.
+        """Return the logits of the output rows, float32 [outputs, vocab].
 
-        token_source: tokens that only the device knows, to be filled in.
+        They are valid until the next step. token_source: fills in input tokens that are not known
+        to the host.
         """
         shape = graph_shape(inputs) if self._use_cuda_graphs else None
         if shape is None:
@@ -131,11 +135,11 @@ class DeviceExecutor:
         )
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
-        """As StepExecutor.hidden_states."""
+        """See StepExecutor.hidden_states."""
         return self.decoder.hidden_states(inputs_to_device(inputs, self.device), self.cache)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages of the cache, (source, target) each."""
+        """Copy whole pages of the KV cache. pairs: (source, target) page numbers."""
         self.cache.copy_pages(pairs)
 
     def _run_eager(self, batch: StepBatch, token_source: TokenSource | None) -> Tensor:
@@ -144,14 +148,18 @@ class DeviceExecutor:
         return self.decoder.forward(batch, self.cache)
 
     def close(self) -> None:
-        """Give up graphs and cache."""
+        """Free the graphs and the KV cache."""
         self._graphs.clear()
         self._buffers = None
         self.cache.layers.clear()
 
 
 def graph_shape(inputs: StepInputs) -> GraphShape | None:
-    """The shape that a step is padded to; None: it is no step of single tokens, or too wide."""
+    """Return the shape to pad a step to, or None if it needs eager execution.
+
+    Eager: a sequence has several rows or no output, or there are more sequences than
+    CAPTURE_SIZES[-1].
+    """
     sequences = len(inputs.seq_lens)
     if (
         inputs.max_query_len > 1
@@ -169,7 +177,7 @@ def _padded_len(length: int) -> int:
 
 
 def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
-    """The same step with sequences of no tokens behind it, which store nothing."""
+    """Pad a decode step to a shape with empty sequences, which store nothing in the KV cache."""
     missing = shape.num_seqs - len(inputs.seq_lens)
     width = pages_for(shape.max_len)
     tables = np.zeros((shape.num_seqs, width), np.int32)

@@ -1,4 +1,4 @@
-"""Log probabilities that the requests of a step ask for, and nothing else of its logits."""
+"""Logprobs of the sampled tokens, computed only for the requests that want them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from localgen.backends.types import PositionLogprobs, TokenLogprob
 def top_logprobs(
     logits: Tensor, sampled_tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Under the model itself: of each row's chosen token, and of its n best ones, best first.
+    """Return the logprobs of the sampled tokens and of the n most likely tokens, best first.
 
-    logits: float [rows, vocab]. sampled_tokens: int64 [rows]. num_top: if beyond the vocabulary,
-    all of it. Gives log probabilities [rows], tokens int64 [rows, n] and their log probabilities
-    [rows, n], float32, or float64 for logits in float64. In torch: none of it waits for the device.
+    logits: float [rows, vocab], before any sampler. sampled_tokens: int64 [rows]. num_top: n,
+    capped at the vocabulary size. Returns logprobs [rows], token ids int64 [rows, n] and their
+    logprobs [rows, n]; float32, or float64 if logits are. Does not synchronize with the device.
     """
     exact = upcast(logits)
     total = exact.logsumexp(-1, keepdim=True)
@@ -31,24 +31,27 @@ def top_logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """Under the model itself, before any sampler.
+    """Logprobs of a step, from the model's logits before any sampler.
 
-    top_counts: how many best tokens are wanted, by the row of the step. values: float64, a line for
-    each of these rows: the chosen token's log probability, the n best tokens, and theirs. n: the
-    largest count.
+    top_counts: number of top tokens wanted, by row of the step. values: float64 [rows in
+    top_counts, 1 + 2 n], the sampled token's logprob, the n top token ids and their logprobs; n is
+    the largest count.
     """
 
     top_counts: dict[int, int]
     values: Tensor
 
     def transferred(self, copy: Callable[[Tensor], Tensor]) -> StepLogprobs:
-        """The same with the numbers elsewhere."""
+        """Return these logprobs with `values` replaced by `copy(values)`."""
         return replace(self, values=copy(self.values))
 
     def for_row(
         self, row: int, token: int, token_text: Callable[[int], str]
     ) -> PositionLogprobs | None:
-        """Those of a row and the token chosen there, if they are wanted. numbers: on the host."""
+        """Return the logprobs of a row, or None if its request wants none.
+
+        token: the token sampled in the row. `values` must be on the host.
+        """
         if row not in self.top_counts:
             return None
 
@@ -66,10 +69,10 @@ class StepLogprobs:
 def step_logprobs(
     chunks: Sequence[Chunk], logits: Tensor, tokens: Tensor, first_row: int
 ) -> StepLogprobs | None:
-    """What the requests of these chunks want, without waiting for the device; None: nothing.
+    """Compute the logprobs that these chunks' requests want, or None if they want none.
 
-    logits: float32 [sampled, vocab]. tokens: int64 [sampled]. first_row: the step's row of the
-    first.
+    Does not synchronize with the device. logits: float32 [sampled, vocab]. tokens: int64 [sampled].
+    first_row: row of the step that the first of them belongs to.
     """
     counts: dict[int, int] = {}
     row = 0
@@ -84,6 +87,6 @@ def step_logprobs(
         rows = torch.tensor(list(counts)).to(logits.device, non_blocking=True)
         logits, tokens = logits[rows], tokens[rows]
     own, best, values = top_logprobs(logits, tokens, max(counts.values()))
-    # a double holds every token exactly: one copy for all three
+    # float64 represents every token id exactly: one tensor, one copy to the host
     numbers = torch.cat([own[:, None].double(), best.double(), values.double()], -1)
     return StepLogprobs({first_row + row: count for row, count in counts.items()}, numbers)

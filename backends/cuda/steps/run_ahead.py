@@ -1,10 +1,11 @@
-"""The next step of sequences that decode, launched before anyone asked for it.
+"""Run-ahead: launch the next decode step before the scheduler requests it.
 
-When a step of single tokens is on its way, what comes next is nearly certain: each sequence goes on
-with the token just sampled, which is on the device already. Launching that at once keeps the GPU
-busy while the host reads results and plans. If the plan agrees, its step is half done; if a
-sequence has ended, its row is ignored. What the row wrote lies behind all that counts of the
-sequence, and later steps come after it on the device, whoever owns the page by then.
+While a decode step is in flight, the next one is nearly certain: each sequence continues with the
+token just sampled, which is already on the device. Launching it at once keeps the GPU busy while
+the host reads results and schedules. If the scheduler requests the same step, it is already
+running; if a sequence has ended, its row is ignored. The KV that such a row wrote lies beyond the
+valid tokens of the sequence, and later steps run after it on the device, so reusing its page is
+safe.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from localgen.backends.runner.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class RunAheadStep:
-    """A step launched ahead. positions: the position each sequence is computed at, by its row.
+    """A step launched ahead.
 
-    tokens: int64 [rows], what was sampled. probs_by_row: what from, of rows that show it.
+    tokens: int64 [rows], sampled tokens. positions: the position computed for each sequence, in row
+    order. probs_by_row: probabilities the token was sampled from, for rows that return them.
     """
 
     tokens: Tensor
@@ -37,30 +39,33 @@ class RunAheadStep:
         self.rows = {seq: row for row, seq in enumerate(self.positions)}
 
     def covers(self, chunk: Chunk) -> bool:
-        """Whether it computes this chunk."""
+        """True if this step computes the chunk."""
         return is_decoding(chunk) and self.positions.get(chunk.seq) == chunk.start
 
     def invalidate(self, seq: Sequence) -> None:
-        """The room of this sequence changes: what was computed for it is void."""
+        """Discard the result for a sequence, because its pages are about to change."""
         self.positions.pop(seq, None)
 
 
 def is_decoding(chunk: Chunk) -> bool:
-    """Whether a chunk is one token that another follows."""
+    """True if the chunk is one token and the next token is sampled after it."""
     return len(chunk) == 1 and chunk.is_sampled
 
 
 def can_run_ahead(chunk: Chunk) -> bool:
-    """Whether what follows this chunk can be computed by who does not know its token."""
+    """True if the token after this chunk can be sampled before the host knows the chunk's result.
+
+    False with penalties, logprobs or a grammar.
+    """
     params, matcher = chunk.seq.params, chunk.seq.matcher
     unseen = not uses_penalties(params) and params.logprobs is None and matcher is None
     return is_decoding(chunk) and unseen
 
 
 def next_step_inputs(chunks: list[Chunk], page_tables: list[Int32Array]) -> StepInputs:
-    """The step after these chunks of one token each. page_tables: pages of each, with room for it.
+    """Build the step after these one-token chunks; its tokens are placeholders.
 
-    Its tokens are not known to the host.
+    page_tables: pages of each chunk's sequence, including room for the new token.
     """
     positions = np.array([chunk.start + 1 for chunk in chunks], np.int32)
     width = max(map(len, page_tables))

@@ -1,7 +1,8 @@
-"""What requests ask of sampling, as tensors beside the logits: a copy a step, a second for edits.
+"""Samples a step: copies sampling parameters to the device and runs the sampling kernels.
 
-What the settings mean, and in what order, is in kernels/sampling/sample.py: llama.cpp's order, so
-that the same settings mean the same on both backends. Same seed, same text, whatever else is in the
+Two host-to-device copies per step: parameters, and logit edits (penalties, biases, banned tokens).
+kernels/sampling/sample.py documents the samplers and their order, which is llama.cpp's, so that
+parameters mean the same on both backends. The result of a seed does not depend on the rest of the
 batch.
 """
 
@@ -33,7 +34,7 @@ from localgen.backends.cuda.kernels.sampling.sample import (
 )
 from localgen.backends.sampling_params import SamplingParams
 
-# settings that this sampler does not have; asking for them is an error
+# parameters not supported by this sampler; requests that set them are rejected
 UNSUPPORTED_PARAMS = frozenset(
     {
         "typical_p",
@@ -47,11 +48,11 @@ UNSUPPORTED_PARAMS = frozenset(
 )
 _MIN_TEMPERATURE = 1e-6
 _MAX_TOP_K = 2**31 - 1
-# the float columns, as SamplingParams calls them
+# the float32 rows of the packed parameters, as named in SamplingParams
 _FLOAT_PARAMS = attrgetter(
     "temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"
 )
-# every block of a packed copy begins at a multiple of so many bytes
+# byte alignment of each block in a packed copy
 _BLOCK_ALIGNMENT = 16
 
 HostArray = NDArray[Any]
@@ -59,11 +60,11 @@ HostArray = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """A position to sample. history: all tokens before it. banned_tokens: tokens that may not be
-    drawn.
+    """A position to sample.
 
-    draft_token: what was proposed here, if it was drawn; draft_probs: from which probabilities,
-    float32 [any vocabulary]. None: nothing, or a point, which need not be known.
+    history: all tokens before it. banned_tokens: tokens that must not be sampled. draft_probs:
+    float32 [draft vocab], the probabilities that draft_token was sampled from; None if there is no
+    draft, or a deterministic one, which the runner verifies by comparing tokens.
     """
 
     params: SamplingParams
@@ -78,16 +79,16 @@ class SamplingRow:
 
 
 def sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A token for each row, int64 [rows]. logits: float32 [rows, vocab], left as they are."""
+    """Sample one token per row, int64 [rows]. logits: float32 [rows, vocab], not modified."""
     return sample_with_probs(logits, rows, [])[0]
 
 
 def sample_with_probs(
     logits: Tensor, rows: Sequence[SamplingRow], prob_rows: Sequence[int]
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """As sample_rows, and what the tokens of `prob_rows` were drawn from, float32 [vocab] each.
+    """Like sample_rows; also return the probabilities of `prob_rows`, float32 [vocab] by row.
 
-    Neither these nor rows with a draft are greedy.
+    Rows in prob_rows and rows with a draft must not be greedy.
     """
     settings = _sampling_tensors(logits, rows)
     drawn = sample_tokens(logits, settings)
@@ -101,7 +102,7 @@ def sample_with_probs(
 def _verify_drafts(
     sampled: SamplerOutput, params: SamplingTensors, rows: Sequence[SamplingRow]
 ) -> Tensor:
-    """The tokens, once drafts that were drawn are kept or replaced."""
+    """Return the tokens after rejection sampling of sampled drafts."""
     found = [
         (at, row.draft_token, row.draft_probs)
         for at, row in enumerate(rows)
@@ -111,7 +112,7 @@ def _verify_drafts(
         return sampled.tokens
     of_rows, drafts, given = zip(*found, strict=True)
     tables = [q.to(sampled.logits.device) for q in given]
-    widest = max(map(len, tables))  # draft models may differ in what they are padded to
+    widest = max(map(len, tables))  # draft models may pad their vocabularies differently
     q = torch.stack([t if len(t) == widest else pad(t, (0, widest - len(t))) for t in tables])
     at, tokens = _to_device([np.array(each, np.int32) for each in (of_rows, drafts)], q.device)
     return rejection_sample(sampled, params, SampledDrafts(at, tokens, q))
@@ -142,20 +143,23 @@ def _sampling_tensors(logits: Tensor, rows: Sequence[SamplingRow]) -> SamplingTe
 
 
 def _param_arrays(rows: Sequence[SamplingRow]) -> list[HostArray]:
-    """int64 [2, rows], seeds and positions; float32 [6, rows], _FLOAT_PARAMS; int32 [1, rows],
-    k."""
+    """Return the parameters of all rows as packed arrays.
+
+    int64 [2, rows]: seed hashes and positions. float32 [6, rows]: _FLOAT_PARAMS. int32 [1, rows]:
+    top_k.
+    """
     seeds = [hash_seed(row.params.seed or 0) for row in rows]
     wholes = np.array([seeds, [len(row.history) for row in rows]], np.int64)
     exact = np.array([_FLOAT_PARAMS(row.params) for row in rows], np.float64).T
     floats = np.ascontiguousarray(exact, np.float32)
-    # float32 may have made one of the smallest 0, which is greedy: not what was asked
+    # float32 rounding must not turn a tiny temperature into 0, which means greedy
     floats[0] = np.where(exact[0] == 0, 0, np.maximum(exact[0], _MIN_TEMPERATURE))
     top_k = [min(row.params.top_k or 0, _MAX_TOP_K) for row in rows]
     return [wholes, floats, np.array([top_k], np.int32)]
 
 
 def _logit_edits(rows: Sequence[SamplingRow]) -> list[HostArray]:
-    """int32 [2, edits], row and token of each logit to change; float32 [2, edits], by what."""
+    """Return int32 [2, edits], row and token, and float32 [2, edits], count and bias."""
     found = [
         (index, *change)
         for index, row in enumerate(rows)
@@ -168,7 +172,7 @@ def _logit_edits(rows: Sequence[SamplingRow]) -> list[HostArray]:
 
 
 def _token_edits(row: SamplingRow) -> list[tuple[int, int, float]]:
-    """Tokens with how often each was seen, if that is penalized, and its bias."""
+    """Return (token, occurrences, bias) of each edit; occurrences are 0 without penalties."""
     params: Any = row.params
     seen: Counter[int] = Counter()
     if uses_penalties(params):
@@ -183,14 +187,14 @@ def _token_edits(row: SamplingRow) -> list[tuple[int, int, float]]:
 
 
 def uses_penalties(params: SamplingParams) -> bool:
-    """Whether a sampler looks at the tokens before."""
+    """True if penalties are active, so that sampling depends on the previous tokens."""
     return bool(params.repeat_last_n) and (
         params.repeat_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
     )
 
 
 def _to_device(blocks: Sequence[HostArray], device: torch.device) -> list[Tensor]:
-    """The blocks on the device, by one copy that is not waited for."""
+    """Copy the blocks to the device in one asynchronous transfer."""
     sizes = [-(-block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT for block in blocks]
     starts = [sum(sizes[:i]) for i in range(len(blocks))]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
