@@ -155,4 +155,4 @@ def test_a_gguf_file_on_the_same_backend(settings: ServerSettings) -> None:
     done = run(settings, str(gguf), QUESTION, *ON_CPU, "--temp", "0", "--json")
     assert done.returncode == 0, done.stderr
     assert "42" in json.loads(done.stdout)["text"]
-    assert "are widened" in done.stderr
+    assert "are dequantized" in done.stderr

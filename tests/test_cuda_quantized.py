@@ -250,7 +250,7 @@ def test_an_unfit_order(value: int, tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.g_idx"
     wrong = torch.full((64,), value, dtype=torch.int32)
     rewrite(tmp_path, lambda tensors: tensors.update({name: wrong}))
-    assert_one_line(tmp_path, f"{name} does not put 16 inputs in each of 4 groups")
+    assert_one_line(tmp_path, f"{name} does not assign 16 inputs to each of 4 groups")
 
 
 def test_unfit_fp8_scales(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_computes_what_the_digits_stand_for(model: str, recipe: str, tmp_path: P
     got, wanted = (Model(path).step([(0, 0, text)])[0] for path in (packed, plain))
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
     (note,) = HfModelSource(packed).notes
-    assert "widened to 16" in note
+    assert "dequantized on load" in note
     assert HfModelSource(plain).notes == ()
 
 
@@ -136,7 +136,7 @@ def test_a_group_that_is_not_there(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["gptq 8"], tmp_path)
     name = "model.layers.0.self_attn.q_proj.g_idx"
     rewrite(packed, lambda tensors: tensors.update({name: tensors[name] + 9}))
-    assert_one_line(packed, f"{name} names groups beyond 4")
+    assert_one_line(packed, f"{name} has group indices beyond 4")
 
 
 def test_int8_that_nobody_announced(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The decoder and its weights: where they are read from, how layers compute with them."""
+"""The decoder: forward pass, linear layers and weight loading."""

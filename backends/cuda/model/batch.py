@@ -1,4 +1,4 @@
-"""One step as tensors: what every layer needs to know of the rows it computes."""
+"""The inputs of one step, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """A step on the host. Rows are tokens, chunk after chunk.
+    """Inputs of a step on the host. Rows are tokens, chunk after chunk.
 
-    tokens, slot_mapping: int64 [rows]; slot_mapping: page × PAGE_TOKENS + offset, -1: nothing is
-    stored. output_rows: int64 [sampled], rows whose logits are wanted. positions: int32 [rows].
-    page_tables: int32 [chunks, pages]. query_starts: int32 [chunks + 1], first row of each
-    chunk. seq_lens: int32 [chunks], tokens in the cache once the step is done. max_query_len,
-    max_seq_len: as those of AttentionMetadata.
+    tokens: int64 [rows].
+    slot_mapping: int64 [rows], KV slot of each token: page * PAGE_TOKENS + offset; -1 stores
+    nothing.
+    output_rows: int64 [outputs], rows whose logits are computed.
+    positions: int32 [rows].
+    page_tables: int32 [chunks, pages].
+    query_starts: int32 [chunks + 1], first row of each chunk.
+    seq_lens: int32 [chunks], tokens in the KV cache after the step.
+    max_query_len, max_seq_len: as in AttentionMetadata.
     """
 
     tokens: Int64Array
@@ -43,7 +47,7 @@ class StepInputs:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """In the order of a packed copy: the wide ones first, so that all are aligned."""
+        """All arrays in packing order: int64 before int32, so that all are aligned."""
         return (
             *(self.tokens, self.slot_mapping, self.output_rows),
             *(self.positions, self.page_tables, self.query_starts, self.seq_lens),
@@ -64,7 +68,7 @@ class StepBatch:
 def build_step_inputs(
     chunks: Sequence[Chunk], page_table: Callable[[Seq], Int32Array]
 ) -> StepInputs:
-    """The inputs of a step. page_table: the pages of a sequence, in order."""
+    """Build the inputs of a step. page_table: returns the pages of a sequence, in order."""
     lengths = np.array([chunk.start + len(chunk) for chunk in chunks], np.int32)
     rows = np.array([len(chunk) for chunk in chunks], np.int32)
     starts = np.zeros(len(chunks) + 1, np.int32)
@@ -96,7 +100,7 @@ def build_step_inputs(
 
 
 def pack_inputs(inputs: StepInputs, *, pinned: bool) -> Tensor:
-    """All arrays of a step behind one another, uint8 in host memory."""
+    """Concatenate all arrays of a step, uint8 in host memory."""
     arrays = inputs.arrays
     packed = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=pinned)
     room, at = packed.numpy(), 0
@@ -107,7 +111,7 @@ def pack_inputs(inputs: StepInputs, *, pinned: bool) -> Tensor:
 
 
 def unpack_inputs(packed: Tensor, like: StepInputs) -> StepBatch:
-    """Views of a packed copy, wherever it is. like: inputs of these shapes."""
+    """Views of the arrays in a packed tensor on any device. like: inputs of the same shapes."""
     parts, at = [], 0
     for array in like.arrays:
         kind = torch.int64 if array.dtype == np.int64 else torch.int32
@@ -119,6 +123,6 @@ def unpack_inputs(packed: Tensor, like: StepInputs) -> StepBatch:
 
 
 def inputs_to_device(inputs: StepInputs, device: torch.device) -> StepBatch:
-    """The inputs on the device, in one copy that the host does not wait for."""
+    """Copy the inputs to the device in one asynchronous transfer."""
     packed = pack_inputs(inputs, pinned=device.type == "cuda")
     return unpack_inputs(packed.to(device, non_blocking=True), inputs)

@@ -1,4 +1,4 @@
-"""The decoder: one forward pass over a ragged batch, for every architecture of ModelSpec."""
+"""The decoder: forward pass over a ragged batch, for all architectures of ModelSpec."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from localgen.backends.formats.architecture.sharding import ModelShard
 
 
 def select_experts(x: Tensor, experts: ExpertWeights, moe: MoeConfig) -> ExpertRouting:
-    """The experts of each row and their shares."""
+    """Route each row to its top-k experts; returns their ids and weights."""
     shares, ids = experts.router(x).float().softmax(-1).topk(moe.top_k)
     if moe.normalize_topk:
         shares = shares / shares.sum(-1, keepdim=True)
@@ -33,7 +33,7 @@ def select_experts(x: Tensor, experts: ExpertWeights, moe: MoeConfig) -> ExpertR
 def moe_forward(
     x: Tensor, experts: ExpertWeights, moe: MoeConfig, activation: Activation
 ) -> Tensor:
-    """Weighted sum of the chosen experts' answers. x: [rows, hidden]."""
+    """Weighted sum of the outputs of each row's experts. x: [rows, hidden]."""
     return mixed(x, experts.gate_up, experts.down, select_experts(x, experts, moe), activation)
 
 
@@ -47,14 +47,14 @@ class KVCache:
     def zeros(
         cls, spec: ModelSpec, num_pages: int, *, device: torch.device | str, dtype: torch.dtype
     ) -> KVCache:
-        """An empty cache. dtype: a float, or int8 or float8_e4m3fn."""
+        """Allocate a zeroed KV cache. dtype: a float type, int8 or float8_e4m3fn."""
         shape = (num_pages, spec.num_kv_heads, PAGE_TOKENS, spec.head_dim)
         return cls(
             [LayerKV.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
         )
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages, (source, target) each."""
+        """Copy whole pages, given as (source, target)."""
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
             for layer in self.layers:
@@ -63,9 +63,9 @@ class KVCache:
 
 
 class Decoder:
-    """Weights and the tables that depend on positions alone. max_len: longest sequence.
+    """Weights and RoPE tables of a decoder. max_len: maximum sequence length.
 
-    group: those that have the rest of every layer, where spec and weights are those of a shard.
+    group: the tensor-parallel group, if spec and weights are those of a shard.
     """
 
     def __init__(
@@ -86,9 +86,10 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
-        """Logits of the rows in batch.outputs, float32 [outputs, vocab]; fills the cache.
+        """Logits of batch.output_rows, float32 [outputs, vocab]. Stores keys and values in the
+        cache.
 
-        out: where to put them.
+        out: optional output tensor.
         """
         found = self._group.gather_logits(self._weights.head(self.hidden_states(batch, cache)))
         logits = found.float() if out is None else out.copy_(found)
@@ -99,7 +100,10 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden_states(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """What the head sees of the rows in batch.outputs, [outputs, hidden]; fills the cache."""
+        """Final hidden states of batch.output_rows after the last norm, [outputs, hidden].
+
+        Stores keys and values in the cache.
+        """
         spec, weights = self.spec, self._weights
         hidden = self._group.vocab_parallel_embedding(weights.embed, batch.tokens)
         if spec.embed_scale != 1:

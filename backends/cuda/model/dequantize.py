@@ -1,5 +1,8 @@
-"""Quantized weights that no kernel computes with, as plain ones: GPTQ of other widths than four
-bits, int8 with a scale for each output, and whatever experts are stored as."""
+"""Dequantize weights for which there is no kernel.
+
+These are GPTQ weights of other widths than 4 bits, int8 weights with a scale per output, and
+quantized expert weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _WORD_BITS = 32
 
 
 def num_packed_words(count: int, bits: int) -> int | None:
-    """Words of so many digits; None: they do not end where a word does."""
+    """Number of 32-bit words that hold `count` values; None if they do not fill whole words."""
     whole = count * bits
     return None if whole % lcm(_WORD_BITS, bits) else whole // _WORD_BITS
 
@@ -23,10 +26,13 @@ def num_packed_words(count: int, bits: int) -> int | None:
 def dequantize_gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, *, bits: int, zero_offset: int
 ) -> Tensor:
-    """float32 [out, in].
+    """Dequantize a GPTQ weight to float32 [out, in].
 
-    qweight: int32 [in * bits / 32, out]. qzeros: int32 [groups, out * bits / 32]. scales:
-    [groups, out]. g_idx: [in]. zero_offset: added to a stored zero, modulo 2 ** bits.
+    qweight: int32 [in * bits / 32, out].
+    qzeros: int32 [groups, out * bits / 32].
+    scales: [groups, out].
+    g_idx: [in], the group of each input.
+    zero_offset: added to a stored zero point, modulo 2 ** bits.
     """
     zeros = _unpack_bits(qzeros.T, bits)  # [out, groups]
     zeros = (zeros + zero_offset) & (2**bits - 1)
@@ -37,7 +43,7 @@ def dequantize_gptq(
 
 
 def dense_weight(linear: Linear, dtype: torch.dtype) -> Tensor:
-    """What a linear multiplies by, [out, in] in the order of its inputs."""
+    """The weight of a linear as a dense tensor, [out, in], with inputs in their original order."""
     match linear:
         case DenseLinear():
             return linear.weight
@@ -50,17 +56,17 @@ def dense_weight(linear: Linear, dtype: torch.dtype) -> Tensor:
 
 
 def dequantization_notes(quant: QuantizationConfig | None, *, has_experts: bool) -> tuple[str, ...]:
-    """What a user should know of weights that take more memory than their files."""
+    """Notes for the user if the loaded weights take more memory than their files."""
     if quant is None or not (quant.dequantized_on_load or has_experts):
         return ()
     what = f"{quant.method.upper()} weights of {quant.bits} bits"
     if not quant.dequantized_on_load:
-        what = f"experts of {what}"
-    return (f"{what} are widened to 16 as they are read: they take the memory of a plain model",)
+        what = f"expert {what}"
+    return (f"{what} are dequantized on load and take as much memory as unquantized weights",)
 
 
 def _unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """int32 [a, b] -> int32 [a * 32 / bits, b]: a stream of bits down each column."""
+    """Unpack a bit stream along each column: int32 [a, b] to int32 [a * 32 / bits, b]."""
     together = lcm(_WORD_BITS, bits)
     every, count = together // bits, together // _WORD_BITS
     parts = words.reshape(-1, count, words.shape[1])
@@ -68,7 +74,7 @@ def _unpack_bits(words: Tensor, bits: int) -> Tensor:
     for index in range(every):
         word, at = divmod(index * bits, _WORD_BITS)
         left = min(bits, _WORD_BITS - at)
-        # shifted as signed numbers: what comes in from above is masked away
+        # >> is an arithmetic shift: mask off the sign bits
         digit = (parts[:, word] >> at) & (2**left - 1)
         if left < bits:
             digit |= (parts[:, word + 1] & (2 ** (bits - left) - 1)) << left

@@ -1,4 +1,4 @@
-"""Random weights in the layouts of real ones, so that speed can be measured without a model."""
+"""Random weights (`--dummy`) in the layouts of real ones, to measure speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-# standard deviation: small enough for the sums of any width to stay finite in float16
+# standard deviation, small enough for sums over any width to stay finite in float16
 _STD = 0.02
-# of the whole numbers -8 to 7, all equally likely
+# standard deviation of uniformly distributed integers from -8 to 7
 _INT4_STD = 4.61
 
 
 class DummyWeightLoader:
-    """The WeightLoader of no model at all: normally distributed, quantized as the spec says."""
+    """A WeightLoader of normally distributed random weights, quantized as in the spec."""
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int
@@ -23,7 +23,7 @@ class DummyWeightLoader:
         self._spec = spec
         self._device = device
         self._dtype = dtype
-        # on the meta device there is nothing to draw
+        # the meta device has no random generator
         drawn = device.type != "meta"
         self._generator = torch.Generator(device).manual_seed(seed) if drawn else None
 
@@ -74,7 +74,7 @@ class DummyWeightLoader:
 
 
 class DummyTokenizer:
-    """A token for each byte; all others stand for letters, so that random text can be shown."""
+    """Encodes bytes as tokens, and decodes every token to a letter to keep output readable."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file as the engine lays them out, dequantized."""
+"""Load and dequantize the weights of a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from localgen.backends.formats.gguf.spec import read_gguf_architecture
 
 
 class GgufWeightLoader:
-    """The WeightLoader of a GGUF file, tensor by tensor straight to the device.
+    """WeightLoader for a GGUF file; reads tensor by tensor straight to the device.
 
-    LoadFailed: a tensor is missing, of the wrong shape or of a type that cannot be read.
+    Raises LoadFailed if a tensor is missing, has the wrong shape, or has an unsupported type.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class GgufWeightLoader:
         name = read_gguf_architecture(file)
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
         self._names = gguf.get_tensor_name_map(kinds[name], spec.num_layers)
-        # of this architecture alone, the rows of q and k are stored in another order
+        # only llama stores the rows of q and k with interleaved RoPE pairs
         self._interleaved_heads = (
             {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if name == "llama" else {}
         )
@@ -40,7 +40,7 @@ class GgufWeightLoader:
     def norm(self, name: str, size: int) -> Tensor:
         if not self._spec.norm_offset:
             return self._read(f"{self._gguf_name(name)}.weight", (size,))
-        # files have the whole factor, the engine what it differs from 1 by
+        # GGUF stores the norm weight itself, the engine uses weight - 1
         stored = self._read(f"{self._gguf_name(name)}.weight", (size,), torch.float32)
         return (stored - 1.0).to(self._dtype)
 
@@ -76,14 +76,14 @@ class GgufWeightLoader:
         return router, gate_up, self._read(f"{block}.ffn_down_exps.weight", down_shape)
 
     def check_all_read(self) -> None:
-        """LoadFailed: a tensor is left that such a model does not have."""
+        """Raise LoadFailed if the file has a tensor that is not part of the architecture."""
         for name in sorted(self._unread_tensors.difference(ROPE_FACTOR_TENSORS)):
             raise self._file.load_error(
                 name, f"is not part of {self._spec.architecture} as the metadata describe it"
             )
 
     def _gguf_name(self, name: str) -> str:
-        """GGUF's name of what Hugging Face names so, both without `.weight`."""
+        """GGUF name of a Hugging Face tensor name, both without `.weight`."""
         stored = self._names.get_name(name)
         assert stored is not None, name
         return stored
@@ -98,10 +98,10 @@ class GgufWeightLoader:
 
 
 def _deinterleave_rope(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * head_dim, …], the two of each rotated pair side by side, as two halves.
+    """Reorder rows [heads * head_dim, …] from interleaved RoPE pairs to two halves.
 
-    llama.cpp rotates row 2 i of a head with row 2 i + 1, the engine row i with row
-    i + head_dim / 2.
+    llama.cpp rotates row 2 i of a head with row 2 i + 1, the engine row i with row i + head_dim /
+    2.
     """
     pairs = rows.view(heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)

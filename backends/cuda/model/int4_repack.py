@@ -1,4 +1,4 @@
-"""Int4 weights from the layouts that AutoAWQ and GPTQ write to the one of Int4Linear."""
+"""Repack int4 weights from the layouts of AutoAWQ and GPTQ to that of Int4Linear."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.gemm.int4 import pack_int4
 from localgen.backends.cuda.model.linear import Int4Linear
 
-# where the outputs 0 to 7 of an int32 lie in AutoAWQ's GEMM layout, counted in digits
+# position (in nibbles) of outputs 0 to 7 in an int32 of AutoAWQ's GEMM layout
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | None) -> Int4Linear:
-    """qweight: int32 [in, out / 8]. qzeros: int32 [groups, out / 8]. scales: [groups, out]."""
+    """Repack AWQ weights.
+
+    qweight: int32 [in, out / 8].
+    qzeros: int32 [groups, out / 8].
+    scales: [groups, out].
+    """
     places = torch.tensor(_AWQ_ORDER, device=qweight.device)
     digits = _unpack_nibbles(qweight)[..., places].flatten(1).T
     zeros = _unpack_nibbles(qzeros)[..., places].flatten(1).T.contiguous()
@@ -29,9 +34,13 @@ def repack_gptq(
     order: Tensor | None,
     zero_offset: int,
 ) -> Int4Linear:
-    """qweight: int32 [in / 8, out]. qzeros: int32 [groups, out / 8]. scales: [groups, out].
+    """Repack GPTQ weights.
 
-    order: see Int4Linear. zero_offset: added to a stored zero, modulo 16.
+    qweight: int32 [in / 8, out].
+    qzeros: int32 [groups, out / 8].
+    scales: [groups, out].
+    order: input order, see Int4Linear.
+    zero_offset: added to a stored zero point, modulo 16.
     """
     digits = _unpack_nibbles(qweight).transpose(0, 1).flatten(1)
     digits = digits if order is None else digits[:, order]
@@ -40,19 +49,19 @@ def repack_gptq(
 
 
 def act_order(g_idx: Tensor, groups: int) -> Tensor | None:
-    """The order of inputs in which the groups lie side by side; None: they do as it is.
+    """The input order that makes the groups contiguous; None if they already are.
 
-    g_idx: [in], the group of each input. ValueError: the groups are not of equal size.
+    g_idx: [in], the group of each input. Raises ValueError if the groups are not of equal size.
     """
     size = len(g_idx) // groups
     order = g_idx.argsort(stable=True)
     side_by_side = torch.arange(len(g_idx), device=g_idx.device) // size
     if not torch.equal(g_idx[order].long(), side_by_side):
-        raise ValueError(f"does not put {size} inputs in each of {groups} groups")
+        raise ValueError(f"does not assign {size} inputs to each of {groups} groups")
     return None if torch.equal(g_idx.long(), side_by_side) else order
 
 
 def _unpack_nibbles(words: Tensor) -> Tensor:
-    """int32 [a, b] -> uint8 [a, b, 8], the lowest four bits first."""
+    """Unpack int32 [a, b] to uint8 [a, b, 8], lowest four bits first."""
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(2)

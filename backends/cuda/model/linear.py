@@ -1,4 +1,4 @@
-"""Linear layers: plain, int4 in groups, FP8; and several of them over the same input as one."""
+"""Linear layers: dense, int4, FP8, and several merged into one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
 
 
 class Linear(Protocol):
-    """x [rows, in_features] -> [rows, out_features], both of x's dtype."""
+    """A linear layer: x [rows, in_features] -> [rows, out_features], in x's dtype."""
 
     @property
     def in_features(self) -> int: ...
@@ -31,7 +31,7 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseLinear:
-    """weight: [out, in]. bias: [out] or None."""
+    """An unquantized linear layer. weight: [out, in]. bias: [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -50,12 +50,13 @@ class DenseLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Linear:
-    """Weights of 4 bits, groups of inputs sharing a scale and a zero: (q - zero) * scale.
+    """A linear layer with 4-bit weights; groups of inputs share scale and zero: (q - zero) * scale.
 
-    packed: uint8 [out, in / 2], as kernels.gemm.int4.pack_int4 makes it of one digit for each
-    input. scales: float [out, in / group]. zeros: uint8 [out, in / group], 0 to 15.
-    bias: [out] or None. input_order: int64 [in] or None; packed column i is for input
-    input_order[i].
+    packed: uint8 [out, in / 2], packed by kernels.gemm.int4.pack_int4.
+    scales: float [out, in / group].
+    zeros: uint8 [out, in / group], 0 to 15.
+    bias: [out] or None.
+    input_order: int64 [in] or None; packed column i belongs to input input_order[i].
     """
 
     packed: Tensor
@@ -74,7 +75,7 @@ class Int4Linear:
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.in_features // self.scales.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -82,13 +83,16 @@ class Int4Linear:
         return int4_matmul(x, self.packed, self.scales, self.zeros, self.bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight, [out, in], columns in packed order."""
+        """The dense weight, [out, in], with columns in packed order."""
         return widened_int4(self.packed, self.scales, self.zeros, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Linear:
-    """weight: float8_e4m3fn [out, in]. scale: float32 [out], of each row. bias: [out] or None."""
+    """A linear layer with FP8 weights.
+
+    weight: float8_e4m3fn [out, in]. scale: float32 [out], per output. bias: [out] or None.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -106,13 +110,13 @@ class Fp8Linear:
         return fp8_matmul(x, self.weight, self.scale, self.bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight, [out, in]."""
+        """The dense weight, [out, in]."""
         return dequantize_fp8(self.weight, self.scale, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedLinear:
-    """Linears over the same input that cannot be one weight; their outputs side by side."""
+    """Linears over the same input whose weights cannot be merged; concatenates their outputs."""
 
     parts: tuple[Linear, ...]
 
@@ -129,14 +133,20 @@ class MergedLinear:
 
 
 def gated_linear(gate_up: Linear, x: Tensor, activation: ActivationKind) -> Tensor:
-    """act(gate) * up, [rows, out / 2]; gate_up: all of gate, then all of up."""
+    """act(gate) * up, [rows, out / 2].
+
+    gate_up: linear whose outputs are all of gate, then all of up.
+    """
     if isinstance(gate_up, DenseLinear) and gate_up.bias is None:
         return gated_matmul(x, gate_up.weight, activation)
     return gated_activation(gate_up(x), activation)
 
 
 def merge_linears(parts: Sequence[Linear]) -> Linear:
-    """One linear whose outputs are those of `parts` in turn: one weight wherever that can be."""
+    """Merge linears over the same input into one; outputs are concatenated in order.
+
+    Weights are concatenated if their layouts match; otherwise returns a MergedLinear.
+    """
     assert len({part.in_features for part in parts}) == 1
     if len(parts) == 1:
         return parts[0]
@@ -145,7 +155,7 @@ def merge_linears(parts: Sequence[Linear]) -> Linear:
         return DenseLinear(torch.cat([part.weight for part in dense]), _biases(dense))
     fp8 = [part for part in parts if isinstance(part, Fp8Linear)]
     if len(fp8) == len(parts):
-        # torch.cat has no FP8 on every device; bytes are bytes
+        # torch.cat does not support FP8 on every device, so concatenate bytes
         weight = torch.cat([part.weight.view(torch.uint8) for part in fp8])
         scale = torch.cat([part.scale for part in fp8])
         return Fp8Linear(weight.view(torch.float8_e4m3fn), scale, _biases(fp8))

@@ -1,7 +1,7 @@
-"""The processes that compute one model together, and what they tell each other in a step.
+"""Collectives of the tensor-parallel ranks of one model.
 
-NCCL between GPUs, gloo on the CPU; all on the loopback interface, for the ranks are processes of
-one machine.
+NCCL between GPUs, gloo on the CPU. All ranks are processes on one machine, so only the loopback
+interface is used.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from localgen.backends.formats.architecture.sharding import ModelShard
 
 _HOST = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-# a rank that has died is noticed at once and otherwise; this is for one that hangs. Long enough for
-# kernels that only one of them has to compile.
+# for ranks that hang (dead ones are detected separately); long enough for a rank to compile kernels
 _TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
-    """What a decoder needs of the other ranks; with a shard that is all of the model, nothing.
+    """Collectives used by the decoder; without communication if tp_size is 1.
 
-    All ranks call the same in the same order. Sums come out the same on every rank, to the bit.
+    All ranks must make the same calls in the same order. Sums are bitwise identical on all ranks.
     """
 
     shard: ModelShard
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x of all ranks, added up in place."""
+        """Sum x over all ranks, in place."""
         if self.shard.tp_size > 1:
             dist.all_reduce(x)
         return x
 
     def vocab_parallel_embedding(self, table: Tensor, tokens: Tensor) -> Tensor:
-        """The rows of these tokens, each from the rank that has it. table: [own tokens, hidden]."""
+        """Embeddings of the tokens, each looked up on the rank that owns it.
+
+        table: this rank's rows, [vocab shard, hidden].
+        """
         if self.shard.tp_size == 1:
             return table[tokens]
         own = tokens - self.shard.vocab_range[0]
@@ -52,7 +54,7 @@ class TensorParallelGroup:
         return self.all_reduce(found.masked_fill_(~there[:, None], 0))
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Logits of all tokens, [rows, vocab]. logits: of the own tokens."""
+        """Logits of the whole vocabulary, [rows, vocab]. logits: those of this rank's shard."""
         if self.shard.tp_size == 1:
             return logits
         (rows, own), width = logits.shape, self.shard.vocab_shard_size
@@ -63,13 +65,13 @@ class TensorParallelGroup:
         return parts.transpose(0, 1).flatten(1)[:, : self.shard.spec.vocab_size]
 
     def broadcast_tokens(self, tokens: Tensor) -> None:
-        """Give everybody the tokens that rank 0 has. tokens: int64, on the device."""
+        """Broadcast tokens from rank 0, in place. tokens: int64, on the device."""
         dist.broadcast(tokens, src=0)
 
 
 def create_store(world_size: int) -> TCPStore:
-    """Where ranks find each other; its port is for them. For rank 0, which keeps it."""
-    # of its own, the store would listen on every interface
+    """Create the rendezvous store on rank 0; the other ranks connect to its port."""
+    # by default the store would listen on all interfaces
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -84,12 +86,12 @@ def create_store(world_size: int) -> TCPStore:
 
 
 def connect_store(port: int, world_size: int) -> TCPStore:
-    """The same for the other ranks."""
+    """Connect to the rendezvous store of rank 0."""
     return TCPStore(_HOST, port, world_size, is_master=False, timeout=_TIMEOUT)
 
 
 def init_process_group(shard: ModelShard, store: TCPStore, device: torch.device) -> None:
-    """Meet the other ranks; returns when all are there. RuntimeError: one does not come."""
+    """Join the process group; returns when all ranks have. Raises RuntimeError on a timeout."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     on_gpu = device.type == "cuda"
@@ -99,14 +101,14 @@ def init_process_group(shard: ModelShard, store: TCPStore, device: torch.device)
         rank=shard.rank,
         world_size=shard.tp_size,
         timeout=_TIMEOUT,
-        # connects at once: memory is measured afterwards
+        # connect eagerly: free memory is measured afterwards
         device_id=device if on_gpu else None,
     )
     dist.all_reduce(torch.zeros(1, device=device))
 
 
 def destroy_process_group(*, all_ranks: bool = True) -> None:
-    """Let go of the others. all_ranks: every rank does."""
-    # NCCL may wait for those that do not; then it goes with this process
+    """Leave the process group. all_ranks: all ranks leave it now."""
+    # NCCL may block on ranks that do not leave; then it is freed at process exit
     if dist.is_initialized() and (all_ranks or dist.get_backend() == "gloo"):
         dist.destroy_process_group()

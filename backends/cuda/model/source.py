@@ -1,4 +1,4 @@
-"""A GGUF file as a model to load: what it is, its weights, its tokenizer and its template."""
+"""Model sources: a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sa
 
 
 class ModelSource(Protocol):
-    """path: the folder or file. chat_template: None where there is none. notes: what a user should
-    know of how it is read."""
+    """A model on disk.
+
+    path: the folder or file.
+    notes: messages for the user about how the model is loaded.
+    chat_template: None if the model has none.
+    """
 
     path: Path
     spec: ModelSpec
@@ -39,17 +43,17 @@ class ModelSource(Protocol):
     def chat_template(self) -> str | None: ...
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """What the model computes in on this device."""
+        """The dtype that the model computes in on this device."""
         ...
 
     def load_weights(
         self, device: torch.device, dtype: torch.dtype, shard: ModelShard | None = None
     ) -> DecoderWeights:
-        """Read all of them, or those of a shard. LoadFailed, OutOfMemory."""
+        """Load all weights, or those of a shard. Raises LoadFailed or OutOfMemory."""
         ...
 
     def load_tokenizer(self) -> HfTokenizer:
-        """LoadFailed: there is none, or it does not suit the model."""
+        """Load the tokenizer. Raises LoadFailed if there is none or it does not match the model."""
         ...
 
     def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
@@ -58,18 +62,16 @@ class ModelSource(Protocol):
 
 
 def open_model_source(path: Path) -> ModelSource:
-    """The model at a path. LoadFailed: it is none, or none that can be run."""
+    """Open the model at a path. Raises LoadFailed if it does not exist or is not supported."""
     if not path.exists():
         raise LoadFailed(f"cannot load {path}: it does not exist")
     if path.suffix.lower() == ".gguf":
-        # brings the gguf package, which folders do without
-
         return open_gguf_source(path)
     return HfModelSource(path if path.is_dir() else path.parent)
 
 
 class HfModelSource:
-    """A folder with config.json, safetensors and tokenizer.json, as Hugging Face has them."""
+    """A Hugging Face folder with config.json, safetensors and tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,8 +83,7 @@ class HfModelSource:
         return read_chat_template(self.path)
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """As ModelSource.compute_dtype: float16 where the checkpoint has it, else bfloat16; float32
-        on a CPU, which is slow at both."""
+        """float16 for a float16 checkpoint, else bfloat16; float32 on a CPU, where both are slow."""
         if device.type == "cpu":
             return torch.float32
         config = ConfigFields.from_file(self.path / "config.json").values
@@ -103,9 +104,12 @@ class HfModelSource:
 
 
 class GgufModelSource:
-    """A ModelSource. path: of the first part. Every reader raises LoadFailed, naming the file."""
+    """A GGUF file. path: the first part of a split file.
 
-    notes: tuple[str, ...] = ("weights of a GGUF file are widened to what the model computes in",)
+    All methods raise LoadFailed, naming the file.
+    """
+
+    notes: tuple[str, ...] = ("GGUF weights are dequantized to the compute dtype on load",)
 
     def __init__(self, file: GgufFile) -> None:
         self.path = file.path
@@ -114,7 +118,6 @@ class GgufModelSource:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template; None where there is none."""
         found = self._file.section("tokenizer.chat_template").values.get("")
         return found if isinstance(found, str) else None
 
@@ -126,7 +129,6 @@ class GgufModelSource:
         )
 
     def load_tokenizer(self) -> HfTokenizer:
-        """LoadFailed: there is none, or of a kind that is not supported."""
         return read_gguf_tokenizer(self._file, self.spec.vocab_size)
 
     def weight_loader(
@@ -138,14 +140,15 @@ class GgufModelSource:
         )
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """What the model computes in: bfloat16, for a file does not say what it was trained in
-        and float16 may overflow; float32 on a CPU, which is slow at both."""
+        """bfloat16, or float32 on a CPU, where 16-bit types are slow.
+
+        GGUF does not record the training dtype, and float16 may overflow.
+        """
         return torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def load_weights(
         self, device: torch.device | str, dtype: torch.dtype, shard: ModelShard | None = None
     ) -> DecoderWeights:
-        """All weights, tensor by tensor straight to the device. LoadFailed, OutOfMemory."""
         shard = shard or ModelShard(self.spec)
         tensors = self.weight_loader(device=device, dtype=dtype, shard=shard)
         weights = build_weights(
@@ -156,5 +159,5 @@ class GgufModelSource:
 
 
 def open_gguf_source(path: Path) -> GgufModelSource:
-    """The model of a GGUF file, or of a split one by any of its parts. LoadFailed."""
+    """Open a GGUF file, or a split one by any of its parts. Raises LoadFailed."""
     return GgufModelSource(GgufFile(path))

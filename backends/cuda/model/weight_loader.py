@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as linears, norms and experts, whichever layout they are stored in."""
+"""Load the weights of a safetensors checkpoint in any of the supported layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Line
 from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
 from localgen.backends.formats.hf.checkpoint import FLOAT_DTYPES, SafetensorsCheckpoint
 
-# in files of some tools, of no use here: tables, and scales for activations and the KV cache
+# unused tensors that some tools write: RoPE tables, activation scales and KV cache scales
 _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     ".input_scale",
@@ -23,7 +23,7 @@ _IGNORED_SUFFIXES = (
 
 
 class SafetensorsWeightLoader:
-    """The WeightLoader of a checkpoint. dtype: of all that is not quantized."""
+    """WeightLoader for a checkpoint. dtype: of all weights that are not quantized."""
 
     def __init__(
         self, checkpoint: SafetensorsCheckpoint, spec: ModelSpec, dtype: torch.dtype
@@ -41,9 +41,9 @@ class SafetensorsWeightLoader:
     def linear(
         self, name: str, in_features: int, out_features: int, *, bias: bool = False
     ) -> Linear:
-        """A linear of the kind that the checkpoint has under this name.
+        """Load a linear in the layout that the checkpoint stores under this name.
 
-        A bias is read wherever there is one: GPTQ files may have one where the model has none.
+        A bias is loaded if present, because GPTQ files may have one where the model has none.
         """
         has_bias = bias or f"{name}.bias" in self._checkpoint
         b = self._read(f"{name}.bias", (out_features,)) if has_bias else None
@@ -70,7 +70,7 @@ class SafetensorsWeightLoader:
         router = self._read(f"{block}.gate.weight", (moe.num_experts, spec.hidden_size))
         gate_up_shape = (moe.num_experts, 2 * moe.intermediate_size, spec.hidden_size)
         down_shape = (moe.num_experts, spec.hidden_size, moe.intermediate_size)
-        # transformers 5 keeps all experts in one tensor, and can save them so
+        # transformers 5 can save all experts as one tensor
         if f"{block}.experts.gate_up_proj" in self._checkpoint:
             gate_up = self._read(f"{block}.experts.gate_up_proj", gate_up_shape)
             return router, gate_up, self._read(f"{block}.experts.down_proj", down_shape)
@@ -80,9 +80,9 @@ class SafetensorsWeightLoader:
         return router, gate_up, down
 
     def check_all_read(self) -> None:
-        """LoadFailed: a tensor is left that such a model does not have."""
+        """Raise LoadFailed if the checkpoint has a tensor that is not part of the architecture."""
         for name in self._checkpoint.unread_tensors():
-            # a tied head is the embedding once more
+            # a tied head may be stored as a copy of the embedding
             copy = self._spec.tied_embeddings and name == "lm_head.weight"
             if not copy and not name.endswith(_IGNORED_SUFFIXES):
                 raise self._checkpoint.load_error(
@@ -107,7 +107,7 @@ class SafetensorsWeightLoader:
     ) -> Int4Linear:
         quant = self._spec.quant
         if quant is None or quant.method not in ("awq", "gptq"):
-            reason = "is int4, but config.json has no quantization_config of awq or gptq"
+            reason = "is int4, but config.json has no quantization_config for awq or gptq"
             raise self._checkpoint.load_error(f"{name}.qweight", reason)
         size = quant.group_size or in_features
         if in_features % size or out_features % 8 or in_features % 8:
@@ -117,7 +117,7 @@ class SafetensorsWeightLoader:
             raise self._checkpoint.load_error(f"{name}.qweight", reason)
         groups = in_features // size
         zeros = self._read_packed(f"{name}.qzeros", (groups, out_features // 8))
-        # scales keep their dtype: the dequantized weights are rounded to dtype, once
+        # scales keep their dtype, so that dequantized weights are rounded only once
         scales = self._checkpoint.read(
             f"{name}.scales", (groups, out_features), allowed_dtypes=FLOAT_DTYPES
         )
@@ -131,7 +131,7 @@ class SafetensorsWeightLoader:
     def _load_dequantized_gptq(
         self, name: str, in_features: int, out_features: int, quant: QuantizationConfig
     ) -> Tensor:
-        """A weight of another width than four bits, widened."""
+        """Load and dequantize a GPTQ weight that is not 4 bits wide."""
         size, bits = quant.group_size or in_features, quant.bits
         in_words, out_words = (
             num_packed_words(in_features, bits),
@@ -155,7 +155,7 @@ class SafetensorsWeightLoader:
                 f"{name}.g_idx", (in_features,), allowed_dtypes=("I32", "I64")
             )
         if not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
-            raise self._checkpoint.load_error(f"{name}.g_idx", f"names groups beyond {groups}")
+            raise self._checkpoint.load_error(f"{name}.g_idx", f"has group indices beyond {groups}")
         offset = quant.zero_offset
         weight = dequantize_gptq(words, zeros, scales, g_idx, bits=bits, zero_offset=offset)
         return weight.to(self._dtype)
@@ -163,7 +163,7 @@ class SafetensorsWeightLoader:
     def _load_dequantized_int8(self, name: str, in_features: int, out_features: int) -> Tensor:
         quant = self._spec.quant
         if quant is None or quant.method != "int8":
-            reason = "is int8, but config.json has no quantization_config of such"
+            reason = "is int8, but config.json has no quantization_config for int8"
             raise self._checkpoint.load_error(f"{name}.weight", reason)
         weight = self._checkpoint.read(
             f"{name}.weight", (out_features, in_features), allowed_dtypes=("I8",)
@@ -181,7 +181,7 @@ class SafetensorsWeightLoader:
             return None
         g_idx = self._checkpoint.read(name, (in_features,), allowed_dtypes=("I32", "I64"))
         try:
-            # those of a shard go on where the rank before ends
+            # the groups of a shard start where those of the previous rank end
             return act_order(g_idx - g_idx.min(), groups)
         except ValueError as error:
             raise self._checkpoint.load_error(name, str(error)) from None
@@ -190,7 +190,7 @@ class SafetensorsWeightLoader:
         self, name: str, in_features: int, out_features: int, bias: Tensor | None
     ) -> Fp8Linear:
         if self._spec.quant is None or self._spec.quant.method != "fp8":
-            reason = "is FP8, but config.json has no quantization_config of such"
+            reason = "is FP8, but config.json has no quantization_config for FP8"
             raise self._checkpoint.load_error(f"{name}.weight", reason)
         weight = self._checkpoint.read(
             f"{name}.weight", (out_features, in_features), allowed_dtypes=("F8_E4M3",)

@@ -1,4 +1,4 @@
-"""The weights of a decoder on their device, from a checkpoint or made up."""
+"""The weights of a decoder on their device, loaded from a checkpoint or random."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from localgen.backends.formats.hf.checkpoint import SafetensorsCheckpoint
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """router: [experts, hidden]. gate_up: [experts, 2 * intermediate, hidden].
+    """Expert weights of one layer.
 
+    router: [experts, hidden].
+    gate_up: [experts, 2 * intermediate, hidden].
     down: [experts, hidden, intermediate].
     """
 
@@ -33,10 +35,15 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
-    """One layer. qkv: outputs are all of q, then k, then v; gate_up: all of gate, then up.
+    """Weights of one layer.
 
-    q_norm, k_norm: [head_dim], with qk_norm. post_attention_norm, post_mlp_norm: [hidden], with
-    sandwich_norms. mlp_norm: the one before the MLP. gate_up and down, or experts.
+    qkv: outputs are all of q, then k, then v.
+    q_norm, k_norm: [head_dim], if the spec has qk_norm.
+    post_attention_norm, post_mlp_norm: [hidden], if the spec has sandwich_norms.
+    mlp_norm: the norm before the MLP.
+    gate_up: outputs are all of gate, then all of up.
+
+    Either gate_up and down, or experts are set.
     """
 
     input_norm: Tensor
@@ -54,7 +61,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DecoderWeights:
-    """embed: [vocab, hidden]. norm: [hidden]. head: hidden -> vocab."""
+    """All weights of a model. embed: [vocab, hidden]. norm: [hidden]. head: hidden -> vocab."""
 
     embed: Tensor
     layers: list[LayerWeights]
@@ -63,12 +70,12 @@ class DecoderWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all of them; a tied head counts once."""
+        """Memory of all weights; a tied head counts once."""
         return sum({id(t): t.nbytes for t in _iter_tensors(self)}.values())
 
 
 class WeightLoader(Protocol):
-    """Where weights come from; names are those of Hugging Face, without `.weight`."""
+    """Source of weights. Names are those of Hugging Face, without `.weight`."""
 
     def norm(self, name: str, size: int) -> Tensor: ...
 
@@ -79,7 +86,7 @@ class WeightLoader(Protocol):
     ) -> Linear: ...
 
     def experts(self, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Router, gate_up and down of a layer, shaped as in ExpertWeights."""
+        """Router, gate_up and down of a layer, with the shapes of ExpertWeights."""
         ...
 
 
@@ -91,11 +98,12 @@ def load_weights(
     dtype: torch.dtype,
     shard: ModelShard | None = None,
 ) -> DecoderWeights:
-    """The weights of a Hugging Face folder, tensor by tensor straight to the device.
+    """Load the weights of a Hugging Face folder, tensor by tensor straight to the device.
 
-    dtype: of all that is not quantized. shard: what to read; None: all. LoadFailed: a file is
-    missing or damaged, or a tensor is missing, of the wrong shape or type, or not part of such a
-    model. OutOfMemory.
+    dtype: of all weights that are not quantized. shard: the part to load; None: all.
+
+    Raises LoadFailed if a file is missing or damaged, or if a tensor is missing, unexpected, or has
+    the wrong shape or type. Raises OutOfMemory.
     """
     device = torch.device(device)
     shard = shard or ModelShard(spec)
@@ -109,9 +117,9 @@ def load_weights(
 def random_weights(
     spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> DecoderWeights:
-    """Weights of the real shapes and layouts without a checkpoint, for benchmarks.
+    """Random weights in the shapes and layouts of the spec, for benchmarks.
 
-    Equal for equal seeds on one kind of device. OutOfMemory.
+    Deterministic per seed and kind of device. Raises OutOfMemory.
     """
     device = torch.device(device)
     tensors = DummyWeightLoader(spec, device, dtype, seed)
@@ -121,7 +129,7 @@ def random_weights(
 def build_weights(
     loader: WeightLoader, spec: ModelSpec, *, name: str, device: torch.device
 ) -> DecoderWeights:
-    """The weights of a model from wherever they come. name: what to call it in OutOfMemory."""
+    """Build the weights of a model from a loader. name: the model's name in OutOfMemory."""
     try:
         return _build_decoder(loader, spec)
     except torch.OutOfMemoryError:
@@ -207,12 +215,12 @@ def _out_of_memory_message(model_name: str, device: torch.device) -> str:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return (
         f"the weights of {model_name} do not fit on {device}: {free_bytes / 1e9:.1f} GB of "
-        f"{total_bytes / 1e9:.1f} GB are left; use a smaller or a quantized model"
+        f"{total_bytes / 1e9:.1f} GB are free; use a smaller or a quantized model"
     )
 
 
 def _iter_tensors(part: object) -> Iterator[Tensor]:
-    """All tensors in a value made of dataclasses, lists and tuples."""
+    """All tensors in nested dataclasses, lists and tuples."""
     if isinstance(part, Tensor):
         yield part
     elif isinstance(part, (list, tuple)):
