@@ -1,1 +1,1 @@
-"""`localgen tui`: sessions side by side, their transcripts, and one prompt for all of them."""
+"""The `localgen tui` app: chat sessions, their transcripts, and a shared prompt."""

@@ -1,4 +1,4 @@
-"""A session that is open: what is kept of it, its model, and the answer that grows in it."""
+"""An open session: its stored record, its model, and the answer being generated."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from localgen.client import ModelClient
 from localgen.tui.chat.answer_stream import AnswerStream
 
 UNNAMED_SESSION = "New session"
-# settings that are no sampling parameters
+# setting names that are not sampling parameters
 SYSTEM_SETTING, CTX_SETTING = "system", "ctx"
 _NAME_CHARS = 48
-# commands that change what is kept
+# commands that change the stored record
 _MUTATING_COMMANDS = ("/set", "/load", "/clear", "/undo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppContext:
-    """What all sessions of a program share.
+    """Dependencies shared by all sessions of the app.
 
-    make_client: one for each, as each may be cut off; it gets where to tell its user something.
-    server_url: the server it leads to; empty: ours. model: that of new sessions; None: the built-in
-    one.
+    make_client: creates a client with a callback for notices to the user; one per session, because
+    aborting a request closes its client. server_url: the remote server; empty: the local one.
+    model: model of new sessions; None: the built-in model.
     """
 
     store: SessionStore
@@ -47,16 +47,16 @@ class AppContext:
 
 
 class CommandStopped(Exception):
-    """The user has ended it."""
+    """The user has stopped the command."""
 
 
 class ActiveSession:
-    """Its methods may be called from any thread; those that ask or keep take their time.
+    """An open session. Methods may be called from any thread; requests and store access block.
 
-    save_error: why the last try to keep it failed; nothing is lost as long as the program runs.
-    draft: what is typed and not sent. running_command: the command that runs; load_progress: how
-    much of the model it needs is loaded. client_message: what the client has told since it was last
-    asked something; messages: the same and more, until somebody takes it out to tell the user.
+    save_error: why the last save failed; the session stays in memory. draft: typed but unsent text.
+    running_command: the command in progress; load_progress: fraction of its model loaded.
+    client_message: the client's last notice since the current request began. messages: notices
+    waiting to be shown to the user.
     """
 
     def __init__(self, record: SessionRecord, context: AppContext) -> None:
@@ -88,17 +88,17 @@ class ActiveSession:
 
     @property
     def is_answering(self) -> bool:
-        answering = self.answer_stream  # another thread may settle it meanwhile
+        answering = self.answer_stream  # read once: another thread may reset it
         return answering is not None and not answering.ended.is_set()
 
     def ask(self, prompt: str) -> None:
-        """Begin an answer. SessionChanged, SessionBusy, SessionGone: it is another's turn."""
+        """Start an answer. Raises SessionChanged, SessionBusy or SessionGone if it may not."""
         with self._lock:
             self._require_idle()
             self._start_answer(prompt)
 
     def regenerate(self) -> None:
-        """The last prompt once more; the answer there is stays until there is a whole new one."""
+        """Answer the last prompt again; a partial new answer does not replace the old one."""
         with self._lock:
             self._require_idle()
             turns = self.chat.conversation.turns
@@ -107,7 +107,7 @@ class ActiveSession:
             self._start_answer(turns[-1].prompt, regenerate=True)
 
     def stop(self) -> bool:
-        """End what runs, an answer where it is; whether there was anything. Returns at once."""
+        """Stop the answer or command in progress, without waiting; False if there was none."""
         answering = self.answer_stream
         if answering is not None and not answering.ended.is_set():
             answering.stop()
@@ -115,7 +115,7 @@ class ActiveSession:
         return self.stop_command()
 
     def stop_command(self) -> bool:
-        """The same, but for answers."""
+        """Stop the command in progress, without waiting; False if there was none."""
         if not self.running_command:
             return False
         self._is_stopping = True
@@ -123,7 +123,7 @@ class ActiveSession:
         return True
 
     def finalize_answer(self) -> None:
-        """Make a turn of an answer that has ended."""
+        """Add the answer that has ended to the conversation, and save."""
         with self._lock:
             done = self.answer_stream
             if done is None or not done.ended.is_set():
@@ -135,7 +135,7 @@ class ActiveSession:
             self.save()
 
     def run_command(self, line: str) -> commands.CommandResult:
-        """Carry out one of the commands that the chat in a terminal has too."""
+        """Run a slash command shared with the terminal chat."""
         with self._command_running(line):
             if line.split()[0] in _MUTATING_COMMANDS:
                 self._require_not_generating()
@@ -144,9 +144,10 @@ class ActiveSession:
             return commands.run_command(self.chat, line, self._on_load_progress)
 
     def apply_setting(self, setting: str, text: str) -> None:
-        """SYSTEM_SETTING, CTX_SETTING or a sampling parameter, from the next prompt on.
+        """Set SYSTEM_SETTING, CTX_SETTING or a sampling parameter, effective from the next prompt.
 
-        text: empty: as the model does. InvalidRequest: it does not fit.
+        text: the value; empty resets to the model's default. Raises InvalidRequest if it is
+        invalid.
         """
         with self._lock:
             self._require_not_generating()
@@ -160,7 +161,7 @@ class ActiveSession:
             self.save()
 
     def load_model(self, name: str | None, on_progress: OnProgress) -> None:
-        """Load a model and go on with it; on an error the old one stays."""
+        """Load a model and switch to it; on an error the session keeps its model."""
         with self._command_running(f"/model {name or ''}"):
             self._require_not_generating()
             self.chat.client.connect()
@@ -173,7 +174,7 @@ class ActiveSession:
             self.record = replace(self.record, name=name)
 
     def undo_command(self, before: SessionRecord, after: SessionRecord) -> bool:
-        """Take back what a command did; False: something has been said since."""
+        """Revert a command's changes. Returns False if the conversation has changed since."""
         with self._lock:
             self._require_idle()
             if self.chat.conversation != after.conversation:
@@ -184,7 +185,7 @@ class ActiveSession:
             return True
 
     def save(self) -> None:
-        """Keep what is not kept yet; `save_error` says why that failed."""
+        """Save unsaved changes; on failure sets `save_error`."""
         with self._lock:
             try:
                 self._save()
@@ -193,7 +194,7 @@ class ActiveSession:
                 self.save_error = error.message
 
     def refresh(self) -> bool:
-        """Take over what another program has written; whether there was anything."""
+        """Load changes made by another process. Returns whether there were any."""
         with self._lock:
             if self.answer_stream is not None or self.running_command or self.save_error:
                 return False
@@ -206,13 +207,13 @@ class ActiveSession:
             return True
 
     def to_record(self) -> SessionRecord:
-        """What it is now, with the settings in force."""
+        """The current state as a record."""
         options, model, server = (
             self.chat.options,
             self.chat.requested_model,
             self._context.server_url,
         )
-        if self._is_other_server:  # it was only looked at
+        if self._is_other_server:  # not used with this server: keep its own
             model, server = self.record.model, self.record.server_url
         return replace(
             self.record,
@@ -224,7 +225,7 @@ class ActiveSession:
         )
 
     def close(self) -> None:
-        """Let the connections go; an answer that grows is stopped and kept as far as it is."""
+        """Save and close the client; an answer in progress is stopped and saved as far as it is."""
         answering = self.answer_stream
         self.stop()
         if answering is not None:
@@ -235,7 +236,7 @@ class ActiveSession:
 
     @contextlib.contextmanager
     def _command_running(self, command: str) -> Iterator[None]:
-        """While a command runs. CommandStopped: the user has ended it."""
+        """Mark a command as running. Raises CommandStopped if the user stops it."""
         with self._lock:
             self._require_idle()
             self.running_command, self.client_message = command, ""
@@ -267,9 +268,9 @@ class ActiveSession:
         try:
             self.record = self._context.store.begin_turn(wanted, prompt)
             self._is_turn_begun, self.save_error = True, ""
-        except InvalidRequest:  # another program has changed it, or writes in it
+        except InvalidRequest:  # changed or in use by another process
             raise
-        except LocalgenError as error:  # a full disk is no reason not to answer
+        except LocalgenError as error:  # answer even if the disk is full
             self.record = replace(self.record, name=wanted.name)
             self._is_turn_begun, self.save_error = False, error.message
 
@@ -279,7 +280,7 @@ class ActiveSession:
             self.chat.add_turn(turn, stream.completion)
             return
         is_better = not turn.stopped or self.chat.conversation.turns[-1].is_unanswered
-        if is_better or not turn.is_unanswered:  # a half stands below what there was
+        if is_better or not turn.is_unanswered:  # a partial answer is added below the old one
             self.chat.add_turn(turn, stream.completion, replace_last=is_better)
 
     def _save(self) -> None:
@@ -302,7 +303,7 @@ class ActiveSession:
                 self._fork_on_conflict(now)
 
     def _fork_on_conflict(self, record: SessionRecord) -> None:
-        """Go on as another session: both versions are worth keeping."""
+        """Save as a new session: another process has changed this one, and both are kept."""
         theirs, name = self.id, self.name
         self.record = self._context.store.create(replace(record, name=f"{name} (2)"))
         self.messages.append(
@@ -310,11 +311,11 @@ class ActiveSession:
             f"what you see goes on as {one_line(self.name)}"
         )
         self._saved_draft = ""
-        with contextlib.suppress(LocalgenError):  # else it stands in both
+        with contextlib.suppress(LocalgenError):  # on failure both sessions have the draft
             self._context.store.save_draft(theirs, "")
 
     def _apply_record(self, record: SessionRecord) -> None:
-        """Make the session what was read."""
+        """Set the chat to a record's state."""
         self._is_other_server = record.server_url != self._context.server_url
         model = self._context.model if self._is_other_server else record.model
         self.chat.set_conversation(record.conversation)
@@ -332,7 +333,7 @@ class ActiveSession:
         self.messages.append(line)
 
     def _renew_client(self) -> None:
-        """One that was cut asks nothing any more."""
+        """Replace the client after a stop: an aborted client accepts no further requests."""
         if self._is_stopping:
             self._is_stopping = False
             self.chat.client.close()

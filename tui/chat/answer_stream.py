@@ -1,4 +1,4 @@
-"""One answer as it grows, in a thread of its own."""
+"""One answer, generated in a background thread."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from localgen.client import Completion, TextDelta
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """How much of an answer has been read: pieces of thought and of text."""
+    """How much of an answer has been read, in chunks of reasoning and of text."""
 
     reasoning_chunks: int = 0
     text_chunks: int = 0
 
 
 class AnswerStream:
-    """Asks a session's model and gathers what comes. Only its thread writes to it.
+    """Requests an answer and collects its chunks in a thread, the only writer of its state.
 
-    num_tokens: so far; is_estimated: or about so many. load_progress: how much of the model is
-    loaded, while it has to be. error: why there is no whole answer. ended: set last of all.
-    regenerate: it is to take the place of the last turn's answer.
+    num_tokens: tokens so far; is_estimated: whether that is an estimate. load_progress: fraction of
+    the model loaded, while it loads. error: why the answer is incomplete. ended: set last.
+    regenerate: the answer replaces that of the last turn.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AnswerStream:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it where it is. Returns at once; `ended` follows."""
+        """Stop generating, without waiting; `ended` is set later."""
         self._stop_requested.set()
         self._session.client.abort()
 
@@ -70,7 +70,7 @@ class AnswerStream:
         return self._stop_requested.is_set()
 
     def chunks_since(self, position: StreamPosition) -> tuple[str, str, StreamPosition]:
-        """Thoughts and text that came after a position, and the position now."""
+        """Return reasoning and text after a position, and the new position."""
         now = StreamPosition(len(self._reasoning_chunks), len(self._text_chunks))
         thoughts = self._reasoning_chunks[position.reasoning_chunks : now.reasoning_chunks]
         return (
@@ -80,12 +80,12 @@ class AnswerStream:
         )
 
     def to_turn(self) -> Turn:
-        """The turn as far as it has come; whole when the answer has ended."""
+        """The turn so far; complete once the answer has ended."""
         thought, text, _ = self.chunks_since(StreamPosition())
         return Turn(self.prompt, text, self.completion is None, thought, self._summary())
 
     def status_line(self) -> str:
-        """How it goes, in one line."""
+        """Progress in one line."""
         if self.is_stopping:
             return "stopping"
         if self.load_progress is not None:
@@ -97,7 +97,7 @@ class AnswerStream:
         return report.live_stats_line(waited_s, self.ttft_s, self.num_tokens, used, limit, about)
 
     def tokens_per_s(self) -> float:
-        """Tokens a second; 0: not known yet."""
+        """Decode speed so far; 0 if unknown."""
         if self.completion is not None:
             return self.completion.timings.predicted_per_second
         if self.ttft_s is None or self.num_tokens < 2:
@@ -106,7 +106,7 @@ class AnswerStream:
         return (self.num_tokens - 1) / writing_s if writing_s > 0 else 0.0
 
     def speed_text(self) -> str:
-        """TTFT and tokens a second, as far as they are known: what tells answers apart."""
+        """TTFT and tokens/s for comparing answers; progress until the first token."""
         if self.completion is not None:
             ttft_ms = self.completion.timings.ttft_ms
         elif self.ttft_s is not None:
@@ -117,7 +117,7 @@ class AnswerStream:
         return f"TTFT {units.format_duration(ttft_ms)}" + (f" · {rate:,.1f} tok/s" if rate else "")
 
     def progress_text(self) -> str:
-        """How far it is, in few words."""
+        """Progress in a few words."""
         if self.is_stopping:
             return "stopping"
         if self.load_progress is not None:
@@ -147,7 +147,7 @@ class AnswerStream:
             self._stream_with_retry()
         except LocalgenError as error:
             self.error = error.message
-        except Exception as error:  # a user sees a sentence, and the other sessions go on
+        except Exception as error:  # report it; other sessions must keep running
             self.error = f"a defect of localgen ({type(error).__name__}: {error})"
         finally:
             self.load_progress = None
@@ -159,7 +159,7 @@ class AnswerStream:
         except (ServerUnavailable, EngineDied):
             if self._stop_requested.is_set() or self._text_chunks or self._reasoning_chunks:
                 raise
-            self._stream()  # nothing has come yet: it had left, and is started again
+            self._stream()  # nothing received: the server was gone; it restarts
 
     def _stream(self) -> None:
         self._session.ensure_loaded(self._on_load_progress)

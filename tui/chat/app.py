@@ -1,4 +1,4 @@
-"""`localgen tui`: its keys, what its widgets ask for, and the beat at which it is drawn."""
+"""The `localgen tui` app: keys, widget messages, and the periodic updates."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ _MAIN_SCREEN_ACTIONS = (
 
 
 class ChatApp(BaseApp):
-    """session_manager: the sessions. make_monitor: makes the way to look at the server.
-    server_label: what it is called."""
+    """The chat app.
+
+    make_monitor: connects to the server for its statistics. server_label: the server's name.
+    """
 
     TITLE = "localgen tui"
     HELP_NOTES = (
@@ -58,7 +60,7 @@ class ChatApp(BaseApp):
         "In the list of sessions: r renames, f forks, d deletes.\n\n"
         + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash_commands.command_table())
     )
-    # but for Ctrl+C no key has priority: it would overtake what was typed before it
+    # only Ctrl+C has priority: a priority key would overtake characters typed before it
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+n", "new", "New"),
         Binding("ctrl+o", "model", "Model"),
@@ -108,16 +110,15 @@ class ChatApp(BaseApp):
         self.session_actions = SessionActions(self.main_screen, session_manager, self.show_message)
 
     def get_default_screen(self) -> Screen[None]:
-        """The only one that is no dialog, but for comparisons."""
         return self.main_screen
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """What is about the session on the main screen is offered there only."""
+        """Offer session actions only on the main screen."""
         is_there = self.main_screen.is_shown and self.main_screen.current_session is not None
         return action not in _MAIN_SCREEN_ACTIONS or is_there
 
     def on_ready(self) -> None:
-        """Paint first, then look at the server."""
+        """Start the timers and the server feed after the first paint."""
         self.set_interval(TICK_S, self.tick)
         self.set_interval(SYNC_PERIOD_S, self.sync_store)
         self._feed.start()
@@ -127,19 +128,19 @@ class ChatApp(BaseApp):
     def on_unmount(self) -> None:
         self._feed.stop()
 
-    # the store may be locked for seconds: whatever waits for it does so in a worker, as keys would
-    # wait for what the app waits for
+    # The store may be locked for seconds. Whatever waits for it runs in a worker, since the app
+    # would not process keys while it waits.
 
     @work(group="prompt_history")
     async def _load_prompt_history(self) -> None:
-        with contextlib.suppress(LocalgenError):  # there is a prompt without a history
+        with contextlib.suppress(LocalgenError):  # works without a history
             prompts = await asyncio.to_thread(
                 self.session_manager.context.store.recent_prompts, _MAX_HISTORY
             )
             self.main_screen.query_one(Prompt).set_history(prompts)
 
     async def tick(self) -> None:
-        """What has grown since the last time, on whatever screen is shown."""
+        """Update the current screen with new text and progress."""
         if self._is_quitting or not self.screen_stack:
             return
         for opened, line in self.session_manager.drain_messages():
@@ -174,7 +175,7 @@ class ChatApp(BaseApp):
 
     @work(group="sync")
     async def sync_store(self) -> None:
-        """Write what has grown; take over what other programs have written."""
+        """Save changes, and load those made by other processes."""
         if self._is_quitting or self._sync_lock.locked():
             return
         async with self._sync_lock:
@@ -184,7 +185,7 @@ class ChatApp(BaseApp):
                 await self.session_actions.show_session(self.session_manager.open_empty)
 
     def show_message(self, message: str, *, is_error: bool = False, title: str = "") -> None:
-        """Say it where the user looks. title: of a long one."""
+        """Show a message on the current screen. title: of the dialog for a long one."""
         if self.main_screen.is_shown:
             self.main_screen.show_message(
                 escape_control_chars(message), is_error=is_error, title=title
@@ -193,7 +194,7 @@ class ChatApp(BaseApp):
             severe: Literal["error", "information"] = "error" if is_error else "information"
             self.notify(one_line(message), severity=severe, timeout=6, markup=False)
 
-    # --- what widgets ask for ---
+    # --- widget messages ---
 
     def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
         if self.main_screen.defer_submit():
@@ -245,7 +246,7 @@ class ChatApp(BaseApp):
     @work(group="set")
     async def _apply_setting(self, edit: SettingEdit) -> None:
         panel = self.main_screen.query_one(SettingsPanel)
-        async with self._settings_lock:  # in the order in which they were left
+        async with self._settings_lock:  # apply in the order of the edits
             opened = self.session_manager.active_by_id.get(edit.session_id)
             if opened is None:
                 return
@@ -258,7 +259,7 @@ class ChatApp(BaseApp):
             self.main_screen.show_settings()
 
     def on_sample_received(self, message: SampleReceived) -> None:
-        """A sample of the server, at most four times a second."""
+        """Show a new sample."""
         if self.main_screen.server_status.label == "LOST":
             self.notify("The server is back.", timeout=4)
         is_elsewhere = bool(self.session_manager.context.server_url)
@@ -269,7 +270,7 @@ class ChatApp(BaseApp):
             self.main_screen.query_one(GaugePanel).sample = message.sample
 
     def on_server_lost(self, message: ServerLost) -> None:
-        """Nothing was heard of it; the feed tries again."""
+        """Show the status; the feed retries."""
         is_elsewhere = bool(self.session_manager.context.server_url)
         self.main_screen.server_status = self.main_screen.server_status.after_loss(
             message, is_remote=is_elsewhere
@@ -324,7 +325,7 @@ class ChatApp(BaseApp):
         self._feed.retry()
 
     def action_stop(self) -> None:
-        """Copy what is selected; or stop the answer; or leave, at the second time."""
+        """Copy the selection, stop the answer, or quit on a second press."""
         if isinstance(self.screen, CompareScreen | QuantizeScreen):
             self.screen.action_stop()
             return
@@ -344,7 +345,7 @@ class ChatApp(BaseApp):
 
     @work(group="ask")
     async def action_regenerate(self) -> None:
-        """Ask the last prompt again."""
+        """Answer the last prompt again."""
         if not self.main_screen.is_shown:
             return
         opened = self.session_actions.current_session
@@ -363,7 +364,7 @@ class ChatApp(BaseApp):
             self.notify("The last answer is copied.", timeout=3)
 
     def action_editor(self) -> None:
-        """The prompt in $EDITOR, as in the chat in a terminal."""
+        """Edit the prompt in $EDITOR."""
         if not self.main_screen.is_shown:
             return
         prompt = self.main_screen.query_one(Prompt)
@@ -378,7 +379,7 @@ class ChatApp(BaseApp):
             prompt.set_text(text)
 
     async def action_quit(self) -> None:
-        """Leave; ask first if that ends or loses something."""
+        """Quit, after confirmation if something would be stopped or lost."""
         question = quit_confirmation.quit_question(
             self.session_manager, self.screen_stack, self.quantize_runner
         )
@@ -407,7 +408,7 @@ class ChatApp(BaseApp):
         self.exit()
 
     def _run_on_main_screen(self, act: Callable[[], Coroutine[object, object, None]]) -> None:
-        """Only where there is nothing before the main screen."""
+        """Run an action only if the main screen is on top."""
         if self.main_screen.is_shown and self.main_screen.current_session is not None:
             self._run_in_worker(act())
 

@@ -1,4 +1,4 @@
-"""One prompt to several models or settings, their answers side by side with their speeds."""
+"""Comparison of models or settings: one prompt, answers and speeds side by side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_VARIANTS = 8
 
 @dataclass(frozen=True, slots=True)
 class CompareVariant:
-    """model: None for the built-in one. settings: what is set on top, as typed."""
+    """One model with its parameters. model: None for the built-in one. label: the line as typed."""
 
     model: str | None
     params: SamplingParams
@@ -45,9 +45,9 @@ class CompareVariant:
 def parse_variants(
     text: str, params: SamplingParams, *, is_remote: bool = False
 ) -> list[CompareVariant]:
-    """One of each line: a model, then NAME=VALUE settings. params: what they start from.
+    """Parse one variant per line: a model, then NAME=VALUE settings applied to params.
 
-    is_remote: the models are another server's. InvalidRequest names the line.
+    is_remote: the models are on a remote server. Raises InvalidRequest with the line number.
     """
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 2 <= len(lines) <= MAX_VARIANTS:
@@ -64,7 +64,7 @@ def parse_variants(
 
 
 def variant_records(record: SessionRecord, variants: list[CompareVariant]) -> list[SessionRecord]:
-    """A session for each, which goes on from the same conversation."""
+    """A session record per variant, each continuing the same conversation."""
     name = record.name or "Comparison"
     return [
         replace(
@@ -94,7 +94,7 @@ def _parse_variant(line: str, params: SamplingParams, is_remote: bool) -> Compar
 
 
 class CompareDialog(Dialog[list[CompareVariant] | None]):
-    """Asks what is to be compared."""
+    """Edits the list of variants. Closes with them, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss(None)", "Never mind"),
@@ -149,7 +149,7 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
 
 
 class CompareColumn(Vertical):
-    """One session of a comparison."""
+    """The transcript and speed of one session."""
 
     DEFAULT_CSS = """
     CompareColumn {
@@ -202,7 +202,7 @@ class CompareColumn(Vertical):
 
 
 class CompareScreen(Screen[None]):
-    """Columns, and one prompt for all of them. The sessions stay when it closes."""
+    """Compares sessions in columns, with one prompt for all. Closing it keeps the sessions."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back"),
@@ -234,11 +234,11 @@ class CompareScreen(Screen[None]):
         prompt.focus()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """What its prompt would fold is not here."""
+        """Disable the prompt's keys for panels that this screen does not have."""
         return action not in ("toggle_gauges", "toggle_sessions")
 
     def on_screen_resume(self) -> None:
-        self.refresh_bindings()  # those of the main screen are gone only now
+        self.refresh_bindings()  # the main screen's bindings are gone only now
 
     async def sync(self) -> None:
         for column in self.query(CompareColumn):
@@ -250,7 +250,7 @@ class CompareScreen(Screen[None]):
 
     @work(group="ask")
     async def ask(self, text: str) -> None:
-        """Ask all of them, unless one still answers."""
+        """Send a prompt to all sessions, unless one is still answering."""
         if any(opened.answer_stream is not None for opened, _ in self._labelled_sessions):
             self._show_message("an answer is being written: Ctrl+C stops all")
             return
@@ -271,7 +271,7 @@ class CompareScreen(Screen[None]):
             transcript.toggle_reasoning()
 
     def action_scroll(self, by: int) -> None:
-        """All of them, as they are compared; by its own keys the one that has the focus."""
+        """Scroll all columns together; a focused column scrolls alone with its own keys."""
         for transcript in self.query(Transcript):
             transcript.scroll_pages(by)
 

@@ -1,4 +1,4 @@
-"""A text in the user's editor."""
+"""Editing text in the user's editor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localgen.backends.errors import InvalidRequest
 
 
 def edit_in_editor(text: str) -> str:
-    """The text as $VISUAL or $EDITOR leaves it. InvalidRequest: it did not run."""
+    """Edit text in $VISUAL or $EDITOR. Raises InvalidRequest if the editor cannot run."""
     try:
         editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A transcript as a file that other programs read."""
+"""Export of a transcript to a file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from localgen.tui.chat.active_session import ActiveSession
 
 
 def export_transcript(active: ActiveSession, target: str) -> Path:
-    """Write the session to a path: `.json` as `/load` reads it, Markdown otherwise.
+    """Write the session to a path: JSON for `/load` if it ends in .json, else Markdown.
 
-    InvalidRequest: it cannot be written, or there is a file already that is no chat.
+    Returns the absolute path. Raises InvalidRequest if it cannot be written, or if it is an
+    existing file other than a saved chat.
     """
     path = Path(target).expanduser()
     session = active.chat
@@ -34,7 +35,7 @@ def export_transcript(active: ActiveSession, target: str) -> Path:
 
 
 def transcript_markdown(active: ActiveSession) -> str:
-    """The transcript, what was thought folded away."""
+    """The transcript as Markdown, with reasoning in collapsed sections."""
     conversation = active.chat.conversation
     parts = [f"# {active.name}\n"]
     if conversation.system:

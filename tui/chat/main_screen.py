@@ -1,4 +1,4 @@
-"""The screen of the tui: sessions, transcript, prompt, and at the right gauges or settings."""
+"""The main screen: sessions, transcript and prompt; gauges or settings at the right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STATUS_STYLES = {"LIVE": "$success", "LOST": "$error", "WAITING": "dim", "NO FI
 
 
 class QuantizeStatusLine(Static):
-    """What goes on behind the chats; a click shows it."""
+    """Status of the background quantization; a click opens its screen."""
 
     DEFAULT_CSS = """
     QuantizeStatusLine { height: 1; padding: 0 2; color: $accent; text-wrap: nowrap;
@@ -59,11 +59,10 @@ class QuantizeStatusLine(Static):
 class MainScreen(Screen[None]):
     """Shows `current_session`. sync() is called many times a second while answers grow.
 
-    server_status: how it stands with it. #message: what was last said to the user, above the
-    prompt.
+    server_status: connection to the server. #message: the last message, above the prompt.
     """
 
-    # gauges need some lines each
+    # each gauge needs a few lines
     VERTICAL_BREAKPOINTS = [(0, "-short"), (22, "-mid"), (27, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f7", "toggle_sessions", "Sessions: show or fold", show=False),
@@ -103,7 +102,7 @@ class MainScreen(Screen[None]):
             completion_sources,
         )
         self.current_session: ActiveSession | None = None
-        # kept here, as what is drawn at a beat may go on for a moment when the screen is taken down
+        # attributes, not queries: a tick may still draw while the screen is being removed
         self._session_list, self._transcript = SessionList(), Transcript()
         self._title_line = Static(id="title", markup=False)
         self._status_line = Static(id="status", markup=False)
@@ -131,24 +130,24 @@ class MainScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one(Prompt).focus()
-        self._show_server()  # it may have been known before
+        self._show_server()  # the status may already be known
 
     def on_resize(self, event: events.Resize) -> None:
         self._update_layout_classes(event.size.width)
 
     @property
     def is_composed(self) -> bool:
-        """Whether its widgets are there: not before it is shown, nor when the program ends."""
+        """Whether its widgets exist: after the first display and before the app ends."""
         return self.is_attached and bool(self.query(Prompt))
 
     @property
     def is_shown(self) -> bool:
-        """Whether it can be seen: Textual says is_current of what lies below any screen too."""
+        """Whether it is visible; Textual's is_current is also true below a modal screen."""
         top = self.app.screen
         return self.is_current and (top is self or top.styles.background.a < 1)
 
     def begin_switch(self) -> None:
-        """From now on what is typed is meant for the session that is shown next."""
+        """Start a switch: text typed from now on belongs to the session shown next."""
         if self.current_session is not None and not self._is_switching:
             prompt = self.query_one(Prompt)
             self.current_session.draft = prompt.full_text
@@ -156,19 +155,19 @@ class MainScreen(Screen[None]):
             prompt.set_text("")
 
     async def cancel_switch(self) -> None:
-        """There is none to be shown."""
+        """Return to the current session, since the other one could not be opened."""
         if self.current_session is not None and self._is_switching:
             await self.show_session(self.current_session)
 
     async def show_session(self, active: ActiveSession) -> None:
-        """Go to a session; what is typed stays with the one it was typed in."""
+        """Switch to a session; drafts stay with their sessions."""
         if self.has_class("-settings"):
             self.query_one(SettingsPanel).submit_edits()
         self.begin_switch()
         prompt = self.query_one(Prompt)
         typed = prompt.full_text
         self.current_session, self._is_switching = active, False
-        if active.draft:  # else what was typed meanwhile is there already
+        if active.draft:  # else the prompt already has the text
             prompt.set_text(active.draft + typed)
         self.refresh_bindings()  # some keys need a session
         await self._transcript.show_session(active)
@@ -179,12 +178,12 @@ class MainScreen(Screen[None]):
             prompt.action_send()
 
     def defer_submit(self) -> bool:
-        """Whether what was sent waits for the session that is shown next."""
+        """Whether to hold back a submitted prompt until the session switch is complete."""
         self._has_deferred_submit = self.current_session is None or self._is_switching
         return self._has_deferred_submit
 
     async def sync(self) -> None:
-        """What is new in the session and in the list."""
+        """Show changes of the session and the session list."""
         if self.current_session is None:
             return
         await self._transcript.sync()
@@ -193,9 +192,9 @@ class MainScreen(Screen[None]):
         self._show_status()
 
     def show_message(self, message: str, *, is_error: bool = False, title: str = "") -> None:
-        """Some lines above the prompt, until the next prompt; what is longer gets a sheet.
+        """Show a message above the prompt until the next prompt; a long one opens a dialog.
 
-        title: of the sheet.
+        title: of the dialog.
         """
         text = Content(message)
         width = self.query_one("#centre").size.width - 4
@@ -209,11 +208,11 @@ class MainScreen(Screen[None]):
         told.set_class(is_error, "-error")
 
     def show_quantize_status(self, line: str) -> None:
-        """What goes on behind the chats; empty: nothing."""
+        """Show the status of the background quantization; empty hides the line."""
         self._quantize_status_line.show_status(one_line(line))
 
     def show_settings(self) -> None:
-        """The settings in force in the panel."""
+        """Update the settings panel if it is open."""
         if self.current_session is None or not self.has_class("-settings"):
             return
         session = self.current_session.chat
@@ -223,7 +222,7 @@ class MainScreen(Screen[None]):
         self.query_one(SettingsPanel).show_settings(self.current_session.id, system, ctx, rows)
 
     def toggle_settings(self) -> None:
-        """Open the panel of settings, or close it."""
+        """Open or close the settings panel."""
         is_open = not self.has_class("-settings")
         self.set_class(is_open, "-settings")
         self._update_layout_classes(self.size.width)
@@ -234,7 +233,7 @@ class MainScreen(Screen[None]):
             self.query_one(Prompt).focus()
 
     def watch_server_status(self) -> None:
-        """Said in the first line, and what is wrong below; old figures are dimmed."""
+        """Show status and notice; figures of a lost server are dimmed."""
         if self.is_composed:
             self._show_title()
             self._show_server()
@@ -290,14 +289,14 @@ class MainScreen(Screen[None]):
         self._update_layout_classes(self.size.width)
 
     def _update_layout_classes(self, width: int) -> None:
-        """Show what there is room for, unless the user has said otherwise."""
+        """Show the panels that fit, unless the user has toggled them."""
         gauges = self._visibility_overrides.get("-gauges", width >= _GAUGES_MIN_COLUMNS)
         side = gauges or self.has_class("-settings")
         least = _GAUGES_MIN_COLUMNS if side else _SESSIONS_MIN_COLUMNS
         self.set_class(gauges, "-gauges")
         self.set_class(self._visibility_overrides.get("-sessions", width >= least), "-sessions")
         self._session_list.styles.width = 28 if width >= 100 else 24
-        # room for the transcript first: the rest covers what it has to
+        # leave room for the transcript; the panel covers the rest
         self.query_one(SettingsPanel).styles.width = min(44, max(30, width - 34))
 
     def _session_rows(self) -> list[SessionRow]:
@@ -329,7 +328,7 @@ class MainScreen(Screen[None]):
             (f"  {one_line(self.current_session.name)}", "bold"),
             (f"  {one_line(model)}", "dim"),
         )
-        # at the right it must not be pushed out by a long name
+        # the status at the right must not be pushed out by a long name
         right = Content.styled(f"● {status} {self._server_label}", _STATUS_STYLES[status])
         room = max(20, self.size.width - 2 - right.cell_length - 1)
         line = align_ends(left.truncate(room, ellipsis=True), right, self.size.width - 2)
@@ -355,15 +354,15 @@ class MainScreen(Screen[None]):
 
 
 def _activity_text(active: ActiveSession) -> str:
-    """What an open session does, in few words."""
-    answering = active.answer_stream  # another thread may settle it meanwhile
+    """Activity of an open session in a few words."""
+    answering = active.answer_stream  # read once: another thread may reset it
     if answering is not None:
         return answering.progress_text()
     return "not saved" if active.save_error else ""
 
 
 def session_status(active: ActiveSession) -> tuple[str, bool]:
-    """What the session does, in a line; whether it is a fault."""
+    """Status line of a session, and whether it is an error."""
     answering, busy, share = active.answer_stream, active.running_command, active.load_progress
     if active.save_error:
         return f"not saved: {one_line(active.save_error)}", True
@@ -379,7 +378,8 @@ def session_status(active: ActiveSession) -> tuple[str, bool]:
         return "another localgen tui writes an answer here", False
     last = active.last_stream
     if last is not None and last.error and not last.is_stopping:
-        return f"Ctrl+R asks again · {one_line(last.error)}", True  # what to do is never cut off
+        # advice first, so that it is not cut off
+        return f"Ctrl+R asks again · {one_line(last.error)}", True
     used, limit = active.chat.estimate_used_tokens(), active.chat.ctx
     exact = active.chat.last_completion is not None
     context = f"context {'' if exact else '~'}{used:,}" + (f"/{limit:,}" if limit else "")

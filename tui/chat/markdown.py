@@ -1,4 +1,4 @@
-"""Markdown of a model: shown as far as it is harmless, hidden nowhere."""
+"""Markdown from models, made safe to display without hiding any of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from textual.widgets import Markdown
 from localgen.backends.terminal_text import escape_control_chars
 from localgen.chat import markup
 
-# the widget counts these as ends of lines, its parser does not
+# line ends for the widget, but not for its parser
 _LINE_ENDS = str.maketrans({"\u2028": "\n", "\u2029": "\n"})
 
 
 def sanitize_markdown(text: str) -> str:
-    """Nothing that a terminal obeys, and lines that the parser and the widget agree on.
+    """Escape control characters, and convert line ends that only the widget recognizes.
 
-    Character by character, so a stream may be cut anywhere.
+    Works per character, so a stream can be cut anywhere.
     """
     return escape_control_chars(text).translate(_LINE_ENDS)
 
 
 class ModelMarkdown(Markdown):
-    """Links are shown with where they lead, and lead nowhere."""
+    """A Markdown widget that shows link targets as text and opens no links."""
 
     DEFAULT_CSS = """
     ModelMarkdown { padding: 0; margin: 0; background: transparent; }
@@ -51,7 +51,7 @@ def _parser() -> MarkdownIt:
 
 
 def _hard_breaks(state: StateCore) -> None:
-    """A model that ends a line means it: verses and addresses keep their lines."""
+    """Keep single line breaks: models use them in verses and addresses."""
     for token in state.tokens:
         for child in token.children or ():
             if child.type == "softbreak":

@@ -1,4 +1,4 @@
-"""Choosing a model: those that are here, those that can be fetched, and the wait for either."""
+"""The model picker: installed and downloadable models, with download and load progress."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ _LOADING_TEXT, _NO_MATCH_TEXT = "looking", "None of the list is called so."
 
 
 class PullCancelled(Exception):
-    """The user has stopped a download; what is here stays here."""
+    """The user has stopped a download; the part already downloaded is kept."""
 
 
 class ModelService(Protocol):
-    """Where models come from. Methods take their time and raise LocalgenError."""
+    """Source of models. Methods block and raise LocalgenError."""
 
     def list_models(self) -> list[ModelCard]:
-        """What can be named."""
+        """Models that can be loaded."""
 
     def pullable_models(self) -> list[PullableModel]:
-        """What can be fetched."""
+        """Models that can be downloaded."""
 
     def can_pull(self, name: str) -> bool:
-        """Whether a name means something that can be fetched and is not here."""
+        """Whether a name refers to a model that can be downloaded and is not installed."""
 
     def pull(self, name: str, on_progress: Callable[[int, int], None]) -> str:
-        """Fetch it; what it is called then."""
+        """Download a model; returns its installed name. on_progress: downloaded and total bytes."""
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:
-        """Take it for the session."""
+        """Load a model for the session."""
 
     def stop_loading(self) -> None:
-        """End load() from another thread."""
+        """Abort load() from another thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPickerRow:
-    """A row of the list. is_installed: it need not be fetched."""
+    """A row of the list. is_installed: no download needed."""
 
     name: str
     description: str
@@ -63,7 +63,7 @@ class ModelPickerRow:
 
 
 class ModelPicker(Picker[str]):
-    """Closes with the name of the model that was loaded. is_busy: one is loaded or fetched."""
+    """Closes with the name of the loaded model. is_busy: a model is being downloaded or loaded."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Stop, or close")]
     DEFAULT_CSS = """
@@ -105,7 +105,7 @@ class ModelPicker(Picker[str]):
 
     @work(exclusive=True, group="refresh")
     async def refresh_models(self) -> None:
-        """Fill the list."""
+        """Load the list of models."""
         try:
             cards = await asyncio.to_thread(self._model_service.list_models)
             offers = await asyncio.to_thread(self._model_service.pullable_models)
@@ -115,7 +115,7 @@ class ModelPicker(Picker[str]):
         if not self.is_open:
             return
         self._rows = [*_installed_rows(cards), *_pullable_rows(cards, offers)]
-        # why the model that was wanted cannot be had is not to be wiped away
+        # keep the error about the requested model
         if str(self.query_one("#message", Static).content) == _LOADING_TEXT:
             self._show_message("")
         self._filter_rows(self.query_one(Input).value)
@@ -132,7 +132,7 @@ class ModelPicker(Picker[str]):
             self.select_item(typed)
 
     def on_screen_resume(self) -> None:
-        """What stood before it is gone."""
+        """Close if a model was loaded while another screen was on top."""
         if self._loaded_model is not None:
             self.dismiss(self._loaded_model)
 
@@ -143,7 +143,7 @@ class ModelPicker(Picker[str]):
             self.dismiss(None)
 
     def select_item(self, item: str) -> None:
-        """Load a model, fetched first where it is in the list as one to be fetched."""
+        """Load a model; download it first if it is listed as downloadable."""
         if self.is_busy:
             return
         offered = next((each for each in self._rows if each.name == item), None)
@@ -157,7 +157,7 @@ class ModelPicker(Picker[str]):
     async def _pull_and_load(self, name: str, pull: bool) -> None:
         try:
             await asyncio.to_thread(self._pull_and_load_in_thread, name, pull)
-        except asyncio.CancelledError:  # the program ends, and would wait for the thread
+        except asyncio.CancelledError:  # the app is quitting and would wait for the thread
             self._stop()
             raise
         except PullCancelled:
@@ -174,7 +174,7 @@ class ModelPicker(Picker[str]):
         finally:
             self.is_busy = False
             self.remove_class("-busy")
-        # only what stands before everything can be closed
+        # only the topmost screen can be dismissed
         if self._loaded_model is not None and self.app.screen is self:
             self.dismiss(self._loaded_model)
 
@@ -190,7 +190,7 @@ class ModelPicker(Picker[str]):
             self._show_message(error.message, is_error=True)
 
     def _pull_and_load_in_thread(self, name: str, pull: bool) -> None:
-        """In a thread."""
+        """Download a model if necessary, then load it; runs in a thread."""
         if pull and self._model_service.can_pull(name):
             self.call_later(self._show_message, f"asking the hub for {one_line(name)}")
             self._model_service.pull(
@@ -212,7 +212,7 @@ class ModelPicker(Picker[str]):
         self.call_later(self._show_progress, fraction, None)
 
     def _show_progress(self, fraction: float, line: str | None) -> None:
-        if not self.is_busy:  # it was on its way when the work ended
+        if not self.is_busy:  # a late update, after the work has ended
             return
         self.query_one(ProgressBar).update(progress=fraction)
         if line is not None:
@@ -264,7 +264,7 @@ def _pullable_rows(cards: list[ModelCard], offers: list[PullableModel]) -> Itera
 
 
 class SessionModelService:
-    """Another server fetches its models itself."""
+    """ModelService of a session. Models are downloaded only for the local server."""
 
     def __init__(self, active: ActiveSession) -> None:
         self._active = active
@@ -285,7 +285,7 @@ class SessionModelService:
         return pullable_models.pull_model(name, on_progress)
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:
-        """InvalidRequest: the user has ended it."""
+        """Load a model into the session. Raises InvalidRequest if the user stops it."""
         built_in = name == BUILT_IN_MODEL and not self._is_remote
         try:
             self._active.load_model(None if built_in else name, on_progress)

@@ -1,4 +1,4 @@
-"""Where prompts are typed: several lines, history, completion, and pastes of any size."""
+"""The prompt editor: several lines, history, completion, and pastes of any size."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from textual.widgets.option_list import Option
 from localgen.backends.terminal_text import escape_control_chars
 from localgen.tui.widgets.text_field import TextField
 
-# Alt+Enter as terminals send it; Textual would take it for Enter
+# Alt+Enter as terminals send it; Textual would read it as Enter
 cast(dict[str, object], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (Keys.ControlJ,)
-# what is pasted and longer than this is folded: the editor would redraw all of it at every key
+# longer pastes are folded: the editor would redraw all of it on every key press
 FOLD_PASTE_CHARS = 4_000
 _FOLDED_PASTE = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
 
 
 class Prompt(TextField):
-    """Posts Submitted at Enter. completions: what may follow a text that begins with a slash."""
+    """Posts Submitted on Enter. completions: returns completions of a text that starts with `/`."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False),
@@ -34,7 +34,7 @@ class Prompt(TextField):
         Binding("tab", "complete", "Complete a command", show=False),
         Binding("up", "previous_prompt", "Earlier prompt, on the first line", show=False),
         Binding("down", "next_prompt", "Later prompt, on the last line", show=False),
-        # an editor has other uses for these keys, a prompt has none
+        # keys that TextArea binds to editing functions a prompt does not need
         Binding("ctrl+f", "app.search", "Search"),
         Binding("ctrl+y", "app.copy", "Copy the last answer", show=False),
         Binding("pageup", "screen.scroll(-1)", "Scroll back", show=False),
@@ -51,7 +51,7 @@ class Prompt(TextField):
     """
 
     class Submitted(Message):
-        """A prompt or a command, with its pastes in full."""
+        """A prompt or a command, with its pastes expanded."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -73,17 +73,17 @@ class Prompt(TextField):
 
     @property
     def full_text(self) -> str:
-        """What is typed, with its pastes in full."""
+        """The text with its pastes expanded."""
         return _FOLDED_PASTE.sub(self._expand_paste, self.text)
 
     def set_text(self, text: str) -> None:
-        """Replace what is typed; a long text is folded."""
+        """Replace the text; a long one is folded."""
         self._pastes.clear()
         self.text = text if len(text) <= FOLD_PASTE_CHARS else self._fold_paste(text)
         self.move_cursor(self.document.end)
 
     def set_history(self, prompts: list[str]) -> None:
-        """What was asked before, the oldest first."""
+        """Set the earlier prompts, oldest first."""
         self._history = prompts
         self._history_index = len(prompts)
 
@@ -93,7 +93,7 @@ class Prompt(TextField):
             self.post_message(self.Submitted(text))
 
     def mark_submitted(self, text: str) -> None:
-        """It was taken: make room for the next."""
+        """Add the submitted text to the history and clear the prompt."""
         self._history = [*(said for said in self._history if said != text), text]
         self._history_index = len(self._history)
         self.set_text("")
@@ -102,7 +102,7 @@ class Prompt(TextField):
         self.insert("\n")
 
     def action_complete(self) -> None:
-        """Take the completion there is, or what all of them have in common."""
+        """Insert the only completion, or the common prefix of all."""
         found = self._completions(self.text)
         if not found:
             return
@@ -130,7 +130,7 @@ class Prompt(TextField):
         self._show_history_entry(self._history_index + 1)
 
     def check_consume_key(self, key: str, character: str | None = None) -> bool:
-        """Characters are typed; but what asks for the keys does so where nothing is typed yet."""
+        """Leave `?` to the key help while the prompt is empty."""
         return not self._is_help_key(key) and super().check_consume_key(key, character)
 
     def _is_help_key(self, key: str) -> bool:
@@ -143,7 +143,7 @@ class Prompt(TextField):
         elif self._is_help_key(event.key):
             event.prevent_default().stop()
             await self.run_action("app.keys")
-        elif event.key == "shift+\r":  # how xterm and tmux spell Shift+Enter where they tell it
+        elif event.key == "shift+\r":  # Shift+Enter from xterm and tmux
             event.prevent_default().stop()
             self.action_newline()
         else:
@@ -169,7 +169,7 @@ class Prompt(TextField):
 
 
 class CommandSuggestions(OptionList):
-    """The commands that may be meant, above the prompt. Click takes one; so does Tab."""
+    """Completions of the typed command, above the prompt. Tab or a click accepts one."""
 
     can_focus = False
     DEFAULT_CSS = """
@@ -181,7 +181,7 @@ class CommandSuggestions(OptionList):
     """
 
     def show_suggestions(self, rows: list[tuple[str, str]]) -> None:
-        """Texts and what they mean; none: hide."""
+        """Show (text, meaning) rows; none hides the list."""
         self.display = bool(rows)
         self.clear_options()
         width = max((len(text) for text, _ in rows), default=0)

@@ -1,4 +1,4 @@
-"""What leaving now would end or lose."""
+"""The question before quitting, if work would be stopped or lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.tui.quantize.runner import QuantizeRunner
 def quit_question(
     manager: SessionManager, screens: Sequence[Screen[object]], runner: QuantizeRunner
 ) -> str:
-    """To be asked before; empty: nothing is at stake."""
+    """Text of the confirmation; empty if quitting stops or loses nothing."""
     parts = [
         *_unfinished_answers(len(manager.answering_sessions)),
         *_running_commands(manager, screens),

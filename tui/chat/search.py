@@ -1,4 +1,4 @@
-"""Finding a text in all sessions."""
+"""Full-text search over all sessions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _DEBOUNCE_S = 0.15
 
 
 class SearchScreen(Picker[SearchHit]):
-    """search_sessions: what there is, in a thread, until it is over. Closes with the place that was
-    chosen."""
+    """Closes with the selected hit.
+
+    search_sessions: called in a thread with the text and a function that returns true once the
+    search is cancelled.
+    """
 
     DEFAULT_CSS = """
     SearchScreen > Vertical { max-width: 110; }
@@ -56,7 +59,7 @@ class SearchScreen(Picker[SearchHit]):
 
     @work(exclusive=True)
     async def search(self, text: str) -> None:
-        """Look when the typing pauses."""
+        """Search after a pause in typing."""
         is_over = threading.Event()
         try:
             await asyncio.sleep(_DEBOUNCE_S if text else 0)
@@ -64,7 +67,7 @@ class SearchScreen(Picker[SearchHit]):
         except LocalgenError as error:
             self.query_one("#count", Static).update(Content(one_line(error.message)))
             return
-        finally:  # a thread is not ended by ending what waits for it
+        finally:  # cancelling the worker does not end its thread
             is_over.set()
         if not self.is_open:
             return

@@ -1,4 +1,4 @@
-"""How it stands with the server, in a word and a sentence."""
+"""Connection status of the server: a label and a notice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from localgen.tui.feed import ServerLost
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """label: LIVE, LOST, WAITING, or NO FIGURES of one that answers and tells none of itself.
+    """label: LIVE, LOST, WAITING, or NO FIGURES if the server responds but reports no statistics.
 
-    notice: what is wrong and what is done about it; empty: nothing.
+    notice: the problem and what is done about it; empty: none.
     """
 
     label: str = "WAITING"
@@ -22,11 +22,11 @@ class ServerStatus:
 
     @property
     def is_live(self) -> bool:
-        """Whether the figures there are, are of now."""
+        """Whether the statistics are current."""
         return self.label == "LIVE"
 
     def after_loss(self, message: ServerLost, *, is_remote: bool) -> ServerStatus:
-        """The state once nothing was heard of it."""
+        """Return the status after a failed attempt."""
         why = f"{one_line(message.reason)}. Trying again in {message.retry_s:.3g} s, F12: now."
         if not is_remote:
             why += " The next prompt starts one."
@@ -34,12 +34,12 @@ class ServerStatus:
             return ServerStatus("NO FIGURES", why)
         if self.label == "LOST" or (self.is_live and not message.has_shut_down):
             return ServerStatus("LOST", why)
-        # ours leaves when it has been idle, and the next prompt starts it
+        # the local server exits when idle; the next prompt restarts it
         return ServerStatus("WAITING", why if is_remote else "")
 
 
 def live_server_status(snapshot: ServerSnapshot, *, is_remote: bool) -> ServerStatus:
-    """The state once it was heard of. One of ours may be there since before an update."""
+    """Return the status after a sample. A local server may be older than this program."""
     theirs, ours = snapshot.version, localgen.__version__
     if is_remote or theirs in (None, ours):
         return ServerStatus("LIVE")

@@ -1,4 +1,4 @@
-"""What is done to sessions: asked of the user where it has to be, carried out in threads."""
+"""Session actions: confirmation by the user, then execution in threads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
 
 ShowMessage = Callable[..., None]
-# commands that are keys as well
+# commands that run the app action of a key
 _KEY_ACTIONS = {"/regen": "regenerate", "/help": "keys", "/bye": "quit", "/quantize": "quantize"}
 
 
 class SessionActions:
-    """On the main screen of an app. show_message: says something to the user."""
+    """Actions on the sessions of the main screen. show_message: shows a message to the user."""
 
     def __init__(
         self, main_screen: MainScreen, manager: SessionManager, show_message: ShowMessage
@@ -45,12 +45,12 @@ class SessionActions:
 
     @property
     def current_session(self) -> ActiveSession:
-        """The session on the screen. What needs it is not offered before there is one."""
+        """The session on the screen. Actions that need one are disabled until it exists."""
         assert self._main_screen.current_session is not None
         return self._main_screen.current_session
 
     async def run_in_thread(self, work: Callable[[], object]) -> bool:
-        """Do it in a thread; whether that went well. An error is said."""
+        """Run a function in a thread. Shows a LocalgenError and returns False."""
         try:
             await asyncio.to_thread(work)
         except LocalgenError as error:
@@ -59,8 +59,10 @@ class SessionActions:
         return True
 
     async def show_session(self, open_session: Callable[[], ActiveSession]) -> bool:
-        """Go to the session that is got in a thread; whether it was gone to: it was there, and no
-        other has been asked for since."""
+        """Open a session in a thread and show it.
+
+        Returns False if that failed, or if another session was requested meanwhile.
+        """
         self._main_screen.begin_switch()
         self._num_shows += 1
         number = self._num_shows
@@ -88,14 +90,14 @@ class SessionActions:
             self._main_screen.query_one(Prompt).focus()
 
     async def step(self, by: int) -> None:
-        """The next session of the list, or the one before."""
+        """Switch to the next (1) or previous (-1) session of the list."""
         ids = [listed.id for listed in self._manager.summaries]
         start = self.current_session.id if self._opening_id is None else self._opening_id
         if start in ids and len(ids) > 1:
             await self.open(ids[(ids.index(start) + by) % len(ids)])
 
     async def switch(self, name: str) -> None:
-        """To a session by its name; without one, to the list."""
+        """Switch to a session by name; without a name, focus the session list."""
         found = [listed for listed in self._manager.summaries if listed.name == name]
         if found:
             await self.open(found[0].id)
@@ -105,7 +107,7 @@ class SessionActions:
             self._main_screen.action_focus_sessions()
 
     async def rename(self, session_id: int, name: str = "") -> None:
-        """name: asked for if it is not given."""
+        """Rename a session. Asks for the name if none is given."""
         if not name:
             question = TextInputDialog(
                 "What is the session to be called?", self._session_name(session_id)
@@ -120,7 +122,7 @@ class SessionActions:
         await self.show_session(lambda: self._manager.fork(self._manager.get(session_id), name))
 
     async def delete(self, session_id: int) -> None:
-        """When the user is sure."""
+        """Delete a session after confirmation."""
         name = one_line(self._session_name(session_id)) or UNNAMED_SESSION
         question = f"Delete “{name}”? F9 brings it back while the program runs."
         if not await self._main_screen.app.push_screen_wait(
@@ -141,14 +143,14 @@ class SessionActions:
             )
 
     async def restore(self) -> None:
-        """What was deleted last: a session, or turns of one."""
+        """Undo the last deletion, of a session or of turns."""
         if not self._undo_stack:
             self._show_message("nothing was deleted since the program began")
             return
         await self._undo_stack.pop()()
 
     async def export(self, path: str = "") -> None:
-        """path: asked for if it is not given."""
+        """Export the current session. Asks for the path if none is given."""
         opened = self.current_session
         if not path:
             name = one_line(opened.name).replace("/", "-")
@@ -169,7 +171,7 @@ class SessionActions:
             await self._main_screen.query_one(Transcript).scroll_to_turn(hit.turn_index)
 
     async def pick_model(self, requested: str = "") -> None:
-        """requested: loaded at once, if there is a model of that name."""
+        """Open the model picker. requested: loaded at once if such a model exists."""
         opened = self.current_session
         picker = ModelPicker(SessionModelService(opened), requested, opened.chat.requested_name)
         name = await self._main_screen.app.push_screen_wait(picker)
@@ -179,7 +181,7 @@ class SessionActions:
         await self._refresh_model_names(opened)
 
     async def compare(self) -> None:
-        """Ask what is to be compared, then show it."""
+        """Ask for the variants, then open the comparison."""
         opened = self.current_session
         session = opened.chat
         model = shlex.quote(session.requested_name) if session.requested_name else "MODEL"
@@ -200,7 +202,7 @@ class SessionActions:
         await self._main_screen.app.push_screen(CompareScreen(columns, self._show_message))
 
     async def quantize(self, runner: QuantizeRunner) -> None:
-        """Show the screen; then a session with what was made there, if that is wanted."""
+        """Open the quantize screen; if the user chooses so, chat with its result afterwards."""
         if not await self.run_in_thread(runner.require_available):
             return
         made: str | None = await self._main_screen.app.push_screen_wait(QuantizeScreen(runner))
@@ -209,7 +211,7 @@ class SessionActions:
             await self.pick_model(str(Path(made).absolute()))
 
     async def run_command(self, active: ActiveSession, line: str) -> None:
-        """A command of the session itself."""
+        """Run a command of the session."""
         before = active.to_record()
         try:
             outcome = await asyncio.to_thread(active.run_command, line)
@@ -229,7 +231,7 @@ class SessionActions:
         self._main_screen.show_settings()
 
     async def run_screen_command(self, name: str, argument: str) -> None:
-        """One of the commands that only this program has, or has in its own way."""
+        """Run a command of the screen."""
         match name:
             case "/new":
                 await self.new()
@@ -263,7 +265,7 @@ class SessionActions:
             self._show_message("it is as it was")
 
     async def _refresh_model_names(self, active: ActiveSession) -> None:
-        with contextlib.suppress(LocalgenError):  # a completion has no place to say so
+        with contextlib.suppress(LocalgenError):  # completion has no place for errors
             cards = await asyncio.to_thread(active.chat.client.models)
             self.model_names = [card.name for card in cards]
 

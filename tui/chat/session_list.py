@@ -1,4 +1,4 @@
-"""The sessions, the latest first: each with its model, and whether it writes."""
+"""The session list, most recent first: name, model and activity of each session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.backends import units
 from localgen.backends.terminal_text import one_line
 from localgen.tui.chat.active_session import UNNAMED_SESSION
 
-# for the mouse, at the foot of the list
+# mouse links at the bottom of the list
 _ACTION_LINKS = " ".join(
     f"[@click=request('{act}')][u]{act}[/][/]" for act in ("rename", "fork", "delete")
 )
@@ -23,7 +23,7 @@ _ACTION_LINKS = " ".join(
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session as it is listed. activity: what it does; empty: nothing."""
+    """A session as listed. activity: what it is doing; empty: idle."""
 
     id: int
     name: str
@@ -33,8 +33,7 @@ class SessionRow:
 
 
 class SessionList(OptionList):
-    """Set rows and current by show_sessions(). Posts ActionRequested when the user does something
-    to one."""
+    """Lists sessions. Posts ActionRequested for the session under the cursor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select", "Open the session", show=False),
@@ -52,7 +51,7 @@ class SessionList(OptionList):
     SessionList:focus { border: round $primary; }
     """
 
-    FOCUS_ON_CLICK = False  # what is typed next is a prompt
+    FOCUS_ON_CLICK = False  # keeps the focus in the prompt
 
     class ActionRequested(Message):
         """action: open, rename, fork or delete."""
@@ -70,7 +69,7 @@ class SessionList(OptionList):
         self._current = 0
 
     def show_sessions(self, rows: list[SessionRow], current: int) -> None:
-        """These, with one of them marked as the one on the screen."""
+        """Show these sessions; current: id of the session on the screen."""
         if (rows, current) == (self._rows, self._current):
             return
         same_ids = [row.id for row in rows] == [row.id for row in self._rows]
@@ -96,7 +95,7 @@ class SessionList(OptionList):
             self.post_message(self.ActionRequested("open", int(event.option.id)))
 
     def action_request(self, action: str) -> None:
-        """Do something to the session under the cursor."""
+        """Request an action for the session under the cursor."""
         session = self._cursor_session_id()
         if session is not None:
             self.post_message(self.ActionRequested(action, session))

@@ -1,4 +1,4 @@
-"""The sessions of a program: those in the store, and those that are open."""
+"""The sessions of the app: stored and open ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_HITS = 200
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """A place where a text was found. turn_index: the turn; None: the session's name."""
+    """A search result. turn_index: the matching turn; None: the session's name."""
 
     session_id: int
     name: str
@@ -29,7 +29,7 @@ class SearchHit:
 
 
 class SessionManager:
-    """Its methods may be called from any thread, and take their time."""
+    """Owns the open sessions. Methods may be called from any thread, and block."""
 
     def __init__(self, context: AppContext) -> None:
         self.context = context
@@ -41,30 +41,30 @@ class SessionManager:
 
     @property
     def active_by_id(self) -> dict[int, ActiveSession]:
-        """The open ones by their ids; a session may get another one when it is kept."""
+        """Open sessions by id. An id can change when a conflicting session is saved as a copy."""
         return {each.id: each for each in tuple(self._active_sessions)}
 
     @property
     def answering_sessions(self) -> list[ActiveSession]:
-        """Those in which an answer is being written."""
+        """Sessions with an answer in progress."""
         return [each for each in tuple(self._active_sessions) if each.answer_stream is not None]
 
     @property
     def busy_sessions(self) -> list[ActiveSession]:
-        """Those in which a command runs, or a model is loaded for one."""
+        """Sessions with a command or a model load in progress."""
         return [each for each in tuple(self._active_sessions) if each.running_command]
 
     @property
     def unsaved_sessions(self) -> list[ActiveSession]:
-        """Those of which something is not on the disk."""
+        """Sessions whose last save failed."""
         return [each for each in tuple(self._active_sessions) if each.save_error]
 
     def reload_summaries(self) -> None:
-        """Read the list again."""
+        """Read the session list from the store again."""
         self.summaries = self.context.store.list_sessions()
 
     def open_empty(self) -> ActiveSession:
-        """Where a program begins: a session that is still empty, or a new one."""
+        """Return an empty session with the app's settings, creating one if there is none."""
         options = self.context.options
         blank = SessionRecord(
             0,
@@ -83,7 +83,7 @@ class SessionManager:
         return self._create(blank)
 
     def get(self, session_id: int) -> ActiveSession:
-        """A session by its id, opened if it is not. SessionGone."""
+        """Return a session by id, opening it if necessary. Raises SessionGone."""
         with self._open_lock:
             found = self.active_by_id.get(session_id)
             if found is None:
@@ -92,19 +92,19 @@ class SessionManager:
             return found
 
     def fork(self, source: ActiveSession, name: str = "") -> ActiveSession:
-        """A copy to go on in."""
+        """Create a copy of a session."""
         called = name or self._unique_name(source.name)
         return self._create(replace(source.to_record(), name=called, unfinished_turn=None))
 
     def compare(self, source: ActiveSession, variants: list[CompareVariant]) -> list[ActiveSession]:
-        """A session for each, which goes on from what was said in one."""
+        """Create a session per variant, each continuing the source's conversation."""
         base = replace(source.to_record(), server_url=self.context.server_url)
         return [self._create(kept) for kept in variant_records(base, variants)]
 
     def undo_command(
         self, active: ActiveSession, before: SessionRecord, after: SessionRecord
     ) -> ActiveSession:
-        """Take back what a command did; where the talk went on, as a session of its own."""
+        """Revert a command; if the conversation has changed since, in a new session."""
         if active.id in self.active_by_id and active.undo_command(before, after):
             return active
         return self._create(
@@ -112,7 +112,7 @@ class SessionManager:
         )
 
     def rename(self, session_id: int, name: str) -> None:
-        """InvalidRequest: a name without a letter."""
+        """Rename a session. Raises InvalidRequest if the name is empty."""
         name = one_line(name)
         if not name:
             raise InvalidRequest("a session needs a name")
@@ -124,7 +124,7 @@ class SessionManager:
         self.reload_summaries()
 
     def delete(self, session_id: int) -> None:
-        """Out of the list; restore() brings it back. InvalidRequest: an answer grows in it."""
+        """Delete a session; restore() undoes it. Raises InvalidRequest while it is in use."""
         found = self.active_by_id.get(session_id)
         if found is not None and (found.answer_stream is not None or found.running_command):
             raise InvalidRequest("an answer is being written in it: stop it first")
@@ -139,7 +139,7 @@ class SessionManager:
         self.reload_summaries()
 
     def finalize_answers(self) -> list[ActiveSession]:
-        """Make turns of answers that have ended; the sessions of those."""
+        """Add answers that have ended to their conversations; returns those sessions."""
         done = [each for each in self.answering_sessions if not each.is_answering]
         for each in done:
             each.finalize_answer()
@@ -148,9 +148,9 @@ class SessionManager:
         return done
 
     def sync_store(self) -> bool:
-        """Write what has grown, see what other programs have written; whether they have.
+        """Save changes and load those made by other processes; False if there were none of those.
 
-        To be called about once a second: that is as much as a killed program loses.
+        Called about once a second, which bounds what a killed process loses.
         """
         for each in tuple(self._active_sessions):
             each.save()
@@ -159,7 +159,7 @@ class SessionManager:
         if (
             changes == self._data_version
             and self.active_by_id.keys() <= listed
-            # a program that is killed writes no change
+            # a killed process leaves its session marked as generating without a change
             and not any(each.is_generating for each in self.summaries)
         ):
             return False
@@ -174,7 +174,7 @@ class SessionManager:
 
     @contextlib.contextmanager
     def syncing_in_background(self, interval_s: float) -> Iterator[None]:
-        """Keep what grows from another thread, while this one waits for something."""
+        """Keep saving from a background thread while the caller blocks."""
         over = threading.Event()
 
         def run() -> None:
@@ -192,7 +192,7 @@ class SessionManager:
             thread.join()
 
     def drain_messages(self) -> list[tuple[ActiveSession, str]]:
-        """What sessions have to say by now, and which."""
+        """Return and clear the pending notices of all sessions."""
         heard = []
         for each in tuple(self._active_sessions):
             while each.messages:
@@ -202,9 +202,9 @@ class SessionManager:
     def search(
         self, text: str, is_cancelled: Callable[[], bool] = lambda: False
     ) -> list[SearchHit]:
-        """Where a text occurs, in any letter case: names, prompts, answers.
+        """Find a text in names, prompts and answers, ignoring case.
 
-        is_cancelled: whether nobody waits for it any more.
+        is_cancelled: returns true once the result is no longer needed.
         """
         wanted = text.casefold().strip()
         if not wanted:
@@ -214,7 +214,7 @@ class SessionManager:
             for listed in self.summaries
             if wanted in listed.name.casefold()
         ]
-        # a session at a time: whoever writes need not wait for the whole
+        # read one session at a time, so that writers are not blocked for long
         for listed in self.summaries:
             if len(hits) >= MAX_HITS or is_cancelled():
                 break
@@ -225,17 +225,17 @@ class SessionManager:
         return hits[:MAX_HITS]
 
     def close(self) -> None:
-        """Stop what runs, keep everything."""
+        """Stop all work, save and close all sessions."""
         for each in tuple(self._active_sessions):
             each.stop()
         for each in tuple(self._active_sessions):
             try:
                 each.close()
             except LocalgenError:
-                continue  # it was said while the program ran
+                continue  # shown to the user before
 
     def _drop(self, active: ActiveSession) -> None:
-        with contextlib.suppress(ValueError):  # another thread was faster
+        with contextlib.suppress(ValueError):  # another thread has removed it
             self._active_sessions.remove(active)
 
     def _create(self, record: SessionRecord) -> ActiveSession:
@@ -256,7 +256,7 @@ def _excerpt(turn: Turn, query: str) -> str | None:
     for said in (turn.prompt, turn.answer):
         at = said.casefold().find(query)
         if at >= 0:
-            # casefold may change lengths a little: an excerpt need not be exact
+            # casefold() may change the length: the position is approximate
             start = max(0, at - _EXCERPT_CHARS)
             return one_line(said[start : at + len(query) + 2 * _EXCERPT_CHARS])
     return None

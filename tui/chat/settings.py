@@ -1,4 +1,4 @@
-"""Settings of a session at the side: system prompt, context, and every sampling parameter."""
+"""The settings panel of a session: system prompt, context length, sampling parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localgen.tui.widgets.text_field import TextField
 
 
 class SettingField(Horizontal):
-    """A name and its field. The field is empty where nothing of the user's is set."""
+    """A label and an input, which is empty unless the user has set a value."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next setting", show=False),
@@ -44,14 +44,14 @@ class SettingField(Horizontal):
         yield Input(compact=True, select_on_focus=False)
 
     def show_value(self, value: str, default: str) -> None:
-        """value: the user's; default: what holds without."""
+        """value: the user's; default: the value in effect without it."""
         self.query_one(Input).placeholder = default
         self.set_class(bool(value), "-set")
 
 
 @dataclass(frozen=True, slots=True)
 class SettingEdit:
-    """What stands in the field of a setting of a session."""
+    """The text entered for a setting of a session."""
 
     session_id: int
     setting: str
@@ -59,9 +59,9 @@ class SettingEdit:
 
 
 class SettingsPanel(Widget):
-    """Posts Changed for each field that is left with another value than is in force.
+    """Posts Changed for each field that is left with a new value.
 
-    What was refused stays in its field, whatever is shown meanwhile.
+    A rejected value stays in its field, even after switching sessions.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -82,14 +82,14 @@ class SettingsPanel(Widget):
     """
 
     class Changed(Message):
-        """A setting that is to be taken over; then call mark_applied() or mark_rejected()."""
+        """A setting to be applied; the receiver calls mark_applied() or mark_rejected()."""
 
         def __init__(self, edit: SettingEdit) -> None:
             super().__init__()
             self.edit = edit
 
     class Closed(Message):
-        """The user has done."""
+        """The user has closed the panel."""
 
     def __init__(self) -> None:
         super().__init__(id="settings")
@@ -111,7 +111,7 @@ class SettingsPanel(Widget):
     def show_settings(
         self, session_id: int, system: str, ctx: str | None, rows: list[tuple[str, str, str]]
     ) -> None:
-        """System prompt, context (None: it is not ours to say), and effective_parameter_rows()."""
+        """Show system prompt, context length (None: hidden), and effective_parameter_rows()."""
         edited = (
             {typed.setting for typed in self.pending_edits()}
             if session_id == self._session_id
@@ -134,7 +134,7 @@ class SettingsPanel(Widget):
         self._show_errors()
 
     def pending_edits(self) -> list[SettingEdit]:
-        """Every field whose text is not in force."""
+        """Fields whose text differs from the applied value."""
         fields = ((name, self._text(name)) for name in self._values)
         return [
             SettingEdit(self._session_id, name, text)
@@ -143,19 +143,19 @@ class SettingsPanel(Widget):
         ]
 
     def submit_edits(self) -> None:
-        """Have what stands in the fields taken over before they show something else."""
+        """Post all pending edits before the fields show another session."""
         for typed in self.pending_edits():
             self.post_message(self.Changed(typed))
 
     def mark_applied(self, edit: SettingEdit) -> None:
-        """The setting is in force."""
+        """Record that a setting was applied."""
         if edit.session_id == self._session_id:
             self._values[edit.setting] = edit.text
         self._rejected_edits.pop((edit.session_id, edit.setting), None)
         self._show_errors()
 
     def mark_rejected(self, edit: SettingEdit, reason: str) -> None:
-        """It is not, and its text stays in the field."""
+        """Show why a setting was rejected; its text stays in the field."""
         self._rejected_edits[edit.session_id, edit.setting] = (edit.text, reason)
         self._show_errors()
 
@@ -192,14 +192,14 @@ class SettingsPanel(Widget):
         elif field.text != text:
             field.text = text
         if text == value:
-            self._values[setting] = self._text(setting)  # a field may spell it in its own way
+            self._values[setting] = self._text(setting)  # a field may normalize the text
 
     def _submit_field(self, field: TextArea | Input) -> None:
         setting = field.parent.setting if isinstance(field.parent, SettingField) else SYSTEM_SETTING
         typed = SettingEdit(self._session_id, setting, self._text(setting))
         if typed.text != self._values.get(setting, typed.text):
             self.post_message(self.Changed(typed))
-        else:  # as it was: nothing is refused any more
+        else:  # back to the applied value: clears the error
             self.mark_applied(typed)
 
     def _show_errors(self) -> None:

@@ -1,4 +1,4 @@
-"""The slash commands of the tui: those of the chat in a terminal, and those about sessions."""
+"""Slash commands of the TUI: those of the terminal chat, and those about sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.chat import commands, parameters
 
-# what is done by the screen rather than by a session
+# commands handled by the screen, not by a session
 SCREEN_COMMANDS = {
     "/new": ("", "begins a session"),
     "/rename": ("NAME", "renames this session"),
@@ -28,7 +28,7 @@ SCREEN_COMMANDS = {
 
 @dataclass(frozen=True, slots=True)
 class CompletionSources:
-    """What can be named: looked up when a completion asks for it."""
+    """Names for argument completion, looked up when needed."""
 
     models: Callable[[], Iterable[str]]
     saved_chats: Callable[[], Iterable[str]]
@@ -36,15 +36,15 @@ class CompletionSources:
 
 
 def command_table() -> list[tuple[str, str, str]]:
-    """Name, usage and meaning of every command."""
+    """(name, usage, meaning) of every command."""
     shared = {name: (each.usage, each.help) for name, each in commands.SLASH_COMMANDS.items()}
     return [(name, *row) for name, row in sorted((shared | SCREEN_COMMANDS).items())]
 
 
 def parse_screen_command(line: str) -> tuple[str, str] | None:
-    """Name and argument of a command that the screen obeys; None: it is the session's.
+    """Return name and argument of a screen command, or None for a command of the session.
 
-    InvalidRequest: there is no such command.
+    Raises InvalidRequest if there is no such command.
     """
     word, _, argument = line.strip().partition(" ")
     name = commands.COMMAND_ALIASES.get(word, word)
@@ -62,7 +62,7 @@ def parse_screen_command(line: str) -> tuple[str, str] | None:
 
 
 def command_completions(text: str, sources: CompletionSources) -> list[str]:
-    """Whole texts that this one may become."""
+    """Possible completions of the text, each as the whole line."""
     if not text.startswith("/") or "\n" in text:
         return []
     word, space, argument = text.partition(" ")
@@ -75,7 +75,7 @@ def command_completions(text: str, sources: CompletionSources) -> list[str]:
 
 
 def command_suggestions(text: str, sources: CompletionSources) -> list[tuple[str, str]]:
-    """The same with what each means."""
+    """(completion, meaning) of each possible completion."""
     meanings = {name: f"{usage}  {meaning}".strip() for name, usage, meaning in command_table()}
     return [(each, meanings.get(each, "")) for each in command_completions(text, sources)]
 

@@ -1,4 +1,4 @@
-"""A line of text that is asked for."""
+"""A dialog that asks for one line of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localgen.tui.widgets.dialog import Dialog
 
 
 class TextInputDialog(Dialog[str | None]):
-    """None: never mind."""
+    """Asks for a line of text. Closes with it, or None if cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Never mind")]
     DEFAULT_CSS = """

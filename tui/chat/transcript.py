@@ -1,4 +1,4 @@
-"""What was said in a session, with the answer that grows at its end."""
+"""The transcript of a session, with the answer being generated at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.answer_stream import AnswerStream, StreamPosition
 from localgen.tui.chat.turn_view import TurnView
 
-# what screens with transcripts bind
+# bindings of screens that show transcripts
 TRANSCRIPT_BINDINGS = (
     Binding("f5", "toggle_reasoning", "Thoughts of the last answer", show=False),
     Binding("pageup", "scroll(-1)", "Scroll back", show=False),
@@ -23,15 +23,15 @@ TRANSCRIPT_BINDINGS = (
     Binding("ctrl+home", "show_earlier", "Earlier turns", show=False),
     Binding("ctrl+end", "show_latest", "The latest turn", show=False),
 )
-# a long conversation is drawn from here on, the rest when it is asked for
+# turns mounted at first; earlier ones on request
 _TURNS_SHOWN = 12
-# long answers take longer to draw: so many more characters, so much longer between two repaints
+# a long answer takes longer to draw: the pause between repaints grows with its length
 _CHARS_PER_PAUSE = 10_000
 _REPAINT_PAUSE_S = 0.066
 
 
 class Transcript(VerticalScroll):
-    """Shows one session. sync() makes it what the session is by now."""
+    """Shows the turns of one session; sync() updates it."""
 
     DEFAULT_CSS = """
     Transcript { height: 1fr; padding: 0 1; scrollbar-size-vertical: 1; }
@@ -47,29 +47,28 @@ class Transcript(VerticalScroll):
         self._is_at_end = True
         self._live_view: TurnView | None = None
         self._answer_stream: AnswerStream | None = None
-        self._last_shown_stream: AnswerStream | None = (
-            None  # which has been on the screen, and may be no more
-        )
+        # the last stream shown, even if its live view is gone
+        self._last_shown_stream: AnswerStream | None = None
         self._position = StreamPosition()
         self._next_repaint_s = 0.0
         self._num_chars = self._height = 0
         self._lock = asyncio.Lock()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Stay at the end: what gets another height is scrolled by the old one at first."""
+        """Lay out again on a height change: scrolling to the end would use the old height."""
         if event.container_size.height != self._height:
             self._height = event.container_size.height
             self.refresh(layout=True)
 
     async def show_session(self, active: ActiveSession) -> None:
-        """Another session."""
+        """Show another session."""
         async with self._lock:
             self._active, self._last_shown_stream = active, None
             await self._rebuild(max(0, len(_turns_of(active)) - _TURNS_SHOWN))
         await self.sync()
 
     async def sync(self) -> None:
-        """What is new since the last time."""
+        """Show what has changed since the last call."""
         async with self._lock:
             if self._active is None or not self.is_attached:
                 return
@@ -77,7 +76,7 @@ class Transcript(VerticalScroll):
             await self._sync_turns(self._active)
 
     async def show_earlier(self) -> bool:
-        """Turns before those that are drawn; whether there were any."""
+        """Mount earlier turns. Returns False if there are none."""
         async with self._lock:
             if self._first_turn == 0:
                 return False
@@ -88,10 +87,10 @@ class Transcript(VerticalScroll):
             return True
 
     async def scroll_to_turn(self, turn_index: int) -> None:
-        """Scroll to a turn of the session."""
+        """Scroll to a turn, mounting the turns around it if necessary."""
         async with self._lock:
             if not self._first_turn <= turn_index < self._end_turn:
-                # a long conversation is not drawn as a whole for one turn of it
+                # mount only the turns around it, not the whole conversation
                 await self._rebuild(max(0, turn_index - 1), turn_index + _TURNS_SHOWN)
             at = turn_index - self._first_turn
             if at < len(self._views):
@@ -99,24 +98,24 @@ class Transcript(VerticalScroll):
                 self.call_after_refresh(self._views[at].scroll_visible, animate=False, top=True)
 
     async def show_latest(self) -> None:
-        """Go to the end, and stay there."""
+        """Scroll to the end and keep following it."""
         async with self._lock:
             await self._show_end()
             self.anchor()
 
     def toggle_reasoning(self) -> None:
-        """Open or close what was thought before the last answer."""
+        """Expand or collapse the reasoning of the last answer."""
         views = [*self._views, *([self._live_view] if self._live_view else [])]
         if views:
             views[-1].toggle_reasoning()
 
     async def scroll_to_start(self) -> None:
-        """To the first turn that is drawn, or to some before it if there are any."""
+        """Scroll to the first mounted turn, or mount earlier ones."""
         if not await self.show_earlier():
             self.scroll_home(animate=False)
 
     def scroll_pages(self, by: int) -> None:
-        """Scroll so many pages on."""
+        """Scroll down by a number of pages; negative: up."""
         page = self.scrollable_content_region.height
         self.scroll_to(y=self.scroll_y + by * page, animate=False)
 
@@ -126,7 +125,7 @@ class Transcript(VerticalScroll):
             is_new = answering is not self._last_shown_stream
             if is_new:
                 await self._show_end()
-            elif not self._is_at_end:  # what is read stands before it
+            elif not self._is_at_end:  # the user is reading earlier turns
                 return
             self._last_shown_stream = answering
             await self._sync_turns(active)
@@ -176,11 +175,11 @@ class Transcript(VerticalScroll):
 
     @property
     def _end_turn(self) -> int:
-        """Turns of the session that are drawn, or left out before them."""
+        """Index after the last mounted turn."""
         return self._first_turn + len(self._views)
 
     async def _finish_live_view(self, turn: Turn | None) -> None:
-        """Make a turn of the answer that grew; None: take it away, it is drawn anew."""
+        """Turn the live view into a regular one; None removes it, since it is drawn again."""
         live, self._live_view = self._live_view, None
         if live is None:
             return
@@ -198,7 +197,7 @@ class Transcript(VerticalScroll):
             await self._rebuild(max(0, len(_turns_of(self._active)) - _TURNS_SHOWN))
 
     async def _rebuild(self, first: int, last: int | None = None) -> None:
-        """Draw the turns from first on, to before last; None: to the end, and what comes there."""
+        """Mount the turns from first up to last, or up to the end if last is None."""
         assert self._active is not None
         turns = _turns_of(self._active)
         self._live_view, self._answer_stream, self._first_turn = None, None, first

@@ -1,4 +1,4 @@
-"""One turn of a transcript: what was asked, thought, answered, and how it was served."""
+"""One turn of a transcript: prompt, reasoning, answer and summary line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROMPT_CHARS = 2_000
 
 
 class TurnView(Vertical):
-    """A turn that is whole, or one that grows by append() and ends with finish()."""
+    """A complete turn, or one in progress: append() adds to it, finish() completes it."""
 
     DEFAULT_CSS = """
     TurnView { height: auto; margin: 0 0 1 0; }
@@ -50,7 +50,7 @@ class TurnView(Vertical):
         yield self._summary
 
     async def append(self, reasoning: str, text: str) -> None:
-        """More of an answer that grows."""
+        """Append to an answer in progress."""
         if reasoning:
             self._reasoning += reasoning
             self._show_reasoning()
@@ -60,7 +60,7 @@ class TurnView(Vertical):
             await self._stream.write(sanitize_markdown(text))
 
     async def finish(self, turn: Turn) -> None:
-        """Nothing is added any more; this is how it was served."""
+        """Complete the answer and show its summary."""
         self.turn = turn
         if self._stream is not None:
             await self._stream.stop()
@@ -87,7 +87,7 @@ class TurnView(Vertical):
 
 
 def _prompt_content(prompt: str) -> Content:
-    """The prompt, or the beginning of a long one."""
+    """The prompt, or the first lines of a long one."""
     shown = escape_control_chars(prompt)
     lines = shown.split("\n")
     begin = "\n".join(lines[:_PROMPT_LINES])[:_PROMPT_CHARS]

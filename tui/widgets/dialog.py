@@ -29,9 +29,7 @@ class Dialog(ModalScreen[_Result]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the dialog is still on the screen stack; async results may arrive after it
-        closed.
-        """
+        """Whether it is on the screen stack; async results may arrive after it was closed."""
         return self in self.app.screen_stack
 
     async def on_click(self, event: events.Click) -> None:
