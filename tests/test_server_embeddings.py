@@ -77,19 +77,19 @@ def test_fewer_dimensions_have_length_1_again(served: House) -> None:
     ("body", "param", "says"),
     [
         ({}, "input", "input is missing"),
-        ({"input": None}, "input", "must be a text, token ids, or a list"),
-        ({"input": 5}, "input", "must be a text"),
-        ({"input": {}}, "input", "must be a text"),
-        ({"input": []}, "input", "must be a text"),
-        ({"input": ["a", 5]}, "input[1]", "neither a text nor token ids"),
-        ({"input": [1, "a"]}, "input[0]", "neither a text nor token ids"),
+        ({"input": None}, "input", "must be a string, token ids, or a list"),
+        ({"input": 5}, "input", "must be a string"),
+        ({"input": {}}, "input", "must be a string"),
+        ({"input": []}, "input", "must be a string"),
+        ({"input": ["a", 5]}, "input[1]", "neither a string nor token ids"),
+        ({"input": [1, "a"]}, "input[0]", "neither a string nor token ids"),
         ({"input": [[1], [2.5]]}, "input[1]", "neither"),
         ({"input": [[1], [True]]}, "input[1]", "neither"),
         ({"input": [[1], [-1]]}, "input[1]", "neither"),
         ({"input": [[1], []]}, "input[1]", "neither"),
         ({"input": [2**31]}, "input[0]", "neither"),
         ({"input": [[[1]]]}, "input[0]", "neither"),
-        ({"input": ["x"] * 2049}, "input", "2,049 texts, at most 2,048"),
+        ({"input": ["x"] * 2049}, "input", "2,049 texts, the limit is 2,048"),
         ({"input": "a\ud800"}, "input", "surrogate"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "a", "dimensions": 5}, "dimensions", "dimensions is 5, vectors of echo have 4"),
@@ -188,5 +188,5 @@ def test_the_client(served: House) -> None:
         assert list(vector) == pytest.approx(vector_of(text))
     assert found.prompt_tokens == 7
     assert len(client.embed(served.model(), ["abc"], dimensions=2).vectors[0]) == 2
-    with pytest.raises(LocalgenError, match="input must be a text"):
+    with pytest.raises(LocalgenError, match="input must be a string"):
         client.embed(served.model(), [])

@@ -170,7 +170,7 @@ def called(**function: Any) -> list[dict[str, Any]]:
             "tools[0].function.name",
             "letters, digits",
         ),
-        ({"tools": [TIME, WEATHER, TIME]}, "tools[2].function.name", "two tools time"),
+        ({"tools": [TIME, WEATHER, TIME]}, "tools[2].function.name", "duplicate tool time"),
         ({"tools": [TIME] * 257}, "tools", "more than 256"),
         ({"tools": [TIME], "tool_choice": "maybe"}, "tool_choice", "auto, none, required"),
         ({"tools": [TIME], "tool_choice": {"type": "x"}}, "tool_choice", "auto, none, required"),
@@ -181,7 +181,7 @@ def called(**function: Any) -> list[dict[str, Any]]:
                 "tool_choice": {"type": "function", "function": {"name": "weather"}},
             },
             "tool_choice",
-            "no tool 'weather' among those given (time)",
+            "no tool 'weather' in tools (time)",
         ),
         (
             {
@@ -194,7 +194,7 @@ def called(**function: Any) -> list[dict[str, Any]]:
             "the parameters of f: the type must be object",
         ),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-        (turn("tool", content="x"), "messages[1].tool_call_id", "which call is answered"),
+        (turn("tool", content="x"), "messages[1].tool_call_id", "set the id of the tool call"),
         (turn("tool", tool_call_id="a"), "messages[1].content", "missing"),
         (turn("assistant"), "messages[1].content", "missing"),
         (
@@ -205,9 +205,9 @@ def called(**function: Any) -> list[dict[str, Any]]:
         (
             turn("user", content="x", tool_calls=called()),
             "messages[1].tool_calls",
-            "for the role assistant",
+            "only valid for role assistant",
         ),
-        (turn("user", content="x", name="eve"), "messages[1].name", "for the role tool"),
+        (turn("user", content="x", name="eve"), "messages[1].name", "only valid for role tool"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "(reasoning_effort): leave it out"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "'high'"),
         (

@@ -1,1 +1,1 @@
-"""Ollama's protocol: what its own clients need to find their way when their host is set to us."""
+"""The Ollama API, for clients whose OLLAMA_HOST points to this server."""

@@ -1,4 +1,4 @@
-"""Vectors of texts, in Ollama's protocol: /api/embed, and /api/embeddings as older clients ask."""
+"""Ollama embeddings: /api/embed, and the older /api/embeddings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from localgen.server.requests.body import RequestBody, reject_unsupported_fields
 from localgen.server.requests.caller import Caller
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingVectors
 
-# a text that is too long is an error either way: cut, it would be another text
+# accepted but without effect: an input that is too long is always an error, never truncated
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {"truncate": (False, True)}
 
 
 class _OllamaEmbeddingBase(RequestBody):
-    """What both share. Of the options, only those that say how a model is loaded mean anything."""
+    """Common fields. Only load options are allowed in `options`."""
 
     model: Annotated[ModelName, Field(min_length=1)]
     options: OllamaOptions | None = None
@@ -40,12 +40,14 @@ class _OllamaEmbeddingBase(RequestBody):
         timeout_s: float | None,
         dimensions: int | None = None,
     ) -> EmbeddingJob:
-        """InvalidRequest: an option that says how text is generated."""
+        """Build the job. Raises InvalidRequest for options of text generation."""
         options = self.options or OllamaOptions()
         given = {**options.sampling_fields(), "num_ctx": options.num_ctx}
         for name, value in given.items():
             if value not in (None, ()):
-                raise InvalidRequest(f"{name} is for generating text: leave it out", param=name)
+                raise InvalidRequest(
+                    f"{name} only applies to text generation: leave it out", param=name
+                )
         caller = Caller.from_request(http)
         return EmbeddingJob(
             model=self.model,
@@ -81,7 +83,7 @@ class OllamaEmbeddingsRequest(_OllamaEmbeddingBase):
 
 
 def ollama_embed_body(model_name: str, vectors: EmbeddingVectors) -> dict[str, Any]:
-    """The answer of /api/embed; model_name: the model as the client calls it."""
+    """Build the response of /api/embed. model_name: the client's name of the model."""
     timings = vectors.output.timings
     return {
         "model": model_name,
@@ -93,5 +95,5 @@ def ollama_embed_body(model_name: str, vectors: EmbeddingVectors) -> dict[str, A
 
 
 def ollama_embeddings_body(vectors: EmbeddingVectors) -> dict[str, Any]:
-    """The answer of /api/embeddings."""
+    """Build the response of /api/embeddings."""
     return {"embedding": vectors.to_array()[0].tolist()}

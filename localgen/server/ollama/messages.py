@@ -1,7 +1,7 @@
-"""Messages, tools and calls of Ollama's protocol, from ours and to ours.
+"""Conversion of Ollama messages, tools and tool calls.
 
-Its calls have arguments as objects, ours as the JSON text that the model wrote; and its results of
-tools name the function, where ours name the call.
+Ollama has tool call arguments as objects, localgen as the JSON text that the model wrote. Ollama's
+tool results name the function, localgen's name the call id.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from localgen.server.requests.body import StrictModel, reject_unsupported_fields
 
 
 class OllamaTool(FunctionTool):
-    """An entry of `tools`, which need not say that it is a function."""
+    """An entry of `tools`. The type is optional."""
 
     type: Literal["function"] = "function"
 
 
 class OllamaFunctionCall(StrictModel):
-    """A call as it stands in a message. index: which of the message's calls, they say it twice."""
+    """A tool call in a message. index: ignored, the order of the calls is used."""
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -40,7 +40,7 @@ class OllamaToolCall(StrictModel):
 
 
 class OllamaChatMessage(StrictModel):
-    """One turn. tool_name, tool_call_id: which function, or call of it, the content is from."""
+    """A chat message. tool_name, tool_call_id: the function or call that a result belongs to."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -56,7 +56,7 @@ class OllamaChatMessage(StrictModel):
 
 
 def from_ollama_messages(messages: Sequence[OllamaChatMessage]) -> tuple[Message, ...]:
-    """Ours. A result belongs to the first call without one, of its function if it names one."""
+    """Convert messages. A tool result is assigned to the first matching call without a result."""
     made: list[Message] = []
     waiting: list[ToolCall] = []
     for message in messages:
@@ -77,7 +77,7 @@ def from_ollama_messages(messages: Sequence[OllamaChatMessage]) -> tuple[Message
 
 
 def _with_ids(calls: Iterable[OllamaToolCall], message_index: int) -> tuple[ToolCall, ...]:
-    # some templates want nine letters or digits
+    # some chat templates require ids of nine alphanumeric characters
     return tuple(
         ToolCall(
             call.id or f"call{message_index:03d}{number:02d}",
@@ -89,7 +89,7 @@ def _with_ids(calls: Iterable[OllamaToolCall], message_index: int) -> tuple[Tool
 
 
 def _pop_answered_call(result: OllamaChatMessage, unanswered: list[ToolCall]) -> ToolCall | None:
-    """The call that a result is of, which then no longer waits for one."""
+    """Remove and return the first call that matches a tool result, or None."""
     for call in unanswered:
         if result.tool_call_id in (None, call.id) and result.tool_name in (None, call.name):
             unanswered.remove(call)
@@ -98,13 +98,13 @@ def _pop_answered_call(result: OllamaChatMessage, unanswered: list[ToolCall]) ->
 
 
 class PendingToolCalls:
-    """Calls that come in pieces: Ollama's clients get them whole."""
+    """Assembles tool call deltas: Ollama clients get complete calls only."""
 
     def __init__(self) -> None:
         self._calls: list[ToolCall] = []
 
     def add(self, deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
-        """The calls that are whole with this: a later one has begun."""
+        """Add deltas. Returns the calls that are now complete: those before the latest."""
         for piece in deltas:
             if piece.name is not None:
                 self._calls.append(ToolCall(piece.id or "", piece.name, piece.arguments))
@@ -115,13 +115,13 @@ class PendingToolCalls:
         return whole
 
     def flush(self) -> list[ToolCall]:
-        """The last one, as far as it got."""
+        """Return the latest call, which may be incomplete."""
         rest, self._calls = self._calls, []
         return rest
 
 
 def serialize_tool_calls(calls: Sequence[ToolCall]) -> tuple[str, list[dict[str, Any]]]:
-    """Calls as a message has them; and as text what was cut off before it was an object."""
+    """Return (text, calls): calls whose arguments are no JSON object are returned as text."""
     cut, made = "", []
     for call in calls:
         try:

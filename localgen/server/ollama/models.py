@@ -1,4 +1,4 @@
-"""Models as Ollama's clients see them: here, loaded, and each by itself."""
+"""Responses of /api/tags, /api/ps and /api/show."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from localgen.placement import free_memory
 from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.ollama.responses import format_timestamp
 
-# "for ever", as the largest duration of Go makes it
+# no expiry: the largest duration of Go (int64 nanoseconds)
 _MAX_DURATION_S = 2**63 / 1e9
 
 
 def tags_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
-    """Every model that can be named, those loaded from elsewhere, and the user's own names. Reads
-    the disk."""
+    """List installed models, models loaded by path, and aliases. Reads the disk."""
     files = {file.path: file for file in installed_models()}
     files |= {resident.file.path: resident.file for resident in residents}
     named = [(file.name, file) for file in files.values()]
     for name in load_aliases():
-        with contextlib.suppress(LocalgenError):  # what it means is not here
+        with contextlib.suppress(LocalgenError):  # the model of the alias is not installed
             named.append((name, resolve_model(name)))
     return {"models": [_tag_entry(name, file) for name, file in named if file.path.exists()]}
 
 
 def ps_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
-    """The models that are loaded. Reads the disk."""
+    """List loaded models. Reads the disk."""
     return {"models": [_ps_entry(resident) for resident in residents if resident.info]}
 
 
 def show_response(name: str) -> dict[str, Any]:
-    """What a model is. Reads the disk. ModelNotFound, LoadFailed."""
+    """Describe a model. Reads the disk. Raises ModelNotFound, LoadFailed."""
     file = resolve_model(name, allow_paths=False)
     facts = _model_metadata(file)
     entry = catalog_entry_of(file)
@@ -61,7 +60,7 @@ def show_response(name: str) -> dict[str, Any]:
 def _tag_entry(name: str, file: ModelFile) -> dict[str, Any]:
     try:
         facts = _model_metadata(file)
-    except LoadFailed:  # it is listed all the same: loading it says what is wrong
+    except LoadFailed:  # list it anyway: loading it reports the error
         facts = ModelMetadata()
     return {
         "name": name,
@@ -75,7 +74,7 @@ def _tag_entry(name: str, file: ModelFile) -> dict[str, Any]:
 
 def _ps_entry(resident: ResidentModel) -> dict[str, Any]:
     info = resident.info
-    assert info is not None, "the caller has looked"
+    assert info is not None, "not loaded"
     size = free_memory.loaded_model_bytes(info)
     left_s = resident.expires_in_s()
     until_s = time.time() + min(_MAX_DURATION_S, _MAX_DURATION_S if left_s is None else left_s)
@@ -88,7 +87,7 @@ def _ps_entry(resident: ResidentModel) -> dict[str, Any]:
 
 
 def gpu_fraction(processor: str) -> float:
-    """How much of a model is on a GPU, 0 to 1. processor: as ModelInfo has it."""
+    """Fraction of a model on GPUs, 0 to 1. processor: see ModelInfo."""
     share = re.search(r"(\d+)% (?:CPU/)?GPU$", processor)
     return int(share[1]) / 100 if share else 0.0
 
@@ -97,7 +96,7 @@ def _model_metadata(file: ModelFile) -> ModelMetadata:
     try:
         return _read_metadata(file, file.path.stat().st_mtime_ns)
     except FileNotFoundError as error:
-        raise ModelNotFound(f"{file.name} is no longer there: {file.path}") from error
+        raise ModelNotFound(f"{file.name} no longer exists: {file.path}") from error
 
 
 @lru_cache(maxsize=1024)
@@ -118,7 +117,7 @@ def _details(file: ModelFile, metadata: ModelMetadata) -> dict[str, Any]:
 
 
 def _format_parameter_count(count: int | None) -> str:
-    """`8.0B`, `494.03M`, as Ollama writes them."""
+    """Format as `8.0B` or `494.03M`, as Ollama does."""
     match count:
         case None:
             return ""

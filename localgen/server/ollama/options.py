@@ -1,4 +1,4 @@
-"""`options` of Ollama's requests: samplers, limits, and how the model is loaded."""
+"""`options` and `keep_alive` of Ollama requests: sampling, limits, load options."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
 _DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"(-?)((?:{_DURATION_PART.pattern})+|{_NUMBER})")
 _NUM_SEEDS = 2**32
-# what people write for "all layers"
+# num_gpu at or above this means all layers
 _ALL_LAYERS = 999
-# what has no counterpart here, with the values that change nothing
+# unsupported options, with their values that have no effect
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tfs_z": (1,),
     "penalize_newline": (True,),
@@ -40,14 +40,17 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 def parse_ollama_keep_alive(value: float | str | None) -> KeepAlive | None:
-    """None: not given, so no change. Below zero: for ever. InvalidRequest."""
+    """Parse keep_alive. Returns None if it is not set; negative values mean no limit.
+
+    Raises InvalidRequest if it is not a duration.
+    """
     if value is None or value == "":
         return None
     match = _DURATION.fullmatch(str(value).strip()) if isinstance(value, str) else None
     if isinstance(value, str) and match is None:
         raise InvalidRequest(
-            f"keep_alive is {value[:40]!r}: give seconds, or a time such as 30s, 5m, 1h30m, 0, "
-            "or -1 for ever",
+            f"keep_alive is {value[:40]!r}: use seconds, a duration such as 30s, 5m or 1h30m, 0, "
+            "or -1 for no limit",
             param="keep_alive",
         )
     if match is None:
@@ -68,9 +71,9 @@ else:
 
 
 class OllamaOptions(_SamplerFields):
-    """None: the model's own, or chosen for this machine.
+    """Options of a request. None: the default of the model or of this machine.
 
-    num_keep: how much of a prompt stays when a context is shifted; here none is, so all does.
+    num_keep: accepted but without effect, since contexts are never shifted.
     """
 
     seed: int | None = None
@@ -90,7 +93,7 @@ class OllamaOptions(_SamplerFields):
         return reject_unsupported_fields(options, _UNSUPPORTED)
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Fields of SamplingParams. InvalidRequest: a number that means nothing."""
+        """Keyword arguments for SamplingParams. Raises InvalidRequest for invalid numbers."""
         return {sampler.name: getattr(self, sampler.name) for sampler in _SAMPLERS} | {
             "seed": self._resolved_seed(),
             "max_tokens": self._resolved_max_tokens(),
@@ -98,7 +101,7 @@ class OllamaOptions(_SamplerFields):
         }
 
     def to_load_options(self) -> LoadOptions:
-        """How the model has to be loaded. num_ctx is no part of it: it caps a request."""
+        """Convert to load options. num_ctx is not one: it limits the request."""
         layers = self.num_gpu if self.num_gpu != -1 else None
         return LoadOptions(
             gpu_layers=-1 if layers is not None and layers >= _ALL_LAYERS else layers,
@@ -111,7 +114,7 @@ class OllamaOptions(_SamplerFields):
     def _resolved_seed(self) -> int | None:
         if self.seed is not None and self.seed >= _NUM_SEEDS:
             raise InvalidRequest(f"seed is {self.seed}, it must be below 2**32", param="seed")
-        # below zero: another one each time
+        # negative: random
         return None if self.seed is None or self.seed < 0 else self.seed
 
     def _resolved_max_tokens(self) -> int | None:
@@ -120,6 +123,6 @@ class OllamaOptions(_SamplerFields):
             return None
         if wanted < 1:
             raise InvalidRequest(
-                f"num_predict is {wanted}: give 1 or more, or -1 for no limit", param="num_predict"
+                f"num_predict is {wanted}: use 1 or more, or -1 for no limit", param="num_predict"
             )
         return wanted

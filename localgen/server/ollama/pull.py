@@ -1,4 +1,4 @@
-"""A pull for a client: in a thread, told line by line, and given up when the client leaves."""
+"""/api/pull: download in a thread, stream progress, cancel when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,44 +16,46 @@ from localgen.hub.repository import RemoteFile
 
 _PERIOD_S = 0.1
 _SHA256_DIGITS = 64
-# an object of the stream
+# one JSON object of the stream
 PullEvent = dict[str, str | int]
 _Result = TypeVar("_Result")
 
 
 class _ClientDisconnected(Exception):
-    """Nobody waits for this pull any more."""
+    """The client of this pull has disconnected."""
 
 
 @dataclass(slots=True)
 class _PullProgress:
-    """What thread and event loop tell each other. downloaded_bytes: bytes of the whole that are
-    here."""
+    """State shared between the download thread and the event loop.
+
+    downloaded_bytes: total over all files of the plan.
+    """
 
     downloaded_bytes: int = 0
     messages: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
 
     def report_bytes(self, downloaded_bytes: int) -> None:
-        """Bytes have come. _ClientDisconnected: they are no longer wanted."""
+        """Set the progress. Raises _ClientDisconnected to stop the download."""
         if self.cancelled:
             raise _ClientDisconnected
         self.downloaded_bytes = downloaded_bytes
 
     def notify(self, message: str) -> None:
-        """Something that a user should know."""
         self.messages.put(message)
 
     def drain_messages(self) -> Iterator[PullEvent]:
-        """What was said since the last call."""
+        """Yield the messages since the last call as status events."""
         while not self.messages.empty():
             yield {"status": self.messages.get()}
 
 
 async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
-    """Fetch a model. What the hub raises, before the first line where it can be known by then.
+    """Download a model and yield status and progress events.
 
-    Closing the generator stops it at its next bytes; what came stays, for the next pull.
+    Raises hub errors, before the first event if planning fails. Closing the generator stops the
+    download at the next chunk; the partial download is kept for resuming.
     """
     transfer = _PullProgress()
     plan = await _run_in_thread(lambda: pull.plan_pull(name, transfer.notify))
@@ -81,8 +83,10 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
 
 
 def _run_in_thread(function: Callable[[], _Result]) -> asyncio.Future[_Result]:
-    """The result of a thread of its own: a pull takes hours, and must not keep others from a pool
-    of threads, nor the server from ending."""
+    """Run a function in a new daemon thread.
+
+    A pull may take hours: it must not occupy the thread pool or delay the server's exit.
+    """
     done: concurrent.futures.Future[_Result] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()
 
@@ -99,7 +103,7 @@ def _run_in_thread(function: Callable[[], _Result]) -> asyncio.Future[_Result]:
 def _progress_events(
     plan: PullPlan, reported_bytes: int, downloaded_bytes: int
 ) -> Iterator[PullEvent]:
-    """The files of which more is here than was told."""
+    """Yield an event for each file with progress since the last report."""
     before = 0
     for file in plan.files:
         had, has = (

@@ -1,4 +1,4 @@
-"""Answers as Ollama prints them: pieces, then an object with the times in nanoseconds."""
+"""Responses in Ollama's format: NDJSON chunks, the last with durations in nanoseconds."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from localgen.server.requests.protocol import (
     extension_fields,
 )
 
-# what its paths begin with
 API_PREFIX = "/api/"
 _NS_PER_MS = 1_000_000
-# from text, thinking and calls to what a line says of them
+# (text, thinking, tool calls) -> fields of a chunk
 ContentBuilder = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 
 
 def ollama_error_body(message: str) -> dict[str, str]:
-    """The object that every failed request gets."""
+    """Build the error object."""
     return {"error": message}
 
 
 class NdjsonFraming:
-    """A line for each object. Nothing follows the last one, which says `done` itself."""
+    """One JSON object per line. No terminator: the last object has `done: true`."""
 
     content_type = "application/x-ndjson"
     terminator = b""
@@ -48,7 +47,7 @@ NDJSON = NdjsonFraming()
 
 
 def chat_content(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """A piece of a chat."""
+    """Build the fields of a chat chunk."""
     malformed_text, tool_calls = serialize_tool_calls(calls)
     message: dict[str, Any] = {"role": "assistant", "content": text + malformed_text}
     if thinking:
@@ -59,13 +58,13 @@ def chat_content(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[st
 
 
 def generate_content(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """A piece of a generation, which has no calls."""
+    """Build the fields of a generate chunk, which has no tool calls."""
     assert not calls, "only chats have tools"
     return {"response": text} | ({"thinking": thinking} if thinking else {})
 
 
 def now_timestamp() -> str:
-    """This moment as Ollama writes times."""
+    """Return the current time in Ollama's format."""
     return format_timestamp(time.time())
 
 
@@ -74,16 +73,16 @@ def format_timestamp(unix_s: float) -> str:
 
 
 def load_response(model: str, build_content: ContentBuilder, reason: str) -> dict[str, Any]:
-    """The answer to a request without a prompt. reason: load or unload."""
+    """Build the response to a request without a prompt. reason: `load` or `unload`."""
     head = {"model": model, "created_at": now_timestamp()}
     return {**head, **build_content("", "", ()), "done": True, "done_reason": reason}
 
 
 @dataclass(slots=True)
 class OllamaSerializer:
-    """Objects of /api/chat and /api/generate for one request, which has one answer.
+    """Serializer of /api/chat and /api/generate, with one choice.
 
-    model: as the client calls it.
+    model: the client's name of the model.
     """
 
     model: str
@@ -93,11 +92,11 @@ class OllamaSerializer:
     pending_calls: PendingToolCalls = field(default_factory=PendingToolCalls)
 
     def choice_start(self, index: int) -> list[object]:
-        """An answer starts with its text."""
+        """No events."""
         return []
 
     def choice_delta(self, index: int, delta: Delta) -> list[object]:
-        """New text or thinking; and calls, when they are whole."""
+        """A chunk with new text, thinking or complete tool calls."""
         calls = self.pending_calls.add(delta.tool_calls)
         if not (delta.text or delta.reasoning or calls or delta.logprobs):
             return []
@@ -107,16 +106,15 @@ class OllamaSerializer:
         return [line]
 
     def choice_end(self, index: int, finished: Finished) -> list[object]:
-        """The last call."""
+        """A chunk with the last tool call, if any."""
         calls = self.pending_calls.flush()
         return [self._chunk("", "", calls)] if calls else []
 
     def stream_end(self, total: Finished) -> list[object]:
-        """Why it ended, and its times."""
+        """The last chunk, with the finish reason and durations."""
         return [self._chunk("", "", ()) | self._final_fields(total)]
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
-        """The answer in one object."""
         (choice,) = choices
         text = "".join(delta.text for delta in choice.deltas)
         thinking = "".join(delta.reasoning for delta in choice.deltas)
@@ -134,7 +132,7 @@ class OllamaSerializer:
         times = finished.timings
         return {
             "done": True,
-            # it knows no reason of its own for calls
+            # Ollama has no finish reason for tool calls
             "done_reason": "stop" if finished.reason == "tool_calls" else finished.reason,
             "total_duration": _ns((time.monotonic() - self.metadata.arrived_s) * 1e3),
             "load_duration": _ns(self.metadata.load_ms),

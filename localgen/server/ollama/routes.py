@@ -1,4 +1,4 @@
-"""The routes of Ollama's protocol."""
+"""Routes of the Ollama API."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ from localgen.server.requests.protocol import encode_json
 from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
 from localgen.server.stats.request_log import RequestLog
 
-# the words that clients look for are Ollama's own
-GREETING = "localgen answers Ollama's protocol here, as clients expect it where Ollama is running\n"
+# clients look for Ollama's own text, "Ollama is running"
+GREETING = "localgen serves the Ollama API, as clients expect it where Ollama is running\n"
 
 
 class _JsonRoute(APIRoute):
-    """Takes any body for JSON: curl, as Ollama's own examples use it, calls it a form."""
+    """Parses every body as JSON: curl, as in Ollama's examples, sends it as a form."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -81,14 +81,13 @@ class _JsonRoute(APIRoute):
 
 @dataclass(frozen=True, slots=True)
 class OllamaApi:
-    """timeout_s: how long a request may take."""
+    """Routes of the Ollama API. timeout_s: maximum duration of a request."""
 
     manager: ModelManager
     journal: RequestLog
     timeout_s: float | None
 
     def router(self) -> APIRouter:
-        """All of them."""
         router = APIRouter(route_class=_JsonRoute, default_response_class=Response)
         self._add_generation_routes(router)
         self._add_embedding_routes(router)
@@ -141,7 +140,7 @@ class OllamaApi:
     async def _load_only(
         self, body: OllamaChatRequest | OllamaGenerateRequest, build_content: ContentBuilder
     ) -> Response:
-        """Load a model, or let it go where it shall not stay."""
+        """Load a model, or unload it if keep_alive is 0."""
         if body.parsed_keep_alive == KeepAlive(0.0):
             await self.manager.unload(body.model, when_idle=True)
             return _json_response(load_response(body.model, build_content, "unload"))
@@ -152,7 +151,7 @@ class OllamaApi:
             if body.ctx is not None and body.ctx > info.ctx:
                 raise InvalidRequest(
                     f"num_ctx is {body.ctx:,}, {body.model} is loaded with {info.ctx:,} tokens: "
-                    f"ask for at most {info.ctx:,}, or stop it and load it with a larger --ctx",
+                    f"request at most {info.ctx:,}, or stop it and load it with a larger --ctx",
                     param="num_ctx",
                 )
         return _json_response(load_response(body.model, build_content, "load"))
@@ -212,7 +211,7 @@ class OllamaApi:
             return Response()
 
     def _forget_name(self, name: str) -> None:
-        """A name means another model now, or none."""
+        """Drop the cached resolution of a name, with and without `:latest`."""
         plain = name.removesuffix(LATEST_TAG)
         for spelling in (plain, plain + LATEST_TAG):
             self.manager.forget_name(spelling)
@@ -227,7 +226,7 @@ class OllamaApi:
         for resident in self.manager.residents:
             if resident.file.name == found.name:
                 if not resident.is_idle:
-                    raise ModelBusy(f"{found.name} is in use: try again when it is not")
+                    raise ModelBusy(f"{found.name} is in use: try again when it is idle")
                 await self.manager.unload(resident.id)
         await asyncio.to_thread(found.execute)
 
@@ -244,13 +243,16 @@ class OllamaApi:
 
 
 def _add_alias(source: str, destination: str) -> None:
-    """Another name for a model, here or not. ModelNotFound, InvalidRequest."""
+    """Add an alias. The model may be a catalog or hub name that is not installed.
+
+    Raises ModelNotFound or InvalidRequest.
+    """
     name = destination.removesuffix(LATEST_TAG)
     if name == BUILT_IN_MODEL:
         raise InvalidRequest(f"{BUILT_IN_MODEL} is the built-in model: choose another name")
     model = expand_alias(source)
     if not is_installed(model) and resolve_reference(model) is None:
-        resolve_model(model)  # it says why not
+        resolve_model(model)  # raises the reason
     aliases.add_alias(name, model)
 
 

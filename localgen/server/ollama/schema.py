@@ -1,4 +1,4 @@
-"""What requests of Ollama's protocol may hold. Everything else is refused, by name."""
+"""Request schemas of the Ollama API. Unknown fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_aliv
 from localgen.server.openai.tools import parse_tools
 from localgen.server.requests.body import RequestBody, reject_unsupported_fields
 
-# what only means something where prompts are cut or contexts shifted, which never happens here
+# only meaningful where prompts are truncated or contexts shifted, which never happens here
 _UNSUPPORTED_TRUNCATION: dict[str, tuple[object, ...]] = {"truncate": (False,), "shift": (False,)}
 _UNSUPPORTED = _UNSUPPORTED_TRUNCATION | {"_debug_render_only": (False,)}
 _UNSUPPORTED_IN_GENERATE = _UNSUPPORTED | {
@@ -42,7 +42,7 @@ ModelName = Annotated[str, AfterValidator(_require_model_name)]
 
 
 class _OllamaGenerationRequest(RequestBody):
-    """What chat and generate share."""
+    """Fields of chat and generate requests."""
 
     model: Annotated[ModelName, Field(min_length=1)]
     stream: bool | None = True
@@ -59,7 +59,7 @@ class _OllamaGenerationRequest(RequestBody):
 
     @property
     def parsed_keep_alive(self) -> KeepAlive | None:
-        """How long the model then stays; None: no change."""
+        """The new idle time of the model. None: no change."""
         return parse_ollama_keep_alive(self.keep_alive)
 
     @property
@@ -100,7 +100,7 @@ class OllamaChatRequest(_OllamaGenerationRequest):
         return reject_unsupported_fields(body, _UNSUPPORTED)
 
     def to_request_fields(self) -> dict[str, Any]:
-        """The fields of a Request that say what is asked. InvalidRequest."""
+        """Keyword arguments for Request. Raises InvalidRequest for invalid fields."""
         messages = from_ollama_messages(self.messages or ())
         return {
             "messages": messages,
@@ -112,7 +112,7 @@ class OllamaChatRequest(_OllamaGenerationRequest):
 class OllamaGenerateRequest(_OllamaGenerationRequest):
     """POST /api/generate. Without a prompt the model is only loaded, or unloaded.
 
-    raw: the prompt is used as it is, not as a turn of a chat.
+    raw: use the prompt without the chat template.
     """
 
     prompt: str | None = None
@@ -125,11 +125,13 @@ class OllamaGenerateRequest(_OllamaGenerationRequest):
         return reject_unsupported_fields(body, _UNSUPPORTED_IN_GENERATE)
 
     def to_request_fields(self) -> dict[str, Any]:
-        """The fields of a Request that say what is asked. InvalidRequest."""
+        """Keyword arguments for Request. Raises InvalidRequest for invalid fields."""
         if self.raw and self.system:
-            raise InvalidRequest("a raw prompt has no system: put it into the prompt", param="raw")
+            raise InvalidRequest(
+                "raw prompts take no system message: put it into the prompt", param="raw"
+            )
         if self.raw and self.think:
-            raise InvalidRequest("think is for chats, a raw prompt is none", param="think")
+            raise InvalidRequest("raw prompts do not support think: leave it out", param="think")
         if self.raw:
             return {"prompt": self.prompt}
         system = (Message("system", self.system),) if self.system else ()
@@ -138,14 +140,14 @@ class OllamaGenerateRequest(_OllamaGenerationRequest):
 
 
 class _ModelNameRequest(RequestBody):
-    """A request about a model, by its name; older clients call the field `name`."""
+    """A request that names a model. Older clients call the field `name`."""
 
     model: ModelName = ""
     name: ModelName = ""
 
     @property
     def requested_name(self) -> str:
-        """InvalidRequest: neither, or both and different."""
+        """`model` or `name`. Raises InvalidRequest if both are missing or they differ."""
         if self.model and self.name and self.model != self.name:
             raise InvalidRequest(
                 f"model is {self.model} and name is {self.name}: give one", param="name"

@@ -1,1 +1,1 @@
-"""OpenAI's protocol: schemas, tools, responses."""
+"""The OpenAI API: request schemas, tools, responses."""

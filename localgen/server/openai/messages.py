@@ -1,4 +1,4 @@
-"""Messages of a chat as requests hold them."""
+"""Chat messages of OpenAI requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
 }
 
 
-# fields that are for one role
+# fields that are valid for one role only
 _ROLE_BY_FIELD = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
@@ -29,17 +29,16 @@ _ROLE_BY_FIELD = {
 
 
 class TextPart(StrictModel):
-    """A part of a message; text is the only kind there is."""
+    """A content part. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(StrictModel):
-    """One turn. `developer` is what newer clients call `system`.
+    """A chat message. Role `developer` is an alias of `system`.
 
-    reasoning_content: what an assistant thought before. name: of the function that a message of
-    role tool answers for; other roles have no use for it.
+    reasoning_content: earlier reasoning of the assistant. name: function name, for role tool only.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -55,17 +54,22 @@ class ChatMessage(StrictModel):
         return reject_unsupported_fields(body, _UNSUPPORTED_IN_MESSAGES)
 
     def to_message(self, index: int) -> Message:
-        """index: its place among the messages. InvalidRequest: it has not what its role needs."""
+        """Convert to a Message. index: position in the request, for error messages.
+
+        Raises InvalidRequest if a field is missing or not valid for the role.
+        """
         place = f"messages[{index}]"
         if self.content is None and not self.tool_calls:
             raise InvalidRequest(f"{place}.content is missing", param=f"{place}.content")
         if self.role == "tool" and self.tool_call_id is None:
             where = f"{place}.tool_call_id"
-            raise InvalidRequest(f"{where} is missing: which call is answered?", param=where)
+            raise InvalidRequest(f"{where} is missing: set the id of the tool call", param=where)
         for field, role in _ROLE_BY_FIELD.items():
             if getattr(self, field) and self.role != role:
                 where = f"{place}.{field}"
-                raise InvalidRequest(f"{where} is for the role {role}: leave it out", param=where)
+                raise InvalidRequest(
+                    f"{where} is only valid for role {role}: leave it out", param=where
+                )
         return Message(
             "system" if self.role == "developer" else self.role,
             _content_text(self.content),
@@ -83,6 +87,6 @@ def _content_text(content: str | list[TextPart] | None) -> str:
 
 
 class ChatTemplateKwargs(StrictModel):
-    """Variables of a chat template that a request may set."""
+    """Chat template variables that a request may set."""
 
     enable_thinking: bool | None = None

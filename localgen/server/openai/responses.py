@@ -1,4 +1,4 @@
-"""Answers as OpenAI's servers and llama-server print them."""
+"""Responses in the format of OpenAI and llama-server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from localgen.server.requests.protocol import (
 
 
 class SseFraming:
-    """Server-sent events, the last of which says so."""
+    """Server-sent events, ended by `data: [DONE]`."""
 
     content_type = "text/event-stream; charset=utf-8"
     terminator = b"data: [DONE]\n\n"
@@ -41,7 +41,7 @@ SSE = SseFraming()
 def openai_error_body(
     code: str, message: str, param: str | None = None, *, status: int | None = None
 ) -> dict[str, Any]:
-    """The error object that every failed request gets. status: that of the code by default."""
+    """Build the error object. status: default is that of the error code."""
     status = status or http_status_for_code(code)
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
@@ -49,7 +49,7 @@ def openai_error_body(
 
 
 def usage_fields(finished: Finished) -> dict[str, Any]:
-    """Tokens of the prompt, of these from the cache, and of the answer."""
+    """Build the `usage` object."""
     return {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.completion_tokens,
@@ -60,7 +60,7 @@ def usage_fields(finished: Finished) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ChatCompletionSerializer:
-    """Objects of /v1/chat/completions for one request."""
+    """Serializer of /v1/chat/completions."""
 
     id: str
     model: str
@@ -75,11 +75,11 @@ class ChatCompletionSerializer:
         return cls(f"chatcmpl-{metadata.id}", metadata.model, int(time.time()), include_usage)
 
     def choice_start(self, index: int) -> list[object]:
-        """Who speaks."""
+        """The first chunk, with the role."""
         return [self._chunk(index, {"role": "assistant", "content": ""})]
 
     def choice_delta(self, index: int, delta: Delta) -> list[object]:
-        """New text."""
+        """A chunk with new text, reasoning or tool calls."""
         chunk = self._chunk(index, _delta_fields(delta))
         if delta.logprobs:
             chunk["choices"][0]["logprobs"] = _chat_logprobs(delta.logprobs)
@@ -87,16 +87,15 @@ class ChatCompletionSerializer:
         return [chunk]
 
     def choice_end(self, index: int, finished: Finished) -> list[object]:
-        """Why it ended, and its times."""
+        """The last chunk of a choice, with the finish reason and timings."""
         return [self._chunk(index, {}, finished.reason) | extension_fields(finished)]
 
     def stream_end(self, total: Finished) -> list[object]:
-        """Usage, for those who asked for it."""
+        """The usage chunk, if requested by `stream_options.include_usage`."""
         head = self._head("chat.completion.chunk")
         return [{**head, "choices": [], "usage": usage_fields(total)}] if self.include_usage else []
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
-        """The answers in one object."""
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
@@ -125,8 +124,7 @@ class ChatCompletionSerializer:
 
 @dataclass(slots=True)
 class CompletionSerializer:
-    """Objects of /v1/completions for one request. text_offsets: characters sent so far, by
-    index."""
+    """Serializer of /v1/completions. text_offsets: characters sent so far, by choice index."""
 
     id: str
     model: str
@@ -142,27 +140,26 @@ class CompletionSerializer:
         return cls(f"cmpl-{metadata.id}", metadata.model, int(time.time()), include_usage)
 
     def choice_start(self, index: int) -> list[object]:
-        """A completion starts with its text."""
+        """No events: completions have no role."""
         return []
 
     def choice_delta(self, index: int, delta: Delta) -> list[object]:
-        """New text."""
+        """A chunk with new text."""
         choice = self._choice(index, delta.text, self._logprobs(index, delta.logprobs), None)
         return [{**self._body([choice]), "localgen": {"num_tokens": delta.num_tokens}}]
 
     def choice_end(self, index: int, finished: Finished) -> list[object]:
-        """Why it ended, and its times."""
+        """The last chunk of a choice, with the finish reason and timings."""
         return [
             self._body([self._choice(index, "", None, finished.reason)])
             | extension_fields(finished)
         ]
 
     def stream_end(self, total: Finished) -> list[object]:
-        """Usage, for those who asked for it."""
+        """The usage chunk, if requested by `stream_options.include_usage`."""
         return [{**self._body([]), "usage": usage_fields(total)}] if self.include_usage else []
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
-        """The answers in one object."""
         printed = [
             self._choice(
                 index,
@@ -211,7 +208,7 @@ class CompletionSerializer:
 
 
 def _delta_fields(delta: Delta) -> dict[str, Any]:
-    """What is new of a message, in a stream."""
+    """Build the `delta` object of a chunk."""
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields["reasoning_content"] = delta.reasoning
@@ -223,7 +220,7 @@ def _delta_fields(delta: Delta) -> dict[str, Any]:
 
 
 def _assistant_message(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """The whole message; its content is null where it only calls."""
+    """Build the complete message. content is null if it has only tool calls."""
     message: dict[str, Any] = {"role": "assistant", "content": _joined_text(deltas)}
     reasoning = "".join(delta.reasoning for delta in deltas)
     if reasoning:
@@ -255,7 +252,7 @@ def _chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
 
 
 def _token_logprob(token: TokenLogprob) -> dict[str, Any]:
-    # a part of a character shows as a replacement, whose bytes are not the token's
+    # an incomplete character shows as U+FFFD, whose bytes are not those of the token
     whole = "\ufffd" not in token.text
     return {
         "token": token.text,
@@ -265,7 +262,7 @@ def _token_logprob(token: TokenLogprob) -> dict[str, Any]:
 
 
 def embedding_list_body(vectors: EmbeddingVectors, *, as_base64: bool) -> dict[str, Any]:
-    """The answer of /v1/embeddings. as_base64: little-endian float32 instead of numbers."""
+    """Build the response of /v1/embeddings. as_base64: encode as little-endian float32."""
     rows = vectors.to_array()
     shown: list[Any]
     shown = [base64.b64encode(r.tobytes()).decode() for r in rows] if as_base64 else rows.tolist()

@@ -1,4 +1,4 @@
-"""What requests may hold. Everything else is refused, with the name of the field."""
+"""Request schemas of the OpenAI and native APIs. Unknown fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from localgen.server.requests.body import (
     with_sampler_fields,
 )
 
-# as wide as the wire to the engine
+# integers of 64 bits on the wire to the engine
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 MAX_N = 16
-# of all prompts of one request
+# limit of prompts times n in one request
 MAX_CHOICES = 64
 
-# fields that other servers know and this one does not; null, or the value given here, is the same
-# as leaving them out. Naming them makes the error say "not supported" instead of "unknown".
+# fields that only other servers support, with their values that have no effect. Listed so that
+# the error says "not supported" instead of "unknown".
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "functions": ([],),
@@ -46,19 +46,18 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-# in one request, as OpenAI has it
+# per request, as in the OpenAI API
 MAX_EMBEDDING_INPUTS = 2048
 
 
 class StreamOptions(StrictModel):
-    """include_usage: a last chunk with usage and no choices."""
+    """include_usage: send a last chunk with usage and no choices."""
 
     include_usage: bool = False
 
 
 class JsonSchema(StrictModel):
-    """The schema of an answer. name, description and strict are for other servers: every answer
-    is held to it here."""
+    """A JSON schema for the answer. Always enforced: name, description and strict are ignored."""
 
     model_config = ConfigDict(
         extra="forbid", allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
@@ -70,7 +69,7 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """json_object: any object. json_schema: one that is valid under the schema."""
+    """json_object: any JSON object. json_schema: an object that is valid under the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -79,13 +78,13 @@ class ResponseFormat(StrictModel):
     def _require_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
-                "response_format of type json_schema has a json_schema, and no other has",
+                "response_format: type json_schema needs json_schema, other types do not take it",
                 param="response_format",
             )
         return self
 
     def schema_text(self) -> str | None:
-        """The schema as JSON; None: any text will do."""
+        """The schema as JSON text. None: no constraint."""
         if self.json_schema is not None:
             return json.dumps(self.json_schema.body)
         return '{"type": "object"}' if self.type == "json_object" else None
@@ -102,7 +101,7 @@ else:
 
 
 class _GenerationRequest(_SamplerFields):
-    """What chat and completions share. The engine checks the ranges of the samplers."""
+    """Fields of chat and completion requests. The engine validates sampling parameters."""
 
     model: str | None = None
     stream: bool = False
@@ -142,7 +141,7 @@ class _GenerationRequest(_SamplerFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _json_schema_text(self) -> str | None:
-        """The JSON schema of the answer. InvalidRequest: it is given twice."""
+        """The JSON schema of the answer. Raises InvalidRequest if it is set twice."""
         wanted = None if self.response_format is None else self.response_format.schema_text()
         if self.json_schema is None:
             return wanted
@@ -156,7 +155,7 @@ class _GenerationRequest(_SamplerFields):
     def _to_sampling_params(
         self, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """The samplers by name; InvalidRequest if one is given twice under two names."""
+        """Build sampling parameters. Raises InvalidRequest if two aliases have different values."""
         special = {
             "max_tokens": max_tokens,
             "logprobs": logprobs,
@@ -189,7 +188,7 @@ class ChatRequest(_GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def to_request_fields(self) -> dict[str, Any]:
-        """The fields of a Request that say what is asked, and how it may be answered."""
+        """Keyword arguments for Request: messages, tools, reasoning."""
         tools = parse_tools(self.tools or ())
         settings = self.chat_template_kwargs or ChatTemplateKwargs()
         if settings.enable_thinking is not None and self.reasoning_effort is not None:
@@ -215,7 +214,7 @@ class ChatRequest(_GenerationRequest):
 
 
 class CompletionRequest(_GenerationRequest):
-    """POST /v1/completions. prompt: a text, or the ids of its tokens; or several of these."""
+    """POST /v1/completions. prompt: a string, token ids, or a list of either."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -224,19 +223,19 @@ class CompletionRequest(_GenerationRequest):
     def _validate_prompts(self) -> Self:
         if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(
-                f"prompt: {len(self.prompts)} prompts, {self.n or 1} answers each, are more than "
-                f"the {MAX_CHOICES} of one request",
+                f"prompt: {len(self.prompts)} prompts with {self.n or 1} choices each exceed the "
+                f"limit of {MAX_CHOICES} choices per request",
                 param="prompt",
             )
         for prompt in self.prompts:
-            # the type of a field that is one of several cannot say which of them is wrong
+            # not a pydantic constraint: the errors of a union type name every member
             if isinstance(prompt, list) and not all(0 <= token < 2**31 for token in prompt):
                 raise InvalidRequest("prompt: a token id is out of range", param="prompt")
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """All of them."""
+        """`prompt` as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         tokens = [token for token in self.prompt if isinstance(token, int)]
@@ -249,7 +248,7 @@ class CompletionRequest(_GenerationRequest):
 
 
 class EmbeddingRequest(RequestBody):
-    """POST /v1/embeddings. input: a text or the ids of its tokens, or a list of either."""
+    """POST /v1/embeddings. input: a string, token ids, or a list of either."""
 
     model: str | None = None
     input: Annotated[
@@ -262,9 +261,9 @@ class EmbeddingRequest(RequestBody):
 
 
 class LoadRequest(RequestBody):
-    """POST /v1/models/load. stream: progress as events, then the model.
+    """POST /v1/models/load. stream: send progress events, then the model.
 
-    keep_alive: how long the model stays when idle, as `30s`; None: no change.
+    keep_alive: idle time until the model is unloaded, such as `30s`; None: no change.
     """
 
     model: str | None = None
@@ -273,9 +272,9 @@ class LoadRequest(RequestBody):
     stream: bool = False
 
     def keep_alive_s(self) -> float | None:
-        """Seconds that the model stays when idle; None: for ever. For a keep_alive that is given.
+        """Parse keep_alive, which must be set. Returns seconds; None: never unload.
 
-        InvalidRequest: it is not a time.
+        Raises InvalidRequest if it is not a duration.
         """
         try:
             return parse_keep_alive(self.keep_alive or "", "keep_alive")
@@ -283,7 +282,7 @@ class LoadRequest(RequestBody):
             raise InvalidRequest(error.message, param="keep_alive") from error
 
     def to_load_options(self) -> LoadOptions:
-        """InvalidRequest names an unknown option or one of the wrong type."""
+        """Convert. Raises InvalidRequest for an unknown option or a wrong type."""
         import msgspec
 
         known = [field.name for field in fields(LoadOptions)]
@@ -316,25 +315,27 @@ def _as_tuple(value: Any) -> Any:
 
 
 def validate_embedding_input(value: Any) -> Any:
-    """The same. InvalidRequest: neither texts nor token ids, or too many."""
+    """Return the value. Raises InvalidRequest if it is not texts or token ids, or too many."""
     inputs = [value] if _is_single_input(value) else value
     if not isinstance(inputs, list) or not inputs:
-        raise InvalidRequest("input must be a text, token ids, or a list of these", param="input")
+        raise InvalidRequest(
+            "input must be a string, token ids, or a list of either", param="input"
+        )
     if len(inputs) > MAX_EMBEDDING_INPUTS:
         raise InvalidRequest(
             f"input has {len(inputs):,} texts, "
-            f"at most {MAX_EMBEDDING_INPUTS:,} fit a request: send several",
+            f"the limit is {MAX_EMBEDDING_INPUTS:,}: send several requests",
             param="input",
         )
     for at, each in enumerate(inputs):
         if not _is_single_input(each):
             place = f"input[{at}]"
-            raise InvalidRequest(f"{place} is neither a text nor token ids", param=place)
+            raise InvalidRequest(f"{place} is neither a string nor token ids", param=place)
     return value
 
 
 def normalize_embedding_input(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """One for each vector, of a checked input."""
+    """Convert a validated input to one item per embedding."""
     inputs = [value] if _is_single_input(value) else value
     return tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
 

@@ -1,4 +1,4 @@
-"""Tools and calls as OpenAI's protocol has them."""
+"""Tools and tool calls of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOOL_CHOICE_MODES = ("auto", "none", "required")
 
 
 class FunctionDefinition(StrictModel):
-    """strict is for other servers: arguments are always held to their schema here."""
+    """A function signature. strict is ignored: the schema is always enforced."""
 
     name: str
     description: str | None = None
@@ -28,21 +28,21 @@ class FunctionDefinition(StrictModel):
 
 
 class FunctionTool(StrictModel):
-    """A tool; functions are the only kind there is."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionCall(StrictModel):
-    """What was called. arguments: a JSON object as text."""
+    """A called function. arguments: a JSON object as text."""
 
     name: str
     arguments: str = "{}"
 
 
 class MessageToolCall(StrictModel):
-    """A call in a message of the assistant. index: clients that keep stream deltas send it."""
+    """A tool call in an assistant message. index: ignored; sent by clients that merge deltas."""
 
     id: str = Field(min_length=1)
     type: Literal["function"] = "function"
@@ -51,7 +51,7 @@ class MessageToolCall(StrictModel):
 
 
 def parse_tools(function_tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
-    """The tools of a request. InvalidRequest names the one that is wrong."""
+    """Validate and convert tools. Raises InvalidRequest for invalid or duplicate names."""
     if len(function_tools) > MAX_TOOLS:
         raise InvalidRequest(f"more than {MAX_TOOLS} tools", param="tools")
     names: set[str] = set()
@@ -59,10 +59,10 @@ def parse_tools(function_tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
         name, param = tool.function.name, f"tools[{at}].function.name"
         if not _FUNCTION_NAME.fullmatch(name):
             raise InvalidRequest(
-                f"{param} {name!r}: give 1 to 64 letters, digits, _, - or .", param=param
+                f"{param} {name!r}: use 1 to 64 letters, digits, _, - or .", param=param
             )
         if name in names:
-            raise InvalidRequest(f"{param}: there are two tools {name}", param=param)
+            raise InvalidRequest(f"{param}: duplicate tool {name}", param=param)
         names.add(name)
     return tuple(_to_tool(tool.function) for tool in function_tools)
 
@@ -75,13 +75,13 @@ def _to_tool(function: FunctionDefinition) -> Tool:
 
 
 def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str:
-    """auto, none, required or the name of a tool. InvalidRequest: none of them."""
+    """Return auto, none, required or a tool name. Raises InvalidRequest for anything else."""
     if choice is None:
         return "auto"
     name = _named_function(choice)
     if name is None and choice not in _TOOL_CHOICE_MODES:
         raise InvalidRequest(
-            f"tool_choice: give {', '.join(_TOOL_CHOICE_MODES)}, or "
+            f"tool_choice: use {', '.join(_TOOL_CHOICE_MODES)}, or "
             '{"type": "function", "function": {"name": …}}',
             param="tool_choice",
         )
@@ -90,14 +90,14 @@ def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Tool]
     if name is not None and name not in {tool.name for tool in tools}:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise InvalidRequest(
-            f"tool_choice: there is no tool {name!r} among those given ({known})",
+            f"tool_choice: no tool {name!r} in tools ({known})",
             param="tool_choice",
         )
     return str(choice) if name is None else name
 
 
 def _named_function(choice: str | dict[str, Any]) -> str | None:
-    """The function that is to be called; None: the choice is not of that form."""
+    """Return the function name of an object choice, or None for other forms."""
     match choice:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
@@ -105,13 +105,13 @@ def _named_function(choice: str | dict[str, Any]) -> str | None:
 
 
 def parse_tool_calls(tool_calls: Iterable[MessageToolCall], param: str) -> tuple[ToolCall, ...]:
-    """Calls of a message. InvalidRequest: arguments that are not a JSON object."""
+    """Convert tool calls. Raises InvalidRequest if arguments are not a JSON object."""
     calls = []
     for at, call in enumerate(tool_calls):
         text = call.function.arguments or "{}"
         if not _is_object(text):
             place = f"{param}[{at}].function.arguments"
-            raise InvalidRequest(f"{place} are not a JSON object, as text", param=place)
+            raise InvalidRequest(f"{place} is not a JSON object in a string", param=place)
         calls.append(ToolCall(call.id, call.function.name, text))
     return tuple(calls)
 
@@ -123,11 +123,11 @@ def _is_object(text: str) -> bool:
         return False
 
 
-# -- in answers -----------------------------------------------------------------------------
+# -- in responses ---------------------------------------------------------------------------
 
 
 def merge_tool_call_deltas(deltas: Iterable[Delta]) -> list[ToolCall]:
-    """The calls of an answer, put together."""
+    """Merge the deltas of an answer into complete tool calls."""
     ids: list[str] = []
     names: list[str] = []
     arguments: list[list[str]] = []
@@ -142,13 +142,13 @@ def merge_tool_call_deltas(deltas: Iterable[Delta]) -> list[ToolCall]:
 
 
 def tool_call_fields(call: ToolCall) -> dict[str, Any]:
-    """A call in a whole message."""
+    """Build a tool call of a complete message."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def tool_call_delta_fields(delta: ToolCallDelta) -> dict[str, Any]:
-    """More of a call, in a stream."""
+    """Build a tool call delta of a stream chunk."""
     if delta.id is None:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
     call = ToolCall(delta.id, delta.name or "", delta.arguments)
