@@ -86,10 +86,9 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
-        """Logits of batch.output_rows, float32 [outputs, vocab]. Stores keys and values in the
-        cache.
+        """Logits of batch.output_rows, float32 [outputs, vocab].
 
-        out: optional output tensor.
+        Stores keys and values in the cache. out: optional output tensor.
         """
         found = self._group.gather_logits(self._weights.head(self.hidden_states(batch, cache)))
         logits = found.float() if out is None else out.copy_(found)

@@ -40,7 +40,7 @@ class GgufWeightLoader:
     def norm(self, name: str, size: int) -> Tensor:
         if not self._spec.norm_offset:
             return self._read(f"{self._gguf_name(name)}.weight", (size,))
-        # GGUF stores the norm weight itself, the engine uses weight - 1
+        # GGUF stores 1 + weight, the engine expects weight
         stored = self._read(f"{self._gguf_name(name)}.weight", (size,), torch.float32)
         return (stored - 1.0).to(self._dtype)
 
@@ -100,8 +100,7 @@ class GgufWeightLoader:
 def _deinterleave_rope(rows: Tensor, heads: int) -> Tensor:
     """Reorder rows [heads * head_dim, …] from interleaved RoPE pairs to two halves.
 
-    llama.cpp rotates row 2 i of a head with row 2 i + 1, the engine row i with row i + head_dim /
-    2.
+    llama.cpp rotates row 2i of a head with row 2i + 1, the engine row i with row i + head_dim/2.
     """
     pairs = rows.view(heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
