@@ -207,7 +207,7 @@ def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["run"], b"", 3, "no prompt"),
         (["run", "tiny"], b" \n", 3, "no prompt"),
         (["run"], b"\xff\xfe", 3, "not UTF-8"),
-        (["run", "gone", "x"], b"", 6, "no model 'gone'"),
+        (["run", "gone", "x"], b"", 6, "model 'gone' not found"),
         (["run", "tiny", "x", "--temp", "warm"], b"", 2, "--temp"),
         (["run", "tiny", "x", "--nope"], b"", 2, "localgen run --help"),
         (["rnu"], b"", 2, "Did you mean 'run'"),

@@ -45,7 +45,7 @@ def test_every_name_resolves(cache: Path, entry: CatalogEntry, name: str) -> Non
     missing = resolve_reference(name)
     assert missing is not None
     assert missing.entry == entry
-    with pytest.raises(ModelNotFound, match="is not here yet: localgen pull") as absent:
+    with pytest.raises(ModelNotFound, match="is not installed: localgen pull") as absent:
         resolve_model(name)
     assert entry.gguf.repo in absent.value.message
     put(cache, entry.gguf.repo, entry.gguf.file)
@@ -103,7 +103,7 @@ def test_what_is_no_name(name: str) -> None:
 def test_a_missing_model_says_what_it_would_fetch() -> None:
     with pytest.raises(
         ModelNotFound,
-        match=r"llama-8b is not here yet: localgen pull llama-8b fetches bartowski/.*:Q4_K_M "
+        match=r"llama-8b is not installed: localgen pull llama-8b downloads bartowski/.*:Q4_K_M "
         r"\(4\.9 GB\)$",
     ):
         resolve_model("llama-8b")
@@ -138,7 +138,7 @@ def test_names_of_the_user_win(cache: Path, tmp_path: Path) -> None:
     aliases.remove_alias("llama-8b")
     with pytest.raises(ModelNotFound, match="bartowski"):
         resolve_model("llama-8b")
-    with pytest.raises(ModelNotFound, match="no name of yours"):
+    with pytest.raises(ModelNotFound, match="is not an alias"):
         aliases.remove_alias("llama-8b")
     assert aliases.load_aliases() == {"work": "tiny", "mine": str(tmp_path / "m.gguf")}
 
@@ -159,14 +159,14 @@ def test_the_file_of_names_keeps_what_the_user_wrote() -> None:
     "name", ["", "a/b", "x.gguf", "-x", "a b", "a\n", "é", '"', "a" * 101, "../x"]
 )
 def test_what_cannot_be_a_name(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="cannot be a name"):
+    with pytest.raises(InvalidRequest, match="cannot be an alias"):
         aliases.add_alias(name, "tiny")
     assert aliases.load_aliases() == {}
 
 
 def test_a_name_is_given_once() -> None:
     aliases.add_alias("work", "tiny")
-    with pytest.raises(InvalidRequest, match="work means tiny already: localgen rm work"):
+    with pytest.raises(InvalidRequest, match="work is already an alias of tiny: localgen rm work"):
         aliases.add_alias("work", "other")
 
 

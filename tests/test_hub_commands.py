@@ -374,7 +374,7 @@ def test_pull_then_run(live: dict[str, str]) -> None:
     ask = ("run", TINY, "What is 17 + 25?", "--temp", "0", "-n", "32")
     refused = localgen("run", "llama-8b", "x")
     assert refused.returncode == errors.EXIT_STATUS_BY_CODE["model_not_found"]
-    assert "localgen pull llama-8b fetches bartowski" in refused.stderr
+    assert "localgen pull llama-8b downloads bartowski" in refused.stderr
     assert localgen(*ask).returncode == errors.EXIT_STATUS_BY_CODE["model_not_found"]
     pulled = localgen("pull", TINY)
     assert pulled.returncode == 0, pulled.stderr

@@ -162,7 +162,7 @@ def test_a_disk_that_fills_up(hub: LoopbackHub, tmp_path: Path) -> None:
             "has no repository acme/Chat-GGUF; if it is private, set",
         ),
         (404, "RepoNotFound", ModelNotFound, "has no repository"),
-        (401, "", AccessDenied, "refuses the token"),
+        (401, "", AccessDenied, "rejects the token"),
         (
             401,
             "GatedRepo",
@@ -170,7 +170,7 @@ def test_a_disk_that_fills_up(hub: LoopbackHub, tmp_path: Path) -> None:
             "gated: accept its terms on .*/acme/Chat-GGUF and set HF_TOKEN",
         ),
         (403, "GatedRepo", AccessDenied, "is gated"),
-        (403, "", AccessDenied, "does not let this token read acme/Chat-GGUF"),
+        (403, "", AccessDenied, "denies this token access to acme/Chat-GGUF"),
         (500, "", HubUnavailable, "status 500"),
         (404, "RevisionNotFound", ModelNotFound, "pull it again"),
     ],
@@ -205,7 +205,7 @@ def test_a_gated_repository_of_the_catalog_names_its_open_copy(hub: LoopbackHub)
     original = "meta-llama/Llama-3.2-1B-Instruct"
     files = {"config.json": b"{}", "model.safetensors": made_up(5000)}
     hub.add(original, files, gated=set())
-    with pytest.raises(AccessDenied, match=r"or take the open copy unsloth/Llama-3\.2-1B"):
+    with pytest.raises(AccessDenied, match=r"or use the ungated copy unsloth/Llama-3\.2-1B"):
         fetch(original)
 
 
@@ -225,7 +225,7 @@ def test_a_busy_hub_is_waited_for(hub: LoopbackHub, impatient: list[float]) -> N
 
 def test_a_hub_that_stays_busy(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.busy = 1000
-    with pytest.raises(HubUnavailable, match="still asks to slow down"):
+    with pytest.raises(HubUnavailable, match="still limits the request rate"):
         fetch()
     hub.faults.busy = 0
     fetch()
@@ -234,7 +234,7 @@ def test_a_hub_that_stays_busy(hub: LoopbackHub, impatient: list[float]) -> None
 
 def test_something_that_is_no_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loopback_hub.json.dumps", lambda _value: "<html>log in</html>")
-    with pytest.raises(HubUnavailable, match="does not answer as a hub"):
+    with pytest.raises(HubUnavailable, match="does not respond like a Hugging Face hub"):
         fetch()
 
 
@@ -259,14 +259,14 @@ def test_a_listing_that_would_lead_elsewhere(
     hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, digest: object
 ) -> None:
     monkeypatch.setattr("loopback_hub._digest", lambda _content: digest or "a" * 39)
-    with pytest.raises(HubUnavailable, match="is no digest"):
+    with pytest.raises(HubUnavailable, match="is not a digest"):
         fetch()
     assert not repo_folder(REPO).exists()
 
 
 def test_a_commit_that_would_lead_elsewhere(hub: LoopbackHub) -> None:
     hub.repos[REPO].commit = "../../../x"
-    with pytest.raises(HubUnavailable, match="is no digest"):
+    with pytest.raises(HubUnavailable, match="is not a digest"):
         fetch()
 
 

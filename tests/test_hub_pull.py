@@ -63,7 +63,7 @@ def test_a_broken_connection_goes_on_where_it_was(hub: LoopbackHub, impatient: l
     first, second = hub.downloads
     assert first.start == 0
     assert 0.25 * len(CONTENT) < second.start <= 0.4 * len(CONTENT)
-    assert said == ["the connection broke, going on from where it was"]
+    assert said == ["the connection was lost, resuming the download"]
 
 
 def test_an_interrupted_pull_goes_on_the_next_time(
@@ -104,13 +104,13 @@ def test_an_unfinished_file_that_is_too_long(hub: LoopbackHub) -> None:
 def test_a_missing_quantization(hub: LoopbackHub) -> None:
     hub.add(REPO, {"chat-Q5_K_M.gguf": CONTENT, "chat-Q8_0.gguf": CONTENT})
     with pytest.raises(
-        ModelNotFound, match=r"no Q4_K_M\. Did you mean Q5_K_M.*There is: Q5_K_M \(0\.0 GB\), Q8_0"
+        ModelNotFound, match=r"no Q4_K_M\. Did you mean Q5_K_M.*Available: Q5_K_M \(0\.0 GB\), Q8_0"
     ):
         fetch()
     assert fetch(f"{REPO}:q8_0").name == f"{REPO}:Q8_0"
     assert resolve_model(REPO).name == f"{REPO}:Q8_0"
     fetch(f"hf.co/{REPO}:Q5_K_M")
-    with pytest.raises(ModelNotFound, match="has no Q4_K_M here"):
+    with pytest.raises(ModelNotFound, match="Q4_K_M is not installed"):
         resolve_model(REPO)
 
 
@@ -197,7 +197,9 @@ def test_a_model_in_hugging_faces_format(hub: LoopbackHub) -> None:
 
 def test_nothing_to_run(hub: LoopbackHub) -> None:
     hub.add("acme/Pickles", {"pytorch_model.bin": b"pickle" * 1000, "config.json": b"{}"})
-    with pytest.raises(ModelNotFound, match=r"no \.gguf files, nor config\.json and safetensors"):
+    with pytest.raises(
+        ModelNotFound, match=r"neither \.gguf files nor config\.json with safetensors"
+    ):
         fetch("acme/Pickles")
 
 

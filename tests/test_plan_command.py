@@ -157,7 +157,7 @@ def test_an_entry_that_lacks_facts_names_them(
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (["nothing-like-it"], "model_not_found", "no model 'nothing-like-it' here"),
+        (["nothing-like-it"], "model_not_found", "model 'nothing-like-it' not found"),
         (["missing.gguf"], "model_not_found", "there is no file missing.gguf"),
         (["tiny", "--ctx", "4096"], "invalid_request", "was trained for 2,048 tokens"),
         (["tiny", "--ctx", "-1"], "invalid_request", "use 1 to 2,048"),
@@ -166,7 +166,11 @@ def test_an_entry_that_lacks_facts_names_them(
         (["llama-8b", "--quant", "Q9"], "model_not_found", "has no Q9, there is: "),
         (["acme/unknown"], "hub_unavailable", "HF_HUB_OFFLINE is set"),
         (["tiny", "--draft", ""], "invalid_request", "--draft is empty"),
-        (["tiny", "--draft", "nowhere"], "model_not_found", "--draft nowhere: no model 'nowhere'"),
+        (
+            ["tiny", "--draft", "nowhere"],
+            "model_not_found",
+            "--draft nowhere: model 'nowhere' not found",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(

@@ -106,9 +106,9 @@ def test_a_folder_beside_the_server_is_no_name(
     (tmp_path / "user" / "repo").mkdir(parents=True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound, match="the folder user/repo holds no"):
+    with pytest.raises(ModelNotFound, match="the folder user/repo has neither"):
         resolve_model("user/repo")
-    with pytest.raises(ModelNotFound, match="no model 'user/repo' here"):
+    with pytest.raises(ModelNotFound, match="model 'user/repo' not found"):
         resolve_model("user/repo", allow_paths=False)
 
 

@@ -1,1 +1,1 @@
-"""From the name of a model to the files it lies in."""
+"""Model names, the Hugging Face hub and its cache: resolve, download and remove models."""

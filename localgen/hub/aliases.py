@@ -1,4 +1,4 @@
-"""Names that the user gave to models: one `name = "model"` a line, in a file of their own."""
+"""User-defined model aliases, stored as `name = "model"` lines in a TOML file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 
 
 def aliases_path() -> Path:
-    """The file; it need not exist."""
+    """Path of the aliases file, which may not exist."""
     return ServerSettings.from_environment().state_dir / "models.toml"
 
 
 def load_aliases() -> dict[str, str]:
-    """The model that each name means, in the user's own words. BadSetting: the file is damaged."""
+    """Return the model of each alias, as the user wrote it. Raises BadSetting."""
     path = aliases_path()
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -30,19 +30,23 @@ def load_aliases() -> dict[str, str]:
         raise BadSetting(f"{path}: {error}: correct it or remove it") from error
     for name, target in found.items():
         if not isinstance(target, str):
-            raise BadSetting(f'{path}: {name}: give a model, as in {name} = "user/repo:Q4_K_M"')
+            raise BadSetting(
+                f'{path}: {name}: expected a model name, as in {name} = "user/repo:Q4_K_M"'
+            )
     return found
 
 
 def add_alias(name: str, target: str) -> None:
-    """Let a name mean a model from now on. InvalidRequest: it cannot be a name, or is one."""
+    """Add an alias. Raises InvalidRequest if the name is invalid or already taken."""
     if not _NAME.fullmatch(name) or name.lower().endswith(".gguf"):
         raise InvalidRequest(
-            f"{name!r} cannot be a name: use letters, digits and . _ : - , without / and .gguf"
+            f"{name!r} cannot be an alias: use letters, digits and . _ : - , without / and .gguf"
         )
     taken = load_aliases().get(name)
     if taken is not None:
-        raise InvalidRequest(f"{name} means {taken} already: localgen rm {name} frees the name")
+        raise InvalidRequest(
+            f"{name} is already an alias of {taken}: localgen rm {name} removes it"
+        )
     path = aliases_path()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -51,11 +55,14 @@ def add_alias(name: str, target: str) -> None:
 
 
 def remove_alias(name: str) -> None:
-    """Forget a name. ModelNotFound: there is none; InvalidRequest: only an editor can do it."""
+    """Remove an alias.
+
+    Raises ModelNotFound if it does not exist, InvalidRequest if the file must be edited by hand.
+    """
     path = aliases_path()
     known = load_aliases()
     if name not in known:
-        raise ModelNotFound(f"{name} is no name of yours")
+        raise ModelNotFound(f"{name} is not an alias")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = "".join(line for line in lines if not _defines(line, name))
     try:
@@ -63,7 +70,7 @@ def remove_alias(name: str) -> None:
     except tomllib.TOMLDecodeError:
         left = known
     if left != {other: target for other, target in known.items() if other != name}:
-        raise InvalidRequest(f"{path} spells {name} over several lines: edit it by hand")
+        raise InvalidRequest(f"{path} defines {name} over several lines: edit it by hand")
     _write(path, kept)
 
 
@@ -80,7 +87,7 @@ def _quote(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    # whole or not at all: another command may be reading it
+    # write atomically: another process may be reading the file
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Models in the Hugging Face cache, used in place."""
+"""Models in the Hugging Face cache, which are used in place."""
 
 from __future__ import annotations
 
@@ -25,50 +25,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model of a repository. path: where its first shard is, or would be; or the folder of a
-    model in Hugging Face's format."""
+    """A cached model. path: its first GGUF shard, present or not, or its safetensors folder."""
 
     repo: str
     path: Path
 
     @property
     def is_gguf(self) -> bool:
-        """Or else a folder with config.json and safetensors."""
+        """False for a folder with config.json and safetensors."""
         return self.path.suffix.lower() == ".gguf"
 
     @property
     def stem(self) -> str:
-        """Its file name without `.gguf` and shard number."""
+        """File name without `.gguf` and shard number."""
         return stem_of(self.path)
 
     @property
     def quant(self) -> str:
-        """The quantization its file name ends in, upper case; the whole stem if in none."""
+        """Quantization suffix of the file name in upper case, else the whole stem."""
         return quants.quant_of(self.stem)
 
     @property
     def name(self) -> str:
-        """What it is called here: `user/repo:QUANT`, `user/repo` where it is a folder."""
+        """`user/repo:QUANT` for GGUF, `user/repo` for a folder."""
         return f"{self.repo}:{self.quant}" if self.is_gguf else self.repo
 
     def model_file(self) -> ModelFile:
-        """Its files. ModelNotFound: not all of them are here."""
+        """Return the model's files. Raises ModelNotFound if some are missing."""
         if self.is_gguf:
             return model_file(self.path, name=self.name, source="cache")
         missing = _missing_weights(self.path)
         if missing:
             raise ModelNotFound(
-                f"{self.repo} is not whole, {len(missing)} files are missing, {missing[0]} is one: "
-                f"localgen pull {self.repo} fetches them",
+                f"{self.repo} is incomplete, {len(missing)} files are missing ({missing[0]}, …): "
+                f"localgen pull {self.repo} downloads them",
                 param="model",
             )
         return replace(model_folder(self.path), name=self.name, source="cache")
 
 
 def scan_hf_cache() -> HFCacheInfo | None:
-    """Everything in the cache (HF_HUB_CACHE, HF_HOME); None if there is no cache."""
+    """Scan the cache (HF_HUB_CACHE, HF_HOME). Returns None if there is no cache."""
     import_huggingface_hub()
-    # imported late: most requests name no cached model
+    # imported late: most requests do not need the cache
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -78,14 +77,14 @@ def scan_hf_cache() -> HFCacheInfo | None:
 
 
 def cached_models() -> list[CachedModel]:
-    """The models in the cache, by repository; of each the newest revision that has it."""
+    """Return the cached models, sorted by repository; each from the newest revision that has it."""
     found = scan_hf_cache()
     repos = sorted(found.repos if found else (), key=lambda repo: repo.repo_id)
     return [model for repo in repos if repo.repo_type == "model" for model in _newest_models(repo)]
 
 
 def _newest_models(repo: CachedRepoInfo) -> Iterator[CachedModel]:
-    # an older revision may hold a quantization that the newest one was not pulled with
+    # an older revision may hold a quantization that was not pulled with the newest one
     seen: set[str] = set()
     for revision in sorted(repo.revisions, key=lambda revision: -revision.last_modified):
         for path in gguf_models_in(file.file_path for file in revision.files):
@@ -103,7 +102,7 @@ def _is_folder(revision: CachedRevisionInfo) -> bool:
 
 
 def _missing_weights(folder: Path) -> list[str]:
-    """Files of weights that the folder's index names and that are not there."""
+    """Weight files that the folder's index lists but that are not there."""
     index = folder / "model.safetensors.index.json"
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -1,7 +1,7 @@
-"""Names of what is here, told from folders alone: for those who cannot wait for the library.
+"""Fast scan of the Hugging Face cache for model names, without importing huggingface_hub.
 
-It takes a few milliseconds where `installed_models` takes half a second. What it names may still
-be incomplete: loading tells.
+It takes a few milliseconds, where `installed_models` takes half a second. It does not check that
+models are complete.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _PREFIX = "models--"
 
 
 def cached_names() -> list[str]:
-    """`user/repo:QUANT` of each GGUF file in the cache, `user/repo` of each folder of weights."""
+    """Return `user/repo:QUANT` for each cached GGUF file, `user/repo` for safetensors."""
     return list(dict.fromkeys(name for repo in _repos() for name in _model_names(repo)))
 
 
 def cached_folders() -> list[tuple[str, Path]]:
-    """`user/repo` and the folder of weights of each model in Hugging Face's format."""
+    """Return the name `user/repo` and the folder of each safetensors model."""
     return [
         (_repo_id(repo), snapshot)
         for repo in _repos()
@@ -59,7 +59,7 @@ def _has_weights(snapshot: Path) -> bool:
 
 
 def _cache_dir() -> Path:
-    """Where the library would look."""
+    """Cache folder, resolved as huggingface_hub does."""
     folder = _env("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if folder:
         return Path(os.path.expandvars(folder)).expanduser()

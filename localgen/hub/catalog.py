@@ -1,4 +1,4 @@
-"""The models that have a short name, from the file that comes with the package."""
+"""The catalog of models with a short name, read from catalog.toml in the package."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from localgen.backends.formats.architecture.model_shape import LayerCacheShape, 
 
 CATALOG_PATH = Path(__file__).with_name("catalog.toml")
 _GB = 1_000_000_000
-# the MLP's width is not among the facts; it matters for buffers only
+# the catalog does not have the MLP width, which only affects buffer sizes
 _FFN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """Where an entry's GGUF files are. file: the name of the default; sizes: bytes by quant."""
+    """GGUF repository of an entry. file: name of the default file. sizes: bytes by quantization."""
 
     repo: str
     quant: str
@@ -28,7 +28,7 @@ class GgufSource:
     sizes: Mapping[str, int]
 
     def size(self, quant: str) -> int | None:
-        """Bytes of a quantization, where the catalog knows them."""
+        """Size in bytes of a quantization, or None if it is not in the catalog."""
         return next(
             (size for name, size in self.sizes.items() if same_ignoring_case(name, quant)), None
         )
@@ -36,9 +36,9 @@ class GgufSource:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsSource:
-    """A repository in Hugging Face's format. method: how its weights are stored.
+    """A repository with safetensors. method: quantization method, or safetensors for the original.
 
-    mirror: an open copy of one that asks for a licence. skip_patterns: files that are not needed.
+    mirror: an ungated copy of a gated repository. skip_patterns: files not to download.
     """
 
     repo: str
@@ -50,9 +50,11 @@ class SafetensorsSource:
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A model of the catalog. context: tokens it was trained for. active_params: of a mixture of
-    experts, those that one token reads. shape: None where the facts are too few, which are then in
-    `missing`."""
+    """A model in the catalog.
+
+    context: context length it was trained for. active_params: parameters used per token, for a
+    mixture of experts. shape: None if dimensions are missing; `missing` lists them.
+    """
 
     alias: str
     title: str
@@ -69,20 +71,23 @@ class CatalogEntry:
     architecture: str = ""
 
     def safetensors_source(self, method: str) -> SafetensorsSource | None:
-        """The repository of a method, `awq` for `awq-int4`; safetensors: the original."""
+        """Return the repository of a method, or None.
+
+        `awq` also finds `awq-int4`; `safetensors` is the original.
+        """
         wanted = method.lower()
         known = (f for f in self.safetensors if wanted in (f.method, f.method.partition("-")[0]))
         return next(known, None)
 
     def draft_names(self, *, is_gguf: bool) -> tuple[str, ...]:
-        """Names of its draft model, the one of the target's format first; empty: it has none."""
+        """Names of the draft model, first in the target's format; empty if there is none."""
         if self.draft is None:
             return ()
         return (self.draft, f"{self.draft}:safetensors")[:: 1 if is_gguf else -1]
 
 
 def find_entry(name: str) -> tuple[CatalogEntry, str | None] | None:
-    """The entry that a name means, and the tag behind it; None: there is no such name."""
+    """Return the catalog entry of a name, and the tag after it; None if the name is unknown."""
     whole = _lookup(name)
     if whole is not None:
         return whole, None
@@ -90,13 +95,13 @@ def find_entry(name: str) -> tuple[CatalogEntry, str | None] | None:
     entry = _lookup(head) if colon else None
     if entry is None:
         return None
-    if tag.lower() == "latest":  # what Ollama appends to names without a tag
+    if tag.lower() == "latest":  # Ollama clients append it to names without a tag
         return entry, None
     return (entry, tag) if is_quant_tag(tag) or entry.safetensors_source(tag) else None
 
 
 def entry_by_repo(repo: str) -> CatalogEntry | None:
-    """The entry whose files a repository holds."""
+    """Return the entry that a repository belongs to, or None."""
     wanted = repo.lower()
     for entry in catalog_entries():
         held = [entry.gguf.repo, *(folder.repo for folder in entry.safetensors)]
@@ -106,7 +111,7 @@ def entry_by_repo(repo: str) -> CatalogEntry | None:
 
 
 def is_quant_tag(text: str) -> bool:
-    """Whether a text behind a colon can be a quantization, rather than part of a name."""
+    """Return True if the text after a colon can be a quantization rather than part of a name."""
     return bool(QUANT_PATTERN.fullmatch(text)) or text.lower() in ("auto", "safetensors")
 
 
@@ -114,13 +119,13 @@ def same_ignoring_case(left: str, right: str) -> bool:
     return left.lower() == right.lower()
 
 
-# how file names spell the quantization of their weights
+# quantization names in file names
 QUANT_PATTERN = re.compile(r"(?:UD-)?(?:(?:IQ|TQ|Q)\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 
 
 @cache
 def catalog_entries() -> tuple[CatalogEntry, ...]:
-    """All of them, in the file's order."""
+    """Return all entries in the order of the file."""
     with CATALOG_PATH.open("rb") as file:
         return tuple(_entry(table) for table in tomllib.load(file)["model"])
 
@@ -136,7 +141,7 @@ def _index() -> dict[str, CatalogEntry]:
 
 def _lookup(name: str) -> CatalogEntry | None:
     plain = _normalize_name(name)
-    # llama-3.1-8b is llama3.1-8b, but gemma-31b is not gemma3-1b: the name as given comes first
+    # llama-3.1-8b means llama3.1-8b, but gemma-31b is not gemma3-1b: try the name as given first
     return _index().get(plain) or _index().get(re.sub(r"^([a-z]+)-(?=\d)", r"\1", plain))
 
 
@@ -207,7 +212,7 @@ def _shape(facts: dict[str, Any]) -> ModelShape | None:
         layer_caches=tuple(
             LayerCacheShape(facts["kv_heads"], head, head, None if is_full else window)
             for is_full in full
-            if is_full or window  # the others keep a state of one size
+            if is_full or window  # other layers keep recurrent state of a fixed size
         ),
         num_experts=facts.get("experts", 0),
         num_active_experts=facts.get("experts_active", 0),

@@ -1,8 +1,8 @@
-"""One file from the hub into the cache: resumed, verified, and fetched once however many ask.
+"""Download one file from the hub into the cache: resumable, verified, and once for all processes.
 
-huggingface_hub starts over when it is interrupted, and compares sizes only. So its HTTP function
-writes into a file here that stays, under the name that its cache has for unfinished files, and the
-file gets its final name when its hash is right.
+An interrupted huggingface_hub download starts over, and it verifies sizes only. So its HTTP
+function writes into a file that is kept here, under the name of its cache for incomplete files. The
+file gets its final name once its hash is verified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localgen.hub.repository import RemoteFile
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# bytes of a file that are here, whoever fetches it
+# receives the bytes of a file in the cache, whichever process downloads it
 OnBytes = Callable[[int], None]
 _POLL_S = 0.25
 _MAX_ATTEMPTS = 3
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class PartialFile(io.FileIO):
-    """An unfinished file, at its end. What is written to it is hashed and counted."""
+    """An incomplete file, positioned at its end. Written bytes are hashed and counted."""
 
     def __init__(self, path: Path, file: RemoteFile, on_bytes: OnBytes) -> None:
         path.touch()
@@ -43,51 +43,51 @@ class PartialFile(io.FileIO):
     def write(self, block: ReadableBuffer) -> int:
         left = memoryview(block)
         while left:
-            # a disk that fills up takes a part, and refuses the rest
+            # a full disk writes part of the block and fails on the rest
             left = left[super().write(left) or 0 :]
         self._hash.update(block)
         self._on_bytes(self.tell())
         return len(memoryview(block))
 
     def truncate(self, size: int | None = None) -> int:
-        """Start over, where a server knows no ranges."""
+        """Start over, if the server does not support range requests."""
         left = super().truncate(size)
-        assert left == 0, "only a whole file is taken back"
+        assert left == 0, "can only truncate to zero"
         self._hash = _hash_of(self._file)
         return left
 
     def matches_digest(self) -> bool:
-        """Whether the content is what the hub announced."""
+        """Return True if the content has the hash that the hub announced."""
         return self._hash.hexdigest() == self._file.digest
 
 
 def blob_path(repo: str, file: RemoteFile) -> Path:
-    """Where the cache has the content of a file."""
+    """Path of a file's content in the cache."""
     return repo_folder(repo) / "blobs" / file.digest
 
 
 def downloaded_bytes(repo: str, file: RemoteFile) -> int:
-    """How much of a file is here, finished or not."""
+    """Number of bytes of a file in the cache, complete or not."""
     blob = blob_path(repo, file)
     if blob.exists():
         return file.size_bytes
-    # those of other programs have a part more in their names
+    # incomplete files of other programs have a suffix before .incomplete
     unfinished = blob.parent.glob(f"{file.digest}*.incomplete")
     return max((_size(path) for path in unfinished), default=0)
 
 
 def download_file(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -> None:
-    """Bring a file into the cache, or wait while another process does.
+    """Download a file into the cache, or wait while another process does.
 
-    An interruption leaves what came; the next call goes on from there. Raises what the library
-    raises, and DownloadFailed: the content is not what was announced, and was removed.
+    An interrupted download is resumed by the next call. Raises the exceptions of huggingface_hub,
+    and DownloadFailed if the content does not match its hash; it is then removed.
     """
     import_huggingface_hub()
     from filelock import Timeout
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     folder = repo_folder(repo)
-    # the library's own lock for this file: its other users wait for us, and we for them
+    # huggingface_hub's lock for this file, so that its other users and we wait for each other
     lock = cache_folder() / ".locks" / folder.name / f"{file.digest}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     blob_path(repo, file).parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +108,8 @@ def _download_locked(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes
 
     if file.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
         raise DownloadFailed(
-            f"{file.path} has {file.size_bytes / 1e9:.0f} GB, which the hub does not serve in one "
-            f"piece: `hf download {repo} {file.path}` brings it into the same cache"
+            f"{file.path} has {file.size_bytes / 1e9:.0f} GB, too large for one HTTP download: "
+            f"`hf download {repo} {file.path}` downloads it into the same cache"
         )
     blob = blob_path(repo, file)
     unfinished = blob.with_name(f"{blob.name}.incomplete")
@@ -127,7 +127,7 @@ def _download_locked(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes
 
 
 def _stream(url: str, target: PartialFile, file: RemoteFile) -> None:
-    """Write the rest of a file, through broken connections."""
+    """Download the rest of a file, resuming after broken connections."""
     import httpx2
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def _stream(url: str, target: PartialFile, file: RemoteFile) -> None:
     while True:
         start = target.tell()
         try:
-            # the library goes on by itself after most ends of a connection, but not after a reset
+            # huggingface_hub resumes after most broken connections, but not after a reset
             http_get(
                 url,
                 target,
@@ -153,7 +153,7 @@ def _stream(url: str, target: PartialFile, file: RemoteFile) -> None:
 
 
 def _link(repo: str, commit: str, file: RemoteFile) -> None:
-    """Give the content its name in the snapshot, as the library lays it out."""
+    """Link the content into the snapshot, in huggingface_hub's layout."""
     from huggingface_hub import hf_hub_download
 
     hf_hub_download(repo, file.path, revision=commit)

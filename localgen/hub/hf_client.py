@@ -1,4 +1,4 @@
-"""huggingface_hub, with our settings in place before it reads its own."""
+"""Import and configure huggingface_hub."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from types import ModuleType
 from localgen.backends.errors import DiskFull as DiskFull
 from localgen.backends.errors import LocalgenError
 
-# it reads these once, when it is imported
+# read once, when huggingface_hub is imported
 HF_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 _BLOCK_BYTES = 1 << 18
 
 
 class HubUnavailable(LocalgenError):
-    """The hub cannot be reached, or does not answer as one."""
+    """The hub cannot be reached or its response is invalid."""
 
     code = "hub_unavailable"
 
 
 class AccessDenied(LocalgenError):
-    """The repository is private, or gated and its licence not accepted; or a server wants a key."""
+    """The repository is private or gated, or a server requires an API key."""
 
     code = "access_denied"
 
 
 class DownloadFailed(LocalgenError):
-    """A file did not arrive as the hub describes it."""
+    """A downloaded file does not match the hub's description, or cannot be written."""
 
     code = "download_failed"
 
 
 def import_huggingface_hub() -> ModuleType:
-    """The library, imported late: most commands do without it."""
+    """Import huggingface_hub with our settings; late, because most commands do not need it."""
     for variable in HF_VARIABLES:
         ours = os.environ.get(f"LOCALGEN_{variable}")
         if ours:
@@ -45,13 +45,12 @@ def import_huggingface_hub() -> ModuleType:
     import huggingface_hub
     from huggingface_hub import constants
 
-    # it counts and keeps whole blocks only, and 10 MB are ten seconds of a slow line
+    # progress and resume work in whole chunks; the default of 10 MB is ten seconds on a slow line
     constants.DOWNLOAD_CHUNK_SIZE = _BLOCK_BYTES
     return huggingface_hub
 
 
 def cache_folder() -> Path:
-    """Where models lie."""
     import_huggingface_hub()
     from huggingface_hub import constants
 
@@ -59,7 +58,7 @@ def cache_folder() -> Path:
 
 
 def hub_host() -> str:
-    """The hub's address without its scheme, as messages name it."""
+    """The hub's address without its scheme, for messages."""
     import_huggingface_hub()
     from huggingface_hub import constants
 
@@ -67,13 +66,12 @@ def hub_host() -> str:
 
 
 def repo_folder(repo: str) -> Path:
-    """Where the cache has, or would have, a repository of models."""
+    """Cache folder of a model repository, which may not exist."""
     return cache_folder() / f"models--{repo.replace('/', '--')}"
 
 
 class _WarningForwarder(logging.Handler):
-    """Passes on what the library says while it waits, in a line that has no addresses; only what
-    this thread makes it say."""
+    """Forwards this thread's retry and rate-limit warnings of huggingface_hub as notices."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -85,14 +83,16 @@ class _WarningForwarder(logging.Handler):
             return
         text = record.getMessage()
         if text.startswith(("Rate limited", "Retrying")):
-            self._notify(f"{hub_host()} is busy or out of reach: {text[0].lower()}{text[1:]}")
+            self._notify(f"{hub_host()} is busy or unreachable: {text[0].lower()}{text[1:]}")
         elif "Trying to resume" in text:
-            self._notify("the connection broke, going on from where it was")
+            self._notify("the connection was lost, resuming the download")
 
 
 class _QuietLibrary:
-    """The library's logger and bars, of which there is one for all threads: quiet from the first
-    talk to the end of the last."""
+    """Silences huggingface_hub's logger and progress bars, which all threads share.
+
+    They are silent while any thread has a handler registered.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,8 +127,7 @@ _quiet_library = _QuietLibrary()
 
 @contextmanager
 def forward_warnings(notify: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, the library draws no bars, and what it warns of in this thread goes to
-    say."""
+    """Within the block, disable progress bars and send this thread's warnings to `notify`."""
     import_huggingface_hub()
     handler = _WarningForwarder(notify)
     _quiet_library.begin(handler)

@@ -1,4 +1,4 @@
-"""What a model's own files say of it, read without loading it."""
+"""Read a model's metadata without loading it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLING = (*(sampler.hf_key for sampler in SAMPLERS if sampler.hf_key), "do_sa
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """None: the files do not say. sampling: the model's own defaults, by their names there."""
+    """Fields are None if unknown. sampling: the model's sampling defaults by original name."""
 
     architecture: str | None = None
     title: str | None = None
@@ -35,17 +35,17 @@ class ModelMetadata:
 
 
 def read_metadata(file: ModelFile) -> ModelMetadata:
-    """Facts of a model. LoadFailed: its files are damaged."""
+    """Read the metadata of a model. Raises LoadFailed if its files are damaged."""
     return _from_gguf(file) if file.is_gguf else _from_folder(file.path)
 
 
 def catalog_entry_of(file: ModelFile) -> CatalogEntry | None:
-    """What the catalog knows of a model of the cache."""
+    """Return the catalog entry of a cached model, or None."""
     return entry_by_repo(file.name.partition(":")[0]) if file.source == "cache" else None
 
 
 def _from_gguf(file: ModelFile) -> ModelMetadata:
-    # it maps the file, reads its header, and skips vocabularies
+    # maps the file and reads its header without decoding the vocabulary
     from localgen.backends.formats.gguf.reader import GgufReader
 
     reader = GgufReader(file.path)
@@ -86,7 +86,7 @@ def _file_type(number: int | None) -> str | None:
     try:
         name = LlamaFileType(number).name
     except ValueError:
-        return None  # of a later version than the package
+        return None  # newer than the gguf package
     return name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
@@ -97,7 +97,7 @@ def _quant_from_filename(stem: str) -> str | None:
 
 def _from_folder(folder: Path) -> ModelMetadata:
     config = _read_json(folder / "config.json")
-    # models that see images keep their text part's figures one level down
+    # multimodal models have the text model's figures in text_config
     text = config.get("text_config") or config
     architectures = config.get("architectures") or [config.get("model_type")]
     generation = _read_json(folder / "generation_config.json")
@@ -125,7 +125,7 @@ def _folder_template(folder: Path) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object of a file; empty if there is no such file. LoadFailed: it is damaged."""
+    """Read a JSON object; empty if the file does not exist. Raises LoadFailed if it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,5 +133,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise LoadFailed(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise LoadFailed(f"{path} holds no object")
+        raise LoadFailed(f"{path} is not a JSON object")
     return found

@@ -1,4 +1,4 @@
-"""A model from the hub into the cache: what to fetch, whether it fits, then file by file."""
+"""Pull a model into the cache: plan which files to download, check the disk space, download."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """What a pull fetches. name: what it is called afterwards. quant_reason: what chose the
-    quantization, where nobody did."""
+    """The files a pull downloads. name: the model's name afterwards.
+
+    quant_reason: why this quantization was chosen, if the user did not choose it.
+    """
 
     name: str
     repo: str
@@ -50,18 +52,21 @@ class PullPlan:
 
     @property
     def remaining_bytes(self) -> int:
-        """What is not here yet."""
+        """Bytes not downloaded yet."""
         return sum(file.size_bytes - downloaded_bytes(self.repo, file) for file in self.files)
 
     @property
     def is_cached(self) -> bool:
-        """Whether every file is, under its name."""
+        """True if every file is in the cache's snapshot."""
         snapshot = repo_folder(self.repo) / "snapshots" / self.commit
         return all((snapshot / file.path).exists() for file in self.files)
 
 
 def plan_pull(name: str, notify: Notify = lambda line: None) -> PullPlan:
-    """Ask the hub what a name means. ModelNotFound, AccessDenied, HubUnavailable, OutOfMemory."""
+    """Look up a name on the hub and plan the download.
+
+    Raises ModelNotFound, AccessDenied, HubUnavailable or OutOfMemory.
+    """
     wanted, why = _resolve_name(name), ""
     try:
         with forward_warnings(notify):
@@ -82,9 +87,9 @@ def plan_pull(name: str, notify: Notify = lambda line: None) -> PullPlan:
 def run_pull(
     plan: PullPlan, on_bytes: Callable[[int], None], notify: Notify = lambda line: None
 ) -> None:
-    """Fetch what is missing. on_bytes: how much of the whole is here, from time to time.
+    """Download the missing files. on_bytes: receives the number of bytes downloaded in total.
 
-    DiskFull: before the first byte; then what fetch raises, as LocalgenErrors.
+    Raises DiskFull before the download starts; download errors are raised as LocalgenErrors.
     """
     require_disk_space(plan)
     with forward_warnings(notify), translate_hub_errors(plan.repo):
@@ -95,7 +100,7 @@ def run_pull(
             done += file.size_bytes
         main = repo_folder(plan.repo) / "refs" / "main"
         main.parent.mkdir(parents=True, exist_ok=True)
-        # last, for a reference to a snapshot that is not there spoils the repository
+        # last: a reference to a missing snapshot would make the repository invalid
         main.write_text(plan.commit, encoding="ascii")
 
 
@@ -104,7 +109,7 @@ def _report_total(on_bytes: Callable[[int], None], previous_bytes: int, file_byt
 
 
 def require_disk_space(plan: PullPlan) -> None:
-    """DiskFull with both numbers, unless what is missing fits on the disk."""
+    """Raise DiskFull, with both numbers, if the missing files do not fit on the disk."""
     folder = cache_folder()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -112,14 +117,14 @@ def require_disk_space(plan: PullPlan) -> None:
     if left > free:
         raise DiskFull(
             f"{plan.name} needs {left / 1e9:.2f} GB, {there} has {free / 1e9:.2f} GB free: "
-            "make room (localgen list, localgen rm), or set HF_HUB_CACHE to a folder elsewhere"
+            "make room (localgen list, localgen rm), or set HF_HUB_CACHE to another folder"
         )
 
 
 def quant_options(
     listing: RepoListing, entry: CatalogEntry | None, available: quant_choice.AvailableMemory
 ) -> list[quant_choice.QuantOption]:
-    """The quantizations of a repository, and what the catalog has beside them."""
+    """Return the quantizations of a repository, and the catalog's safetensors sources."""
     files = [
         quant_choice.QuantOption(model.quant, model.size_bytes) for model in listing.gguf_models()
     ]
@@ -127,14 +132,14 @@ def quant_options(
 
 
 def _resolve_auto(reference: HubReference, listing: RepoListing) -> tuple[HubReference, str]:
-    """The best that fits instead of `auto`, and why."""
+    """Replace `auto` by the best quantization that fits. Returns the reason, too."""
     room = quant_choice.available_memory()
     ways = quant_options(listing, reference.entry, room)
     chosen, why = quant_choice.choose_quant(ways, listing.repo, reference.entry, room)
     quant = chosen.option.quant
     if chosen.option.is_gguf:
         return replace(reference, tag=quant), why
-    assert reference.entry is not None, "only the catalog has these"
+    assert reference.entry is not None, "safetensors options come from the catalog"
     folder = reference.entry.safetensors_source(quant)
     assert folder is not None
     return replace(reference, tag=quant, repo=folder.repo, safetensors=folder), why
@@ -143,9 +148,9 @@ def _resolve_auto(reference: HubReference, listing: RepoListing) -> tuple[HubRef
 def _resolve_name(name: str) -> HubReference:
     stands_for = expand_alias(name)
     if stands_for == BUILT_IN_MODEL:
-        raise InvalidRequest(f"{name} comes with localgen: there is nothing to pull")
+        raise InvalidRequest(f"{name} is built into localgen: there is nothing to pull")
     if is_path(stands_for):
-        raise InvalidRequest(f"{name} is a path: pull takes a name, or user/repo[:QUANT]")
+        raise InvalidRequest(f"{name} is a path: pull needs a model name, or user/repo[:QUANT]")
     wanted = resolve_reference(stands_for)
     if wanted is None:
         raise model_not_found(stands_for)
@@ -158,7 +163,8 @@ def _safetensors_plan(reference: HubReference, listing: RepoListing) -> PullPlan
     )
     if not files:
         raise ModelNotFound(
-            f"{listing.repo} has no .gguf files, nor config.json and safetensors", param="model"
+            f"{listing.repo} has neither .gguf files nor config.json with safetensors",
+            param="model",
         )
     if reference.safetensors is None and reference.tag is not None and not reference.is_auto:
         raise ModelNotFound(
@@ -186,6 +192,6 @@ def _quant_not_found(
     meant = f" Did you mean {', '.join(close)}?" if close else ""
     sizes = ", ".join(f"{model.quant} ({model.size_bytes / 1e9:.1f} GB)" for model in models)
     return ModelNotFound(
-        f"{listing.repo} has no {tag}.{meant} There is: {sizes}; or auto, the best that fits",
+        f"{listing.repo} has no {tag}.{meant} Available: {sizes}; or auto, the best that fits",
         param="model",
     )

@@ -1,4 +1,4 @@
-"""Which quantization of a model is the best that this machine can run."""
+"""Choose the best quantization of a model that fits in this machine's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localgen.placement import free_memory
 from localgen.placement.backend_choice import Hardware, detect_hardware
 from localgen.placement.footprint import estimate_footprint, loaded_weight_bytes, useful_ctx
 
-# more bits than this take twice the memory traffic for a difference that is hard to measure
+# more bits double the memory traffic for a quality difference that is hard to measure
 _FULL_PRECISION = ("F16", "BF16", "F32")
 
 _FOUR_BIT_METHODS = ("awq-int4", "gptq-int4", "w4a16", "mxfp4")
@@ -24,7 +24,7 @@ ProcessorKind = Literal["GPU", "CPU"]
 
 @dataclass(frozen=True, slots=True)
 class QuantOption:
-    """One way to have a model. quant: what selects it; size_bytes: of its weights."""
+    """An available quantization. quant: its tag. size_bytes: size of its weights."""
 
     quant: str
     size_bytes: int
@@ -33,8 +33,11 @@ class QuantOption:
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """Memory that models may use, in bytes. has_llamacpp_gpu: a GPU that computes with a GGUF file
-    as it is, rather than widened to 16 bits."""
+    """Free memory for models, in bytes.
+
+    has_llamacpp_gpu: llama.cpp can compute on a GPU, with quantized GGUF weights. has_cuda_backend:
+    the cuda backend can run, which dequantizes GGUF weights to 16 bits.
+    """
 
     ram_bytes: int
     gpu_bytes: int = 0
@@ -44,7 +47,7 @@ class AvailableMemory:
 
 @dataclass(frozen=True, slots=True)
 class QuantFit:
-    """What an alternative needs, and where it would run; None: nowhere here."""
+    """Memory that an option needs, and where it would run; None if it does not fit."""
 
     option: QuantOption
     need_bytes: int
@@ -64,13 +67,13 @@ def available_memory(hardware: Hardware | None = None) -> AvailableMemory:
 def fit_quants(
     options: Sequence[QuantOption], available: AvailableMemory, entry: CatalogEntry | None
 ) -> list[QuantFit]:
-    """What each needs with a useful context, and where it goes, largest first."""
+    """Estimate where each option fits, with a useful context length. Largest first."""
     ordered = sorted(options, key=lambda one: -one.size_bytes)
     return [_fit_quant(alternative, available, entry) for alternative in ordered]
 
 
 def best_fit(fits: Sequence[QuantFit]) -> QuantFit | None:
-    """The one to take: on the GPU before the CPU, then the largest of at most 8 bits a weight."""
+    """Return the best option that fits: on the GPU if possible, then the largest up to 8 bits."""
     able = [fit for fit in fits if fit.place]
     return min(able, key=_preference, default=None)
 
@@ -78,8 +81,10 @@ def best_fit(fits: Sequence[QuantFit]) -> QuantFit | None:
 def safetensors_options(
     entry: CatalogEntry | None, available: AvailableMemory
 ) -> list[QuantOption]:
-    """What the catalog knows in Hugging Face's format, where something here runs that; sizes from
-    the bits of a weight where they are not known."""
+    """Return the catalog's safetensors sources, if the cuda backend can run here.
+
+    Unknown sizes are estimated from the bits per weight.
+    """
     if entry is None or not available.has_cuda_backend:
         return []
     ways = []
@@ -97,13 +102,13 @@ def choose_quant(
     entry: CatalogEntry | None,
     available: AvailableMemory,
 ) -> tuple[QuantFit, str]:
-    """The best for this machine, and why. OutOfMemory: none fits."""
+    """Return the best option for this machine, and the reason. Raises OutOfMemory if none fits."""
     found = fit_quants(options, available, entry)
     chosen = best_fit(found)
     if chosen is None:
         least = found[-1]
         raise OutOfMemory(
-            f"nothing of {name} fits: the smallest, {least.option.quant}, needs "
+            f"no quantization of {name} fits: the smallest, {least.option.quant}, needs "
             f"{format_gb(least.need_bytes)} with a context of {_useful_ctx(entry):,}, "
             f"{format_gb(max(available.ram_bytes, available.gpu_bytes))} are free"
         )
@@ -116,7 +121,7 @@ def fit_reason(
     available: AvailableMemory,
     entry: CatalogEntry | None,
 ) -> str:
-    """Why this one: what it takes, what there is, and what keeps the next larger one out."""
+    """Explain the choice: memory needed and free, and why the next larger option was not chosen."""
     there = available.gpu_bytes if chosen.place == "GPU" else available.ram_bytes
     memory_of = "the GPU" if chosen.place == "GPU" else "memory"
     text = (
@@ -128,7 +133,7 @@ def fit_reason(
         return text
     following = larger[-1]
     if following.place == chosen.place:
-        return f"{text}; {following.option.quant} fits, but is read twice as long each token"
+        return f"{text}; {following.option.quant} fits, but takes twice as long per token"
     if following.place is None:
         return f"{text}; {following.option.quant} would need {format_gb(following.need_bytes)}"
     return f"{text}; {following.option.quant} would run on the {following.place}"
@@ -137,7 +142,7 @@ def fit_reason(
 def _bytes_per_weight(method: str) -> float:
     if method == "safetensors":
         return 2.0
-    # four bits, their scales, and the embedding in sixteen
+    # four bits with scales, and the embedding in 16 bits
     return 0.65 if method in _FOUR_BIT_METHODS else 1.1
 
 

@@ -1,4 +1,4 @@
-"""Quantizations, as the names of files tell them."""
+"""Quantization names in file names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ _QUANT_SUFFIX = re.compile(rf"(?:^|[-._])({QUANT_PATTERN.pattern})$", re.IGNOREC
 
 
 class HasQuant(Protocol):
-    """A model with a file name."""
-
     @property
     def stem(self) -> str: ...
 
@@ -27,13 +25,13 @@ _Model = TypeVar("_Model", bound=HasQuant)
 
 
 def quant_of(stem: str) -> str:
-    """The quantization that a stem ends in, upper case; the whole stem if in none."""
+    """Return the quantization suffix of a stem in upper case, else the whole stem."""
     match = _QUANT_SUFFIX.search(stem)
     return match[1].upper() if match else stem
 
 
 def matches_tag(stem: str, tag: str) -> bool:
-    """Whether `user/repo:tag` means the file of this stem."""
+    """Return True if `user/repo:tag` selects the file with this stem."""
     wanted, name = tag.lower(), stem.lower()
     return name == wanted or bool(re.search(rf"[-._]{re.escape(wanted)}$", name))
 
@@ -41,7 +39,10 @@ def matches_tag(stem: str, tag: str) -> bool:
 def select_quant(
     models: Sequence[_Model], tag: str | None, default: str = DEFAULT_QUANT
 ) -> _Model | None:
-    """The model that a tag means; without one the default, or the only one there is."""
+    """Return the model that a tag selects, or None.
+
+    Without a tag, that is the default quantization, or the only model.
+    """
     wanted = tag or default
     exact = [model for model in models if model.quant == wanted.upper()]
     found = exact or [model for model in models if matches_tag(model.stem, wanted)]

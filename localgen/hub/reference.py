@@ -1,4 +1,4 @@
-"""What a name means on the hub: a repository and which of its files."""
+"""Parse a model name into a hub repository and the selection of its files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ _REPO_PART = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """name: as it was asked for. tag: which quantization; None: the default.
+    """A model on the hub.
 
-    entry: what the catalog knows. safetensors: set where files in Hugging Face's format are meant.
+    name: as the user wrote it.
+    tag: the quantization; None selects the default.
+    entry: catalog entry, if any.
+    safetensors: set if safetensors are selected instead of GGUF.
     """
 
     name: str
@@ -28,17 +31,17 @@ class HubReference:
 
     @property
     def default_quant(self) -> str:
-        """The quantization that is meant without a tag."""
+        """The quantization selected without a tag."""
         return self.entry.gguf.quant if self.entry else DEFAULT_QUANT
 
     @property
     def is_auto(self) -> bool:
-        """Whether the quantization is to be chosen by what fits."""
+        """True if the best quantization that fits is to be chosen."""
         return self.tag is not None and self.tag.lower() == AUTO_QUANT
 
     @property
     def description(self) -> str:
-        """What would be fetched: `user/repo:QUANT (4.9 GB)`, the size where the catalog has it."""
+        """The files to download: `user/repo:QUANT (4.9 GB)`, with the size if it is known."""
         if self.safetensors is not None:
             return f"{self.repo}{_size_suffix(self.safetensors.size_bytes)}"
         if self.is_auto:
@@ -49,13 +52,13 @@ class HubReference:
 
 
 def resolve_reference(name: str) -> HubReference | None:
-    """What a name means; None: it is neither in the catalog nor `user/repo[:tag]`."""
+    """Resolve a catalog name or `user/repo[:tag]`. Returns None if it is neither."""
     plain = strip_hub_prefix(name)
     return _from_repo(name, plain) if "/" in plain else _from_catalog(name, plain)
 
 
 def strip_hub_prefix(name: str) -> str:
-    """The name without `hf.co/` and its like."""
+    """Remove `hf.co/` or a similar prefix."""
     for prefix in HUB_PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -83,7 +86,7 @@ def _from_catalog(name: str, stripped: str) -> HubReference | None:
     if found is None:
         return None
     entry, tag = found
-    # MXFP4 is both
+    # MXFP4 is the name of a GGUF quantization and of a safetensors method
     is_quant = tag is None or catalog.same_ignoring_case(tag, entry.gguf.quant)
     folder = None if is_quant else entry.safetensors_source(tag or "")
     if folder is not None:

@@ -1,4 +1,4 @@
-"""Taking a model out of the cache, with nothing that anything else needs."""
+"""Remove models from the cache, keeping files that other models need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What would go. name: of the model; freed_bytes: on the disk; execute: does it."""
+    """A planned removal. name: the model. freed_bytes: on the disk. execute: performs it."""
 
     name: str
     freed_bytes: int
@@ -29,12 +29,15 @@ class Removal:
 
 
 def plan_removal(name: str) -> Removal:
-    """What removing a model would do. ModelNotFound; InvalidRequest: it is not in the cache."""
+    """Plan the removal of a cached model.
+
+    Raises ModelNotFound, or InvalidRequest if the model is not in the cache but elsewhere.
+    """
     model = expand_alias(name)
     if model == BUILT_IN_MODEL:
-        raise InvalidRequest(f"{name} comes with localgen, it cannot be removed")
+        raise InvalidRequest(f"{name} is built into localgen and cannot be removed")
     if is_path(model):
-        raise InvalidRequest(f"{name} is a file of yours: rm removes models of the cache only")
+        raise InvalidRequest(f"{name} is a path: rm removes only models in the cache")
     try:
         found = cached_model(model)
     except ModelNotFound:
@@ -43,35 +46,35 @@ def plan_removal(name: str) -> Removal:
 
 
 def _cached_removal(name: str, repo_id: str, stem: str | None) -> Removal:
-    """The files of a model in every revision. stem: of its GGUF files; None: all that are none."""
+    """Remove a model's files in every revision. stem: of its GGUF files; None for a folder."""
     found = scan_hf_cache()
-    assert found is not None, "a model of the cache was found"
+    assert found is not None, "the model was found in the cache"
     repo = next(r for r in found.repos if r.repo_id == repo_id and r.repo_type == "model")
     chosen = [file for file in _files(repo) if _belongs_to(file.file_path, stem)]
     rest = [file for file in _files(repo) if file not in chosen]
     if any(_is_weights(file.file_path) for file in rest):
         strategy = found.delete_files(*chosen)
         return Removal(name, strategy.expected_freed_size, strategy.execute)
-    # what is left says something of models that are gone, and unfinished files go with them
+    # only metadata is left: remove the whole repository, with its incomplete downloads
     strategy = found.delete_revisions(*(revision.commit_hash for revision in repo.revisions))
     unfinished = _total_bytes(_partial_files(repo.repo_path))
     return Removal(name, strategy.expected_freed_size + unfinished, strategy.execute)
 
 
 def _partial_removal(name: str) -> Removal:
-    """What an interrupted pull left of a model that never was whole. ModelNotFound."""
+    """Remove the incomplete files of an interrupted pull. Raises ModelNotFound."""
     wanted = resolve_reference(name)
     folder = repo_folder(wanted.repo) if wanted else None
     unfinished = _partial_files(folder) if folder else []
     if not unfinished:
-        raise ModelNotFound(f"no model {name!r} here: localgen list shows what there is")
+        raise ModelNotFound(f"model {name!r} not found: localgen list shows the installed models")
     assert wanted is not None
 
     def execute() -> None:
         for path in unfinished:
             path.unlink(missing_ok=True)
 
-    return Removal(f"what came of {wanted.repo}", _total_bytes(unfinished), execute)
+    return Removal(f"the incomplete download of {wanted.repo}", _total_bytes(unfinished), execute)
 
 
 def _files(repo: CachedRepoInfo) -> list[CachedFileInfo]:

@@ -1,4 +1,4 @@
-"""What a repository on the hub has, asked through huggingface_hub."""
+"""List the files of a hub repository through huggingface_hub, and translate its errors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from localgen.hub.hf_client import (
     import_huggingface_hub,
 )
 
-# metadata before the vocabulary take a few kilobytes, a config.json too
+# enough for the GGUF metadata before the vocabulary (a few kilobytes), and for a config.json
 _HEAD_BYTES = 256 << 10
 _REQUEST_TIMEOUT_S = 15.0
 _REQUEST_TIMEOUT_S = 15.0
 _MAX_ATTEMPTS = 5
-# of a repository in Hugging Face's format: what runs it, none of it code or pickles
+# files needed to run a safetensors model; no code and no pickles
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _DIGEST = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _Result = TypeVar("_Result")
 
 
 def read_file_head(repo: str, commit: str, path: str) -> bytes:
-    """At least as much as there is of the first 256 KiB. HubUnavailable, AccessDenied."""
+    """Read the first 256 KiB of a file, or slightly more. Raises HubUnavailable or AccessDenied."""
     library = import_huggingface_hub()
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
@@ -54,7 +54,7 @@ def read_file_head(repo: str, commit: str, path: str) -> bytes:
     ):
         hf_raise_for_status(reply)
         found = b""
-        # a server that knows no ranges sends all of it
+        # a server without range support sends the whole file
         for block in reply.iter_bytes():
             found += block
             if len(found) >= _HEAD_BYTES:
@@ -64,8 +64,11 @@ def read_file_head(repo: str, commit: str, path: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """path: within its repository. digest: SHA-256 of its content where it is large (LFS), git's
-    SHA-1 where it is not; the cache calls it by that."""
+    """A file of a repository. path: within the repository.
+
+    digest: SHA-256 of the content for large files (LFS), git's SHA-1 for others; its name in the
+    cache.
+    """
 
     path: str
     size_bytes: int
@@ -74,7 +77,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A GGUF model of a repository, all its shards."""
+    """A GGUF model of a repository, with all its shards."""
 
     files: tuple[RemoteFile, ...]
 
@@ -93,14 +96,14 @@ class RemoteModel:
 
 @dataclass(frozen=True, slots=True)
 class RepoListing:
-    """A repository at one commit."""
+    """The files of a repository at one commit."""
 
     repo: str
     commit: str
     files: tuple[RemoteFile, ...]
 
     def gguf_models(self) -> list[RemoteModel]:
-        """Its GGUF models, smallest first; one that lacks a shard is none."""
+        """Return the GGUF models, smallest first, without those that lack a shard."""
         by_path = {file.path: file for file in self.files}
         found = []
         for first in gguf_models_in(Path(path) for path in by_path):
@@ -111,7 +114,7 @@ class RepoListing:
         return sorted(found, key=lambda model: model.size_bytes)
 
     def safetensors_files(self, skip: tuple[str, ...] = ()) -> tuple[RemoteFile, ...]:
-        """What a model in Hugging Face's format needs, small files first; empty: it has none."""
+        """Return the files of a safetensors model, smallest first; empty if it has none."""
         top = [
             file
             for file in self.files
@@ -124,13 +127,13 @@ class RepoListing:
         if "config.json" not in names or not weights:
             return ()
         if any(name.startswith("model") for name in weights):
-            # some have all weights a second time, in their maker's own layout
+            # some repositories have the weights twice, also in their publisher's own layout
             top = [file for file in top if not file.path.startswith("consolidated")]
         return tuple(sorted(top, key=lambda file: (file.size_bytes, file.path)))
 
 
 def list_repo(repo: str, notify: Callable[[str], None]) -> RepoListing:
-    """Ask the hub. ModelNotFound, AccessDenied, HubUnavailable."""
+    """Fetch the file list of a repository. Raises ModelNotFound, AccessDenied or HubUnavailable."""
     api = import_huggingface_hub().HfApi()
 
     def ask() -> RepoListing:
@@ -141,7 +144,8 @@ def list_repo(repo: str, notify: Callable[[str], None]) -> RepoListing:
             )
             for f in found.siblings or ()
         )
-        # the hub knows how the name is spelled; a renamed repository keeps the name it was asked by
+        # use the hub's capitalization of the name, but keep the requested name of a renamed
+        # repository
         spelled = found.id if catalog.same_ignoring_case(found.id, repo) else repo
         return RepoListing(spelled, _checked_digest(found.sha), files)
 
@@ -150,14 +154,14 @@ def list_repo(repo: str, notify: Callable[[str], None]) -> RepoListing:
 
 
 def _checked_digest(digest: str) -> str:
-    """A digest, which becomes the name of a file here. ValueError: it is none."""
+    """Return the digest, which becomes a file name. Raises ValueError if it is not a hex digest."""
     if not _DIGEST.fullmatch(digest):
-        raise ValueError(f"{digest!r} is no digest")
+        raise ValueError(f"{digest!r} is not a digest")
     return digest
 
 
 def _retry_rate_limited(request: Callable[[], _Result], notify: Callable[[str], None]) -> _Result:
-    """The answer; where the hub says that we ask too much, after the time it names."""
+    """Run a request, and retry after a 429 response, as long as its Retry-After says."""
     from huggingface_hub.errors import HfHubHTTPError
 
     for attempt in range(_MAX_ATTEMPTS):
@@ -175,7 +179,7 @@ def _retry_rate_limited(request: Callable[[], _Result], notify: Callable[[str], 
 
 @contextmanager
 def translate_hub_errors(repo: str) -> Iterator[None]:
-    """What the library raises while the block runs becomes a LocalgenError that says what to do."""
+    """Convert huggingface_hub's exceptions in the block to LocalgenErrors with a remedy."""
     import_huggingface_hub()
     import httpx2
     from huggingface_hub import errors
@@ -190,14 +194,16 @@ def translate_hub_errors(repo: str) -> Iterator[None]:
             raise _from_http_error(reason, repo) from error
         raise _unreachable_error(reason or error) from error
     except errors.HFValidationError as error:
-        raise ModelNotFound(f"{repo!r} is no name of a repository", param="model") from error
+        raise ModelNotFound(f"{repo!r} is not a repository name", param="model") from error
     except (httpx2.TransportError, errors.OfflineModeIsEnabled) as error:
         raise _unreachable_error(error) from error
     except OSError as error:
         raise _from_os_error(error, repo) from error
     except (ValueError, TypeError, KeyError) as error:
-        # a captive portal, or something else that is no hub
-        raise HubUnavailable(f"{hub_host()} does not answer as a hub does: {error}") from error
+        # a captive portal, or another server that is not a hub
+        raise HubUnavailable(
+            f"{hub_host()} does not respond like a Hugging Face hub: {error}"
+        ) from error
 
 
 def _from_http_error(error: Exception, repo: str) -> LocalgenError:
@@ -212,14 +218,16 @@ def _from_http_error(error: Exception, repo: str) -> LocalgenError:
     if isinstance(error, (errors.EntryNotFoundError, errors.RevisionNotFoundError)):
         return ModelNotFound(f"{repo} has changed on {hub_host()}: pull it again", param="model")
     if status == 401:
-        return AccessDenied(f"{hub_host()} refuses the token: set HF_TOKEN to a valid one")
+        return AccessDenied(f"{hub_host()} rejects the token: set HF_TOKEN to a valid one")
     if status == 403:
         return AccessDenied(
-            f"{hub_host()} does not let this token read {repo}: give it the permission"
+            f"{hub_host()} denies this token access to {repo}: grant it read permission"
         )
     if status == 429:
-        return HubUnavailable(f"{hub_host()} still asks to slow down: try again in a few minutes")
-    return HubUnavailable(f"{hub_host()} answers with status {status}: try again later")
+        return HubUnavailable(
+            f"{hub_host()} still limits the request rate: try again in a few minutes"
+        )
+    return HubUnavailable(f"{hub_host()} responds with HTTP status {status}: try again later")
 
 
 def _gated_error(repo: str, *, has_token: bool) -> AccessDenied:
@@ -230,7 +238,7 @@ def _gated_error(repo: str, *, has_token: bool) -> AccessDenied:
         if entry
         else None
     )
-    copy = f"; or take the open copy {source.mirror}" if source and source.mirror else ""
+    copy = f"; or use the ungated copy {source.mirror}" if source and source.mirror else ""
     if has_token:
         return AccessDenied(
             f"{repo} is gated: accept its terms on {page}, with this token's account{copy}"
@@ -243,7 +251,7 @@ def _unreachable_error(error: BaseException) -> HubUnavailable:
 
     if isinstance(error, OfflineModeIsEnabled):
         return HubUnavailable(
-            f"HF_HUB_OFFLINE is set, so {hub_host()} is not asked: unset it to fetch"
+            f"HF_HUB_OFFLINE is set, so {hub_host()} is not contacted: unset it to download"
         )
     reason = str(error) or type(error).__name__
     return HubUnavailable(
@@ -254,9 +262,9 @@ def _unreachable_error(error: BaseException) -> HubUnavailable:
 def _from_os_error(error: OSError, repo: str) -> LocalgenError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
-            "the disk is full: make room and pull again, which goes on from there; "
-            f"or localgen rm {repo} drops what came"
+            "the disk is full: make room and pull again to resume; "
+            f"or localgen rm {repo} removes the incomplete download"
         )
-    if error.errno is None:  # the library's own, of a size that is not the one announced
-        return DownloadFailed(f"{repo} did not arrive whole: pull again")
+    if error.errno is None:  # raised by huggingface_hub if the size is wrong
+        return DownloadFailed(f"{repo} was not downloaded completely: pull again")
     return DownloadFailed(f"cannot write to the cache: {error}")

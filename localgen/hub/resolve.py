@@ -1,4 +1,4 @@
-"""From what a user calls a model to its files."""
+"""Resolve a model name to its files."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 
 
 def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
-    """The model of a name: None or `tiny`, a name of the user's, a path, a name of the catalog,
-    `[hf.co/]user/repo[:QUANT]`, or a file stem.
+    """Resolve a model name to its files.
 
-    allow_paths: whether it may be a path, or only a name that the user gave to one.
+    A name is None or `tiny` (the built-in model), an alias, a path, a catalog name,
+    `[hf.co/]user/repo[:QUANT]`, or a file stem. allow_paths: accept paths other than those of
+    aliases.
 
-    Raises ModelNotFound with how to get it, or what there is and close matches.
+    Raises ModelNotFound with the command to download it, or the installed models and close matches.
     """
     if name is None or name == BUILT_IN_MODEL:
         return _built_in_model()
     if not name.strip() or "\0" in name:
-        raise InvalidRequest("the name of the model is empty or has a zero byte", param="model")
+        raise InvalidRequest("the model name is empty or contains a zero byte", param="model")
     if not allow_paths and find_alias(name) is None:
         reject_path(name)
         plain = expand_alias(name)
@@ -51,62 +52,67 @@ def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
 
 
 def reject_path(name: str) -> None:
-    """InvalidRequest: it is a path. Looks at the text alone: nobody learns what there is."""
+    """Raise InvalidRequest for a path.
+
+    It checks the text only, so that the error does not reveal which files exist.
+    """
     steps = {".", ".."} & set(re.split(r"[/\\]", name))
     if steps or name.startswith(("/", "\\", "~")) or name.lower().endswith(".gguf"):
         raise InvalidRequest(
-            "models go by their names here, not by paths: `localgen cp PATH NAME` gives one",
+            "give a model name, not a path: `localgen cp PATH NAME` creates an alias",
             param="model",
         )
 
 
 def expand_alias(name: str) -> str:
-    """The model that a name stands for: what the user made it mean, without the `:latest` that
-    Ollama's clients append to names without a tag."""
+    """Return the model of an alias, or the name itself, without `:latest`.
+
+    Ollama clients append `:latest` to names without a tag.
+    """
     own = find_alias(name)
     return (name if own is None else load_aliases()[own]).removesuffix(LATEST_TAG)
 
 
 def find_alias(name: str) -> str | None:
-    """The name of the user's own that is meant, with or without `:latest`; None: it is none."""
+    """Return the alias that a name refers to, with or without `:latest`, or None."""
     known = load_aliases()
     return next((own for own in (name, name.removesuffix(LATEST_TAG)) if own in known), None)
 
 
 def name_for_server(name: str | None) -> str | None:
-    """The name as a server in another folder understands it: a path becomes absolute."""
+    """Make a path absolute, for a server in another working directory."""
     if name is None or not is_path(name):
         return name
     return str(Path(name).expanduser().absolute())
 
 
 def draft_for_server(draft: str | None) -> str | None:
-    """The same of `--draft`, which may be a word that means no model."""
+    """Like name_for_server for `--draft`, which may also be a keyword."""
     return draft if draft in DRAFT_KEYWORDS else name_for_server(draft)
 
 
 def is_path(name: str) -> bool:
-    """Whether a name means a place on disk rather than a repository or a stem."""
+    """Return True if a name refers to a path on disk rather than a repository or a stem."""
     if name.startswith(("/", "./", "../", "~")) or name in (".", ".."):
         return True
     if name.startswith(HUB_PREFIXES) or name == BUILT_IN_MODEL or "\0" in name:
         return False
     if name and "/" not in name and _is_model_folder(name):
-        # a name that the catalog knows stays one
+        # catalog names take precedence
         return resolve_reference(name) is None
     return name.lower().endswith(".gguf") or ("/" in name and Path(name).exists())
 
 
 def _is_model_folder(name: str) -> bool:
-    """Whether it is a folder here, in Hugging Face's format."""
+    """Return True if it is a folder with a config.json."""
     try:
         return (Path(name) / "config.json").is_file()
     except OSError:
-        return False  # too long for a name
+        return False  # too long for a path
 
 
 def is_installed(name: str | None) -> bool:
-    """Whether a name can be loaded as it is."""
+    """Return True if the name can be loaded without a download."""
     try:
         resolve_model(name)
     except ModelNotFound:
@@ -115,7 +121,7 @@ def is_installed(name: str | None) -> bool:
 
 
 def installed_models() -> list[ModelFile]:
-    """Every whole model that can be named without a path: built-in, then the cache."""
+    """Return the complete models that have a name: the built-in model, then those in the cache."""
     found: list[ModelFile] = []
     if BUILT_IN_PATH.is_file():
         found.append(_built_in_model())
@@ -123,12 +129,12 @@ def installed_models() -> list[ModelFile]:
         try:
             found.append(cached.model_file())
         except ModelNotFound:
-            continue  # a shard is still missing: naming it says which
+            continue  # incomplete; resolving its name says which files are missing
     return found
 
 
 def cached_model(name: str) -> CachedModel:
-    """The model of the cache that a name means, whole or not. ModelNotFound."""
+    """Return the cached model of a name, complete or not. Raises ModelNotFound."""
     cached = cached_models()
     wanted = resolve_reference(name)
     if wanted is None:
@@ -141,7 +147,7 @@ def cached_model(name: str) -> CachedModel:
 
 
 def _select_cached(cached: list[CachedModel], reference: HubReference) -> CachedModel:
-    """The model of its repository that a reference means."""
+    """Select a model of the repository."""
     folders = [model for model in cached if not model.is_gguf]
     files = [model for model in cached if model.is_gguf]
     if folders and (reference.safetensors is not None or (reference.tag is None and not files)):
@@ -152,15 +158,15 @@ def _select_cached(cached: list[CachedModel], reference: HubReference) -> Cached
     if chosen is None:
         names = ", ".join(model.name for model in cached)
         raise ModelNotFound(
-            f"{cached[0].repo} has no {reference.tag or reference.default_quant} here, "
-            f"there is: {names}; localgen pull {reference.name} fetches it",
+            f"{cached[0].repo}: {reference.tag or reference.default_quant} is not installed. "
+            f"Installed: {names}; localgen pull {reference.name} downloads it",
             param="model",
         )
     return chosen
 
 
 def _best_cached(files: list[CachedModel], reference: HubReference) -> CachedModel:
-    # imported late: it looks at the machine's hardware
+    # imported late: it detects the hardware
     from localgen.hub import quant_choice
 
     sizes = {model.quant: model.model_file().size_bytes for model in files}
@@ -172,14 +178,14 @@ def _best_cached(files: list[CachedModel], reference: HubReference) -> CachedMod
 
 
 def _raise_not_cached(reference: HubReference, cached: list[CachedModel]) -> CachedModel:
-    """Raises what to say of a model of which nothing is here."""
+    """Raise ModelNotFound with the command to download the model."""
     if reference.entry is None:
         raise model_not_found(
-            reference.name, cached, f"; localgen pull {reference.name} fetches it"
+            reference.name, cached, f"; localgen pull {reference.name} downloads it"
         )
     raise ModelNotFound(
-        f"{reference.name} is not here yet: "
-        f"localgen pull {reference.name} fetches {reference.description}",
+        f"{reference.name} is not installed: "
+        f"localgen pull {reference.name} downloads {reference.description}",
         param="model",
     )
 
@@ -187,8 +193,8 @@ def _raise_not_cached(reference: HubReference, cached: list[CachedModel]) -> Cac
 def _built_in_model() -> ModelFile:
     if not BUILT_IN_PATH.is_file():
         raise ModelNotFound(
-            f"the built-in model {BUILT_IN_PATH} is missing: install localgen again, "
-            "or name another model",
+            f"the built-in model {BUILT_IN_PATH} is missing: reinstall localgen, "
+            "or use another model",
             param="model",
         )
     return model_file(BUILT_IN_PATH, name=BUILT_IN_MODEL, source="built-in")
@@ -216,18 +222,18 @@ def _model_in_folder(folder: Path) -> ModelFile:
         return model_folder(folder)
     if not models:
         raise ModelNotFound(
-            f"the folder {folder} holds no .gguf file, nor config.json and safetensors"
+            f"the folder {folder} has neither .gguf files nor config.json with safetensors"
         )
     if len(models) > 1:
         names = ", ".join(path.name for path in models)
-        raise ModelNotFound(f"the folder {folder} holds several models, name one: {names}")
+        raise ModelNotFound(f"the folder {folder} has several models, choose one: {names}")
     return model_file(models[0])
 
 
 def model_not_found(
     name: str, cached: list[CachedModel] | None = None, suggestion: str = ""
 ) -> ModelNotFound:
-    """The error that a name means nothing, with close matches and what there is."""
+    """The error for an unknown name, with close matches and the installed models."""
     cached = cached_models() if cached is None else cached
     names = [BUILT_IN_MODEL, *(model.name for model in cached)]
     spellings = {
@@ -242,7 +248,7 @@ def model_not_found(
     hint = ", ".join(dict.fromkeys(spellings[spelling] for spelling in close))
     meant = f" Did you mean {hint}?" if hint else ""
     return ModelNotFound(
-        f"no model {name!r} here.{meant} There is: {', '.join(names)}{suggestion}, "
+        f"model {name!r} not found.{meant} Installed: {', '.join(names)}{suggestion}, "
         "or give a path: ./folder or file.gguf",
         param="model",
     )
