@@ -119,8 +119,8 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ("/undo 3", "cannot undo 3 of 2"),
         ("/undo 0", "cannot undo 0 of 2"),
         ("/undo x", "number of turns"),
-        ("/switch nowhere", "there is main"),
-        ("/fork main", "a branch main already"),
+        ("/switch nowhere", "branches are main"),
+        ("/fork main", "branch main already exists"),
         ("/load gone", "cannot read"),
         ("/model gone", "no model 'gone'"),
     ],
@@ -193,7 +193,7 @@ def test_save_and_load(session: ChatSession, tmp_path: Path) -> None:
 def test_load_says_when_the_model_is_another(session: ChatSession) -> None:
     obey(session, "/save talk")
     obey(session, "/model other")
-    assert "held with tiny, this is other" in obey(session, "/load talk")
+    assert "saved with tiny, current model other" in obey(session, "/load talk")
 
 
 def test_clear_keeps_the_system_prompt(session: ChatSession) -> None:

@@ -288,10 +288,10 @@ def damaged(path: Path, kind: str) -> None:
     ("kind", "told"),
     [
         ("newer", "written by a newer localgen .format 99.*update localgen"),
-        ("text", "is damaged .*left as it is; move it away"),
-        ("another program's", "no file of chats: move it away"),
-        ("torn", "is damaged .*left as it is"),
-        ("cut", "is damaged .*left as it is"),
+        ("text", "is damaged .*was not changed; move it away"),
+        ("another program's", "is not a chat database: move it away"),
+        ("torn", "is damaged .*was not changed"),
+        ("cut", "is damaged .*was not changed"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_left_as_it_is(tmp_path: Path, kind: str, told: str) -> None:
@@ -329,7 +329,7 @@ def test_a_full_disk_loses_nothing(one: Program, tmp_path: Path) -> None:
     largest = max(path.stat().st_size for path in tmp_path.glob("chats.db*"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 4096, limits[1]))
     try:
-        with pytest.raises(DiskFull, match="make room"):
+        with pytest.raises(DiskFull, match="free some space"):
             one.sessions.update_turn(kept, Turn("q", "x" * 1_000_000))
         assert one.sessions.read(kept.id).unfinished_turn is not None
     finally:

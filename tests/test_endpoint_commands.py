@@ -295,7 +295,7 @@ def test_figures_of_another_server(server: PlainServer, capsys: pytest.CaptureFi
         "predicted_per_second",
     }
     assert "prompt:     40 prompt tokens\n" in err
-    assert "measured here" in err
+    assert "measured by the client" in err
     assert "load:" not in err
 
 
@@ -308,7 +308,7 @@ def test_figures_that_nobody_tells_are_left_out_or_marked(
     usage = json.loads(out)["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (None, None)
     assert (usage["completion_tokens"], usage["estimated"]) == (3, True)
-    assert "generated:  ~3 tokens (pieces of text: the server does not count)" in err
+    assert "generated:  ~3 tokens (text chunks: the server reports no count)" in err
     assert "prompt:" not in err
     assert "context:" not in err
 

@@ -74,8 +74,8 @@ def test_reasoning_shows_and_is_not_sent_back(chat: Chat, server: PlainServer) -
 
 def test_what_only_our_own_server_has(chat: Chat) -> None:
     screen = chat.type("/set ctx 100", "/show template", "/stats", "/show info", "/model")
-    assert "ctx: this model is on another server" in screen
-    assert "which does not tell its chat template" in screen
+    assert "ctx: this model is on a remote server" in screen
+    assert "which does not report its chat template" in screen
     assert "does not say what it is doing" in screen
     assert "context   4,096\n" in screen
     assert "MB" not in screen
@@ -100,7 +100,7 @@ def test_an_answer_that_breaks_off_is_not_asked_again(chat: Chat, server: PlainS
     server.events = answer("half", "an answer")[:2]
     screen = chat.type("hello")
     assert "broke off in the middle" in screen
-    assert "asking again" not in screen
+    assert "sending the prompt again" not in screen
     assert len(server.asked) == 1
     assert chat.session.conversation.turns == ()
 

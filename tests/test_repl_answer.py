@@ -258,10 +258,10 @@ def test_what_drafts_did() -> None:
     )
     told = answer(timings=drafted, completion_tokens=41)
     assert (
-        "41 tokens at 41.2/s (1.9× by drafts, 60 % right, 4.0 a step) · "
+        "41 tokens at 41.2/s (1.9× with drafts, 60 % accepted, 4.0/step) · "
         in report.completion_line(told)
     )
-    assert "drafts:     50 tokens, 60 % right, 4.0 tokens a step, 1.94× plain decoding" in (
+    assert "drafts:     50 tokens, 60 % accepted, 4.0 tokens/step, 1.94× plain decode" in (
         report.verbose_stats_lines(told, 0.0)
     )
     none = replace(TIMINGS, draft_reason="switched off")

@@ -115,7 +115,7 @@ def test_what_dies_is_restarted_and_asked_once_more(
     load = LoadOptions(threads=3)
     talk = chat(("bro", kind("it went away")), ("whole", answer()), load=load)
     screen = talk.type("hi")
-    assert "it went away; starting it again and asking again" in screen
+    assert "it went away; restarting it and sending the prompt again" in screen
     assert talk.session.conversation.turns == (Turn("hi", "whole"),)
     first, second = talk.client.record.asked
     assert first == second

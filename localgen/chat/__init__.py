@@ -1,1 +1,1 @@
-"""Chats without a screen: conversations, settings, slash commands, and where chats are stored."""
+"""Chats without a user interface: conversations, parameters, slash commands and storage."""

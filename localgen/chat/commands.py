@@ -1,4 +1,4 @@
-"""The slash commands: what each takes, does and says."""
+"""The slash commands of a chat: parsing, execution and output."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ COMMAND_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 @dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """Lines for the user."""
+    """Text to show to the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class SendPrompt:
-    """A prompt to send now, as if it had been typed."""
+    """A prompt to send now, as if the user had typed it."""
 
     prompt: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveChat:
-    """The end of the chat."""
+    """The user leaves the chat."""
 
 
 CommandResult = CommandOutput | SendPrompt | LeaveChat
@@ -40,7 +40,7 @@ CommandResult = CommandOutput | SendPrompt | LeaveChat
 
 @dataclass(frozen=True, slots=True)
 class SlashCommand:
-    """A slash command. choices: first words it takes, for completion."""
+    """A slash command. choices: values of its first argument, for completion."""
 
     name: str
     usage: str
@@ -50,26 +50,29 @@ class SlashCommand:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is a command: `/word`. `/usr/bin` and lines that start blank are prompts."""
+    """Return True for a command: `/word`. `/usr/bin` and lines with a leading space are prompts."""
     word = line.split(maxsplit=1)[0] if line.strip() else ""
     return line.startswith("/") and word.count("/") == 1 and len(word) > 1
 
 
 def run_command(session: ChatSession, line: str, on_progress: OnProgress) -> CommandResult:
-    """Carry out a command line. LocalgenError: it cannot be, and nothing has changed."""
+    """Run a command line. Raises LocalgenError if it fails; nothing has changed then."""
     word, _, argument = line.strip().partition(" ")
     return find_command(word).run(session, argument.strip(), on_progress)
 
 
 def needs_model(line: str) -> bool:
-    """Whether a command asks about the model itself, which then has to be loaded."""
+    """Return True if a command needs the model to be loaded."""
     return line.split() in (["/show"], ["/show", "info"], ["/show", "template"]) or line.startswith(
         "/set ctx"
     )
 
 
 def find_command(word: str) -> SlashCommand:
-    """The command of a word with its slash. InvalidRequest offers the closest."""
+    """Return the command of a word such as `/set`, or of an alias.
+
+    Raises InvalidRequest with the closest match if there is none.
+    """
     name = COMMAND_ALIASES.get(word, word)
     if name in SLASH_COMMANDS:
         return SLASH_COMMANDS[name]
@@ -83,7 +86,7 @@ def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     rest = _strip_quotes(rest.strip())
     if what == "system":
         session.set_conversation(session.conversation.with_system(rest))
-        return CommandOutput("system prompt set" if rest else "no system prompt")
+        return CommandOutput("system prompt set" if rest else "system prompt removed")
     if what == "parameter":
         return _set_parameter(session, rest)
     if what == "ctx":
@@ -97,7 +100,7 @@ def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
 def _set_parameter(session: ChatSession, rest: str) -> CommandResult:
     name, _, text = rest.partition(" ")
     if not name or not text.strip():
-        raise InvalidRequest("/set parameter: give a name and a value, or default for the value")
+        raise InvalidRequest("/set parameter: give a name and a value; default resets it")
     session.set_parameter(name, text.strip())
     field = parameters.resolve_parameter_name(name)
     rows = effective_parameter_rows(session)
@@ -105,8 +108,8 @@ def _set_parameter(session: ChatSession, rest: str) -> CommandResult:
 
 
 def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]:
-    """Name, value in force and whose it is, of each sampling parameter of a session."""
-    # another server has defaults of its own, which it does not tell
+    """Name, effective value and source of each sampling parameter of a session."""
+    # the defaults of a remote server are unknown
     known = session.model_info
     base = SamplingParams() if session.is_remote else BASE_SAMPLING
     usual = SamplingParams() if known is None else known.sampling
@@ -119,16 +122,17 @@ def _set_ctx(session: ChatSession, text: str) -> CommandResult:
 
 
 def parse_ctx(session: ChatSession, text: str) -> int | None:
-    """The context in tokens that a user asks for; None: as large as the model has.
+    """Parse a context length in tokens; `default` returns None, the context of the model.
 
-    InvalidRequest: no such number, more than is loaded, or not ours to say.
+    Raises InvalidRequest if it is not a number, exceeds the loaded context, or the model is on a
+    remote server.
     """
     info = session.model_info
     if session.is_remote:
-        raise InvalidRequest("ctx: this model is on another server, which settles its context")
+        raise InvalidRequest("ctx: this model is on a remote server, which sets its own context")
     if text == "default":
         return None
-    # a number of many digits would take its time, and there is no such context
+    # limit the digits: converting a very long number is slow
     if not (text.isdecimal() and len(text) < 12 and int(text) > 0):
         raise InvalidRequest(f"ctx {text}: give a number of tokens, or default")
     if info is not None and int(text) > info.ctx:
@@ -147,7 +151,7 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if what == "template":
         if session.model.url:
             return CommandOutput(
-                "the model is on another server, which does not tell its chat template"
+                "the model is on a remote server, which does not report its chat template"
             )
         return CommandOutput(session.model.chat_template or "the model has no chat template")
     if what == "system":
@@ -166,8 +170,7 @@ def _model_info_text(session: ChatSession) -> str:
         ("kind", f"{info.architecture} · {info.description} · {info.params / 1e6:,.1f}M params"),
         (
             "size",
-            f"{units.format_size(info.size_bytes)} · "
-            f"context memory {units.format_size(info.kv_bytes)}",
+            f"{units.format_size(info.size_bytes)} · KV cache {units.format_size(info.kv_bytes)}",
         ),
         ("context", f"{ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
         ("runs on", " · ".join(_placement_parts(info))),
@@ -199,7 +202,7 @@ def _remote_info_text(session: ChatSession) -> str:
 def _draft_text(draft: DraftInfo) -> str:
     size = units.format_size(draft.size_bytes)
     kv_size = units.format_size(draft.kv_bytes)
-    return f"{draft.name} · {draft.description} · {size} · context memory {kv_size}"
+    return f"{draft.name} · {draft.description} · {size} · KV cache {kv_size}"
 
 
 def _placement_parts(info: ModelInfo) -> Iterator[str]:
@@ -229,14 +232,14 @@ def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     session.set_options(params=chat.params)
     lines = [f"loaded {units.format_count(len(chat.conversation.turns), 'turn')}"]
     if chat.model != session.name:
-        lines.append(f"held with {chat.model}, this is {session.name}: /model changes that")
+        lines.append(f"saved with {chat.model}, current model {session.name}: /model switches")
     return CommandOutput("\n".join(lines))
 
 
 def _clear(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     session.set_conversation(session.conversation.cleared())
     return CommandOutput(
-        "cleared; the system prompt stays" if session.conversation.system else "cleared"
+        "cleared; the system prompt is kept" if session.conversation.system else "cleared"
     )
 
 
@@ -244,7 +247,7 @@ def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> Comm
     if not argument:
         return CommandOutput("\n".join(card.name for card in session.client.models()))
     found = session.load(_strip_quotes(argument), on_progress)
-    # another server may not have it, and says so only when it is asked something
+    # a remote server may lack the model and report it only at the first request
     notes = (f"note: {note}" for note in found.notes if found.url)
     return CommandOutput("\n".join((report.model_line(found), *notes)))
 
@@ -260,7 +263,7 @@ def _regen(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
 def _fork(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     left = session.branch
     name = session.fork(argument or None)
-    return CommandOutput(f"now in branch {name}; /switch {left} goes back")
+    return CommandOutput(f"now in branch {name}; /switch {left} returns")
 
 
 def _switch(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
@@ -287,7 +290,7 @@ def _stats(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
 
 def _flatten(node: object, prefix: str) -> list[str]:
     if isinstance(node, dict):
-        # what a model is does not change: /show info has it
+        # /show info has the static facts of the model
         keys = [key for key in node if key != "info"]
         inner = [(f"{prefix}.{key}" if prefix else str(key), node[key]) for key in keys]
         return [line for key, value in inner for line in _flatten(value, key)]
@@ -304,10 +307,10 @@ def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
         (command.name + " " + command.usage, command.help) for command in SLASH_COMMANDS.values()
     ]
     rows += [
-        ('"""', "opens and closes a prompt of several lines"),
+        ('"""', "starts and ends a multi-line prompt"),
         ("Ctrl+C", "stops the answer, clears the line"),
-        ("Ctrl+G", "opens the prompt in $EDITOR"),
-        ("Ctrl+D", "leaves"),
+        ("Ctrl+G", "edits the prompt in $EDITOR"),
+        ("Ctrl+D", "leaves the chat"),
     ]
     return CommandOutput("\n".join(f"{left.strip():<48} {right}" for left, right in rows))
 
@@ -334,24 +337,26 @@ _COMMANDS = (
     SlashCommand(
         "/show",
         "info | parameters | template | system",
-        "shows what is in force",
+        "shows the model or the current settings",
         _show,
         ("info", "parameters", "template", "system"),
     ),
+    SlashCommand("/save", "[NAME or PATH]", "saves the conversation (default name: last)", _save),
     SlashCommand(
-        "/save", "[NAME or PATH]", "saves the conversation (`last` without a name)", _save
+        "/load", "[NAME or PATH]", "loads a saved chat; without a name, lists them", _load
     ),
-    SlashCommand("/load", "[NAME or PATH]", "loads one; lists them without a name", _load),
-    SlashCommand("/clear", "", "forgets the conversation, keeps the system prompt", _clear),
+    SlashCommand("/clear", "", "deletes all turns, keeps the system prompt", _clear),
     SlashCommand(
-        "/model", "[NAME]", "goes on with another model; lists them without a name", _model
+        "/model", "[NAME]", "switches to another model; without a name, lists them", _model
     ),
-    SlashCommand("/regen", "", "asks the last prompt again", _regen),
-    SlashCommand("/fork", "[NAME]", "goes on in a copy, keeps this conversation as it is", _fork),
-    SlashCommand("/switch", "[NAME]", "changes between forks; lists them without a name", _switch),
-    SlashCommand("/undo", "[N]", "takes back the last turn, or the last N", _undo),
-    SlashCommand("/stats", "", "what the server and its engines are doing", _stats),
-    SlashCommand("/help", "", "this list", _help),
-    SlashCommand("/bye", "", "leaves", _bye),
+    SlashCommand("/regen", "", "sends the last prompt again", _regen),
+    SlashCommand("/fork", "[NAME]", "continues in a copy, keeps this branch unchanged", _fork),
+    SlashCommand(
+        "/switch", "[NAME]", "switches to another branch; without a name, lists them", _switch
+    ),
+    SlashCommand("/undo", "[N]", "removes the last turn, or the last N", _undo),
+    SlashCommand("/stats", "", "shows the statistics of the server", _stats),
+    SlashCommand("/help", "", "shows this list", _help),
+    SlashCommand("/bye", "", "leaves the chat", _bye),
 )
 SLASH_COMMANDS = {command.name: command for command in _COMMANDS}

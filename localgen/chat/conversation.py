@@ -1,4 +1,4 @@
-"""What has been said: a value that each turn, undo or load replaces by a new one."""
+"""A conversation as an immutable value: changes return a new one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from localgen.backends.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt and its answer. stopped: it was cut short, by the user or by a fault.
+    """A prompt and its answer.
 
-    reasoning: what the model thought before. summary: how it was served, for people to read.
+    stopped: the answer was cut short by the user or an error. reasoning: the model's reasoning
+    before the answer. summary: one line of statistics, shown under the answer.
     """
 
     prompt: str
@@ -24,7 +25,7 @@ class Turn:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether it was cut short before its first word."""
+        """True if the answer was stopped before any text or reasoning."""
         return self.stopped and not self.answer and not self.reasoning
 
 
@@ -36,9 +37,9 @@ class Conversation:
     turns: tuple[Turn, ...] = ()
 
     def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
-        """Everything said so far, oldest first; what was thought only if asked for.
+        """Return the messages, oldest first; with_reasoning: include the reasoning of answers.
 
-        Prompts that were never answered are left out.
+        Unanswered prompts are left out.
         """
         said = [Message("system", self.system)] if self.system else []
         for turn in self.turns:
@@ -51,7 +52,7 @@ class Conversation:
     def messages_with_prompt(
         self, prompt: str, *, with_reasoning: bool = False
     ) -> tuple[Message, ...]:
-        """The messages of a request for an answer to this prompt."""
+        """Return the messages of a request: the conversation and a new prompt."""
         return (*self.messages(with_reasoning=with_reasoning), Message("user", prompt))
 
     def with_turn(self, turn: Turn) -> Conversation:
@@ -61,30 +62,33 @@ class Conversation:
         return replace(self, system=system or None)
 
     def undo(self, turns: int = 1) -> Conversation:
-        """Without the last turns. InvalidRequest: there are not that many."""
+        """Return the conversation without its last turns.
+
+        Raises InvalidRequest if there are fewer turns than that.
+        """
         if not 1 <= turns <= len(self.turns):
             raise InvalidRequest(f"cannot undo {turns} of {len(self.turns)} turns")
         return replace(self, turns=self.turns[:-turns])
 
     def cleared(self) -> Conversation:
-        """No turns; the system prompt stays."""
+        """Return a conversation with the same system prompt and no turns."""
         return replace(self, turns=())
 
 
 def conversation_from_messages(
     messages: Sequence[Message], stopped_indices: frozenset[int]
 ) -> Conversation:
-    """The conversation of a list of messages; stopped_indices: indices of answers that were cut
-    short.
+    """Build a conversation from messages; stopped_indices: messages that were cut short.
 
-    InvalidRequest: not an optional system message, then user and assistant in turn.
+    Raises InvalidRequest unless the messages are an optional system message, then user and
+    assistant messages in turn.
     """
     system = messages[0].content if messages and messages[0].role == "system" else None
     first = 0 if system is None else 1
     spoken = messages[first:]
     expected = ("user", "assistant") * (len(spoken) // 2)
     if tuple(message.role for message in spoken) != expected:
-        raise InvalidRequest("user and assistant do not take turns in it")
+        raise InvalidRequest("user and assistant turns do not alternate")
     turns = [
         Turn(
             spoken[at].content,

@@ -1,4 +1,4 @@
-"""One SQLite file: opened only if it is whole and ours, written all or nothing."""
+"""A SQLite file with a checked format, atomic writes, and detection of crashed writers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
 
 _DAY_S = 86_400.0
-# `lgch`: tells our files from those of other programs
+# `lgch`: marks the file as a chat database of localgen
 APPLICATION_ID = 0x6C676368
 _BUSY_TIMEOUT_S = 5.0
 
 
 class WriterLock:
-    """This program among those that share a folder. Its name is new each time.
+    """A lock file that tells other processes whether this one is still running.
 
-    InvalidRequest: the folder cannot be written to.
+    name: unique for each instance. Raises InvalidRequest if the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,11 +38,11 @@ class WriterLock:
             raise InvalidRequest(f"cannot write to {folder}: {error.strerror}") from error
 
     def is_alive(self, name: str) -> bool:
-        """Whether a program of that name still runs."""
+        """Return True if the writer of that name is still running."""
         if name == self.name:
             return True
         try:
-            # a name comes from a file that others may have written
+            # the name comes from the database and is untrusted: use its last component only
             with open(self._lock_path(Path(name).name)) as lock:
                 fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
@@ -50,17 +50,20 @@ class WriterLock:
         except OSError:
             return True
         with contextlib.suppress(OSError):
-            self._lock_path(Path(name).name).unlink()  # nobody takes that name again
+            self._lock_path(Path(name).name).unlink()  # names are never reused
         return False
 
     def close(self) -> None:
-        """Tell the others that this one has left."""
+        """Release the lock and remove its file."""
         with contextlib.suppress(OSError):
             self._lock_path(self.name).unlink(missing_ok=True)
         self._lock_file.close()
 
     def _remove_stale_locks(self) -> None:
-        """Remove what killed programs left; not what one that starts has not locked yet."""
+        """Remove lock files of killed processes.
+
+        Only files older than a day: a starting process may not have locked its file yet.
+        """
         for path in self._folder.glob("*.lock"):
             if time.time() - path.stat().st_mtime > _DAY_S:
                 self.is_alive(path.stem)
@@ -70,16 +73,16 @@ class WriterLock:
 
 
 class StoreFailed(LocalgenError):
-    """The file of chats cannot be used; the message names it and says what to do."""
+    """The chat database cannot be used; the message names the file and the remedy."""
 
     code = "store_failed"
 
 
 class Database:
-    """A file of a known layout. schema: the statements of each version, from 1.
+    """A SQLite database with schema migrations. schema: SQL statements of each version, from 1.
 
-    Threads of one program take turns; programs may share the file. StoreFailed: it is damaged, of
-    a newer version, or another kind of file; then it is left as it is.
+    Can be shared by threads and by processes. Raises StoreFailed, and leaves the file unchanged, if
+    it is damaged, of a newer version, or not a chat database.
     """
 
     def __init__(self, path: Path, schema: tuple[str, ...]) -> None:
@@ -87,7 +90,7 @@ class Database:
         self._lock = threading.RLock()
         with self._translate_errors():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # chats are private, and SQLite would create the file for all to read
+            # chats are private; SQLite would create the file readable for others
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -104,18 +107,18 @@ class Database:
 
     @contextlib.contextmanager
     def read_transaction(self) -> Iterator[sqlite3.Connection]:
-        """One state of the file, whoever writes meanwhile."""
+        """Read a consistent snapshot, regardless of concurrent writes."""
         with self._lock, self._translate_errors(), self._transaction("BEGIN"):
             yield self._connection
 
     @contextlib.contextmanager
     def write_transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything or nothing. DiskFull, StoreFailed: nothing was written."""
+        """Write atomically. Raises DiskFull or StoreFailed; nothing is written then."""
         with self._lock, self._translate_errors(), self._transaction("BEGIN IMMEDIATE"):
             yield self._connection
 
     def data_version(self) -> int:
-        """A number that is another one after another program has written."""
+        """A number that changes when another process has written."""
         with self._lock, self._translate_errors():
             found: int = self._connection.execute("PRAGMA data_version").fetchone()[0]
             return found
@@ -124,7 +127,7 @@ class Database:
         with self._translate_errors():
             self._validate_file(len(schema))
             self._connection.execute("PRAGMA journal_mode = WAL")
-            # after a crash of the machine the last moments may be missing, the file is whole
+            # a power loss may lose the last transactions but not corrupt the file
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute("PRAGMA foreign_keys = ON")
         with self.write_transaction() as sqlite:
@@ -139,10 +142,10 @@ class Database:
         version, application = self._pragma("user_version"), self._pragma("application_id")
         is_empty = self._pragma("schema_version") == 0
         if not is_empty and application != APPLICATION_ID:
-            raise StoreFailed(f"{self._path} is no file of chats: move it away to begin a new one")
+            raise StoreFailed(f"{self._path} is not a chat database: move it away to create one")
         if version > latest_version:
             raise StoreFailed(
-                f"{self._path} was written by a newer localgen (format {version}, this one knows "
+                f"{self._path} was written by a newer localgen (format {version}, this one reads "
                 f"{latest_version}): update localgen, or set LOCALGEN_STATE_DIR to another folder"
             )
         found = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -160,7 +163,7 @@ class Database:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            # a full disk may have ended it already
+            # SQLite may have rolled back already, for example on a full disk
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
@@ -179,14 +182,14 @@ class Database:
     def _operational_error(self, error: sqlite3.OperationalError) -> LocalgenError:
         full = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE")
         if error.sqlite_errorname in full:
-            return DiskFull(f"the disk of {self._path} is full: make room, it is tried again")
+            return DiskFull(f"the disk of {self._path} is full: free some space, it is retried")
         if error.sqlite_errorname.startswith("SQLITE_BUSY"):
-            return StoreFailed(f"another program keeps {self._path} locked: end it")
+            return StoreFailed(f"another program keeps {self._path} locked: close it")
         return StoreFailed(f"cannot use {self._path}: {error}")
 
     def _damaged_error(self, detail: str) -> StoreFailed:
         found = " ".join(detail.split())
         return StoreFailed(
-            f"{self._path} is damaged ({found}): it was left as it is; "
-            "move it away to begin a new one"
+            f"{self._path} is damaged ({found}): it was not changed; "
+            "move it away to create a new one"
         )

@@ -1,4 +1,4 @@
-"""How the Markdown of a model is read."""
+"""The Markdown dialect of answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from markdown_it import MarkdownIt
 
 
 def create_markdown_parser() -> MarkdownIt:
-    """CommonMark with tables and strikethrough, as far as a terminal can show it.
+    """Create a parser for CommonMark with tables and strikethrough.
 
-    HTML, images, entities and reference definitions would hide or reorder what the model wrote.
+    HTML, images, entities and reference definitions are disabled: they would hide or reorder text
+    of the answer.
     """
     return (
         MarkdownIt("commonmark", {"html": False})

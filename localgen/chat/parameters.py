@@ -1,4 +1,4 @@
-"""Sampling parameters by name, as `/set parameter` takes and `/show parameters` gives them."""
+"""Sampling parameters by name, for `/set parameter` and `/show parameters`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import BASE_SAMPLING, SAMPLERS, SamplingParams
 
-# logprobs have nowhere to be shown in a chat
+# a chat cannot show logprobs
 PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
 PARAMETER_ALIASES = {"n": "max_tokens", "num_predict": "max_tokens"} | {
     alias: sampler.name for sampler in SAMPLERS for alias in sampler.aliases
@@ -25,7 +25,7 @@ _UNSET_WORDS = ("default", "none", "unset")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What a user asks of a model: how to load it, how to sample, how to be served."""
+    """Options of a chat or a single prompt: load options, sampling parameters, scheduling."""
 
     params: SamplingParams = SamplingParams()
     load: LoadOptions = LoadOptions()
@@ -39,28 +39,32 @@ class ModelOptions:
 def with_parameter(
     params: SamplingParams, name: str, text: str, *, validate: bool = False
 ) -> SamplingParams:
-    """The parameters with one set from text; `default` unsets it. InvalidRequest says what fits.
+    """Return the parameters with one of them set from text; `default` unsets it.
 
-    validate: whether it has to make sense to our engines; other servers have rules of their own.
+    validate: check the value against the rules of the local engines, which do not apply to remote
+    servers. Raises InvalidRequest if the name or the value is invalid.
     """
     field = resolve_parameter_name(name)
     default = getattr(SamplingParams(), field)
     value: Any = default if text.lower() in _UNSET_WORDS else _parse_value(field, text)
     changed = replace(params, **{field: value})
-    if validate and value != default:  # what is taken back cannot make it worse
+    if validate and value != default:  # unsetting is always valid
         sampling_params.validate_sampling_params(changed.with_defaults(BASE_SAMPLING))
         sampling_params.reject_mirostat_conflicts(changed)
     return changed
 
 
 def resolve_parameter_name(name: str) -> str:
-    """The field of a name as a user writes it (`top-k`, `temp`)."""
+    """Return the field of a parameter name such as `top-k` or `temp`.
+
+    Raises InvalidRequest with the closest match if there is none.
+    """
     asked = name.lower().lstrip("-").replace("-", "_")
     found = PARAMETER_ALIASES.get(asked, asked)
     if found in PARAMETER_NAMES:
         return found
     close = difflib.get_close_matches(found, PARAMETER_NAMES, n=1)
-    hint = f", did you mean {close[0]}?" if close else f": there is {', '.join(PARAMETER_NAMES)}"
+    hint = f", did you mean {close[0]}?" if close else f": known are {', '.join(PARAMETER_NAMES)}"
     raise InvalidRequest(f"no parameter {name!r}{hint}", param="parameter")
 
 
@@ -69,7 +73,10 @@ def effective_parameters(
     model_defaults: SamplingParams,
     fallback_defaults: SamplingParams = BASE_SAMPLING,
 ) -> list[tuple[str, str, str]]:
-    """Name, value in force and whose it is (yours, the model's, or that of base) of each one."""
+    """Name, effective value and source of each parameter.
+
+    The source is `yours` (set by the user), `model` (a default of the model) or empty.
+    """
     table = []
     for name in PARAMETER_NAMES:
         sources = ((params, "yours"), (model_defaults, "model"), (fallback_defaults, ""))
@@ -82,7 +89,7 @@ def effective_parameters(
 
 
 def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:
-    """Biases of `ID=BIAS` pairs. InvalidRequest: not such a pair."""
+    """Parse `ID=BIAS` pairs. Raises InvalidRequest if one is invalid."""
     biases = {}
     for pair in pairs:
         token, _, bias = pair.partition("=")
@@ -116,7 +123,7 @@ def _parse_value(field: str, text: str) -> Any:
 
 
 def _parse_words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:
-    # \n is what people stop at, and a line cannot hold one
+    # accept \n: a newline is a common stop string and cannot be typed on one line
     words = tuple(word.replace("\\n", "\n") for word in _split_words(field, text))
     if field != "stop_token_ids":
         return words
@@ -127,7 +134,7 @@ def _parse_words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:
 
 
 def _split_words(field: str, text: str) -> list[str]:
-    """Words at blanks, except within quotes; a backslash is one."""
+    """Split at whitespace outside quotes; a backslash is an ordinary character."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split = True
     lexer.commenters = lexer.escape = ""
@@ -137,7 +144,7 @@ def _split_words(field: str, text: str) -> list[str]:
         wanted = "close the quote, or put the text in quotes of the other kind"
         raise InvalidRequest(f"{field} {text}: {wanted}", param=field) from error
     if "" in words:
-        raise InvalidRequest(f"{field} {text}: a text cannot be empty", param=field)
+        raise InvalidRequest(f"{field} {text}: a string cannot be empty", param=field)
     return words
 
 

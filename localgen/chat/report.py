@@ -1,4 +1,4 @@
-"""How speed, size and place in the context are written, one line at a time."""
+"""One-line texts: model, speed, speculation and context usage."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from localgen.backends.units import format_count, format_duration, format_size
 if TYPE_CHECKING:
     from localgen.client import Completion
 
-# the only drafter that is no model
+# the only drafter that is not a model
 NGRAM_DRAFTER = "n-gram"
 
 
 def model_line(info: ModelInfo) -> str:
-    """The model in one line: name, what it is, size, context, where it runs and why there."""
+    """The model in one line: name, type, size, context, draft model, backend and its reason."""
     why = info.backend_reason
     parts = (
         info.name,
         info.description,
         format_size(info.size_bytes) if info.size_bytes else "",
         f"context {info.ctx:,}" if info.ctx else "",
-        f"drafts by {info.draft.name}" if info.draft else "",
+        f"draft model {info.draft.name}" if info.draft else "",
         f"{info.backend} {info.processor}".strip() + (f" ({why})" if why else ""),
     )
     return " · ".join(part for part in parts if part)
 
 
 def completion_line(completion: Completion) -> str:
-    """What stays under an answer. What another server does not tell is left out."""
+    """Statistics of an answer in one line, without values that a remote server does not report."""
     timings = completion.timings
-    # it has to fit a line of the terminal: what took no time goes unsaid
+    # omit waits below 0.5 ms, so that the line fits the terminal
     waits = (("queue", timings.queue_ms), ("template", timings.template_ms))
     ttft = [f"{name} {format_duration(ms)}" for name, ms in waits if ms >= 0.5]
     ttft += _prompt_tokens(completion)
@@ -61,10 +61,10 @@ def live_stats_line(
     max_context: int | None,
     approx_mark: str = "",
 ) -> str:
-    """What shows while an answer grows. context_tokens: an estimate until the server has counted.
+    """Statistics of an answer that is being generated, in one line.
 
-    max_context: None where nobody tells. approx_mark: stands before a number of tokens that is a
-    guess.
+    context_tokens: estimate of the context in use. max_context: None if unknown. approx_mark:
+    prefix of an estimated token count.
     """
     context = f"context ~{context_tokens:,}" + (
         f"/{max_context:,}" if max_context is not None else ""
@@ -79,7 +79,7 @@ def live_stats_line(
 
 
 def verbose_stats_lines(completion: Completion, load_ms: float) -> list[str]:
-    """Load, prompt and its rate, answer and its rate, TTFT: what `--verbose` prints."""
+    """Lines of `--verbose`: load time, prefill and decode speed, TTFT, speculation, context."""
     if completion.client_measured:
         return _remote_stats_lines(completion)
     timings = completion.timings
@@ -100,12 +100,12 @@ def verbose_stats_lines(completion: Completion, load_ms: float) -> list[str]:
 
 
 def completion_warnings(completion: Completion) -> list[str]:
-    """What the user should know of how the answer was served."""
-    # our own server says which limit it was
+    """Warnings to show with an answer: the token limit, and the server's notes."""
+    # the notes of the local server name the limit that was reached
     if completion.finish_reason == "length" and (
         completion.client_measured or not completion.notes
     ):
-        limit = "cut at the token limit: -n or /set parameter max_tokens raises it"
+        limit = "cut at the token limit: raise it with -n or /set parameter max_tokens"
         return [limit, *completion.notes]
     return list(completion.notes)
 
@@ -113,19 +113,19 @@ def completion_warnings(completion: Completion) -> list[str]:
 def _remote_stats_lines(completion: Completion) -> list[str]:
     timings = completion.timings
     about = "~" if completion.estimated else ""
-    guessed = " (pieces of text: the server does not count)" if completion.estimated else ""
+    guessed = " (text chunks: the server reports no count)" if completion.estimated else ""
     return [
         *(f"prompt:     {prompt}" for prompt in _prompt_tokens(completion)),
         f"generated:  {about}{format_count(completion.completion_tokens, 'token')}{guessed} in "
         + ", ".join((format_duration(timings.predicted_ms), *_decode_rate(timings))),
         f"TTFT:       {format_duration(timings.ttft_ms)}, "
-        "measured here like the rate, network included",
+        "measured by the client, network included, like the rate",
         *(f"context:    {place}" for place in _context_usage(completion)),
     ]
 
 
 def _prompt_tokens(completion: Completion) -> list[str]:
-    """The prompt's tokens as far as they are known."""
+    """Prompt tokens, cached and new, if the server reports them."""
     if completion.prompt_tokens is None:
         return []
     if completion.cached_tokens is None:
@@ -134,7 +134,7 @@ def _prompt_tokens(completion: Completion) -> list[str]:
 
 
 def _context_usage(completion: Completion) -> list[str]:
-    """The place in the context as far as it is known."""
+    """Used and maximum context, if the server reports them."""
     if completion.total_tokens is None:
         return []
     limit = f"/{completion.ctx:,}" if completion.ctx is not None else ""
@@ -142,16 +142,16 @@ def _context_usage(completion: Completion) -> list[str]:
 
 
 def _speculation_summary(timings: Timings) -> str:
-    """What drafts did, or in a word why there were none though they are on."""
+    """Speedup and acceptance rate of drafts, or why there were none."""
     if not timings.draft_n:
         why, explained, _ = timings.draft_reason.partition(": ")
         return f" (no drafts: {why})" if explained else ""
-    # repositories have long names
+    # drop the repository owner: the line is short
     models = [name.rpartition("/")[2] for name in timings.draft_by if name != NGRAM_DRAFTER]
     whose = f" of {', '.join(models)}" if models else ""
-    speedup = f"{timings.draft_speedup:.1f}× by drafts{whose}"
-    each = f"{_tokens_per_step(timings):.1f} a step"
-    return f" ({speedup}, {_acceptance_rate(timings)} right, {each})"
+    speedup = f"{timings.draft_speedup:.1f}× with drafts{whose}"
+    each = f"{_tokens_per_step(timings):.1f}/step"
+    return f" ({speedup}, {_acceptance_rate(timings)} accepted, {each})"
 
 
 def _speculation_details(timings: Timings) -> str:
@@ -159,9 +159,9 @@ def _speculation_details(timings: Timings) -> str:
         return f"none: {timings.draft_reason}" if timings.draft_reason else "none"
     by = f" by {', '.join(timings.draft_by)}" if timings.draft_by else ""
     return (
-        f"{format_count(timings.draft_n, 'token')}{by}, {_acceptance_rate(timings)} right, "
-        f"{_tokens_per_step(timings):.1f} tokens a step, "
-        f"{timings.draft_speedup:.2f}× plain decoding"
+        f"{format_count(timings.draft_n, 'token')}{by}, {_acceptance_rate(timings)} accepted, "
+        f"{_tokens_per_step(timings):.1f} tokens/step, "
+        f"{timings.draft_speedup:.2f}× plain decode"
     )
 
 
@@ -174,11 +174,11 @@ def _acceptance_rate(timings: Timings) -> str:
 
 
 def _format_rate(rate: float) -> str:
-    """With one decimal below 100, where it says something."""
+    """Format a rate, with one decimal below 100."""
     return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
 
 
 def _decode_rate(timings: Timings) -> tuple[str, ...]:
-    # one token has no gap to measure a rate by
+    # a rate needs at least two tokens
     speed = timings.predicted_per_second
     return (f"{speed:.1f} tokens/s",) if speed and timings.predicted_n > 1 else ()

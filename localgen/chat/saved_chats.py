@@ -1,4 +1,4 @@
-"""Chats as JSON files, under the state folder or wherever the user says."""
+"""Save and load chats as JSON files, in the state folder or at any path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE_FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """A conversation, the model it was held with, and the parameters the user had set."""
+    """A conversation, its model, and the sampling parameters set by the user."""
 
     model: str
     params: SamplingParams
@@ -43,7 +43,10 @@ class _ChatFile:
 
 
 def chat_path(name: str, state_dir: Path) -> Path:
-    """Where a chat of this name lies: a name alone in the state folder, a path as it is."""
+    """Return the file of a saved chat: a plain name is in the state folder, a path is used as is.
+
+    Raises InvalidRequest if the name is empty or contains a zero byte.
+    """
     if not name or "\0" in name:
         raise InvalidRequest("give a name or a path")
     if os.sep in name or name.startswith("~") or name.endswith(".json"):
@@ -52,14 +55,17 @@ def chat_path(name: str, state_dir: Path) -> Path:
 
 
 def saved_chat_names(state_dir: Path) -> list[str]:
-    """Names of the chats saved without a path."""
+    """Names of the chats in the state folder."""
     return sorted(path.stem for path in (state_dir / "chats").glob("*.json"))
 
 
 def save_chat(path: Path, chat: SavedChat) -> None:
-    """Write a chat, all or nothing. InvalidRequest: cannot, or another kind of file is there."""
+    """Write a chat atomically.
+
+    Raises InvalidRequest if writing fails, or if the path holds a file that is not a saved chat.
+    """
     if path.exists():
-        load_chat(path)  # refuses to replace what is not a chat
+        load_chat(path)  # raises if the existing file is not a chat
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +78,7 @@ def save_chat(path: Path, chat: SavedChat) -> None:
 
 
 def load_chat(path: Path) -> SavedChat:
-    """Read a chat. InvalidRequest names the file and what is wrong with it."""
+    """Load a chat. Raises InvalidRequest if the file is unreadable or not a saved chat."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_ChatFile)
         stopped = frozenset(at for at, spoken in enumerate(found.messages) if spoken.stopped)

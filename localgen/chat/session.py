@@ -1,4 +1,4 @@
-"""The state of one chat: its model, settings and conversations. Only it changes them."""
+"""The state of one chat: model, options and branches of the conversation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from localgen.client import Completion, ModelClient, TextDelta
 
 DEFAULT_BRANCH = "main"
-# what a user calls our model where no other is named
+# name of the built-in model on the local server
 BUILT_IN_MODEL = "tiny"
 
 OnProgress = Callable[[float], None]
 
 
 class ChatSession:
-    """A conversation with a loaded model, and the branches that were forked from it."""
+    """A chat with one model: the current conversation and the branches forked from it."""
 
     def __init__(self, client: ModelClient, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
@@ -36,22 +36,25 @@ class ChatSession:
         self.branch = DEFAULT_BRANCH
         self.model_info: ModelInfo | None = None
         self.requested_model: str | None = (
-            None  # what the user calls the model; other files may share its name
+            None  # name given by the user; other files may share the model's own name
         )
         self.last_completion: Completion | None = None
 
     @property
     def options(self) -> ModelOptions:
-        """Changed by set() and set_parameter() alone, as a model may be loading meanwhile."""
+        """The options; changed only by set_options() and set_parameter(), which hold the lock."""
         return self._options
 
     def set_options(self, **changes: Any) -> None:
-        """Change these fields of the options; the others stay what they are by now."""
+        """Change some fields of the options; safe while a model loads in another thread."""
         with self._options_lock:
             self._options = replace(self._options, **changes)
 
     def set_parameter(self, name: str, text: str) -> None:
-        """Set a sampling parameter from text; `default` unsets it. InvalidRequest: what fits."""
+        """Set a sampling parameter from text; `default` unsets it.
+
+        Raises InvalidRequest if the name or the value is invalid.
+        """
         with self._options_lock:
             before, is_ours = self._options.params, not self.is_remote
             params = parameters.with_parameter(before, name, text, validate=is_ours)
@@ -63,19 +66,19 @@ class ChatSession:
 
     @property
     def model(self) -> ModelInfo:
-        """The loaded model. InvalidRequest: load() comes first."""
+        """The loaded model. Raises InvalidRequest if none is loaded yet."""
         if self.model_info is None:
-            raise InvalidRequest(f"{self.name} is not loaded yet: ask it something first")
+            raise InvalidRequest(f"{self.name} is not loaded yet: send a prompt first")
         return self.model_info
 
     @property
     def is_remote(self) -> bool:
-        """Whether the models are those of another server."""
+        """True if the client talks to a remote server."""
         return bool(self.client.url)
 
     @property
     def name(self) -> str:
-        """What the model is called, loaded or not."""
+        """Display name of the model, loaded or not."""
         default = "the server's model" if self.is_remote else "the built-in model"
         return (
             self.model_info.name if self.model_info is not None else self.requested_model or default
@@ -83,7 +86,7 @@ class ChatSession:
 
     @property
     def requested_name(self) -> str:
-        """The name by which the user can ask for this model again; empty: not known yet."""
+        """The name to request this model by; empty if not known yet."""
         if self.is_remote:
             return self.requested_model or (
                 self.model_info.name if self.model_info is not None else ""
@@ -92,24 +95,23 @@ class ChatSession:
 
     @property
     def ctx(self) -> int | None:
-        """The limit of prompt and answer in tokens; None: another server does not tell."""
+        """The context length in tokens, or None if unknown."""
         known = self.model_info.ctx if self.model_info is not None else 0
         return self._requested_ctx or known or None
 
     @property
     def _requested_ctx(self) -> int | None:
-        """None: no limit of the user's, or a server that settles its context itself."""
+        """The context length set by the user; None if not set, or on a remote server."""
         return None if self.is_remote else self.options.ctx
 
     def load(self, name: str | None, on_progress: OnProgress) -> ModelInfo:
-        """Load a model and talk to it from now on; on an error the old one stays."""
+        """Load a model and make it the model of the chat; on an error the old one is kept."""
         load, is_another = (
             self.options.load,
             self.model_info is not None and name != self.requested_model,
         )
         if is_another:
-            # a template, a context and a draft model are chosen for one model and would be wrong
-            # for the next
+            # chat template, context and draft model were chosen for the previous model
             draft = load.draft if load.draft in DRAFT_KEYWORDS else None
             load = replace(load, chat_template=None, ctx=None, draft=draft)
         self.model_info = self.client.load(name, load, on_progress, self.options.keep_alive)
@@ -119,10 +121,10 @@ class ChatSession:
         return self.model_info
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
-        """The same model with the same options, on a server that may be a new one.
+        """Start the server and load the model again if needed, with the same options.
 
-        Both may have left while nothing was asked; a request alone would bring the model back
-        with options of the server's choice.
+        Either may have been stopped while idle; a request alone would reload the model with the
+        server's default options.
         """
         self.client.connect()
         self.load(self.requested_model, on_progress)
@@ -130,9 +132,9 @@ class ChatSession:
     def stream(
         self, prompt: str, *, regenerate: bool = False
     ) -> Generator[TextDelta | Completion, None, None]:
-        """An answer to a prompt; the conversation changes only through add_turn().
+        """Stream an answer to a prompt. The conversation is unchanged until add_turn().
 
-        regenerate: as if the last turn had not been.
+        regenerate: leave out the last turn.
         """
         said = self.conversation.undo() if regenerate else self.conversation
         return self.client.chat(
@@ -146,51 +148,54 @@ class ChatSession:
     def add_turn(
         self, turn: Turn, completion: Completion | None, *, replace_last: bool = False
     ) -> None:
-        """Keep a turn. completion: None where it was stopped before the server could say more.
+        """Append a turn. completion: None if the answer was stopped.
 
-        replace_last: in place of the last turn.
+        replace_last: replace the last turn.
         """
         said = self.conversation.undo() if replace_last else self.conversation
         self.set_conversation(said.with_turn(turn))
         self.last_completion = completion
 
     def set_conversation(self, conversation: Conversation) -> None:
-        """Another state of this branch; what was counted of the old one no longer holds."""
+        """Replace the conversation of this branch and forget the last completion."""
         self.branches[self.branch] = conversation
         self.last_completion = None
 
     def fork(self, name: str | None) -> str:
-        """Leave this branch as it is and go on in a copy. InvalidRequest: the name is taken."""
+        """Copy this branch, switch to the copy, and return its name.
+
+        Raises InvalidRequest if the name is taken.
+        """
         name = name or self._unused_branch_name()
         if name in self.branches:
-            raise InvalidRequest(f"there is a branch {name} already: /switch {name}")
+            raise InvalidRequest(f"branch {name} already exists: /switch {name}")
         self.branches[name] = self.conversation
         self.branch = name
         return name
 
     def switch_branch(self, name: str) -> None:
-        """Go on in another branch. InvalidRequest: there is none of that name."""
+        """Switch to another branch. Raises InvalidRequest if it does not exist."""
         if name not in self.branches:
-            raise InvalidRequest(f"no branch {name}: there is {', '.join(self.branches)}")
+            raise InvalidRequest(f"no branch {name}, branches are {', '.join(self.branches)}")
         self.branch = name
         self.last_completion = None
 
     def deterministic_reason(self) -> str | None:
-        """Why asking twice gives one answer; None: it does not."""
+        """Return why the same prompt gives the same answer, or None if it may differ."""
         params = self.options.params.with_defaults(self.model.sampling)
         if params.temperature == 0:
             return "temperature is 0"
         return "the seed is set" if params.seed is not None else None
 
     def estimate_used_tokens(self) -> int:
-        """About how much of the context the conversation takes; exact after a whole answer."""
+        """Estimate the tokens of the conversation; exact after a completed answer."""
         if self.last_completion is not None and self.last_completion.total_tokens is not None:
             return self.last_completion.total_tokens
         letters = sum(len(message.content) for message in self.conversation.messages())
         return letters // 4
 
     def _template_uses_reasoning(self) -> bool:
-        """Whether the model's template has a use for what was thought in earlier turns."""
+        """True if the chat template uses the reasoning of earlier turns."""
         return "reasoning_content" in (self.model.chat_template or "")
 
     def _unused_branch_name(self) -> str:

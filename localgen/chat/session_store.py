@@ -1,4 +1,4 @@
-"""The sessions of the tui in a file that several programs may have open."""
+"""The database of TUI sessions, which several processes may use at once."""
 
 from __future__ import annotations
 
@@ -59,19 +59,20 @@ class SessionGone(InvalidRequest):
 
 
 class SessionChanged(InvalidRequest):
-    """Another program has changed the session since it was read: read it again."""
+    """Another process has changed the session since it was read: read it again."""
 
 
 class SessionBusy(InvalidRequest):
-    """Another program writes an answer in the session."""
+    """An answer is being written in the session."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session as it was read. model: as the user calls it; None: the built-in one.
+    """A session as read from the database.
 
-    server_url: the URL of the one whose model it is; empty: ours. unfinished_turn: the turn that
-    another program is writing; it is not part of the conversation yet.
+    model: name given by the user; None: the built-in model. server_url: URL of the remote server;
+    empty: the local server. unfinished_turn: the turn being written; it is not part of the
+    conversation yet.
     """
 
     id: int
@@ -87,7 +88,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """A session in a list. is_generating: some program writes an answer in it."""
+    """A session in a list. is_generating: an answer is being written in it."""
 
     id: int
     name: str
@@ -98,10 +99,10 @@ class SessionSummary:
 
 
 class SessionStore:
-    """The file at a path. writer: this program. clock: Unix time.
+    """The sessions in the database at a path. writer: lock of this process. clock: Unix time.
 
-    Methods raise SessionGone, SessionChanged and SessionBusy, and what Database does; then nothing
-    has changed. They may be called from any thread.
+    Methods raise SessionGone, SessionChanged, SessionBusy and the errors of Database; nothing has
+    changed then. Thread-safe.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class SessionStore:
         self._database.close()
 
     def data_version(self) -> int:
-        """A number that is another one after another program has written."""
+        """A number that changes when another process has written."""
         return self._database.data_version()
 
     def list_sessions(self) -> list[SessionSummary]:
-        """All of them, the latest change first."""
+        """Return all sessions, most recently changed first."""
         with self._database.read_transaction() as sqlite:
             rows = sqlite.execute(
                 "SELECT id, name, model, COUNT(place), changed_s, MAX(writer) "
@@ -137,13 +138,13 @@ class SessionStore:
             ]
 
     def read(self, session_id: int) -> SessionRecord:
-        """A session; a turn whose program was killed in mid-answer is closed as it stands."""
+        """Read a session. Unfinished turns of killed processes are closed first."""
         with self._database.write_transaction() as sqlite:
             _close_interrupted_turns(sqlite, self._writer)
             return _read_session(sqlite, session_id)
 
     def create(self, record: SessionRecord) -> SessionRecord:
-        """A new session of these contents; its id and revision are new."""
+        """Insert a session and return it with its new id and revision 0."""
         with self._database.write_transaction() as sqlite:
             made = sqlite.execute(
                 "INSERT INTO sessions (name, params, changed_s) VALUES ('', '{}', ?)",
@@ -154,14 +155,14 @@ class SessionStore:
             return self._write_session(sqlite, new, Conversation())
 
     def update(self, record: SessionRecord) -> SessionRecord:
-        """Put other contents in place of those that were read as this revision."""
+        """Replace the session. Raises SessionChanged if the revision is not the current one."""
         with self._database.write_transaction() as sqlite:
             before = self._require_same_revision(sqlite, record)
             new = replace(record, revision=record.revision + 1)
             return self._write_session(sqlite, new, before.conversation)
 
     def rename(self, session_id: int, name: str) -> None:
-        """Other programs take the name over with the next thing they write."""
+        """Rename a session; the revision stays, so writes of other processes remain valid."""
         with self._database.write_transaction() as sqlite:
             _require_exists(sqlite, session_id)
             sqlite.execute(
@@ -169,7 +170,7 @@ class SessionStore:
             )
 
     def begin_turn(self, record: SessionRecord, prompt: str) -> SessionRecord:
-        """Ask a prompt: a turn without an answer, which update_turn() and finish_turn() fill."""
+        """Append an unfinished turn for a prompt; update_turn() and finish_turn() complete it."""
         with self._database.write_transaction() as sqlite:
             before = self._require_same_revision(sqlite, record)
             place, turn = len(record.conversation.turns), Turn(prompt, "", stopped=True)
@@ -179,12 +180,12 @@ class SessionStore:
             return begun
 
     def update_turn(self, record: SessionRecord, turn: Turn) -> None:
-        """What there is of the answer by now."""
+        """Save the partial answer of the unfinished turn."""
         with self._database.write_transaction() as sqlite:
             self._write_turn(sqlite, record, turn, self._writer.name)
 
     def finish_turn(self, record: SessionRecord, turn: Turn) -> SessionRecord:
-        """The turn that was begun is this one."""
+        """Save the final answer and append the turn to the conversation."""
         with self._database.write_transaction() as sqlite:
             self._write_turn(sqlite, record, turn, None)
             new = replace(
@@ -195,7 +196,7 @@ class SessionStore:
             return self._write_fields(sqlite, new)
 
     def delete(self, session_id: int) -> None:
-        """Out of the list; restore() brings it back within a month."""
+        """Mark a session as deleted; restore() works for 30 days."""
         with self._database.write_transaction() as sqlite:
             _require_exists(sqlite, session_id)
             self._require_not_generating(sqlite, session_id)
@@ -209,7 +210,7 @@ class SessionStore:
             _require_exists(sqlite, session_id)
 
     def load_draft(self, session_id: int) -> str:
-        """What was typed and not sent: by this program, or by one that has ended."""
+        """Return the unsent prompt of this process, or take over that of an ended process."""
         with self._database.write_transaction() as sqlite:
             rows = sqlite.execute(
                 "SELECT writer, text FROM drafts WHERE session = ? ORDER BY rowid DESC",
@@ -226,13 +227,13 @@ class SessionStore:
             return str(free[0])
 
     def save_draft(self, session_id: int, text: str) -> None:
-        """What is typed and not sent; the empty text: nothing."""
+        """Save the unsent prompt of this process; empty text deletes it."""
         with self._database.write_transaction() as sqlite:
             _require_exists(sqlite, session_id)
             self._write_draft(sqlite, session_id, text)
 
     def recent_prompts(self, limit: int) -> list[str]:
-        """What was asked lately in any session, the oldest first."""
+        """Return the last prompts of all sessions without duplicates, oldest first."""
         with self._database.read_transaction() as sqlite:
             rows = sqlite.execute(
                 "SELECT prompt FROM turns ORDER BY turns.rowid DESC LIMIT ?", (limit,)
@@ -240,7 +241,7 @@ class SessionStore:
             return list(dict.fromkeys(row[0] for row in rows))[::-1]
 
     def turns(self, session_id: int) -> list[Turn]:
-        """What was said in a session, as far as it is there."""
+        """Return the turns of a session, unfinished ones included."""
         with self._database.read_transaction() as sqlite:
             rows = sqlite.execute(
                 "SELECT prompt, answer, stopped, reasoning, served "
@@ -250,7 +251,7 @@ class SessionStore:
             return [_turn_from_row(row) for row in rows]
 
     def _is_generating(self, writer: str | None) -> bool:
-        """Whether the writer of a turn that is not whole still runs."""
+        """True if the writer of an unfinished turn is still running."""
         return writer is not None and self._writer.is_alive(writer)
 
     def _is_other_program(self, writer: str) -> bool:
@@ -272,7 +273,7 @@ class SessionStore:
         if found.revision != record.revision:
             raise SessionChanged(
                 f"{record.name or 'the session'} was changed by another localgen tui: "
-                "look at it, then do it again"
+                "review it, then try again"
             )
         return found
 
@@ -301,12 +302,12 @@ class SessionStore:
             ),
         )
         if done.rowcount != 1:
-            raise SessionGone(f"{record.name or 'the session'} is gone, its answer was not kept")
+            raise SessionGone(f"{record.name or 'the session'} is gone, its answer was not saved")
 
     def _write_session(
         self, sqlite: sqlite3.Connection, record: SessionRecord, before: Conversation
     ) -> SessionRecord:
-        """kept instead of what was there before; turns that stay are not written again."""
+        """Write the session and the turns that differ from `before`."""
         same = _num_common_turns(before.turns, record.conversation.turns)
         sqlite.execute("DELETE FROM turns WHERE session = ? AND place >= ?", (record.id, same))
         for place, turn in enumerate(record.conversation.turns[same:], same):
@@ -314,7 +315,10 @@ class SessionStore:
         return self._write_fields(sqlite, record)
 
     def _write_fields(self, sqlite: sqlite3.Connection, record: SessionRecord) -> SessionRecord:
-        """Write all but the turns; what is there then. A name, once given, is rename()'s alone."""
+        """Write all fields except the turns and return the stored record.
+
+        An existing name is kept: only rename() changes it.
+        """
         system = record.conversation.system
         sqlite.execute(
             "UPDATE sessions SET name = CASE name WHEN '' THEN ? ELSE name END, model = ?, "
@@ -354,7 +358,7 @@ def _decode_params(text: str) -> SamplingParams:
     try:
         return msgspec.json.decode(text, type=SamplingParams)
     except msgspec.MsgspecError as error:
-        raise StoreFailed(f"the settings of a session cannot be read: {error}") from error
+        raise StoreFailed(f"cannot read the parameters of a session: {error}") from error
 
 
 def _turn_from_row(row: Sequence[str]) -> Turn:
@@ -362,7 +366,7 @@ def _turn_from_row(row: Sequence[str]) -> Turn:
 
 
 def _num_common_turns(before: tuple[Turn, ...], after: tuple[Turn, ...]) -> int:
-    """How many of the first turns are the same."""
+    """Number of leading turns that are equal."""
     pairs = zip(before, after, strict=False)
     return next(
         (at for at, (one, other) in enumerate(pairs) if one != other), min(len(before), len(after))
@@ -390,11 +394,11 @@ def _require_exists(sqlite: sqlite3.Connection, session_id: int) -> None:
 
 
 def _close_interrupted_turns(sqlite: sqlite3.Connection, writer: WriterLock) -> None:
-    """Turns whose program was killed stay as far as they got."""
+    """Mark the unfinished turns of killed processes as stopped."""
     rows = sqlite.execute("SELECT DISTINCT writer FROM turns WHERE writer IS NOT NULL").fetchall()
     dead = [name for (name,) in rows if not writer.is_alive(name)]
     for name in dead:
-        # whoever has read the session without this turn must not write over it
+        # new revision: readers that have not seen this turn must not overwrite it
         sqlite.execute(
             "UPDATE sessions SET revision = revision + 1 "
             "WHERE id IN (SELECT session FROM turns WHERE writer = ?)",
@@ -407,5 +411,5 @@ def _close_interrupted_turns(sqlite: sqlite3.Connection, writer: WriterLock) -> 
 
 
 def _replace_surrogates(text: str) -> str:
-    """The text as UTF-8 can have it: lone surrogates become U+FFFD."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,1 +1,1 @@
-"""The chat in a terminal: a conversation, its commands, and answers drawn as they come."""
+"""The interactive terminal chat: line editor, command loop and streamed answers."""

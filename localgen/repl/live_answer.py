@@ -1,4 +1,4 @@
-"""An answer drawn as it comes: whole blocks scroll away for good, only the last one is live."""
+"""Streamed answers: complete blocks are printed once, only the last block is redrawn."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from localgen.chat import report
 from localgen.repl.markdown import render_block, split_blocks
 
 RENDER_INTERVAL_S = 0.08
-# a long block is slow to draw: the model needs the cores more than the screen does
+# idle time per render time: a long block is slow to render, and the model needs the cores
 IDLE_PER_RENDER = 9
 _RESERVED_ROWS = 3  # the live line, the blank row above it, the cursor's row
 
 
 class LiveAnswer:
-    """One answer on a console. One thread paints, at a steady rate whatever the token rate.
+    """Streams one answer to a console; a context manager.
 
-    What the model thinks before it answers is dimmed, line by line as it comes.
-
-    On leaving, the whole text stands printed and nothing live is left.
+    A thread renders at a fixed rate, independent of the token rate. Reasoning is printed dimmed,
+    line by line. On exit the whole text is printed and the live part is removed.
     """
 
     def __init__(self, console: Console, *, used_tokens: int, max_context: int | None) -> None:
@@ -38,7 +37,7 @@ class LiveAnswer:
         self._render_thread = threading.Thread(target=self._render_loop, daemon=True)
         self._done = threading.Event()
         self._render_error: Exception | None = None
-        self._unprinted: deque[tuple[str, str]] = deque()  # thoughts, text
+        self._unprinted: deque[tuple[str, str]] = deque()  # reasoning, text
         self._reasoning = ""
         self._unfinished_text = ""
         self._printed_any = False
@@ -50,9 +49,9 @@ class LiveAnswer:
     def feed(
         self, text: str, num_tokens: int, reasoning: str = "", *, estimated: bool = False
     ) -> None:
-        """More of the answer, and of the thoughts before it.
+        """Append text and reasoning.
 
-        num_tokens: how many there are by now; estimated: or about so many.
+        num_tokens: total tokens of the answer so far. estimated: num_tokens is an estimate.
         """
         if self._ttft_s is None:
             self._ttft_s = time.monotonic() - self._started_s
@@ -61,7 +60,7 @@ class LiveAnswer:
         self._unprinted.append((reasoning, text))
 
     def stats_line(self) -> str:
-        """One line: TTFT, rate, tokens and place in the context, as seen from here."""
+        """One line with TTFT, tokens, rate and context usage, as measured by the client."""
         waited_s = time.monotonic() - self._started_s
         used = self._used_tokens + self._tokens
         about = "~" if self._estimated else ""
@@ -98,11 +97,11 @@ class LiveAnswer:
                 self._print_finished()
                 self._live.refresh()
                 pause_s = max(RENDER_INTERVAL_S, IDLE_PER_RENDER * (time.monotonic() - started_s))
-        except Exception as failure:  # raised again where the answer is awaited
+        except Exception as failure:  # raised again in __exit__
             self._render_error = failure
 
     def _print_finished(self, *, last: bool = False) -> None:
-        """Print the thoughts and blocks that have become whole; the rest is live."""
+        """Print the complete reasoning lines and blocks; the rest stays live."""
         while self._unprinted:
             reasoning, text = self._unprinted.popleft()
             self._reasoning += escape_control_chars(reasoning)
@@ -111,7 +110,7 @@ class LiveAnswer:
         blocks, self._unfinished_text = split_blocks(self._unfinished_text)
         if last:
             blocks, self._unfinished_text = [*blocks, self._unfinished_text], ""
-        # the live part shrinks first: printing redraws it in the same write
+        # shrink the live part first: printing redraws it in the same write
         self._live.update(self._render_unfinished())
         if thought:
             self._console.print(Text(thought.removesuffix("\n"), style="dim"))
@@ -120,7 +119,7 @@ class LiveAnswer:
             self._print_block(block)
 
     def _take_reasoning_lines(self, *, last: bool) -> str:
-        """The lines of thought that are complete; last: nothing is added to them any more."""
+        """Remove and return the complete lines of reasoning; last: all of it."""
         cut = len(self._reasoning) if last else self._reasoning.rfind("\n") + 1
         whole, self._reasoning = self._reasoning[:cut], self._reasoning[cut:]
         return whole
@@ -138,7 +137,7 @@ class LiveAnswer:
         thought = Text(self._reasoning, style="dim")
         rows = self._console.render_lines(thought, pad=False) if self._reasoning else []
         rows += render_block(self._console, self._unfinished_text)
-        # more than fits would push rows into the scroll-back again at every repaint
+        # rows beyond the screen height would be pushed into the scrollback at every repaint
         fitting = rows[-max(1, self._console.size.height - _RESERVED_ROWS) :]
         has_gap = rows and self._printed_any and not self._reasoning
         gap: list[list[Segment]] = [[]] if has_gap else []

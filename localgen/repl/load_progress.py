@@ -1,4 +1,4 @@
-"""What the wait for a server and a model looks like: progress that goes, news that stays."""
+"""Progress of starting the server and loading a model: a transient line and lasting notices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from localgen.backends.terminal_text import one_line
 
 
 class LoadProgressLine:
-    """A line of progress on a terminal, nothing elsewhere. Used as a context.
+    """A progress line on a terminal, no output otherwise; a context manager.
 
-    It shows from the first progress on: what is loaded already shows nothing.
-    console: where; what else is drawn meanwhile must be drawn there too. has_loaded: whether
-    something had to be loaded at all.
+    The line appears at the first update(), so nothing is shown for a loaded model.
+    console: all other output must go through it meanwhile. has_loaded: a model had to be loaded.
     """
 
     def __init__(self, console: Console, name: str) -> None:
@@ -27,12 +26,12 @@ class LoadProgressLine:
         self.has_loaded = False
 
     def notify(self, message: str) -> None:
-        """What the client did that a user should know; it stays."""
+        """Print a lasting notice, for example that the server was started."""
         if self._is_terminal:
             self.console.print(_dim(message))
 
     def update(self, fraction: float) -> None:
-        """Share of the weights read, 0 to 1."""
+        """Show the fraction of the weights that is loaded, 0 to 1."""
         self.has_loaded = True
         if self._is_terminal:
             self._status.start()

@@ -1,7 +1,7 @@
-"""Markdown in pieces: blocks that are whole, and the one that still grows.
+"""Incremental Markdown: split a stream into complete blocks and the unfinished rest.
 
 CommonMark closes blocks line by line and never reopens one, so every top-level block but the
-last is final as soon as a line after it is complete, however the text was cut in transit.
+last is final as soon as a line after it is complete, regardless of how the text was chunked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PARSER = markup.create_markdown_parser()
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:
-    """Sources of the blocks that can no longer change, and the rest of the text."""
+    """Return the sources of the blocks that can no longer change, and the rest of the text."""
     complete = text.rfind("\n") + 1
     starts = [
         token.map[0]
@@ -39,7 +39,7 @@ def split_blocks(text: str) -> tuple[list[str], str]:
 
 
 def render_block(console: Console, source: str) -> list[list[Segment]]:
-    """The rows of a block on this console, without blank rows around it or blanks at row ends."""
+    """Render a block to rows, without leading and trailing blank rows and trailing spaces."""
     rows = console.render_lines(_Document(source), pad=False)
     trimmed = [_strip_trailing_blanks(row) for row in rows]
     while trimmed and not trimmed[0]:
@@ -50,7 +50,7 @@ def render_block(console: Console, source: str) -> list[list[Segment]]:
 
 
 class _FencedCode(CodeBlock):
-    """Code between dim fences, unpadded so that it can be copied."""
+    """Code between dim fences, without padding, so that it can be copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         name = "" if self.lexer_name == "text" else self.lexer_name
@@ -69,13 +69,13 @@ class _Document(Markdown):
     elements: ClassVar = {**Markdown.elements, "fence": _FencedCode, "code_block": _FencedCode}
 
     def __init__(self, source: str) -> None:
-        # hyperlinks=False: a link shows where it leads
+        # hyperlinks=False: show the URL of a link
         super().__init__("", hyperlinks=False)
         self.parsed = list(_with_hard_breaks(_PARSER.parse(source)))
 
 
 def _with_hard_breaks(tokens: list[Token]) -> Iterator[Token]:
-    """A model that ends a line means it: verses and addresses keep their lines."""
+    """Turn soft line breaks into hard ones, so that verses and addresses keep their lines."""
     for token in tokens:
         for child in token.children or ():
             if child.type == "softbreak":

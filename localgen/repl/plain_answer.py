@@ -1,4 +1,4 @@
-"""An answer as plain text, for pipes and for `run`."""
+"""Plain-text answers, for pipes and for `run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localgen.client import Completion, TextDelta
 
 @dataclass(frozen=True, slots=True)
 class CollectedAnswer:
-    """An answer that has ended: its text, what the model thought before, and how it was served."""
+    """A finished answer: text, reasoning, and the server's completion record."""
 
     text: str
     reasoning: str
@@ -24,9 +24,10 @@ def write_plain_answer(
     write: Callable[[str], object],
     write_reasoning: Callable[[str], object],
 ) -> CollectedAnswer:
-    """Write an answer piece by piece, and what is thought before; gives the whole of it.
+    """Write text and reasoning as they arrive and return the whole answer.
 
-    Leaving early, by Ctrl+C or a closed pipe, cancels the request.
+    An exception, such as Ctrl+C or a closed pipe, cancels the request. Raises EngineDied if the
+    stream ends without a completion.
     """
     pieces, thoughts = [], []
     with closing(stream):
@@ -41,4 +42,4 @@ def write_plain_answer(
                         write(text)
                 case Completion():
                     return CollectedAnswer("".join(pieces), "".join(thoughts), event)
-    raise EngineDied("the answer broke off: ask again")
+    raise EngineDied("the answer broke off: send the prompt again")

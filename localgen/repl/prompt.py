@@ -1,4 +1,4 @@
-"""The line editor: history across runs, completion, several lines, $EDITOR."""
+"""The line editor: persistent history, completion, multi-line prompts, $EDITOR."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PREFIXES = ("", "/set system ")
 
 
 def has_open_quotes(text: str) -> bool:
-    """Whether three quotes were opened, at the start or after `/set system`, and not closed."""
+    """True if triple quotes are open, at the start or after `/set system`."""
     body = text.lstrip()
     return any(
         body.startswith(opening + TRIPLE_QUOTES)
@@ -33,7 +33,7 @@ def has_open_quotes(text: str) -> bool:
 
 
 def strip_quotes(text: str) -> str:
-    """A prompt without the three quotes around it."""
+    """Return a prompt without the triple quotes around it."""
     body = text.strip()
     if body.startswith(TRIPLE_QUOTES) and _is_closed(body):
         return body[len(TRIPLE_QUOTES) : -len(TRIPLE_QUOTES)].strip("\n")
@@ -45,7 +45,7 @@ def _is_closed(quoted: str) -> bool:
 
 
 class ChatCompleter(Completer):
-    """Commands, their arguments, parameters, saved chats, models and file names."""
+    """Completes commands, their arguments, parameters, saved chats, models and file names."""
 
     def __init__(
         self, chats: Callable[[], Iterable[str]], models: Callable[[], Iterable[str]]
@@ -83,9 +83,11 @@ def create_prompt_session(
     input: Input | None = None,
     output: Output | None = None,
 ) -> PromptSession[str]:
-    """The editor of a chat. Its prompt() raises EOFError at Ctrl+D, KeyboardInterrupt at
-    Ctrl+C on an empty line."""
-    # prompts are private, and the editor would create the file for all to read
+    """Create the line editor of a chat.
+
+    Its prompt() raises EOFError at Ctrl+D, and KeyboardInterrupt at Ctrl+C on an empty line.
+    """
+    # prompts are private; the editor would create the file readable for others
     history_path.touch(mode=0o600)
     return PromptSession(
         history=FileHistory(str(history_path)),
@@ -100,7 +102,7 @@ def create_prompt_session(
 
 
 def _continuation(_width: int, _line: int, wraps: int) -> str:
-    # a long line that wraps is still one line
+    # no continuation mark for a wrapped line
     return "" if wraps else "... "
 
 

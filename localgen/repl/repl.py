@@ -1,4 +1,4 @@
-"""The loop of a chat: read a line, obey or ask, keep what was said."""
+"""The read-eval-print loop of a chat: run commands, stream answers, keep the conversation."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplAnswer:
-    """What came back for one prompt. completion: None where Ctrl+C stopped it; stats_line: seen so
-    far.
+    """The answer to one prompt.
 
-    reasoning: what the model thought before.
+    completion: None if stopped by Ctrl+C. stats_line: statistics measured by the client.
     """
 
     text: str
@@ -44,10 +43,10 @@ class ReplAnswer:
 
 
 class Repl:
-    """A session, the console it is shown on, and where its lines come from.
+    """The chat loop of a session on a console.
 
-    read_line: the next line for a given prompt; raises EOFError to leave, KeyboardInterrupt at
-    Ctrl+C.
+    read_line: reads the next line with the given prompt; raises EOFError to leave and
+    KeyboardInterrupt at Ctrl+C.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Repl:
         self.read_line = read_line
 
     def run(self) -> None:
-        """Until the user leaves."""
+        """Read and handle lines until the user leaves."""
         self._greet()
         while True:
             try:
@@ -72,7 +71,10 @@ class Repl:
                 return
 
     def handle_line(self, line: str) -> bool:
-        """Obey a command or answer a prompt; False: leave. Errors are told, and change nothing."""
+        """Run a command or answer a prompt. Returns False to leave the chat.
+
+        Errors are printed and leave the session unchanged.
+        """
         try:
             if commands.is_command(line):
                 return self._run_command(line)
@@ -108,12 +110,12 @@ class Repl:
                 self.session.set_conversation(before)
 
     def _ask(self, prompt: str) -> bool:
-        """Answer a prompt; whether there is a new turn."""
+        """Answer a prompt. Returns True if there is a new turn."""
         self._ensure_loaded()
         try:
             reply = self._stream(prompt)
         except (ServerUnavailable, EngineDied) as gone:
-            self._print_dim(f"{one_line(gone.message)}; starting it again and asking again")
+            self._print_dim(f"{one_line(gone.message)}; restarting it and sending the prompt again")
             self._ensure_loaded()
             reply = self._stream(prompt)
         if not (reply.text or reply.reasoning) and reply.completion is None:
@@ -183,11 +185,11 @@ class Repl:
 def start_chat(
     client: ModelClient, progress_line: LoadProgressLine, model: str | None, options: ModelOptions
 ) -> None:
-    """Load the model, then chat on the console of `loading` until the user leaves.
+    """Load the model, then chat on the console of `progress_line` until the user leaves.
 
-    LocalgenError: the model cannot be loaded.
+    Raises LocalgenError if the model cannot be loaded.
     """
-    # the editor takes as long to import as the model to load: do both at once
+    # import the line editor in parallel: it takes as long as loading a model
     editor = threading.Thread(target=importlib.import_module, args=(f"{__package__}.prompt",))
     editor.start()
     settings = ServerSettings.from_environment()
@@ -204,13 +206,13 @@ def _create_line_reader(session: ChatSession) -> Callable[[str], str]:
     from localgen.chat import saved_chats
     from localgen.repl.prompt import ChatCompleter, create_prompt_session
 
-    # a completion is asked for at every key, and looking at a large cache takes a while
+    # completion runs at every key press, and listing a large model cache is slow
     @functools.cache
     def models() -> list[str]:
         try:
             return [card.name for card in session.client.models()]
         except LocalgenError:
-            return []  # a completion has no place to say that the server is away
+            return []  # the completion menu cannot show that the server is unavailable
 
     completions = ChatCompleter(lambda: saved_chats.saved_chat_names(session.state_dir), models)
     editor = create_prompt_session(session.state_dir / "chat_history", completions)
