@@ -83,7 +83,7 @@ class HfModelSource:
         return read_chat_template(self.path)
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """float16 for a float16 checkpoint, else bfloat16; float32 on a CPU, where both are slow."""
+        """float16 for float16 checkpoints, else bfloat16; float32 on a CPU, where it is faster."""
         if device.type == "cpu":
             return torch.float32
         config = ConfigFields.from_file(self.path / "config.json").values
