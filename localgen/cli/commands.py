@@ -10,12 +10,12 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
     "chat": "Chat with a model in the terminal.",
-    "tui": "Chat full-screen: several sessions, with live speed and memory gauges.",
+    "tui": "Chat full-screen in several sessions, with live statistics.",
     "run": "Answer one prompt, given as an argument or on standard input.",
     "ps": "List loaded models.",
     "top": "Monitor the server: speed, latency, memory, requests.",
     "list": "List local models (alias: ls).",
-    "pull": "Download a model from the Hugging Face Hub, or resume a download.",
+    "pull": "Download a model from the hub, or resume a download.",
     "show": "Show a model's metadata, or which quantizations of it fit.",
     "plan": "Estimate the memory use and speed of a model on this machine.",
     "quantize": "Quantize a 16-bit model and measure the quality loss.",

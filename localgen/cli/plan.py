@@ -13,7 +13,7 @@ from localgen.cli.options import Backend
 CtxOption = Annotated[
     int | None,
     typer.Option(
-        "-c", "--ctx", help="Context length in tokens (default: 0, the model's, if it fits)."
+        "-c", "--ctx", help="Context length in tokens (default: 0 = model maximum, if it fits)."
     ),
 ]
 CacheTypeKOption = Annotated[
