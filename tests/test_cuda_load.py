@@ -73,7 +73,7 @@ def test_without_a_gpu_the_way_out_is_named() -> None:
     ("options", "message"),
     [
         ({"tp": 3}, "--tp 3 needs 3 GPUs, there are 2"),
-        ({"tp": 2, "device": "cuda:1"}, "--tp 2 takes the first 2 GPUs"),
+        ({"tp": 2, "device": "cuda:1"}, "--tp 2 uses the first 2 GPUs"),
         ({"device": "cuda:2"}, "only 2 GPUs were found"),
     ],
 )

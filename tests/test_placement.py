@@ -73,7 +73,7 @@ def test_several_gpus_are_the_first_ones() -> None:
             FOLDER,
             LoadOptions(tp=2, device="cuda:1"),
             replace(ONE, gpus=(H200, H200)),
-            "--tp 2 takes the first 2 GPUs: leave out --device cuda:1",
+            "--tp 2 uses the first 2 GPUs: leave --device cuda:1 out",
         ),
         (FOLDER, LoadOptions(), NOTHING, "which only the cuda backend runs, and no NVIDIA GPU"),
         (FOLDER, LoadOptions(backend="llamacpp"), ONE, "llama.cpp runs .gguf files"),

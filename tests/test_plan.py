@@ -116,7 +116,7 @@ def test_what_does_not_fit_says_both_numbers_and_what_would() -> None:
     assert f"--ctx {found.largest_ctx:,}" in found.refusal
     hopeless = plan_memory(FACTS, NOTHING, machine(ram_gb=4))
     assert hopeless.refusal is not None
-    assert hopeless.refusal.endswith("4.0 GB are free; take a smaller model, or free memory")
+    assert hopeless.refusal.endswith("4.0 GB are free; use a smaller model, or free memory")
     assert hopeless.largest_ctx == 0
 
 
@@ -200,7 +200,7 @@ def test_what_would_fit_elsewhere_with_other_options_is_no_way_out() -> None:
 def test_a_draft_model_that_the_backend_cannot_run() -> None:
     folder = replace(DRAFT, is_gguf=False)
     with pytest.raises(
-        InvalidRequest, match=r"--draft: llama\.cpp runs \.gguf files, little is none"
+        InvalidRequest, match=r"--draft: llama\.cpp runs \.gguf files, little is not one"
     ):
         plan_memory(FACTS, NOTHING, machine(), draft=folder)
 
@@ -433,7 +433,7 @@ def test_a_gpu_that_cannot_be_measured(quiet: list[float], monkeypatch: pytest.M
     monkeypatch.setattr(bandwidth, "measure_gpu_bandwidth", lambda index: 0.0)
     assert bandwidth.gpu_bandwidth(H200) is None
     named = bandwidth.gpu_bandwidth(replace(H200, bandwidth_bytes_per_s=4.8e12))
-    assert named == Bandwidth(4.8e12, "as the driver says")
+    assert named == Bandwidth(4.8e12, "reported by the driver")
 
 
 def test_memory_is_really_read() -> None:

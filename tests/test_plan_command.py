@@ -93,7 +93,7 @@ def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "8192")
-    assert "these are the catalog's facts" in err
+    assert "using the catalog's figures" in err
     assert "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M, not downloaded" in out
     assert rows(out)["weights"] == ["4.9 GB", "Q4_K_M"]
     assert rows(out)["context"] == ["8,192", rows(out)["context"][1]]
@@ -114,7 +114,7 @@ def test_a_draft_model_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_catalogs_draft_model(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "8192", "--draft", "auto", "--json")
     (plan,) = json.loads(out)["plans"]
-    assert err.count("these are the catalog's facts") == 1
+    assert err.count("using the catalog's figures") == 1
     assert "Llama-3.2-1B" in plan["draft"]["name"]
     assert plan["draft"]["weights_bytes"] > 500_000_000
     out, err = told(capsys, "tiny", "--draft", "auto")
@@ -162,8 +162,8 @@ def test_an_entry_that_lacks_facts_names_them(
         (["tiny", "--ctx", "4096"], "invalid_request", "was trained for 2,048 tokens"),
         (["tiny", "--ctx", "-1"], "invalid_request", "use 1 to 2,048"),
         (["tiny", "-ctk", "q3"], "invalid_request", "cache_type_k is 'q3', it must be one of f32"),
-        (["tiny", "--quant", "Q8_0"], "invalid_request", "is a file, which has one quantization"),
-        (["llama-8b", "--quant", "Q9"], "model_not_found", "has no Q9, there is: "),
+        (["tiny", "--quant", "Q8_0"], "invalid_request", "is a file with one quantization"),
+        (["llama-8b", "--quant", "Q9"], "model_not_found", "has no Q9. Available: "),
         (["acme/unknown"], "hub_unavailable", "HF_HUB_OFFLINE is set"),
         (["tiny", "--draft", ""], "invalid_request", "--draft is empty"),
         (

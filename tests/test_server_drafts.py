@@ -83,11 +83,11 @@ def test_what_is_usual_is_taken_where_it_suits() -> None:
 def test_llama_cpp_takes_no_folders() -> None:
     llamacpp, cuda = Placement("llamacpp", ""), Placement("cuda", "")
     assert DraftChoice.from_model(FOLDER, optional=False).for_placement(cuda).file == FOLDER
-    with pytest.raises(InvalidRequest, match=r"llama.cpp runs \.gguf files, /m/small is none"):
+    with pytest.raises(InvalidRequest, match=r"llama.cpp runs \.gguf files, /m/small is not one"):
         DraftChoice.from_model(FOLDER, optional=False).for_placement(llamacpp)
     fallen = DraftChoice.from_model(FOLDER, optional=True).for_placement(llamacpp)
     assert (fallen.file, fallen.effective_option, fallen.option) == (None, "ngram", "/m/small")
-    assert "/m/small is none" in fallen.note
+    assert "/m/small is not one" in fallen.note
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""Where a model runs and the memory that it takes: backend, layers on GPUs, footprint."""
+"""Placement of a model: backend, GPU layers, and memory footprint."""

@@ -1,4 +1,4 @@
-"""Which backend runs a model, and why."""
+"""Choose the backend and GPUs for a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.machine.gpus import Gpu, nvidia_gpus
 from localgen.machine.llama_build import LlamaBuild, probe_llamacpp
 
 BACKENDS = ("auto", "llamacpp", "cuda")
-# the engine's kernels need bfloat16 and asynchronous copies
+# the cuda backend's kernels need bfloat16 and asynchronous copies
 MIN_CAPABILITY = (8, 0)
 _CUDA_PACKAGES = {
     "torch": "torch",
@@ -29,8 +29,10 @@ INSTALL_COMMAND = "pip install 'localgen[cuda]'"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """backend: llamacpp or cuda. reason: as a user reads it. gpus: those that were chosen; several
-    divide the model among them."""
+    """Where a model runs. backend: llamacpp or cuda. reason: shown to users.
+
+    gpus: the GPUs of the cuda backend; several are used for tensor parallelism.
+    """
 
     backend: str
     reason: str
@@ -38,25 +40,26 @@ class Placement:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The first of them."""
+        """The first GPU, or None."""
         return self.gpus[0] if self.gpus else None
 
     @property
     def on_gpu(self) -> bool:
-        """Whether its memory is a GPU's, as the cuda backend's is unless --device cpu."""
+        """True if its memory is a GPU's, as with the cuda backend unless --device cpu."""
         return bool(self.gpus)
 
     def uses(self, gpu: Gpu | None) -> bool:
-        """Whether it takes memory of this GPU; None: of the machine."""
+        """Return True if the model takes memory of this GPU. None: of main memory."""
         return not self.gpus if gpu is None else gpu.index in (own.index for own in self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What there is to run on. missing_packages: packages that the cuda backend lacks.
+    """The hardware and software to run models on.
 
-    has_driver: whether NVIDIA's tools are installed, GPU or not.
-    llamacpp_has_gpu: whether llama.cpp was built for a GPU, looked up only where it matters.
+    missing_packages: packages that the cuda backend needs.
+    has_driver: NVIDIA's tools are installed, with or without a GPU.
+    llamacpp_has_gpu: llama.cpp was built for a GPU; probed only when needed.
     """
 
     gpus: tuple[Gpu, ...]
@@ -65,7 +68,7 @@ class Hardware:
     llamacpp_has_gpu: Callable[[], bool]
 
     def with_freed_memory(self, freed_bytes: Mapping[int, int]) -> Hardware:
-        """The same with so many bytes more free, by the index of the GPU."""
+        """Return a copy with more free GPU memory. freed_bytes: by GPU index."""
         gpus = (
             replace(g, free_bytes=g.free_bytes + freed_bytes.get(g.index, 0)) for g in self.gpus
         )
@@ -73,7 +76,7 @@ class Hardware:
 
     @property
     def cuda_unavailable_reason(self) -> str | None:
-        """Why the cuda backend cannot be used here; None: it can."""
+        """Why the cuda backend cannot run here, or None if it can."""
         able = [gpu for gpu in self.gpus if gpu.capability >= MIN_CAPABILITY]
         if self.missing_packages and (self.gpus or self.has_driver):
             return f"{', '.join(self.missing_packages)} not installed: {INSTALL_COMMAND}"
@@ -89,7 +92,7 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    """What there is, now."""
+    """Detect the hardware now."""
     missing = tuple(name for module, name in _CUDA_PACKAGES.items() if find_spec(module) is None)
     has_driver = shutil.which("nvidia-smi") is not None
     return Hardware(nvidia_gpus(), missing, has_driver, _llamacpp_has_gpu)
@@ -104,9 +107,9 @@ def _llamacpp_has_gpu() -> bool:
 def choose_placement(
     file: ModelFile, options: LoadOptions, hardware: Hardware, need_bytes: int
 ) -> Placement:
-    """Where a model goes. need_bytes: for its weights and a useful context.
+    """Choose where a model runs. need_bytes: for its weights and a useful context.
 
-    InvalidRequest: what was asked for is not possible.
+    Raises InvalidRequest if the options are not possible.
     """
     backend = options.backend or "auto"
     if backend not in BACKENDS:
@@ -120,9 +123,9 @@ def choose_placement(
         return _place_on_cuda(options, hardware)
     if backend == "llamacpp":
         if not file.is_gguf:
-            message = f"llama.cpp runs .gguf files, {file.path} is none"
+            message = f"llama.cpp runs .gguf files, {file.path} is not one"
             raise InvalidRequest(message, param="backend")
-        return Placement("llamacpp", "as asked")
+        return Placement("llamacpp", "as requested")
     return _place_automatically(file, hardware, need_bytes)
 
 
@@ -133,7 +136,7 @@ def _place_on_cuda(options: LoadOptions, hardware: Hardware) -> Placement:
             param="backend",
         )
     if options.device == "cpu":
-        return Placement("cuda", "as asked")
+        return Placement("cuda", "as requested")
     if hardware.cuda_unavailable_reason is not None:
         raise InvalidRequest(
             f"{hardware.cuda_unavailable_reason}: --backend llamacpp for a .gguf file, or "
@@ -141,27 +144,27 @@ def _place_on_cuda(options: LoadOptions, hardware: Hardware) -> Placement:
             param="backend",
         )
     if (options.tp or 1) > 1:
-        return Placement("cuda", "as asked", _tp_gpus(options, hardware))
-    return Placement("cuda", "as asked", (_requested_gpu(options, hardware),))
+        return Placement("cuda", "as requested", _tp_gpus(options, hardware))
+    return Placement("cuda", "as requested", (_requested_gpu(options, hardware),))
 
 
 def _tp_gpus(options: LoadOptions, hardware: Hardware) -> tuple[Gpu, ...]:
-    """As many as were asked for, the first ones: as torch counts them. InvalidRequest."""
+    """Return the first `tp` GPUs in torch's order. Raises InvalidRequest."""
     tp, found = options.tp or 1, len(hardware.gpus)
     if tp > found:
         are = "is 1" if found == 1 else f"are {found}"
         raise InvalidRequest(f"--tp {tp} needs {tp} GPUs, there {are}", param="tp")
     if options.device not in (None, "cuda"):
         raise InvalidRequest(
-            f"--tp {tp} takes the first {tp} GPUs: leave out --device {options.device}, "
-            "CUDA_VISIBLE_DEVICES says which are first",
+            f"--tp {tp} uses the first {tp} GPUs: leave --device {options.device} out, "
+            "CUDA_VISIBLE_DEVICES selects their order",
             param="device",
         )
     return hardware.gpus[:tp]
 
 
 def _requested_gpu(options: LoadOptions, hardware: Hardware) -> Gpu:
-    """The GPU asked for, or the one with most room. InvalidRequest."""
+    """Return the requested GPU, or the one with the most free memory. Raises InvalidRequest."""
     name = options.device or "cuda"
     if name == "cuda":
         return max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
@@ -182,13 +185,13 @@ def _place_automatically(file: ModelFile, hardware: Hardware, need_bytes: int) -
         if need_bytes > gpu.free_bytes:
             why_not = f"{numbers} free"
         elif file.is_gguf and hardware.llamacpp_has_gpu():
-            return Placement("llamacpp", "it computes with a GGUF file's own bits on the GPU")
+            return Placement("llamacpp", "it runs quantized GGUF weights directly on the GPU")
         else:
             return Placement("cuda", f"{numbers} free", (gpu,))
     if not file.is_gguf:
         raise InvalidRequest(
             f"{file.name} is a Hugging Face model, which only the cuda backend runs, and "
-            f"{why_not}: take a .gguf file, or --backend cuda --device cpu to run it slowly",
+            f"{why_not}: use a .gguf file, or --backend cuda --device cpu to run it slowly",
             param="model",
         )
     return Placement("llamacpp", why_not)

@@ -1,4 +1,4 @@
-"""What a model takes of memory: for placement, for the choice of a quantization, for plans."""
+"""Estimate the memory footprint of a model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from localgen.backends.memory.compute_buffers import (
 from localgen.backends.memory.load_defaults import LoadDefaults
 from localgen.backends.model_info import LoadOptions
 
-# a context with room for a long document or an hour of talk
+# enough for a long document or an hour of conversation
 USEFUL_CTX = 8192
-# of a model whose shape is not known: buffers of the computation, and an allowance for the KV cache
+# for a model of unknown shape: compute buffers and KV cache as fractions of the weights
 _WORK_FRACTION = 0.05
 _KV_FRACTION = 1 / 8
 _MIN_KV_BYTES = 64 << 20
-# most GGUF files have four bits and a little a weight: in sixteen they are four times as large
+# most GGUF files have slightly over four bits per weight: 16 bits take four times as much
 _GGUF_DEQUANTIZED_RATIO = 4
 
 RunnerKind = Literal["llamacpp", "cuda", "cuda on cpu"]
@@ -38,9 +38,9 @@ _DEFAULTS: dict[RunnerKind, LoadDefaults] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of a model: what does not grow, and for each token of its pool.
+    """Memory of a model in bytes: a fixed part and a part per token of the KV pool.
 
-    cache_types: of keys and of values. shape: None: not known, its figures are allowances.
+    cache_types: of keys and values. shape: None if unknown; the figures are then rough.
     """
 
     weights_bytes: int
@@ -56,28 +56,31 @@ class Footprint:
 
     @property
     def min_bytes(self) -> int:
-        """All of it but a pool whose size is to be settled."""
+        """Memory without the KV pool; with an allowance for it if the shape is unknown."""
         fixed = self.weights_bytes + self.fixed_bytes
         if self.shape is None:
             fixed += max(int(self.weights_bytes * _KV_FRACTION), _MIN_KV_BYTES)
         return fixed
 
     def total_bytes(self, tokens: int) -> int:
-        """All of it with a pool of so many tokens."""
+        """Total memory with a KV pool of that many tokens."""
         return self.min_bytes + int(self.token_bytes * tokens)
 
     def need_bytes(self, tokens: int | None = None) -> int:
-        """All of it with a pool of so many tokens, at most the model's own; None: a useful one."""
+        """Total memory with a KV pool of that many tokens, at most ctx_train.
+
+        None: tokens of a useful context.
+        """
         if self.shape is None:
             return self.min_bytes
         useful = useful_ctx(self.shape)
-        # more than it was trained for, or nothing at all, is for the engine to refuse
+        # the engine rejects a context that is longer than ctx_train or not positive
         wanted = useful if tokens is None else min(max(0, tokens), self.shape.ctx_train or tokens)
         return self.total_bytes(wanted)
 
 
 def useful_ctx(shape: ModelShape | None) -> int:
-    """The context that a model must have room for."""
+    """The context length that a model should at least have room for."""
     trained = shape.ctx_train if shape else 0
     return min(USEFUL_CTX, trained or USEFUL_CTX)
 
@@ -85,8 +88,11 @@ def useful_ctx(shape: ModelShape | None) -> int:
 def loaded_weight_bytes(
     size_bytes: int, params: int | None, runner: RunnerKind, *, is_gguf: bool
 ) -> int:
-    """Bytes of weights as a runner keeps them: llama.cpp as the file has them, our own engine a
-    GGUF file's in 16 bits and all in 32 on a CPU. A guess where params is not known."""
+    """Bytes of the weights in a runner's memory; an estimate if params is unknown.
+
+    llama.cpp keeps the file's format. The cuda backend dequantizes GGUF weights to 16 bits, and
+    uses 32 bits for all weights on a CPU.
+    """
     if runner == "llamacpp" or (runner == "cuda" and not is_gguf):
         return size_bytes
     if not is_gguf:
@@ -101,10 +107,10 @@ def estimate_footprint(
     runner: RunnerKind = "llamacpp",
     options: LoadOptions = LoadOptions(),
 ) -> Footprint:
-    """What a model of these weights takes on a runner. weights_bytes: as the runner keeps them."""
+    """Estimate the footprint. weights_bytes: as loaded (see loaded_weight_bytes)."""
     usual = _DEFAULTS[runner]
     types = tuple(
-        asked if asked in CACHE_ELEMENT_BYTES else usual.cache_type  # the engine refuses others
+        asked if asked in CACHE_ELEMENT_BYTES else usual.cache_type  # the engine rejects others
         for asked in (options.cache_type_k, options.cache_type_v)
     )
     if shape is None:
@@ -128,7 +134,7 @@ def estimate_footprint(
 
 
 def num_kv_parts(options: LoadOptions) -> int:
-    """Into how many equal ones llama.cpp's pool is cut."""
+    """Number of equal parts of llama.cpp's KV cache."""
     return (
         1
         if options.kv_unified is not False
@@ -139,7 +145,7 @@ def num_kv_parts(options: LoadOptions) -> int:
 def _work_bytes(
     shape: ModelShape, runner: RunnerKind, runner_defaults: LoadDefaults, options: LoadOptions
 ) -> tuple[int, float]:
-    """Bytes of the computation's buffers: fixed, and for each token of the pool."""
+    """Compute buffer bytes: fixed, and per token of the KV pool."""
     step_tokens = options.max_batch_tokens or runner_defaults.max_batch_tokens
     if runner != "llamacpp":
         bytes_ = cuda_work_bytes(

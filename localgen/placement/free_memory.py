@@ -1,4 +1,4 @@
-"""Whether another model fits in memory."""
+"""Estimate the memory a model needs, and the memory free for more models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def estimate_ram_bytes(
     *,
     draft: ModelFile | None = None,
 ) -> int:
-    """Bytes of main memory that a model needs before it is loaded, with the context asked for or a
-    useful one, and a draft model beside it with as much. Reads the beginnings of their files."""
+    """Main memory in bytes that a model and its draft model need.
+
+    With the requested context, or a useful one. Reads the headers of their files.
+    """
     runner: RunnerKind = "llamacpp" if backend == "llamacpp" else "cuda on cpu"
     return sum(_estimate_bytes(each, options, runner) for each in (file, draft) if each is not None)
 
@@ -30,7 +32,7 @@ def estimate_ram_bytes(
 def estimate_gpu_bytes(
     file: ModelFile, options: LoadOptions, hardware: Hardware, *, draft: ModelFile | None = None
 ) -> int:
-    """The same of each GPU's memory on our own engine; 0 where there is no such GPU."""
+    """Memory in bytes per GPU on the cuda backend; 0 if it cannot run here."""
     if hardware.cuda_unavailable_reason is not None:
         return 0
     each = (file, draft)
@@ -46,17 +48,16 @@ def _estimate_bytes(file: ModelFile, options: LoadOptions, runner: RunnerKind) -
 
 
 def _weight_sizes(file: ModelFile) -> tuple[int, int | None]:
-    """Their bytes, and how many there are, where that is known."""
+    """Bytes and number of the weights, as far as known."""
     try:
         found = read_weight_sizes(file, None)
     except LoadFailed:
-        return file.size_bytes, None  # the engine that loads it says what is wrong
+        return file.size_bytes, None  # loading the file reports the error
     return found.size_bytes, found.params
 
 
 def loaded_model_bytes(info: ModelInfo) -> int:
-    """Bytes that a loaded model takes: its weights, its KV pool, buffers of the computation, and
-    those of its draft model."""
+    """Memory of a loaded model and its draft model: weights, KV pool and compute buffers."""
     return sum(one.size_bytes + one.kv_bytes + one.work_bytes for one in _model_and_draft(info))
 
 
@@ -67,15 +68,15 @@ def _model_and_draft(info: ModelInfo) -> tuple[ModelInfo | DraftInfo, ...]:
 def free_memory_bytes(
     limit: int | None, loaded: Iterable[ModelInfo], loading: Iterable[int]
 ) -> int:
-    """Bytes for more models; negative when they are overcommitted.
+    """Memory in bytes for more models; negative if overcommitted.
 
-    limit: what models may use together; None: what the machine has. loading: estimates of
-    models that are being read right now.
+    limit: for all models together; None: the machine's memory. loading: estimates for models being
+    loaded.
     """
     reserved = sum(loading)
     if limit is not None:
         return limit - reserved - sum(loaded_model_bytes(info) for info in loaded)
-    # mapped weights are page cache, which the system counts as available though we need it
+    # mapped weights are page cache, which the system counts as available although it is needed
     mapped = sum(
         one.size_bytes for info in loaded if info.options.mmap for one in _model_and_draft(info)
     )

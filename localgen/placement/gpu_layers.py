@@ -1,4 +1,4 @@
-"""How many of a model's layers fit on each GPU."""
+"""Number of a model's layers that fit on each GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localgen.placement.footprint import Footprint
 
 @dataclass(frozen=True, slots=True)
 class GpuLayers:
-    """layers: of `of`, llama.cpp counts the output as one."""
+    """layers: number on this GPU, out of `of`; llama.cpp counts the output as a layer."""
 
     gpu: Gpu
     layers: int
@@ -22,9 +22,9 @@ class GpuLayers:
 def assign_gpu_layers(
     hardware: Hardware, placement: Placement, footprint: Footprint, kv_tokens: int
 ) -> tuple[GpuLayers, ...]:
-    """For each GPU, in their order; empty where no GPU can be used."""
+    """Assign layers to GPUs in order; empty if no GPU can be used."""
     assert footprint.shape is not None
-    if placement.gpu is not None:  # our own engine has all on one
+    if placement.gpu is not None:  # the cuda backend has all layers on a GPU
         layers = footprint.shape.num_layers
         return (GpuLayers(placement.gpu, layers, layers),)
     if placement.backend != "llamacpp" or not hardware.gpus or not hardware.llamacpp_has_gpu():

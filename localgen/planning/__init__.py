@@ -1,1 +1,1 @@
-"""What a model would take here and how fast it could be, before it is loaded."""
+"""Estimate a model's memory and speed on this machine before it is loaded."""

@@ -1,4 +1,4 @@
-"""From a model's name to its facts: its files, the hub where it can be reached, or the catalog."""
+"""Find the facts of a model by name: from local files, the hub, or the catalog."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ALL_QUANTS = "all"
 def find_model_facts(
     name: str | None, quants: Sequence[str], notify: Notify
 ) -> tuple[list[ModelFacts], list[ModelFacts]]:
-    """What is asked for, and all that is known of the same model to choose from.
+    """Return the facts of the requested models, and of all quantizations to choose from.
 
-    quants: which quantizations, `all` for all; none: the one that the name means. Raises
-    ModelNotFound, InvalidRequest, LoadFailed, and HubUnavailable where only the hub knows.
+    quants: requested quantizations, `all` for all, empty for the one selected by the name. Raises
+    ModelNotFound, InvalidRequest, LoadFailed, or HubUnavailable if only the hub has the model.
     """
     meant, wanted = _resolve_name(name)
     if wanted is None:
@@ -56,9 +56,9 @@ def find_model_facts(
 def find_draft_facts(
     requested: str | None, target: str | None, facts: ModelFacts, notify: Notify
 ) -> ModelFacts | None:
-    """What is asked to draft for a model of that name; None: none is, or the catalog has none.
+    """Return the facts of the requested draft model.
 
-    Raises what find raises.
+    Returns None if none is requested or the catalog has none. Raises like find_model_facts.
     """
     if requested in (None, DRAFT_NGRAM, DRAFT_NONE):
         return None
@@ -75,7 +75,7 @@ def find_draft_facts(
 
 
 def _catalog_draft(target: str | None, facts: ModelFacts) -> str | None:
-    """The catalog's draft model for this one, of the same format."""
+    """Name of the catalog's draft model for the target, in the same format, or None."""
     _, wanted = _resolve_name(target)
     entry = wanted.entry if wanted else None
     names = entry.draft_names(is_gguf=facts.is_gguf) if entry else ()
@@ -83,7 +83,7 @@ def _catalog_draft(target: str | None, facts: ModelFacts) -> str | None:
 
 
 def _resolve_name(name: str | None) -> tuple[str, HubReference | None]:
-    """What a name stands for, as a reference; None: for a file or folder of its own."""
+    """Expand aliases. The reference is None for the built-in model, paths and unknown names."""
     meant = load_aliases().get(name or BUILT_IN_MODEL, name or BUILT_IN_MODEL)
     return meant, None if meant == BUILT_IN_MODEL or is_path(meant) else resolve_reference(meant)
 
@@ -92,8 +92,8 @@ def _local_facts(name: str, quants: Sequence[str]) -> tuple[list[ModelFacts], li
     file = resolve_model(name)
     if quants:
         raise InvalidRequest(
-            f"--quant: {file.name} is a file, which has one quantization: leave it out, or give "
-            "the name of a repository"
+            f"--quant: {file.name} is a file with one quantization: leave it out, or use "
+            "a repository name"
         )
     return [local_model_facts(file, _quant_of_file(file))], []
 
@@ -106,7 +106,7 @@ def _installed_file(name: str) -> ModelFile | None:
 
 
 def _quant_of_file(file: ModelFile) -> str:
-    """As the file's name tells it."""
+    """Quantization from the file name; empty if there is none."""
     if not file.is_gguf:
         return "safetensors"
     found = quant_of(file.path.stem.partition("-00001-of-")[0])
@@ -114,19 +114,19 @@ def _quant_of_file(file: ModelFile) -> str:
 
 
 def _list_repo(reference: HubReference, notify: Notify) -> RepoListing | None:
-    """What the repository has; None: out of reach, and the catalog knows it."""
+    """List the repository. Returns None if the hub is unreachable but the catalog has the model."""
     try:
         with forward_warnings(notify):
             return list_repo(reference.repo, notify)
     except HubUnavailable as error:
         if reference.entry is None:
             raise
-        notify(f"{error.message}; these are the catalog's facts")
+        notify(f"{error.message}; using the catalog's figures")
         return None
 
 
 def _catalog_facts(reference: HubReference) -> list[ModelFacts]:
-    """Its GGUF files as the catalog knows them, largest first."""
+    """GGUF quantizations in the catalog, largest first."""
     if reference.entry is None:
         return []
     entry = reference.entry
@@ -139,7 +139,7 @@ def _catalog_facts(reference: HubReference) -> list[ModelFacts]:
 
 
 def _hub_facts(reference: HubReference, listing: RepoListing) -> list[ModelFacts]:
-    """The GGUF files of a repository, largest first; of a folder, that alone."""
+    """GGUF quantizations of a repository, largest first, or its safetensors model."""
     models = listing.gguf_models()
     if not models:
         return [_safetensors_facts(reference, listing)]
@@ -159,7 +159,7 @@ def _hub_facts(reference: HubReference, listing: RepoListing) -> list[ModelFacts
 
 
 def _safetensors_facts(reference: HubReference, listing: RepoListing | None) -> ModelFacts:
-    """A model in Hugging Face's format. ModelNotFound: there is none."""
+    """Facts of a safetensors model. Raises ModelNotFound if the repository has none."""
     known = reference.safetensors
     quant = known.method if known else "safetensors"
     if listing is None:
@@ -168,7 +168,8 @@ def _safetensors_facts(reference: HubReference, listing: RepoListing | None) -> 
     files = listing.safetensors_files(known.skip_patterns if known else ())
     if not files:
         raise ModelNotFound(
-            f"{listing.repo} has no .gguf files, nor config.json and safetensors", param="model"
+            f"{listing.repo} has neither .gguf files nor config.json with safetensors",
+            param="model",
         )
     size = sum(file.size_bytes for file in files if Path(file.path).suffix == ".safetensors")
     config = next(file for file in files if file.path == "config.json")
@@ -179,7 +180,7 @@ def _safetensors_facts(reference: HubReference, listing: RepoListing | None) -> 
 
 
 def _read_remote_shape(listing: RepoListing, file: RemoteFile) -> ModelShape | None:
-    """The shape that the beginning of a file on the hub tells of; None: it does not."""
+    """Read the model shape from the beginning of a file on the hub. Returns None if that fails."""
     try:
         first = read_file_head(listing.repo, listing.commit, file.path)
         if file.path.endswith(".json"):
@@ -193,7 +194,7 @@ def _read_remote_shape(listing: RepoListing, file: RemoteFile) -> ModelShape | N
 def _select_facts(
     reference: HubReference, quant: str | None, candidates: list[ModelFacts]
 ) -> ModelFacts:
-    """The quantization that is asked for, or that the name means. ModelNotFound."""
+    """Select the requested or default quantization. Raises ModelNotFound."""
     if quant is None and reference.is_auto:
         return _best_facts(reference, candidates)
     tag = quant or reference.tag or reference.default_quant
@@ -204,12 +205,12 @@ def _select_facts(
         if not candidates:
             raise model_not_found(reference.name)
         known = ", ".join(facts.quant for facts in candidates)
-        raise ModelNotFound(f"{reference.repo} has no {tag}, there is: {known}", param="model")
+        raise ModelNotFound(f"{reference.repo} has no {tag}. Available: {known}", param="model")
     return found
 
 
 def _best_facts(reference: HubReference, candidates: list[ModelFacts]) -> ModelFacts:
-    """What `auto` takes. OutOfMemory: nothing fits."""
+    """Select the quantization for `auto`. Raises OutOfMemory if none fits."""
     ways = [quant_choice.QuantOption(facts.quant, facts.weights_bytes) for facts in candidates]
     best, _ = quant_choice.choose_quant(
         ways, reference.repo, reference.entry, quant_choice.available_memory()
@@ -218,7 +219,7 @@ def _best_facts(reference: HubReference, candidates: list[ModelFacts]) -> ModelF
 
 
 def _installed_facts(reference: HubReference, facts: ModelFacts) -> ModelFacts | None:
-    """The same from its own files, where it is here."""
+    """Facts from the local file, if the model is installed."""
     file = _installed_file(facts.name) if facts.is_gguf else None
     return local_model_facts(file, facts.quant) if file is not None else None
 
@@ -233,8 +234,7 @@ def remote_model_facts(
     is_gguf: bool = True,
     source: str = "catalog",
 ) -> ModelFacts:
-    """Of a model that is not here. shape: from its files on the hub; None: as the catalog has
-    it."""
+    """Facts of a model that is not installed. shape: from the hub; None: from the catalog."""
     missing: tuple[str, ...] = () if size_bytes else ("the size of its weights",)
     if shape is None:
         shape = entry.shape if entry else None
@@ -253,7 +253,7 @@ def remote_model_facts(
 
 
 def _active_fraction(entry: CatalogEntry | None) -> float:
-    """Which share of the weights one token reads."""
+    """Fraction of the weights read per token."""
     if entry is None or not entry.params or not entry.active_params:
         return 1.0
     return entry.active_params / entry.params

@@ -1,4 +1,4 @@
-"""What a loaded model really takes, beside which its plan stands."""
+"""Actual memory usage of a loaded model, to compare with its plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from localgen.backends.model_info import LoadOptions, MemoryUsage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedUsage:
-    """Bytes as the runner has allocated them and as the system counts the engine's process.
+    """Memory in bytes, as allocated by the runner and as measured for the engine process.
 
-    rss_bytes: resident, weights that are mapped and other parts of files included. gpu_bytes: of
-    GPUs' memory. draft: of the model that drafts for it. None: nobody tells, or there is none.
+    rss_bytes: resident memory, including mapped weights and other file pages. gpu_bytes: GPU
+    memory. draft: the draft model's memory. None: unknown, or no draft model.
     """
 
     backend: str
@@ -36,14 +36,16 @@ class LoadedUsage:
 
     @property
     def draft_bytes(self) -> int | None:
-        """All that the draft model takes; None: nobody tells, or there is none. On a GPU its
-        buffers are among the target's."""
+        """Total memory of the draft model; None if unknown or absent.
+
+        On a GPU, its buffers are counted with the target's.
+        """
         used = self.draft
         return None if used is None else _sum(used.weights, used.kv, used.work or 0)
 
     @property
     def unmapped_bytes(self) -> int:
-        """All but weights, as far as it is known."""
+        """Known memory other than weights."""
         used = self.draft or MemoryUsage()
         return sum(part or 0 for part in (self.kv_bytes, self.work_bytes, used.kv, used.work))
 
@@ -54,7 +56,7 @@ def _sum(*parts: int | None) -> int | None:
 
 
 def find_loaded(stats: dict[str, Any], path: str | None) -> LoadedUsage | None:
-    """The model of that path among the server's; None: it is not loaded (yet)."""
+    """Find the model with this path in the server's stats. Returns None if it is not loaded."""
     for model in stats["models"]:
         info = model.get("info")
         if path is None or model["path"] != path or info is None:
@@ -83,7 +85,7 @@ _CONTEXT_OPTIONS = ("ctx", "kv_tokens")
 
 
 def with_loaded_options(options: LoadOptions, loaded: LoadedUsage) -> LoadOptions:
-    """What was asked, and the rest as it was loaded, so that the figures can be compared."""
+    """Fill unset options with those of the loaded model, so that the figures are comparable."""
     names = (*_MEMORY_OPTIONS, *_PLACEMENT_OPTIONS, *(() if options.ctx else _CONTEXT_OPTIONS))
     rest = {name: getattr(loaded.options, name) for name in names if getattr(options, name) is None}
     return replace(options, **rest)

@@ -1,4 +1,4 @@
-"""Where a model would run, and the room that it would have there."""
+"""Where a model would run, and the memory available there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from localgen.planning.resources import MachineResources
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A model as it is to be loaded on a machine. draft: the model that drafts for it."""
+    """A model to be loaded on a machine. draft: its draft model, if any."""
 
     facts: ModelFacts
     options: LoadOptions
@@ -35,8 +35,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """free_bytes: what there is for weights, buffers and pool together. draft_footprint: what the
-    draft model takes, whose pool has as many tokens."""
+    """A model placed on a device.
+
+    free_bytes: memory for weights, buffers and KV pool together. draft_footprint: of the draft
+    model, whose pool has the same number of tokens.
+    """
 
     placement: Placement
     footprint: Footprint
@@ -46,12 +49,12 @@ class PlacedModel:
 
     @property
     def kv_budget_bytes(self) -> int:
-        """What the pools may take of it."""
+        """Memory left for the KV pools."""
         return self.free_bytes - sum(one.min_bytes for one in self._footprints)
 
     @property
     def token_bytes(self) -> float:
-        """Of a token in both pools."""
+        """Bytes per token, in both pools together."""
         return sum(one.token_bytes for one in self._footprints)
 
     @property
@@ -63,22 +66,25 @@ class PlacedModel:
         )
 
     def total_bytes(self, tokens: int) -> int:
-        """All of it with pools of so many tokens."""
+        """Total memory with KV pools of that many tokens."""
         return sum(one.total_bytes(tokens) for one in self._footprints)
 
     def largest_ctx(self) -> int | None:
-        """The longest context that fits, at most the model's own; None: not known."""
+        """Longest context that fits, at most ctx_train. Returns None if unknown."""
         shape = self.footprint.shape
         if shape is None or not shape.ctx_train:
             return None
         room = max(0, self.kv_budget_bytes) / self.pool_rules.num_parts
         tokens = kv_sizing.max_fitting_tokens(self.token_bytes, room, shape.ctx_train)
-        step = self.pool_rules.granularity_tokens  # a pool has whole ones
+        step = self.pool_rules.granularity_tokens  # pool sizes are multiples of it
         return tokens if tokens == shape.ctx_train else tokens // step * step
 
     def choose_kv_size(self, options: LoadOptions, name: str) -> tuple[KVSize, bool]:
-        """Context and pool as the loader would make them, and whether they fit; if not, the least
-        that was asked for. InvalidRequest."""
+        """Return the context and pool size that the loader would choose, and whether they fit.
+
+        If they do not fit, returns the smallest size that satisfies the options. Raises
+        InvalidRequest.
+        """
         shape = self.footprint.shape
         trained = (shape.ctx_train if shape else 0) or options.ctx or kv_sizing.DEFAULT_POOL_TOKENS
         wanted = KVSizeRequest(
@@ -96,12 +102,12 @@ class PlacedModel:
 
 
 def place_model(request: PlanRequest) -> PlacedModel:
-    """InvalidRequest: what was asked for is not possible here."""
+    """Place a model. Raises InvalidRequest if the options are not possible on this machine."""
     placement = _choose_placement(request)
     gpu, runner, draft = placement.gpu, _runner(placement), request.draft
     if draft is not None and runner == "llamacpp" and not draft.is_gguf:
         raise InvalidRequest(
-            f"--draft: llama.cpp runs .gguf files, {draft.name} is none", param="draft"
+            f"--draft: llama.cpp runs .gguf files, {draft.name} is not one", param="draft"
         )
     return PlacedModel(
         placement=placement,
@@ -113,7 +119,7 @@ def place_model(request: PlanRequest) -> PlacedModel:
 
 
 def _choose_placement(request: PlanRequest) -> Placement:
-    """As the server places it, by what both would need on a GPU."""
+    """Place the model as the server does, by the GPU memory of target and draft model together."""
     facts, asked = request.facts, request.options
     path = Path(facts.path or (f"{facts.name}.gguf" if facts.is_gguf else facts.name))
     file = ModelFile(facts.name, path, facts.weights_bytes, (), facts.source)

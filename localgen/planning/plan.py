@@ -1,4 +1,4 @@
-"""What a model would take here, what fits beside it, and how fast it can be at most."""
+"""Memory plan of a model: memory needed, whether it fits, and an upper limit of its speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from localgen.planning.speed import SpeedEstimate, estimate_speed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What a draft model would take. kv_bytes: of a pool of as many tokens. None: not known."""
+    """Memory of a draft model, with a KV pool of as many tokens as the target's. None: unknown."""
 
     name: str
     quant: str
@@ -36,12 +36,14 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes are estimates. None: not known, for the facts in `missing` are not.
+    """Estimated memory in bytes. None: unknown, because of the facts listed in `missing`.
 
-    ctx: what was asked for, or what the loader would choose; kv_tokens: the pool that it makes;
-    largest_ctx: what would fit. draft: the model that drafts for it, which is in the total.
-    free_bytes: for all of it, where it would run. refusal: why it does not fit, with both numbers
-    and what would.
+    ctx: the requested context, or the one the loader would choose.
+    kv_tokens: size of the KV pool for it.
+    largest_ctx: longest context that fits.
+    draft: the draft model, included in total_bytes.
+    free_bytes: memory available where the model would run.
+    refusal: why it does not fit, with both sizes and what would fit.
     """
 
     name: str
@@ -72,7 +74,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """None: not known."""
+        """None if unknown."""
         return self.refusal is None if self.total_bytes else None
 
 
@@ -84,10 +86,9 @@ def plan_memory(
     *,
     draft: ModelFacts | None = None,
 ) -> MemoryPlan:
-    """other_quants: the same model in other quantizations, to name one that fits. draft: the model
-    that drafts for it.
+    """Plan one model. Raises InvalidRequest if an option cannot be honored.
 
-    InvalidRequest: an option cannot be honoured.
+    other_quants: other quantizations of the model, to suggest one that fits.
     """
     wish = PlanRequest(facts, options, resources, draft)
     setting = place_model(wish)
@@ -162,7 +163,7 @@ def _refusal(
     request: PlanRequest, other_quants: Sequence[ModelFacts], placed: PlacedModel, total_bytes: int
 ) -> str:
     ways = ", or ".join(_suggestions(request, other_quants, placed))
-    way_out = f"what would fit: {ways}" if ways else "take a smaller model, or free memory"
+    way_out = f"what would fit: {ways}" if ways else "use a smaller model, or free memory"
     free = format_gb(max(0, placed.free_bytes))
     both = (
         request.facts.name
@@ -175,8 +176,7 @@ def _refusal(
 def _suggestions(
     request: PlanRequest, other_quants: Sequence[ModelFacts], placed: PlacedModel
 ) -> list[str]:
-    """What would fit: no draft model, a smaller context, a smaller cache, a smaller
-    quantization."""
+    """Changes that make it fit: no draft model, less context, smaller cache, smaller weights."""
     ways, asked, facts = [], request.options, request.facts
     if request.draft is not None and _fits(replace(request, draft=None)):
         ways.append("no --draft")
@@ -197,24 +197,24 @@ def _suggestions(
 
 
 def _fits(request: PlanRequest) -> bool:
-    """Whether it does for sure."""
+    """Return True if it certainly fits."""
     try:
         return bool(
             plan_memory(request.facts, request.options, request.resources, draft=request.draft).fits
         )
-    except InvalidRequest:  # it would run elsewhere, which has no such option
+    except InvalidRequest:  # it would run on another backend, without such an option
         return False
 
 
 def _speed_of(
     request: PlanRequest, placed: PlacedModel, size: KVSize, gpu_layers: tuple[GpuLayers, ...]
 ) -> SpeedEstimate | None:
-    """None: what a token reads is not known."""
+    """Estimate the speed. Returns None if the bytes read per token are unknown."""
     facts, machine = request.facts, request.resources
     if not facts.weights_bytes:
         return None
     used = placed.footprint
-    # weights that are widened are read so
+    # dequantized weights are read at their loaded size
     weights = facts.read_bytes * used.weights_bytes / facts.weights_bytes
     if used.shape is None:
         return estimate_speed(weights, 0.0, machine, gpu_layers)

@@ -1,4 +1,4 @@
-"""A name and what was asked for become plans, beside what is loaded."""
+"""Plan models by name, including the actual usage of a loaded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localgen.planning.resources import machine_resources
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """One for each quantization that was asked for. loaded: the first one, where it is."""
+    """One plan per requested quantization. loaded: usage of the first, if it is loaded."""
 
     plans: tuple[MemoryPlan, ...]
     loaded: LoadedUsage | None
@@ -32,14 +32,17 @@ def plan_model(
     notify: Notify,
     remeasure: bool = False,
 ) -> PlanReport:
-    """stats: the server's, with its loaded models. Raises what find and plan raise."""
+    """Plan a model by name. stats: the server's, with its loaded models.
+
+    Raises like find_model_facts, find_draft_facts and plan_memory.
+    """
     wanted = options.draft
     model, notify = name or os.environ.get("LOCALGEN_MODEL"), _without_repeats(notify)
     found, others = find_model_facts(model, quants, notify)
     machine = machine_resources(remeasure=remeasure)
     loaded = find_loaded(stats, found[0].path) if len(found) == 1 else None
     if loaded is not None:
-        # as if it were not here: its own memory is what it may have
+        # plan as if the model were not loaded: its own memory is available to it
         machine = replace(machine, ram_bytes=machine.ram_bytes + _reclaimable_bytes(loaded))
         options = with_loaded_options(options, loaded)
     draft = _find_draft(options, wanted, model, found[0], notify)
@@ -56,8 +59,7 @@ def _find_draft(
     facts: ModelFacts,
     notify: Notify,
 ) -> ModelFacts | None:
-    """The draft model: the one that is wanted, or that the loaded model has as far as it is still
-    here."""
+    """Find the draft model: the requested one, or the loaded model's if it is still available."""
     try:
         return find_draft_facts(options.draft, model, facts, notify)
     except LocalgenError as error:
@@ -68,7 +70,7 @@ def _find_draft(
 
 
 def _without_repeats(notify: Notify) -> Notify:
-    """What a model and its draft model both have to say need not be read twice."""
+    """Suppress repeated notices: a model and its draft model may cause the same ones."""
     said: set[str] = set()
 
     def new(line: str) -> None:
@@ -80,5 +82,5 @@ def _without_repeats(notify: Notify) -> Notify:
 
 
 def _reclaimable_bytes(loaded: LoadedUsage) -> int:
-    """Main memory that would be free without it; mapped weights count as free already."""
+    """Main memory that unloading the model would free; mapped weights already count as free."""
     return 0 if loaded.gpu_bytes else loaded.unmapped_bytes

@@ -1,4 +1,4 @@
-"""The memory that a plan may count on, and how fast it is."""
+"""Memory and memory bandwidth available to a plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from localgen.placement.backend_choice import Hardware, detect_hardware
 
 @dataclass(frozen=True, slots=True)
 class MachineResources:
-    """ram_bytes: what models may have of main memory. ram_bandwidth, gpu_bandwidth: how fast they
-    are read, asked only where it matters."""
+    """ram_bytes: main memory for models. ram_bandwidth, gpu_bandwidth: measured on demand."""
 
     hardware: Hardware
     ram_bytes: int
@@ -25,13 +24,13 @@ class MachineResources:
 
 
 def machine_resources(*, remeasure: bool = False) -> MachineResources:
-    """This one, now, within LOCALGEN_MEMORY_LIMIT."""
+    """Resources of this machine now, within LOCALGEN_MEMORY_LIMIT."""
     limit = ServerSettings.from_environment().memory_limit
     room = max(0, available_memory_bytes() - RESERVED_BYTES)
     return MachineResources(
         hardware=detect_hardware(),
         ram_bytes=room if limit is None else min(room, limit),
-        # once for all plans: a busy machine would give each another figure
+        # once for all plans: on a busy machine each measurement differs
         ram_bandwidth=cache(partial(memory_bandwidth, remeasure=remeasure)),
         gpu_bandwidth=cache(partial(gpu_bandwidth, remeasure=remeasure)),
     )

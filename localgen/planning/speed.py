@@ -1,4 +1,4 @@
-"""How many tokens a second memory allows: each one reads the active weights and the cache."""
+"""Upper limit of decode speed: each token reads the active weights and the KV cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from localgen.planning.resources import MachineResources
 
 @dataclass(frozen=True, slots=True)
 class SpeedEstimate:
-    """Upper limits of one stream: with an empty context and with a full one.
+    """Upper limits of the decode speed of one sequence, with an empty and with a full context.
 
-    bytes_per_token: with an empty one. bandwidth_bytes_per_s: of what all of it is read from, if
-    from several then on average; how: where that is from.
+    bytes_per_token: with an empty context. bandwidth_bytes_per_s: averaged over the devices the
+    model is on. how: source of the bandwidth figure.
     """
 
     most_tokens_per_s: float
@@ -29,7 +29,7 @@ def estimate_speed(
     resources: MachineResources,
     gpu_layers: tuple[GpuLayers, ...],
 ) -> SpeedEstimate | None:
-    """weights_bytes, cache_bytes: read for one token. None: a bandwidth is not known."""
+    """Estimate the speed from the bytes read per token. Returns None if a bandwidth is unknown."""
     seconds_per_byte, how = 0.0, ""
     left = 1.0
     for one in gpu_layers:
