@@ -1,4 +1,4 @@
-"""Settings from LOCALGEN_* variables, and the folders that server and clients meet in."""
+"""Settings from LOCALGEN_* variables, and the folders shared by server and clients."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ import platformdirs
 from localgen.backends.errors import LocalgenError
 
 DEFAULT_KEEP_ALIVE_S = 300.0
-# sun_path holds 104 bytes on macOS and 108 on Linux, the closing zero included
+# size of sun_path: 104 bytes on macOS and 108 on Linux, including the terminating zero
 SOCKET_PATH_BYTES = (104 if sys.platform == "darwin" else 108) - 1
 
-# whom a container shows as the owner of what belongs to a user outside of it
+# uid shown in a container for files of users outside of it
 _OVERFLOW_UID = 65534
 _DURATION_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class BadSetting(LocalgenError):
-    """A setting or a folder it names cannot be used; the message names the variable."""
+    """A setting is invalid, or a folder it names cannot be used; the message names the variable."""
 
     code = "bad_setting"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a user may set. keep_alive_s: idle time before unloading and leaving; None: never.
+    """Settings of the server.
 
-    memory_limit: bytes that models may use together; None: what the machine has available.
-    max_queue: waiting requests per model beyond which new ones are refused; parallel: requests of a
-    model computed at once; None: the engine's. draft: as LoadOptions has it, for loads that do not
-    say, where it suits the model.
+    keep_alive_s: idle time before models are unloaded and the server exits; None: never.
+    memory_limit: bytes for all models together; None: the machine's available memory.
+    max_queue: waiting requests per model before new ones are rejected; None: the engine's default.
+    parallel: requests per model computed at once; None: the engine's default.
+    draft: default of LoadOptions.draft, used where it suits the model.
     """
 
     runtime_dir: Path
@@ -51,7 +52,7 @@ class ServerSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ServerSettings:
-        """Settings of this environment. BadSetting names the variable that is wrong."""
+        """Read the settings. Raises BadSetting, naming the invalid variable."""
         keep_alive = environ.get("LOCALGEN_KEEP_ALIVE", "").strip()
         limit = environ.get("LOCALGEN_MEMORY_LIMIT", "").strip()
         max_queue = environ.get("LOCALGEN_MAX_QUEUE", "").strip()
@@ -65,7 +66,7 @@ class ServerSettings:
         )
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that give a child process these settings."""
+        """Environment variables that give a child process these settings."""
         variables = {
             "LOCALGEN_RUNTIME_DIR": str(self.runtime_dir),
             "LOCALGEN_STATE_DIR": str(self.state_dir),
@@ -79,52 +80,54 @@ class ServerSettings:
 
     @property
     def socket_path(self) -> Path:
-        """Where the server of this user listens."""
+        """Socket of this user's server."""
         return self.runtime_dir / "server.sock"
 
     @property
     def server_lock_path(self) -> Path:
-        """Locked by the server for as long as it lives."""
+        """Locked by the server while it runs."""
         return self.runtime_dir / "server.lock"
 
     @property
     def start_lock_path(self) -> Path:
-        """Locked by the client that is starting a server."""
+        """Locked by a client that is starting a server."""
         return self.runtime_dir / "start.lock"
 
     @property
     def log_path(self) -> Path:
-        """Where a server started by a client, and its engines, write what happens."""
+        """Log of a server started by a client, and of its engines."""
         return self.state_dir / "server.log"
 
     def create_dirs(self) -> None:
-        """Make both folders. BadSetting: unsafe, not writable, or too long for a socket."""
+        """Create both folders. Raises BadSetting if unsafe, not writable, or the path too long."""
         _require_short_path(self.socket_path)
         make_private_dir(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
         self.create_state_dir()
 
     def create_state_dir(self) -> None:
-        """Make the folder of chats and logs. BadSetting: unsafe, or not writable."""
+        """Create the folder of sessions and logs. Raises BadSetting if unsafe or not writable."""
         make_private_dir(self.state_dir, "LOCALGEN_STATE_DIR")
 
 
 def config_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where files lie that the user writes, or has written. It need not exist."""
+    """Folder of the user's configuration files, which may not exist."""
     default = platformdirs.user_config_path("localgen", appauthor=False)
     return _dir_from_env(environ, "LOCALGEN_CONFIG_DIR") or default
 
 
 def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float | None:
-    """Seconds of `30s`, `5m`, `1h` or a number of seconds; None, for ever, of anything below 0."""
+    """Parse `30s`, `5m`, `1h` or a number of seconds. Returns None, no limit, if negative."""
     match = re.fullmatch(r"(-?\d{1,12}(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
     if match is None:
-        raise BadSetting(f"{variable}={text}: give a time such as 30s, 5m, 1h, 0, or -1 for ever")
+        raise BadSetting(
+            f"{variable}={text}: give a time such as 30s, 5m, 1h, 0, or -1 for no limit"
+        )
     amount = float(match[1]) * _DURATION_UNITS_S[match[2]]
     return amount if amount >= 0 else None
 
 
 def parse_size(text: str, variable: str) -> int:
-    """Bytes of a number with an optional K, M, G or T (powers of 1024; `8G`, `8GB`, `8GiB`)."""
+    """Parse a number of bytes with an optional K, M, G or T (1024-based; `8G`, `8GB`, `8GiB`)."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
     if match is None:
         raise BadSetting(f"{variable}={text}: give a size such as 8G, 512M or a number of bytes")
@@ -133,7 +136,7 @@ def parse_size(text: str, variable: str) -> int:
 
 def _parse_count(text: str, variable: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise BadSetting(f"{variable}={text}: give a whole number from 1")
+        raise BadSetting(f"{variable}={text}: give a whole number of at least 1")
     return int(text)
 
 
@@ -152,7 +155,8 @@ def _default_runtime_dir(environ: Mapping[str, str]) -> Path:
     if base and Path(base).is_absolute():
         return Path(base) / "localgen"
     with warnings.catch_warnings():
-        # without XDG_RUNTIME_DIR it takes a folder in /tmp and warns: we check that folder
+        # without XDG_RUNTIME_DIR it uses a folder in /tmp and warns; make_private_dir checks that
+        # folder
         warnings.simplefilter("ignore")
         return platformdirs.user_runtime_path("localgen", appauthor=False)
 
@@ -171,19 +175,21 @@ def _require_short_path(socket_path: Path) -> None:
 
 
 def make_private_dir(folder: Path, variable: str) -> None:
-    """Make a folder that is ours alone (0700), or refuse one that is not.
+    """Create a folder that only this user can access (0700), or check an existing one.
 
-    variable: the setting that names it. BadSetting: unsafe, or not writable.
+    variable: the setting that names it. Raises BadSetting if unsafe or not writable.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
         if found.st_uid != os.getuid():
-            raise BadSetting(f"{folder} belongs to another user: set {variable} to one of yours")
+            raise BadSetting(
+                f"{folder} belongs to another user: set {variable} to a folder you own"
+            )
         if not stat.S_ISDIR(found.st_mode):
             raise BadSetting(f"{folder} is not a folder: set {variable} to one")
         if found.st_mode & 0o022:
-            raise BadSetting(f"others may write to {folder}: chmod 700 it, or set {variable}")
+            raise BadSetting(f"other users may write to {folder}: chmod 700 it, or set {variable}")
         _require_safe_parents(folder, variable)
         folder.chmod(0o700)
     except OSError as error:
@@ -192,16 +198,18 @@ def make_private_dir(folder: Path, variable: str) -> None:
 
 
 def _require_safe_parents(folder: Path, variable: str) -> None:
-    # whoever may rename a parent could put a socket of his own in our place
+    # a user who may rename a parent folder could replace our socket by their own
     for parent in folder.resolve().parents:
         if _is_replaceable(parent.stat()):
-            raise BadSetting(f"others may replace {parent}: set {variable} to a folder of yours")
+            raise BadSetting(
+                f"other users may replace {parent}: set {variable} to a folder you own"
+            )
 
 
 def _is_replaceable(parent: os.stat_result) -> bool:
-    """Whether another user may rename or remove what lies in a folder."""
+    """Return True if another user may rename or remove the folder's contents."""
     if parent.st_uid == _OVERFLOW_UID != os.getuid():
-        # in a rootless container: an owner from outside, who is nobody in here
+        # in a rootless container, the owner is a user outside, who cannot act in here
         return bool(parent.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     replaceable = parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX
     return parent.st_uid not in (0, os.getuid()) or bool(replaceable)

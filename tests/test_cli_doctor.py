@@ -151,4 +151,4 @@ def test_doctor_with_an_unsafe_folder(capsys: pytest.CaptureFixture[str], tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
     assert run_command_line(["doctor"]) == 1
-    assert "ERROR: others may write to" in capsys.readouterr().out
+    assert "ERROR: other users may write to" in capsys.readouterr().out

@@ -78,9 +78,9 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(BadSetting, match="others may write"):
+    with pytest.raises(BadSetting, match="other users may write"):
         ServerSettings(folder, tmp_path / "s").create_dirs()
-    with pytest.raises(BadSetting, match="others may replace"):
+    with pytest.raises(BadSetting, match="other users may replace"):
         ServerSettings(folder / "r", tmp_path / "s").create_dirs()
 
 

@@ -290,7 +290,7 @@ def test_a_known_bandwidth_is_read_and_never_measured(
     (tmp_path / "bandwidth.json").write_text(json.dumps({bandwidth._machine_key(): 3e10}))
     assert bandwidth.cached_memory_bandwidth() == Bandwidth(3e10, "measured before")
     gpu = Gpu(0, "H200", 1, 1, (9, 0), bandwidth_bytes_per_s=4e12)
-    assert bandwidth.cached_gpu_bandwidth(gpu) == Bandwidth(4e12, "as the driver says")
+    assert bandwidth.cached_gpu_bandwidth(gpu) == Bandwidth(4e12, "reported by the driver")
     assert bandwidth.cached_gpu_bandwidth(Gpu(0, "MIG", 1, 1, (9, 0))) is None
 
 

@@ -1,1 +1,1 @@
-"""What this machine has, what localgen makes of it, and what would help."""
+"""Check this machine and its installation, and suggest improvements."""

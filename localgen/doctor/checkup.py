@@ -1,4 +1,4 @@
-"""Everything `localgen doctor` tells, as one value."""
+"""The report of `localgen doctor`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """server: its state in a few words. models: names that need no path.
+    """The report. server: a short description of its state. models: names of the installed models.
 
-    no_cuda: why the cuda backend cannot be used; None: it can.
+    no_cuda: why the cuda backend cannot run; None if it can.
     """
 
     version: str
@@ -47,7 +47,7 @@ class Checkup:
 
 
 def run_checkup(settings: ServerSettings, client: Client) -> Checkup:
-    """Look at everything; starts no server and loads no model."""
+    """Collect the report. Starts no server and loads no model."""
     machine, llama = system_info.read_system_info(), probe_llamacpp()
     no_cuda = detect_hardware().cuda_unavailable_reason
     models, wrong = _list_models()
@@ -88,8 +88,8 @@ def _list_models() -> tuple[tuple[str, ...], list[Finding]]:
     try:
         found = tuple(model.name for model in installed_models())
     except LocalgenError as error:
-        return (), [Finding(error.message, "mend or remove that file")]
-    return found, [] if found else [Finding("no model was found", "give a path to a .gguf file")]
+        return (), [Finding(error.message, "fix or remove that file")]
+    return found, [] if found else [Finding("no model found", "use a path to a .gguf file")]
 
 
 def _server_state(client: Client) -> str:

@@ -1,4 +1,4 @@
-"""What stands in the way of speed, and the way out of it."""
+"""Findings of `localgen doctor`: problems, lost performance, and their remedies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from localgen.machine.llama_build import BrokenBuild, LlamaBuild
 from localgen.machine.system_info import SystemInfo
 from localgen.placement.backend_choice import INSTALL_COMMAND
 
-# llama.cpp's name of a CPU feature: the kernel's. AMX is not among them: the set-up leaves it out
-# on purpose where the compiler is known to get it wrong.
+# llama.cpp's name of a CPU feature: the kernel's. AMX is not listed: setup leaves it out on purpose
+# for compilers known to miscompile it.
 _CPU_FEATURES = {
     "AVX": "avx",
     "AVX2": "avx2",
@@ -36,7 +36,7 @@ _REBUILD_COMMAND = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong or slower than need be. error: nothing runs until it is mended."""
+    """A problem or a lost optimization. error: nothing runs until it is fixed."""
 
     message: str
     remedy: str
@@ -46,7 +46,7 @@ class Finding:
 def collect_findings(
     machine: SystemInfo, build: LlamaBuild | BrokenBuild, no_cuda: str | None = None
 ) -> list[Finding]:
-    """Everything worth telling, errors first. no_cuda: why the cuda backend cannot be used."""
+    """Return all findings, errors first. no_cuda: why the cuda backend cannot run."""
     if isinstance(build, BrokenBuild):
         return [
             _broken_build_finding(build),
@@ -64,7 +64,7 @@ def collect_findings(
 
 
 def missing_cpu_features(machine: SystemInfo, build: LlamaBuild) -> list[str]:
-    """CPU features that the machine has and the build does not use, in llama.cpp's names."""
+    """CPU features of the machine that the build does not use, in llama.cpp's names."""
     return [
         name
         for name, flag in _CPU_FEATURES.items()
@@ -82,7 +82,9 @@ def _feature_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
     if not missing:
         return []
     remedy = f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD_COMMAND}'
-    return [Finding(f"llama.cpp was built without {', '.join(missing)} of this CPU", remedy)]
+    return [
+        Finding(f"llama.cpp was built without {', '.join(missing)}, which this CPU has", remedy)
+    ]
 
 
 def _gpu_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
@@ -95,7 +97,7 @@ def _gpu_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
     ):
         if there:
             remedy = f'CMAKE_ARGS="-D{switch}=ON" {_REBUILD_COMMAND}'
-            message = f"there is an {maker} GPU, and llama.cpp was built without {switch}"
+            message = f"there is an {maker} GPU, but llama.cpp was built without {switch}"
             return [Finding(f"{message}: models run on the CPU", remedy)]
     return []
 
@@ -121,7 +123,7 @@ def _quota_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
     quota = machine.cpu_quota
     if quota is None or quota >= build.threads:
         return []
-    message = f"the container allows {quota:.1f} CPUs, models get {build.threads} threads"
+    message = f"the container allows {quota:.1f} CPUs, but models use {build.threads} threads"
     return [Finding(message, f"-t {max(1, int(quota))}, or LOCALGEN_THREADS={max(1, int(quota))}")]
 
 

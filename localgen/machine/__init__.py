@@ -1,1 +1,1 @@
-"""This machine: CPU, memory and its bandwidth, GPUs, the build of llama.cpp, Python processes."""
+"""This machine: CPU, memory bandwidth, GPUs, the llama.cpp build, and Python subprocesses."""

@@ -1,4 +1,4 @@
-"""How fast memory is read, measured once on each machine."""
+"""Memory read bandwidth, measured once per machine."""
 
 from __future__ import annotations
 
@@ -21,35 +21,38 @@ from localgen.backends.memory.system import available_memory_bytes
 from localgen.machine.gpu_bandwidth import measure_gpu_bandwidth
 from localgen.machine.gpus import Gpu
 
-_REVISION = 1  # of how it is measured
-_BLOCK_BYTES = 256 << 20  # of each thread: far more than caches hold
+_REVISION = 1  # of the measurement method
+_BLOCK_BYTES = 256 << 20  # per thread: far larger than CPU caches
 _ROUNDS = 8
 _MAX_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Of main memory or a GPU's. source: where the figure is from, in words."""
+    """Bandwidth of main memory or a GPU. source: origin of the figure, for users."""
 
     bytes_per_s: float
     source: str = "measured now"
 
 
 def bandwidth_cache_path() -> Path:
-    """Where measurements are kept."""
+    """Path of the file with measurements."""
     return platformdirs.user_cache_path("localgen", appauthor=False) / "bandwidth.json"
 
 
 def memory_bandwidth(*, remeasure: bool = False) -> Bandwidth:
-    """Measured, which takes a second or two, or as it was measured before on the same hardware.
+    """Return the cached or measured main memory bandwidth; measuring takes a second or two.
 
-    remeasure: measure whether it was or not.
+    remeasure: ignore the cache.
     """
     return _cached_or_measured(_machine_key(), measure_ram_bandwidth, remeasure=remeasure)
 
 
 def gpu_bandwidth(gpu: Gpu, *, remeasure: bool = False) -> Bandwidth | None:
-    """The same of a GPU, where torch is installed; else by the driver's figures. None: unknown."""
+    """Return the cached or measured GPU bandwidth, else the driver's figure, or None if unknown.
+
+    Measuring needs torch.
+    """
     found = _cached_or_measured(
         f"{_machine_key()}, {gpu.name}",
         partial(measure_gpu_bandwidth, gpu.index),
@@ -58,21 +61,21 @@ def gpu_bandwidth(gpu: Gpu, *, remeasure: bool = False) -> Bandwidth | None:
     if found.bytes_per_s:
         return found
     return (
-        Bandwidth(gpu.bandwidth_bytes_per_s, "as the driver says")
+        Bandwidth(gpu.bandwidth_bytes_per_s, "reported by the driver")
         if gpu.bandwidth_bytes_per_s
         else None
     )
 
 
 def cached_memory_bandwidth() -> Bandwidth | None:
-    """As memory_bandwidth() where it was measured before; None: it was not. Measures nothing."""
+    """Return the cached main memory bandwidth, or None. Does not measure."""
     return _cached(_machine_key())
 
 
 def cached_gpu_bandwidth(gpu: Gpu) -> Bandwidth | None:
-    """The same of a GPU; without a measurement by the driver's figures."""
+    """Return the cached GPU bandwidth, else the driver's figure, or None. Does not measure."""
     by_driver = (
-        Bandwidth(gpu.bandwidth_bytes_per_s, "as the driver says")
+        Bandwidth(gpu.bandwidth_bytes_per_s, "reported by the driver")
         if gpu.bandwidth_bytes_per_s
         else None
     )
@@ -91,7 +94,7 @@ def _cached_or_measured(key: str, measure: Callable[[], float], *, remeasure: bo
     if not remeasure and found_before is not None:
         return found_before
     if psutil.getloadavg()[0] > _cores() / 2:
-        # others take their part of it: good enough for now, not to be kept
+        # other programs take their share: usable now, but not cached
         return Bandwidth(measure(), "measured now, while the machine is busy")
     found = measure()
     if found:
@@ -100,9 +103,9 @@ def _cached_or_measured(key: str, measure: Callable[[], float], *, remeasure: bo
 
 
 def measure_ram_bandwidth(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS) -> float:
-    """Bytes a second, the best of several streaming reads, by one thread and by one on each core.
+    """Bytes per second: the best of several streaming reads, with one thread and with one per core.
 
-    One core may not reach what memory can give, and all of them may get into each other's way.
+    One core may not saturate the memory, and all cores together may slow each other down.
     """
     import numpy as np
 
@@ -110,8 +113,8 @@ def measure_ram_bandwidth(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS
     block = max(1 << 20, min(block_bytes, available_memory_bytes() // 4 // cores))
     blocks = [np.zeros(block // 8, np.uint64) for _ in range(cores)]
     for each in blocks:
-        each.fill(1)  # pages that nobody has written to are all the same one
-    # an or of all words: the cheapest thing that has to read them
+        each.fill(1)  # unwritten pages all map to the same zero page
+    # a bitwise or of all words: the cheapest operation that reads them
     best = 0.0
     with ThreadPoolExecutor(cores) as pool:
         for threads in sorted({1, cores}):
@@ -122,7 +125,7 @@ def measure_ram_bandwidth(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS
 
 
 def _read(pool: ThreadPoolExecutor, read: Callable[[Any], object], blocks: list[Any]) -> None:
-    """Each block by a thread of its own."""
+    """Read each block in its own thread."""
     list(pool.map(read, blocks))
 
 
@@ -139,7 +142,7 @@ def _cores() -> int:
 
 
 def _machine_key() -> str:
-    """What tells machines apart that share a home folder."""
+    """Identifies the machine: several may share a home folder."""
     from localgen.machine.system_info import cpu_name
 
     total_gb = round(psutil.virtual_memory().total / 1e9)
@@ -161,5 +164,5 @@ def _write_cache(path: Path, rates: dict[str, Any]) -> None:
         partial_path.write_text(json.dumps(rates, indent=1), encoding="utf-8")
         partial_path.replace(path)
     except OSError:
-        with contextlib.suppress(OSError):  # it is measured again next time
+        with contextlib.suppress(OSError):  # not cached: measured again next time
             partial_path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How fast a GPU's memory is, measured by torch in a process of its own."""
+"""Measure the memory bandwidth of a GPU with torch, in a subprocess."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GPU_BLOCK_BYTES, _GPU_ROUNDS = 1 << 30, 10
 
 
 def measure_gpu_bandwidth(index: int) -> float:
-    """Bytes a second of the GPU that torch calls `index`; 0: it cannot be measured now."""
+    """Bytes per second of the GPU with torch index `index`; 0 if it cannot be measured."""
     if find_spec("torch") is None:
         return 0.0
     try:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as the driver tells of them, without loading torch."""
+"""NVIDIA GPUs, queried from the driver without loading torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """index: as torch counts, which CUDA_VISIBLE_DEVICES changes. capability: of its kernels.
+    """An NVIDIA GPU. index: torch's, which depends on CUDA_VISIBLE_DEVICES.
 
-    bandwidth_bytes_per_s: what its memory can be read at by the driver's figures; 0: it names none.
+    bandwidth_bytes_per_s: theoretical memory bandwidth from the driver's figures; 0 if unknown.
     """
 
     index: int
@@ -28,7 +28,7 @@ class Gpu:
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that a process of ours would see; none without a driver or nvidia-ml-py."""
+    """GPUs visible to a CUDA process; empty without a driver or nvidia-ml-py."""
 
     def look(nvml: Any) -> tuple[Gpu, ...]:
         handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
@@ -38,7 +38,7 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
 
 
 def read_gpu_metrics() -> tuple[GpuStats, ...]:
-    """What those GPUs are doing now; none without a driver or nvidia-ml-py."""
+    """Current metrics of these GPUs; empty without a driver or nvidia-ml-py."""
 
     def look(nvml: Any) -> tuple[GpuStats, ...]:
         handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
@@ -48,8 +48,10 @@ def read_gpu_metrics() -> tuple[GpuStats, ...]:
 
 
 def process_gpu_bytes(pid: int) -> int | None:
-    """Bytes that a process holds on all GPUs; None: the driver does not say, as in containers that
-    number processes on their own."""
+    """Memory in bytes that a process uses on all GPUs.
+
+    Returns None if the driver does not report it, as in containers with their own process ids.
+    """
 
     def look(nvml: Any) -> int:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
@@ -59,7 +61,7 @@ def process_gpu_bytes(pid: int) -> int | None:
 
 
 def _query_nvml(query: Callable[[Any], _Result]) -> _Result | None:
-    """What NVIDIA's library answers; None without a driver or nvidia-ml-py."""
+    """Run a query with NVML. Returns None on an error, or without a driver or nvidia-ml-py."""
     try:
         import pynvml
     except ImportError:
@@ -96,7 +98,7 @@ def _gpu_metrics(nvml: Any, index: int, handle: object) -> GpuStats:
     def told(ask: Callable[[], float], unit: float = 1.0) -> float | None:
         try:
             return ask() / unit
-        except nvml.NVMLError:  # not every GPU says everything, a part of one says little
+        except nvml.NVMLError:  # not every GPU reports every metric; a MIG slice reports few
             return None
 
     return GpuStats(
@@ -121,7 +123,7 @@ def _max_bandwidth(nvml: Any, handle: object) -> float:
         bus_bits = nvml.nvmlDeviceGetMemoryBusWidth(handle)
     except nvml.NVMLError:
         return 0.0
-    return float(2e6 * clock_mhz * bus_bits / 8)  # two transfers a clock
+    return float(2e6 * clock_mhz * bus_bits / 8)  # two transfers per clock
 
 
 def _used_bytes(nvml: Any, handle: object, pid: int) -> int:
@@ -130,8 +132,10 @@ def _used_bytes(nvml: Any, handle: object, pid: int) -> int:
 
 
 def _visible(handles: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of the UUID, in its
-    order; the first that is none ends the list, as CUDA has it."""
+    """Select and order the GPUs as CUDA_VISIBLE_DEVICES does, by number or UUID prefix.
+
+    As in CUDA, the first invalid entry ends the list.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return handles

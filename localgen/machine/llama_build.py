@@ -1,7 +1,7 @@
-"""What llama.cpp was built with, found in an interpreter of its own.
+"""Probe the llama.cpp build in a subprocess.
 
-A build for another CPU dies by a signal, a broken one cannot be imported: here that ends a
-probe, and the one who asked says so in a sentence.
+A build for another CPU is killed by a signal and a broken one cannot be imported: both end only the
+probe, and are reported as the reason.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ PROBE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaBuild:
-    """A working build. features: the CPU features it uses; threads: what models get by default.
+    """A working build of llama.cpp.
 
-    devices: what it can compute on, as it names them; gpu: whether layers can go to a GPU.
+    features: CPU features it uses. devices: compute devices by ggml's names. gpu: layers can be
+    offloaded to a GPU. threads: default number of threads.
     """
 
     version: str
@@ -39,13 +40,13 @@ class LlamaBuild:
 
 @dataclass(frozen=True, slots=True)
 class BrokenBuild:
-    """Why llama.cpp cannot be used."""
+    """A build that cannot be used, and why."""
 
     reason: str
 
 
 def probe_llamacpp() -> LlamaBuild | BrokenBuild:
-    """Look at llama.cpp from outside."""
+    """Probe llama.cpp in a subprocess."""
     try:
         found = subprocess.run(
             python_command(__name__),
@@ -57,11 +58,11 @@ def probe_llamacpp() -> LlamaBuild | BrokenBuild:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return BrokenBuild(f"cannot be looked at: {error}")
+        return BrokenBuild(f"it cannot be probed: {error}")
     if found.returncode < 0:
         name = signal.Signals(-found.returncode).name
         hint = ", it was built for another CPU" if name == "SIGILL" else ""
-        return BrokenBuild(f"it ends with {name} when imported{hint}")
+        return BrokenBuild(f"it is killed by {name} when imported{hint}")
     if found.returncode:
         last = (found.stderr.strip().splitlines() or ["no message"])[-1]
         return BrokenBuild(f"it cannot be imported: {last}")
@@ -69,7 +70,7 @@ def probe_llamacpp() -> LlamaBuild | BrokenBuild:
 
 
 def parse_features(system_info: str) -> list[str]:
-    """`AVX2` and `CUDA` of `CPU : AVX2 = 1 | FMA = 0 | CUDA : ARCHS = 800`."""
+    """Enabled features: `CPU : AVX2 = 1 | FMA = 0 | CUDA : ARCHS = 800` gives AVX2 and ARCHS."""
     return [name for name, value in re.findall(r"(\w+) = (\w+)", system_info) if value != "0"]
 
 

@@ -1,4 +1,4 @@
-"""How one of our modules runs in an interpreter of its own."""
+"""Run one of our modules in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import localgen
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module; -P: nothing in the current folder can pose as a package."""
+    """The command that runs a module. -P: packages in the current folder are not imported."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def python_environment() -> dict[str, str]:
-    """This environment, and localgen importable from wherever it was imported here."""
+    """This process's environment, with localgen importable from where it was imported."""
     environment = dict(os.environ)
     root = str(Path(localgen.__file__).parent.parent)
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

@@ -1,4 +1,4 @@
-"""CPU, memory and GPUs, as the operating system tells of them."""
+"""CPU, memory and GPUs, as reported by the operating system."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemInfo:
-    """cpu_flags: as the kernel names them. cpu_quota: CPUs that a container allows, if it limits.
+    """The system's hardware.
 
-    ram_bytes: within the limits of control groups. nvidia: GPUs as nvidia-smi lists them.
-    displays: makers of the display adapters on the bus.
+    cpu_flags: in the kernel's names.
+    cpu_quota: CPUs allowed by a container; None if unlimited.
+    ram_bytes: within the limits of control groups.
+    nvidia: GPUs listed by nvidia-smi; nvidia_error: why it failed.
+    displays: vendors of the display adapters.
     """
 
     system: str
@@ -41,7 +44,7 @@ class SystemInfo:
 
 
 def read_system_info() -> SystemInfo:
-    """This machine, now."""
+    """Read the information now."""
     gpus, error = _query_nvidia_smi()
     return SystemInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -60,7 +63,7 @@ def read_system_info() -> SystemInfo:
 
 
 def cpu_quota(cpu_max: str) -> float | None:
-    """CPUs that a control group allows. cpu_max: `quota period` in microseconds, or `max …`."""
+    """Number of CPUs allowed by cgroup v2. cpu_max: `quota period` in microseconds, or `max …`."""
     match cpu_max.split():
         case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period):
             return int(quota) / int(period)
@@ -68,7 +71,7 @@ def cpu_quota(cpu_max: str) -> float | None:
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """Name of the processor."""
     if sys.platform == "darwin":
         return (
             _command_output(["sysctl", "-n", "machdep.cpu.brand_string"]).strip()
@@ -89,7 +92,7 @@ def _cpu_lines(key: str) -> list[str]:
 
 
 def _query_nvidia_smi() -> tuple[tuple[str, ...], str | None]:
-    """What nvidia-smi lists, or why it does not."""
+    """Return the GPUs listed by nvidia-smi, and the error if it fails."""
     if shutil.which("nvidia-smi") is None:
         return (), None
     query = "--query-gpu=name,memory.total,memory.free,driver_version"
