@@ -165,7 +165,7 @@ def test_without_memory_it_is_refused_with_both_numbers(
         available = embeddings.RESERVED_BYTES + 1000
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
-    with pytest.raises(OutOfMemory, match=r"embedding 1,\d+ tokens at once: needs .* GB, 0.0 are"):
+    with pytest.raises(OutOfMemory, match=r"embedding 1,\d+ tokens at once: needs .* GB, 0\.0 GB"):
         ours(tiny, ("word " * 1400,))
 
 

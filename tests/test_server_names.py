@@ -63,7 +63,7 @@ def ask(opened: Door, path: str, model: str) -> httpx.Response:
 def test_paths_are_refused(opened: Door, path: str, name: str) -> None:
     reply = ask(opened, path, name)
     assert (reply.status_code, code(reply)) == (400, "invalid_request")
-    assert "not by paths" in reply.json()["error"]["message"]
+    assert "not a path" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", NO_PATHS)
@@ -119,5 +119,5 @@ def test_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_paths(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="not by paths"):
+    with pytest.raises(InvalidRequest, match="not a path"):
         reject_path(name)

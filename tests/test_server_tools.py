@@ -208,12 +208,12 @@ def called(**function: Any) -> list[dict[str, Any]]:
             "only valid for role assistant",
         ),
         (turn("user", content="x", name="eve"), "messages[1].name", "only valid for role tool"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "(reasoning_effort): leave it out"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "leave reasoning_effort out"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "'high'"),
         (
             {"chat_template_kwargs": {"enable_thinking": True}},
             "chat_template_kwargs",
-            "(chat_template_kwargs): leave it out",
+            "leave chat_template_kwargs out",
         ),
         ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood", "unknown field"),
         (

@@ -226,7 +226,7 @@ def test_results_go_back_to_the_model(bench_of: Callable[[str], Bench]) -> None:
     ("request_fields", "params", "param", "says"),
     [
         ({"tools": (Tool("f", "", "{"),)}, {}, "tools", "the parameters of f: not JSON"),
-        ({"tools": (Tool("f", "", "[]"),)}, {}, "tools", "the parameters of f: give a JSON schema"),
+        ({"tools": (Tool("f", "", "[]"),)}, {}, "tools", "the parameters of f: not a JSON schema"),
         ({"tools": (Tool("f", "", '{"type": "array"}'),)}, {}, "tools", "must be object"),
         (
             {"tools": (TIME, Tool("f", "", '{"properties": {"x": {"type": "wish"}}}'))},
@@ -236,8 +236,8 @@ def test_results_go_back_to_the_model(bench_of: Callable[[str], Bench]) -> None:
         ),
         ({"tools": (TIME,)}, {"regex": "a"}, "tools", "only one of regex, tools"),
         ({"tools": (TIME,)}, {"ignore_eos": True}, "ignore_eos", "cannot be used with tools"),
-        ({"thinking": True}, {}, "chat_template_kwargs", "(chat_template_kwargs): leave it out"),
-        ({"reasoning_effort": "low"}, {}, "reasoning_effort", "(reasoning_effort): leave it out"),
+        ({"thinking": True}, {}, "chat_template_kwargs", "leave chat_template_kwargs out"),
+        ({"reasoning_effort": "low"}, {}, "reasoning_effort", "leave reasoning_effort out"),
     ],
 )
 def test_what_is_wrong_is_named(
