@@ -101,7 +101,7 @@ class RankModel:
     def free_bytes(self, limit_bytes: int | None = None) -> int:
         """Return the memory available for KV pages, after reserving the work memory of a step.
 
-        limit_bytes: memory limit of the model on a CPU, shared by all ranks.
+        limit_bytes: cap on the free memory of a CPU, shared by all ranks.
         """
         sharers = self.shard.tp_size if self.device.type == "cpu" else 1
         work = sizing.step_work_bytes(self.sizing_spec, self._options, self._dtype)
