@@ -210,7 +210,7 @@ def test_nothing_heavy_is_loaded(desk: Desk) -> None:
 
 
 def test_fish(desk: Desk) -> None:
-    assert "chat\tTalk to a model in the terminal." in desk.other("fish", "ch")
+    assert "chat\tChat with a model in the terminal." in desk.other("fish", "ch")
     assert desk.other("fish", "run ti").splitlines()[0] == "tiny"
     assert desk.other("fish", "run models/") == "models/mine.gguf\n"
     assert desk.other("fish", "chat --chat-template mod") == "models/\n"
@@ -285,7 +285,7 @@ def test_which_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == shells.completion_script("fish") + "\n"
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     assert run_command_line(["completion"]) == 3
-    assert "name one of bash, zsh, fish" in capsys.readouterr().err
+    assert "give one of bash, zsh, fish" in capsys.readouterr().err
 
 
 def test_what_a_glance_sees_is_what_the_library_finds(

@@ -196,7 +196,7 @@ def test_list_shows_unfinished_downloads(
     blobs.mkdir(parents=True)
     (blobs / ("a" * 64 + ".incomplete")).write_bytes(b"x" * 1_000_000)
     assert run_command_line(["list"]) == 0
-    assert "1.0 MB more in unfinished downloads" in capsys.readouterr().err
+    assert ", plus 1.0 MB in unfinished downloads" in capsys.readouterr().err
     assert run_command_line(["rm", REPO, "--yes"]) == 0
     assert "1.0 MB freed" in capsys.readouterr().out
     assert list(blobs.iterdir()) == []

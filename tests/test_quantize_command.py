@@ -223,7 +223,7 @@ def test_advice_as_a_user_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["quantize", "tiny", "--recommend"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].split() == ["OPTION", "SIZE", "NEEDS", "RUNS", "ON", "TRADE"]
-    assert err.startswith("take --")
+    assert err.startswith("recommended method --")
 
 
 def test_no_rate_where_nothing_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
