@@ -96,7 +96,7 @@ def test_a_field_that_is_wrong_is_named(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"{not json", "not JSON"),
+        (b"{not json", "not valid JSON"),
         (b"[1, 2]", "must be a JSON object"),
         (b"", "body is missing"),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "finite"),
