@@ -53,7 +53,7 @@ def test_as_older_clients_ask(client: ollama.Client) -> None:
     ("body", "says"),
     [
         ({"model": "tiny"}, "input is missing"),
-        ({"model": "tiny", "input": []}, "input must be a text"),
+        ({"model": "tiny", "input": []}, "input must be a string"),
         ({"model": "tiny", "input": "a", "options": {"temperature": 1}}, "temperature"),
         ({"model": "tiny", "input": "a", "options": {"num_ctx": 64}}, "num_ctx"),
         ({"model": "tiny", "input": "a", "dimensions": 10_000}, "dimensions is 10,000"),

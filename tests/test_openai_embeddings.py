@@ -73,7 +73,9 @@ def test_an_embedding_model(client: openai.OpenAI, tmp_path: Path) -> None:
         client.chat.completions.create(
             model=str(path), messages=[{"role": "user", "content": "hello"}]
         )
-    with pytest.raises(openai.BadRequestError, match="dimensions is 99, vectors of bert have 32"):
+    with pytest.raises(
+        openai.BadRequestError, match="dimensions is 99, embeddings of bert have 32"
+    ):
         client.embeddings.create(model=str(path), input="a", dimensions=99)
 
 

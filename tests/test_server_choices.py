@@ -103,7 +103,7 @@ def test_several_prompts_in_a_stream(served: House) -> None:
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        (["a"] * (MAX_CHOICES // 2 + 1), "more than the 64"),
+        (["a"] * (MAX_CHOICES // 2 + 1), "limit of 64"),
         ([[1], [-1]], "out of range"),
         ([1, "a"], "prompt: "),
     ],

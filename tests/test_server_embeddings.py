@@ -92,7 +92,11 @@ def test_fewer_dimensions_have_length_1_again(served: House) -> None:
         ({"input": ["x"] * 2049}, "input", "2,049 texts, the limit is 2,048"),
         ({"input": "a\ud800"}, "input", "surrogate"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
-        ({"input": "a", "dimensions": 5}, "dimensions", "dimensions is 5, vectors of echo have 4"),
+        (
+            {"input": "a", "dimensions": 5},
+            "dimensions",
+            "dimensions is 5, embeddings of echo have 4",
+        ),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "float"),
         ({"input": "a", "temperature": 1}, "temperature", "unknown field temperature"),
         ({"input": "x" * 1001}, "input", "more than 1000 tokens"),

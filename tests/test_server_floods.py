@@ -71,7 +71,7 @@ def test_a_hundred_thousand_messages(opened: Door) -> None:
     with others_are_answered(opened):
         reply = post(opened, body)
     assert (reply.status_code, code(reply)) == (413, "too_large")
-    assert "16,384 messages" in reply.json()["error"]["message"]
+    assert "16,384 objects" in reply.json()["error"]["message"]
 
 
 def test_as_many_messages_as_may_be(opened: Door) -> None:
