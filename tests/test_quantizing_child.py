@@ -232,7 +232,7 @@ def test_on_the_screen(tmp_path: Path) -> None:
                 await tui.until(lambda: tui.is_reckoned)
                 assert tui.screen._estimate_panel.estimate.error == ""
                 await pilot.pause()
-                assert "suits this machine best" in tui.screen_text()
+                assert "best for this machine" in tui.screen_text()
                 await tui.begin(pilot)
                 await tui.ended(pilot)
                 assert "✓ tiny-rtn-4bit" in tui.screen_text()

@@ -62,7 +62,7 @@ def test_what_was_lost_is_found_again_and_each_try_is_told() -> None:
     feed.stop()
     assert [(each.reason, each.tries) for each in told.lost] == [
         ("gone", 1),
-        ("the server has left", 2),
+        ("the server has shut down", 2),
         ("none", 3),
     ]
     assert [each.retry_s for each in told.lost] == [0.01, 0.02, 0.04]

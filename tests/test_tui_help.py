@@ -64,7 +64,7 @@ def test_a_question_mark_asks_for_the_keys_where_nothing_is_typed(tmp_path: Path
 @pytest.mark.parametrize(
     ("keys", "screen", "says"),
     [
-        (("f3",), TextInputDialog, "Never mind"),
+        (("f3",), TextInputDialog, "Cancel"),
         (("f8",), ConfirmDialog, "Yes"),
         (("ctrl+o",), ModelPicker, "Stop, or close"),
         (("ctrl+f",), SearchScreen, "Close"),

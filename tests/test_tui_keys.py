@@ -37,7 +37,7 @@ def test_ctrl_c_stops_then_leaves(tmp_path: Path) -> None:
         assert turns(tui) == [Turn("q", "half", True, "", "stopped")]
         assert "stopped" in tui.screen_text()
         await pilot.press("ctrl+c")
-        assert "Ctrl+Q leaves" in told(tui)
+        assert "Ctrl+Q quits" in told(tui)
         assert tui.app.is_running
         await pilot.press("ctrl+c")
         await tui.until(lambda: not tui.app.is_running)

@@ -71,7 +71,7 @@ def test_leaving_while_the_picker_loads(tmp_path: Path) -> None:
         await pilot.press("ctrl+q")
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
-        assert "/model other is not done yet" in tui.screen_text()
+        assert "/model other is still running" in tui.screen_text()
         await pilot.press("y")
         await tui.until(lambda: not tui.app.is_running)
         assert tui.clients[0].was_cut.is_set()

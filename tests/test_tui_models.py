@@ -29,7 +29,7 @@ def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         screen = tui.app.screen
         assert isinstance(screen, ModelPicker)
         await tui.until(lambda: screen.query_one(OptionList).option_count == 3)
-        assert "to be fetched" in tui.screen_text()
+        assert "not downloaded" in tui.screen_text()
         await pilot.press(*"oth", "enter")
         await tui.until(lambda: tui.main.is_active)
         assert tui.opened.chat.requested_model == "other"
@@ -71,9 +71,9 @@ def test_fetching_a_model_shows_how_far_it_is(
         screen = tui.app.screen
         await tui.until(lambda: screen.query_one(OptionList).option_count == 3)
         await pilot.press(*"third", "enter")
-        await tui.until(lambda: "fetching third: 1.0 GB of 4.0 GB" in tui.screen_text())
+        await tui.until(lambda: "downloading third: 1.0 GB of 4.0 GB" in tui.screen_text())
         await pilot.press("escape")
-        await tui.until(lambda: "stopped: third goes on from there" in tui.screen_text())
+        await tui.until(lambda: "stopped: downloading third again resumes it" in tui.screen_text())
         for client in tui.clients:
             client.names = ("tiny", "third")
         gate.set()
@@ -112,10 +112,10 @@ def test_a_name_that_is_not_in_the_list(tmp_path: Path) -> None:
         await press(tui, pilot, "ctrl+o")
         await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 2)
         await pilot.press(*"oths")
-        await tui.until(lambda: "Enter looks for oths" in tui.screen_text())
+        await tui.until(lambda: "Enter tries oths" in tui.screen_text())
         await pilot.press("backspace")
         await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 1)
-        assert "Enter looks for" not in tui.screen_text()
+        assert "Enter tries" not in tui.screen_text()
         await pilot.press("s", "enter")
         await tui.until(lambda: "no model 'oths' here" in tui.screen_text())
         await pilot.press("backspace")

@@ -111,8 +111,8 @@ def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> 
     ("name", "done"),
     [
         ("Copy the last answer", lambda tui: tui.app.clipboard == "re: one"),
-        ("Save as a file", lambda tui: isinstance(tui.app.screen, TextInputDialog)),
-        ("Gauges: show or fold", lambda tui: not tui.main.query_one(GaugePanel).display),
+        ("Export the transcript", lambda tui: isinstance(tui.app.screen, TextInputDialog)),
+        ("Show or hide gauges", lambda tui: not tui.main.query_one(GaugePanel).display),
         ("Ask again", lambda tui: tui.asked == ["one", "one"]),
     ],
 )
@@ -212,7 +212,7 @@ def test_what_comes_when_a_dialog_is_closed_is_let_go(
     play(Tui(tmp_path), scene)
 
 
-@pytest.mark.parametrize(("answer_", "stays"), [("Stay (n)", True), ("Leave (y)", False)])
+@pytest.mark.parametrize(("answer_", "stays"), [("Stay (n)", True), ("Quit (y)", False)])
 def test_leaving_is_confirmed(tmp_path: Path, answer_: str, stays: bool) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "q")

@@ -97,10 +97,10 @@ def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(bits=3)
         await tui.until(lambda: len(tui.works) == 2)
-        assert "reckoning" in tui.screen_text()
+        assert "estimating" in tui.screen_text()
         await pilot.press("ctrl+r")
         await pilot.pause()
-        assert "still being reckoned" in told(tui)
+        assert "still estimating" in told(tui)
         tui.screen._form_panel.set_values(bits=8)
         await reckoned(tui, pilot, 3)
         assert tui.works[1].is_ended.is_set()
@@ -148,7 +148,7 @@ def test_what_lies_unfinished_is_offered(tmp_path: Path) -> None:
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         assert tui.screen._form_panel.form == kept
-        assert "an unfinished run lies there, 2 of 6 layers" in tui.screen_text()
+        assert "unfinished run, 2 of 6 layers done" in tui.screen_text()
 
     play(Quantizing(tmp_path, (UNFINISHED,)), scene)
 

@@ -66,7 +66,7 @@ def refused(tui: Quantizing, message: str) -> None:
 
 
 def test_not_for_another_machine(tmp_path: Path) -> None:
-    refused(Quantizing(tmp_path, is_elsewhere=True), "on the machine where it lies")
+    refused(Quantizing(tmp_path, is_elsewhere=True), "on a remote server")
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         await pilot.press("ctrl+c")
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
-        assert "can be gone on with" in tui.screen_text()
+        assert "can be resumed" in tui.screen_text()
         await pilot.press("n")
         await pilot.pause()
         assert tui.runner.is_running
@@ -106,7 +106,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         await tui.beat(pilot)
         shown = tui.screen_text()
         assert "2 of 6 layers are done" in shown
-        assert "Go on (Ctrl+R)" in shown
+        assert "Resume (Ctrl+R)" in shown
         await tui.begin(pilot)
         await tui.ended(pilot)
         assert [asked.resume for asked in tui.asked_runs] == [False, True]
@@ -128,7 +128,7 @@ def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
         assert "begun anew the next time" in " ".join(tui.screen_text().replace("│", "").split())
         await pilot.press("y")
         await tui.ended(pilot)
-        await tui.until(lambda: "Nothing of it is kept" in tui.screen_text())
+        await tui.until(lambda: "Nothing was kept" in tui.screen_text())
 
     play(
         Quantizing(tmp_path, runs=((NEEDS, ProgressEvent("rounding", 3, 9, "tensors"), NEVER),)),
@@ -156,7 +156,7 @@ def test_it_goes_on_behind_the_chats(tmp_path: Path) -> None:
         more.set()
         await tui.ended(pilot)
         assert not line.display
-        assert "tiny-awq-4bit is made · F10 shows it" in tui.screen_text()
+        assert "tiny-awq-4bit is ready · F10 shows it" in tui.screen_text()
         await tui.open(pilot)
         assert "3.201" in tui.screen_text()
 
@@ -189,7 +189,7 @@ def test_leaving_asks(tmp_path: Path, answer: str) -> None:
         await pilot.press("ctrl+q")
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
-        assert "tiny-awq-4bit is being made (layer 3 of 6)" in tui.screen_text()
+        assert "tiny-awq-4bit is being quantized (layer 3 of 6)" in tui.screen_text()
         await pilot.press(answer)
         work = tui.works[-1]
         if answer == "y":

@@ -73,8 +73,8 @@ def test_nothing_of_need_is_cut_off(tmp_path: Path, size: tuple[int, int]) -> No
         await lost(tui, pilot)
         for whole in (
             "● LOST this machine",
-            "no server answers on /run/user/1000/localgen/server.sock. Trying again in 2 s, F12: "
-            "now. The next prompt starts one.",
+            "no server answers on /run/user/1000/localgen/server.sock. Retrying in 2 s, F12: "
+            "now. The next prompt starts a server.",
             "› Tell me a story",
             "Once upon a time there was",
             f"broken off: {GONE}",
@@ -91,8 +91,8 @@ def test_nothing_of_need_is_cut_off(tmp_path: Path, size: tuple[int, int]) -> No
         await another(tui, pilot)
         assert is_shown(
             tui,
-            "The server is localgen 9.8.7, this is 1.2.3: localgen stop ends it, the next prompt "
-            "starts ours.",
+            "The server runs localgen 9.8.7, this is 1.2.3: localgen stop ends it, the next prompt "
+            "starts this version.",
         )
         await seen(tui, pilot, "1.2.3")
         assert not tui.main.query_one(Notice).display

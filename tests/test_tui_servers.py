@@ -64,8 +64,8 @@ def test_a_model_of_another_server_may_be_called_tiny(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "url", "status", "said"),
     [
-        (ServerLost("it was killed", 2.0, 1), "", "LOST", "it was killed. Trying again in 2 s"),
-        (ServerLost("the server has left", 2.0, 1, has_shut_down=True), "", "WAITING", ""),
+        (ServerLost("it was killed", 2.0, 1), "", "LOST", "it was killed. Retrying in 2 s"),
+        (ServerLost("the server has shut down", 2.0, 1, has_shut_down=True), "", "WAITING", ""),
         (
             ServerLost("no /metrics", 2.0, 1, has_no_stats=True),
             "http://far/v1",
@@ -99,7 +99,7 @@ def test_how_it_stands_with_the_server(
 
 def test_a_server_elsewhere_that_was_never_seen(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        await tui.until(lambda: "no server. Trying again in 5 s, F12: now" in tui.screen_text())
+        await tui.until(lambda: "no server. Retrying in 5 s, F12: now" in tui.screen_text())
         seen = threading.Event()
 
         def see(_: NoServerMonitor) -> Iterator[ServerSnapshot]:

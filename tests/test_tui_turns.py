@@ -21,7 +21,7 @@ def test_f9_brings_back_turns(tmp_path: Path, line: str) -> None:
             await tui.ask(pilot, text)
         before = tui.opened.chat.conversation
         await tui.ask(pilot, line)
-        await tui.until(lambda: "F9 brings back" in tui.screen_text())
+        await tui.until(lambda: "F9 undoes it" in tui.screen_text())
         assert len(tui.opened.chat.conversation.turns) < 2
         await press(tui, pilot, "f9")
         assert tui.opened.chat.conversation == before
@@ -35,7 +35,7 @@ def test_turns_that_come_back_take_nothing_away(tmp_path: Path) -> None:
         await tui.ask(pilot, "a")
         session = tui.opened.id
         await tui.ask(pilot, "/clear")
-        await tui.until(lambda: "F9 brings back" in tui.screen_text())
+        await tui.until(lambda: "F9 undoes it" in tui.screen_text())
         await tui.ask(pilot, "b")
         await press(tui, pilot, "f9")
         await tui.until(lambda: tui.opened.id != session)
@@ -62,7 +62,7 @@ def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
         await tui.settled(pilot)
         assert tui.opened is mine
         assert tui.manager.active_by_id[mine.id] is mine
-        assert any("goes on as one (2)" in each.message for each in tui.app._notifications)
+        assert any("continues as one (2)" in each.message for each in tui.app._notifications)
         await press(tui, pilot, "ctrl+l", "down", "enter")
         await tui.until(lambda: tui.opened.id == session)
         assert [t.prompt for t in tui.opened.chat.conversation.turns] == ["one", "theirs"]

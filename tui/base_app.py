@@ -187,7 +187,7 @@ class BaseApp(App[None]):
             self._described_bindings(screen), key=lambda active: not active.binding.show
         ):
             is_palette = active.binding.action == "command_palette"
-            says = "Everything by its name" if is_palette else active.binding.description
+            says = "Command palette" if is_palette else active.binding.description
             shown = keys.setdefault(says, [])
             if self._key_label(active) not in shown:
                 shown.append(self._key_label(active))

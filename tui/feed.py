@@ -107,7 +107,7 @@ class SampleFeed:
     def _run(self) -> None:
         tries = 0
         while not self._stop.is_set():
-            why = "the server has left"
+            why = "the server has shut down"
             fault: Exception | None = None
             try:
                 if self._monitor is None:

@@ -307,8 +307,8 @@ class ActiveSession:
         theirs, name = self.id, self.name
         self.record = self._context.store.create(replace(record, name=f"{name} (2)"))
         self.messages.append(
-            f"another localgen tui has changed {one_line(name)} meanwhile: "
-            f"what you see goes on as {one_line(self.name)}"
+            f"another localgen tui has changed {one_line(name)}: "
+            f"your version continues as {one_line(self.name)}"
         )
         self._saved_draft = ""
         with contextlib.suppress(LocalgenError):  # on failure both sessions have the draft
@@ -347,8 +347,8 @@ class ActiveSession:
 
     def _require_no_command(self) -> None:
         if self.running_command:
-            raise InvalidRequest(f"{self.running_command} is not done yet")
+            raise InvalidRequest(f"{self.running_command} is still running")
 
     def _require_not_generating(self) -> None:
         if self.record.unfinished_turn is not None:
-            raise SessionBusy("another localgen tui writes an answer here: wait for it")
+            raise SessionBusy("another localgen tui is answering here: wait for it")

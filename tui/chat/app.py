@@ -53,10 +53,10 @@ class ChatApp(BaseApp):
 
     TITLE = "localgen tui"
     HELP_NOTES = (
-        "Enter sends, Ctrl+J, Alt+Enter or Shift+Enter begins a line.\n"
+        "Enter sends; Ctrl+J, Alt+Enter or Shift+Enter starts a line.\n"
         "Up and Down go through earlier prompts; Tab completes commands.\n"
-        "Ctrl+A and Ctrl+E go to the ends of a line, Ctrl+W, Ctrl+U and Ctrl+K delete a word,\n"
-        "what is before and what is behind; Ctrl+Z undoes.\n"
+        "Ctrl+A and Ctrl+E go to the start and end of a line; Ctrl+W deletes a word,\n"
+        "Ctrl+U and Ctrl+K the text before and after the cursor; Ctrl+Z undoes.\n"
         "In the list of sessions: r renames, f forks, d deletes.\n\n"
         + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash_commands.command_table())
     )
@@ -69,16 +69,16 @@ class ChatApp(BaseApp):
         Binding("ctrl+b", "compare", "Compare"),
         Binding("ctrl+c", "stop", "Stop", priority=True),
         Binding("ctrl+r", "regenerate", "Ask again", show=False),
-        Binding("ctrl+s", "export", "Save as a file", show=False),
+        Binding("ctrl+s", "export", "Export the transcript", show=False),
         Binding("ctrl+g", "editor", "Prompt in $EDITOR", show=False),
-        Binding("ctrl+up", "step(-1)", "Session above", show=False),
-        Binding("ctrl+down", "step(1)", "Session below", show=False),
+        Binding("ctrl+up", "step(-1)", "Previous session", show=False),
+        Binding("ctrl+down", "step(1)", "Next session", show=False),
         Binding("f3", "rename", "Rename the session", show=False),
         Binding("f4", "fork", "Fork the session", show=False),
         Binding("f8", "delete", "Delete the session", show=False),
-        Binding("f9", "restore", "Bring back what was deleted", show=False),
+        Binding("f9", "restore", "Restore what was deleted", show=False),
         Binding("ctrl+y", "copy", "Copy the last answer", show=False),
-        Binding("f12", "retry", "Look at the server now", show=False),
+        Binding("f12", "retry", "Reconnect now", show=False),
         Binding("f10", "quantize", "Quantize a model", show=False),
     ]
 
@@ -341,7 +341,7 @@ class ChatApp(BaseApp):
             self.call_later(self.action_quit)
         else:
             self._last_stop_s = time.monotonic()
-            self.show_message("nothing is being written here; Ctrl+C again or Ctrl+Q leaves")
+            self.show_message("nothing to stop; Ctrl+C again or Ctrl+Q quits")
 
     @work(group="ask")
     async def action_regenerate(self) -> None:
@@ -372,7 +372,7 @@ class ChatApp(BaseApp):
             with self.suspend(), self.session_manager.syncing_in_background(SYNC_PERIOD_S):
                 text = edit_in_editor(prompt.full_text)
         except SuspendNotSupported:
-            self.show_message("this terminal cannot be lent to an editor", is_error=True)
+            self.show_message("this terminal cannot run an editor", is_error=True)
         except InvalidRequest as error:
             self.show_message(error.message, is_error=True)
         else:
@@ -390,7 +390,7 @@ class ChatApp(BaseApp):
 
     @work(group="leave")
     async def _confirm_quit(self, question: str) -> None:
-        if await self.push_screen_wait(ConfirmDialog(question, yes="Leave", no="Stay")):
+        if await self.push_screen_wait(ConfirmDialog(question, yes="Quit", no="Stay")):
             self._save_and_exit()
 
     @work(group="leave", exclusive=True)

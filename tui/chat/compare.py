@@ -52,7 +52,7 @@ def parse_variants(
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 2 <= len(lines) <= MAX_VARIANTS:
         raise InvalidRequest(
-            f"give 2 to {MAX_VARIANTS} lines, a model each; there are {len(lines)}"
+            f"give 2 to {MAX_VARIANTS} lines, one model each; there are {len(lines)}"
         )
     found = []
     for number, line in lines:
@@ -97,7 +97,7 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
     """Edits the list of variants. Closes with them, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss(None)", "Never mind"),
+        Binding("escape", "dismiss(None)", "Cancel"),
         Binding("ctrl+s", "compare", "Compare these", priority=True),
     ]
     DEFAULT_CSS = """
@@ -119,16 +119,16 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Compare"
-            box.border_subtitle = "Ctrl+S goes on, Esc: never mind"
+            box.border_subtitle = "Ctrl+S compares, Esc cancels"
             yield Static(
-                "A line each: a model, then settings as NAME=VALUE. Each becomes a session that "
-                "goes on from this one.",
+                "One line per variant: a model, then NAME=VALUE settings. Each becomes a session "
+                "that continues this one.",
                 markup=False,
             )
             yield TextField(self._text, compact=True, show_line_numbers=False)
             yield Static("", id="error", markup=False)
             with Horizontal():
-                yield Button("Never mind", id="no", compact=True)
+                yield Button("Cancel", id="no", compact=True)
                 yield Button("Compare", id="yes", variant="primary", compact=True)
 
     def on_mount(self) -> None:
@@ -264,7 +264,7 @@ class CompareScreen(Screen[None]):
     def action_stop(self) -> None:
         stopped = [opened.stop() for opened, _ in self._labelled_sessions]
         if not any(stopped):
-            self._show_message("nothing is being written; Esc goes back, Ctrl+Q leaves")
+            self._show_message("nothing to stop; Esc goes back, Ctrl+Q quits")
 
     def action_toggle_reasoning(self) -> None:
         for transcript in self.query(Transcript):

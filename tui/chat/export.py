@@ -28,7 +28,7 @@ def export_transcript(active: ActiveSession, target: str) -> Path:
             os.fchmod(file.fileno(), 0o600)
             file.write(transcript_markdown(active))
     except FileExistsError as error:
-        raise InvalidRequest(f"{path} is there already: give another name") from error
+        raise InvalidRequest(f"{path} already exists: give another name") from error
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from error
     return path.absolute()

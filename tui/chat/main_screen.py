@@ -65,8 +65,8 @@ class MainScreen(Screen[None]):
     # each gauge needs a few lines
     VERTICAL_BREAKPOINTS = [(0, "-short"), (22, "-mid"), (27, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f7", "toggle_sessions", "Sessions: show or fold", show=False),
-        Binding("f6", "toggle_gauges", "Gauges: show or fold", show=False),
+        Binding("f7", "toggle_sessions", "Show or hide sessions", show=False),
+        Binding("f6", "toggle_gauges", "Show or hide gauges", show=False),
         *TRANSCRIPT_BINDINGS,
         Binding("ctrl+l", "focus_sessions", "To the list of sessions", show=False),
         Binding("escape", "focus_prompt", "Back to the prompt", show=False),
@@ -307,7 +307,7 @@ class MainScreen(Screen[None]):
             opened = open_now.get(listed.id)
             state = _activity_text(opened) if opened is not None else ""
             if not state and listed.is_generating:
-                state = "writing elsewhere"
+                state = "answering elsewhere"
             name = opened.name if opened is not None else listed.name
             model = opened.chat.requested_model if opened is not None else listed.model
             rows.append(SessionRow(listed.id, name, model or default, listed.num_turns, state))
@@ -375,7 +375,7 @@ def session_status(active: ActiveSession) -> tuple[str, bool]:
         )
         return one_line(" · ".join(part for part in parts if part)), False
     if active.record.unfinished_turn is not None:
-        return "another localgen tui writes an answer here", False
+        return "another localgen tui is answering here", False
     last = active.last_stream
     if last is not None and last.error and not last.is_stopping:
         # advice first, so that it is not cut off

@@ -24,7 +24,7 @@ from localgen.client.pullable_models import PullableModel
 from localgen.tui.chat.active_session import ActiveSession, CommandStopped
 from localgen.tui.widgets.picker import Picker, matches_query, name_row
 
-_LOADING_TEXT, _NO_MATCH_TEXT = "looking", "None of the list is called so."
+_LOADING_TEXT, _NO_MATCH_TEXT = "loading the list", "No match in the list."
 
 
 class PullCancelled(Exception):
@@ -87,7 +87,7 @@ class ModelPicker(Picker[str]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Models"
-            box.border_subtitle = "Enter takes one, Esc closes"
+            box.border_subtitle = "Enter selects, Esc closes"
             yield Input(
                 self._requested,
                 placeholder="part of a name, a path, or user/repo[:QUANT]",
@@ -161,9 +161,7 @@ class ModelPicker(Picker[str]):
             self._stop()
             raise
         except PullCancelled:
-            self._show_message(
-                f"stopped: {one_line(name)} goes on from there when it is fetched again"
-            )
+            self._show_message(f"stopped: downloading {one_line(name)} again resumes it")
         except ModelNotFound as error:
             await self._offer_pull(name, error)
         except LocalgenError as error:
@@ -185,14 +183,14 @@ class ModelPicker(Picker[str]):
     async def _offer_pull(self, name: str, error: ModelNotFound) -> None:
         if await asyncio.to_thread(self._model_service.can_pull, name):
             self._offered_pull = name
-            self._show_message(f"{one_line(name)} is not here: Enter again fetches it")
+            self._show_message(f"{one_line(name)} is not installed: Enter again downloads it")
         else:
             self._show_message(error.message, is_error=True)
 
     def _pull_and_load_in_thread(self, name: str, pull: bool) -> None:
         """Download a model if necessary, then load it; runs in a thread."""
         if pull and self._model_service.can_pull(name):
-            self.call_later(self._show_message, f"asking the hub for {one_line(name)}")
+            self.call_later(self._show_message, f"looking up {one_line(name)} on the hub")
             self._model_service.pull(
                 name, lambda here, total: self._on_pull_progress(name, here, total)
             )
@@ -206,7 +204,7 @@ class ModelPicker(Picker[str]):
             raise PullCancelled
         share = downloaded_bytes / total_bytes if total_bytes else 1.0
         size = f"{units.format_size(downloaded_bytes)} of {units.format_size(total_bytes)}"
-        self.call_later(self._show_progress, share, f"fetching {one_line(name)}: {size}")
+        self.call_later(self._show_progress, share, f"downloading {one_line(name)}: {size}")
 
     def _on_load_progress(self, fraction: float) -> None:
         self.call_later(self._show_progress, fraction, None)
@@ -230,7 +228,7 @@ class ModelPicker(Picker[str]):
         told = str(self.query_one("#message", Static).content)
         if self._rows and (not told or told.startswith(_NO_MATCH_TEXT)):
             self._show_message(
-                "" if found else f"{_NO_MATCH_TEXT} Enter looks for {one_line(query.strip())}"
+                "" if found else f"{_NO_MATCH_TEXT} Enter tries {one_line(query.strip())}"
             )
 
     def _row_content(self, row: ModelPickerRow) -> Content:
@@ -259,7 +257,7 @@ def _pullable_rows(cards: list[ModelCard], offers: list[PullableModel]) -> Itera
         if offer.name not in names:
             size = f" · {units.format_size(offer.size_bytes)}" if offer.size_bytes else ""
             yield ModelPickerRow(
-                offer.name, f"{offer.title}{size} · to be fetched", is_installed=False
+                offer.name, f"{offer.title}{size} · not downloaded", is_installed=False
             )
 
 
@@ -281,7 +279,7 @@ class SessionModelService:
 
     def pull(self, name: str, on_progress: Callable[[int, int], None]) -> str:
         if self._is_remote:
-            raise InvalidRequest("another server fetches its models itself")
+            raise InvalidRequest("a remote server downloads its own models")
         return pullable_models.pull_model(name, on_progress)
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:

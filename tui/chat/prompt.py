@@ -38,9 +38,9 @@ class Prompt(TextField):
         Binding("ctrl+f", "app.search", "Search"),
         Binding("ctrl+y", "app.copy", "Copy the last answer", show=False),
         Binding("pageup", "screen.scroll(-1)", "Scroll back", show=False),
-        Binding("pagedown", "screen.scroll(1)", "Scroll on", show=False),
-        Binding("f6", "screen.toggle_gauges", "Gauges: show or fold", show=False),
-        Binding("f7", "screen.toggle_sessions", "Sessions: show or fold", show=False),
+        Binding("pagedown", "screen.scroll(1)", "Scroll forward", show=False),
+        Binding("f6", "screen.toggle_gauges", "Show or hide gauges", show=False),
+        Binding("f7", "screen.toggle_sessions", "Show or hide sessions", show=False),
     ]
     DEFAULT_CSS = """
     Prompt {

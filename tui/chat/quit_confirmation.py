@@ -22,28 +22,28 @@ def quit_question(
         *_running_quantization(runner),
         *_unsaved_sessions(manager),
     ]
-    return "\n".join([*parts, "Leave?"]) if parts else ""
+    return "\n".join([*parts, "Quit?"]) if parts else ""
 
 
 def _unfinished_answers(count: int) -> Iterator[str]:
     if count:
         what = "1 answer is" if count == 1 else f"{count} answers are"
-        yield f"{what} still being written: what is there is kept."
+        yield f"{what} still being written: the text so far is kept."
 
 
 def _running_commands(manager: SessionManager, screens: Sequence[Screen[object]]) -> Iterator[str]:
     for each in manager.busy_sessions:
-        yield f"{one_line(each.name)}: {one_line(each.running_command)} is not done yet."
+        yield f"{one_line(each.name)}: {one_line(each.running_command)} is still running."
     if not manager.busy_sessions and any(
         each.is_busy for each in screens if isinstance(each, ModelPicker)
     ):
-        yield "A model is being fetched: it goes on from there the next time."
+        yield "A model is being downloaded: the download can be resumed."
 
 
 def _running_quantization(runner: QuantizeRunner) -> Iterator[str]:
     if runner.current_run is not None and runner.current_run.is_running:
         name, place = one_line(runner.current_run.name), runner.current_run.step_position
-        yield f"{name} is being made ({place}): what is done is kept, and can be gone on with."
+        yield f"{name} is being quantized ({place}): finished layers are kept and can be resumed."
 
 
 def _unsaved_sessions(manager: SessionManager) -> Iterator[str]:

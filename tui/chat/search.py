@@ -43,7 +43,7 @@ class SearchScreen(Picker[SearchHit]):
         with Vertical() as box:
             box.border_title = "Search all sessions"
             box.border_subtitle = "Enter goes there, Esc closes"
-            yield Input(self._text, placeholder="words, in any letter case", compact=True)
+            yield Input(self._text, placeholder="text to find", compact=True)
             yield OptionList(markup=False)
             yield Static("", id="count", markup=False)
 
@@ -73,16 +73,14 @@ class SearchScreen(Picker[SearchHit]):
             return
         self.show_rows((hit, _hit_content(hit, text)) for hit in hits)
         more = " or more" if len(hits) >= MAX_HITS else ""
-        count = units.format_count(len(hits), "place") + more if text.strip() else ""
+        count = units.format_count(len(hits), "hit") + more if text.strip() else ""
         self.query_one("#count", Static).update(Content(count))
 
 
 def _hit_content(hit: SearchHit, text: str) -> Content:
     name = one_line(hit.name) or "New session"
     where = (
-        f"{name} · turn {hit.turn_index + 1}"
-        if hit.turn_index is not None
-        else f"{name} · its name"
+        f"{name} · turn {hit.turn_index + 1}" if hit.turn_index is not None else f"{name} · name"
     )
     excerpt = Content(hit.excerpt)
     at = hit.excerpt.casefold().find(text.casefold().strip())

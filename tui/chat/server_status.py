@@ -27,9 +27,9 @@ class ServerStatus:
 
     def after_loss(self, message: ServerLost, *, is_remote: bool) -> ServerStatus:
         """Return the status after a failed attempt."""
-        why = f"{one_line(message.reason)}. Trying again in {message.retry_s:.3g} s, F12: now."
+        why = f"{one_line(message.reason)}. Retrying in {message.retry_s:.3g} s, F12: now."
         if not is_remote:
-            why += " The next prompt starts one."
+            why += " The next prompt starts a server."
         if message.has_no_stats:
             return ServerStatus("NO FIGURES", why)
         if self.label == "LOST" or (self.is_live and not message.has_shut_down):
@@ -45,6 +45,6 @@ def live_server_status(snapshot: ServerSnapshot, *, is_remote: bool) -> ServerSt
         return ServerStatus("LIVE")
     return ServerStatus(
         "LIVE",
-        f"The server is localgen {one_line(theirs or '')}, this is {ours}: localgen stop ends it, "
-        "the next prompt starts ours.",
+        f"The server runs localgen {one_line(theirs or '')}, this is {ours}: localgen stop "
+        "ends it, the next prompt starts this version.",
     )

@@ -109,9 +109,7 @@ class SessionActions:
     async def rename(self, session_id: int, name: str = "") -> None:
         """Rename a session. Asks for the name if none is given."""
         if not name:
-            question = TextInputDialog(
-                "What is the session to be called?", self._session_name(session_id)
-            )
+            question = TextInputDialog("New name of the session:", self._session_name(session_id))
             given: str | None = await self._main_screen.app.push_screen_wait(question)
             name = given or ""
         if name:
@@ -124,7 +122,7 @@ class SessionActions:
     async def delete(self, session_id: int) -> None:
         """Delete a session after confirmation."""
         name = one_line(self._session_name(session_id)) or UNNAMED_SESSION
-        question = f"Delete “{name}”? F9 brings it back while the program runs."
+        question = f"Delete “{name}”? F9 restores it until you quit."
         if not await self._main_screen.app.push_screen_wait(
             ConfirmDialog(question, yes="Delete", no="Keep")
         ):
@@ -133,7 +131,7 @@ class SessionActions:
         if not await self.run_in_thread(lambda: self._manager.delete(session_id)):
             return
         self._undo_stack.append(lambda: self._restore_session(session_id))
-        self._show_message("deleted; F9 brings it back")
+        self._show_message("deleted; F9 restores it")
         if self.current_session.id == session_id:
             at = before.index(session_id) if session_id in before else 0
             rest = [listed.id for listed in self._manager.summaries]
@@ -145,7 +143,7 @@ class SessionActions:
     async def restore(self) -> None:
         """Undo the last deletion, of a session or of turns."""
         if not self._undo_stack:
-            self._show_message("nothing was deleted since the program began")
+            self._show_message("nothing to restore")
             return
         await self._undo_stack.pop()()
 
@@ -154,7 +152,7 @@ class SessionActions:
         opened = self.current_session
         if not path:
             name = one_line(opened.name).replace("/", "-")
-            question = TextInputDialog("Write it to which file? (.md or .json)", f"{name}.md")
+            question = TextInputDialog("Export to file (.md or .json):", f"{name}.md")
             given: str | None = await self._main_screen.app.push_screen_wait(question)
             path = given or ""
         if path and await self.run_in_thread(lambda: export_transcript(opened, path)):
@@ -176,7 +174,7 @@ class SessionActions:
         picker = ModelPicker(SessionModelService(opened), requested, opened.chat.requested_name)
         name = await self._main_screen.app.push_screen_wait(picker)
         if name is not None and opened.chat.model_info is not None:
-            self._show_message("\n".join((f"now {name}", *opened.chat.model_info.notes)))
+            self._show_message("\n".join((f"now using {name}", *opened.chat.model_info.notes)))
         self._main_screen.show_settings()
         await self._refresh_model_names(opened)
 
@@ -226,7 +224,7 @@ class SessionActions:
         kept = len(before.conversation.turns)
         if after.conversation.turns[:kept] != before.conversation.turns:
             self._undo_stack.append(lambda: self._undo_command(active, before, after))
-            said = f"{said}; F9 brings back what was there"
+            said = f"{said}; F9 undoes it"
         self._show_message(said, title=one_line(line))
         self._main_screen.show_settings()
 
@@ -262,7 +260,7 @@ class SessionActions:
         self, active: ActiveSession, before: SessionRecord, after: SessionRecord
     ) -> None:
         if await self.show_session(lambda: self._manager.undo_command(active, before, after)):
-            self._show_message("it is as it was")
+            self._show_message("undone")
 
     async def _refresh_model_names(self, active: ActiveSession) -> None:
         with contextlib.suppress(LocalgenError):  # completion has no place for errors

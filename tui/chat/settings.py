@@ -24,7 +24,7 @@ class SettingField(Horizontal):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next setting", show=False),
-        Binding("up", "app.focus_previous", "Setting before", show=False),
+        Binding("up", "app.focus_previous", "Previous setting", show=False),
     ]
     DEFAULT_CSS = """
     SettingField { height: 1; }
@@ -94,7 +94,7 @@ class SettingsPanel(Widget):
     def __init__(self) -> None:
         super().__init__(id="settings")
         self.border_title = "Settings of this session"
-        self.border_subtitle = "empty: as the model does"
+        self.border_subtitle = "empty: model default"
         self._session_id = 0
         self._values: dict[str, str] = {}
         self._rejected_edits: dict[tuple[int, str], tuple[str, str]] = {}
@@ -119,7 +119,7 @@ class SettingsPanel(Widget):
         )
         self._session_id = session_id
         self.query_one(f"#set-{CTX_SETTING}").display = ctx is not None
-        shown = {CTX_SETTING: (ctx or "", "as the model has")}
+        shown = {CTX_SETTING: (ctx or "", "model default")}
         for name, value, whose in rows:
             usual = f"{value}, {whose or 'localgen'}" if value != "-" else ""
             shown[name] = (value, "") if whose == "yours" else ("", usual)

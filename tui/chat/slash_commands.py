@@ -10,19 +10,19 @@ from localgen.chat import commands, parameters
 
 # commands handled by the screen, not by a session
 SCREEN_COMMANDS = {
-    "/new": ("", "begins a session"),
+    "/new": ("", "starts a session"),
     "/rename": ("NAME", "renames this session"),
-    "/fork": ("[NAME]", "goes on in a copy, keeps this session as it is"),
-    "/switch": ("[NAME]", "goes to another session"),
-    "/delete": ("", "deletes this session; F9 brings it back"),
-    "/search": ("[TEXT]", "finds a text in all sessions"),
+    "/fork": ("[NAME]", "continues in a copy, keeps this session as it is"),
+    "/switch": ("[NAME]", "switches to another session"),
+    "/delete": ("", "deletes this session; F9 restores it"),
+    "/search": ("[TEXT]", "searches all sessions"),
     "/export": ("[PATH]", "writes the transcript: Markdown, or .json for /load"),
     "/compare": ("", "sends one prompt to several models or settings"),
-    "/quantize": ("", "makes a smaller model of one in 16 bits"),
-    "/model": ("[NAME]", "goes on with another model; chooses one without a name"),
-    "/regen": ("", "asks the last prompt again"),
-    "/help": ("", "the keys and these commands"),
-    "/bye": ("", "leaves"),
+    "/quantize": ("", "quantizes a 16-bit model"),
+    "/model": ("[NAME]", "switches to another model; without a name, lists them"),
+    "/regen": ("", "sends the last prompt again"),
+    "/help": ("", "shows the keys and these commands"),
+    "/bye": ("", "quits"),
 }
 
 

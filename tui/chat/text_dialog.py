@@ -16,7 +16,7 @@ from localgen.tui.widgets.dialog import Dialog
 class TextInputDialog(Dialog[str | None]):
     """Asks for a line of text. Closes with it, or None if cancelled."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Never mind")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
     DEFAULT_CSS = """
     TextInputDialog > Vertical {
         width: 60; max-width: 95%; height: auto; padding: 1 2;
@@ -31,7 +31,7 @@ class TextInputDialog(Dialog[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_subtitle = "Enter takes it, Esc: never mind"
+            box.border_subtitle = "Enter accepts, Esc cancels"
             yield Static(Content(self._question), markup=False)
             yield Input(self._text, compact=True, select_on_focus=False)
 

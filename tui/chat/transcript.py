@@ -17,9 +17,9 @@ from localgen.tui.chat.turn_view import TurnView
 
 # bindings of screens that show transcripts
 TRANSCRIPT_BINDINGS = (
-    Binding("f5", "toggle_reasoning", "Thoughts of the last answer", show=False),
+    Binding("f5", "toggle_reasoning", "Show or hide reasoning", show=False),
     Binding("pageup", "scroll(-1)", "Scroll back", show=False),
-    Binding("pagedown", "scroll(1)", "Scroll on", show=False),
+    Binding("pagedown", "scroll(1)", "Scroll forward", show=False),
     Binding("ctrl+home", "show_earlier", "Earlier turns", show=False),
     Binding("ctrl+end", "show_latest", "The latest turn", show=False),
 )

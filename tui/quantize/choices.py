@@ -24,7 +24,7 @@ class RadioChoices(Widget, can_focus=True):
     """A row of options, one selected. options: (value, label). Posts Changed on user input."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left", "step(-1)", "Value before", show=False),
+        Binding("left", "step(-1)", "Previous value", show=False),
         Binding("right,space", "step(1)", "Next value", show=False),
     ]
     DEFAULT_CSS = """
@@ -134,7 +134,7 @@ class NamePicker(Picker[str]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = self._title
-            box.border_subtitle = "Enter takes one, Esc closes"
+            box.border_subtitle = "Enter selects, Esc closes"
             hint = f"part of a name{self._hint and f', or {self._hint}'}"
             yield Input(placeholder=hint, compact=True, select_on_focus=False)
             yield OptionList(markup=False)

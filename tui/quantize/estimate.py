@@ -69,7 +69,7 @@ class EstimatePanel(Static):
 
     def __init__(self) -> None:
         super().__init__(markup=False)
-        self.border_title = "About what it takes"
+        self.border_title = "Estimate"
 
     def on_mount(self) -> None:
         self.watch_estimate()
@@ -86,13 +86,13 @@ def _lines(estimate: QuantizeEstimate, width: int) -> Iterable[Content]:
     if estimate.error:
         yield Content.styled(f"✗ {one_line(estimate.error)}", "$error")
     elif not estimate.is_complete:
-        yield Content.styled("reckoning …", "$muted")
+        yield Content.styled("estimating …", "$muted")
     if estimate.resources is not None:
         yield from _resource_lines(estimate.resources)
     if estimate.unfinished is not None:
         done, total = estimate.unfinished.done, estimate.unfinished.total
         yield Content.styled(
-            f"▸ an unfinished run lies there, {done} of {total} layers: Ctrl+R goes on with it",
+            f"▸ unfinished run, {done} of {total} layers done: Ctrl+R resumes it",
             "$accent",
         )
     if estimate.recommendation is not None:
@@ -111,7 +111,7 @@ def _resource_lines(resources: EstimateEvent) -> Iterable[Content]:
     )
     if is_much:
         yield Content.styled(
-            "! more memory than is free now: end other programs, or it will swap", "$warning"
+            "! needs more memory than is free: close other programs, or it will swap", "$warning"
         )
 
 
@@ -120,7 +120,7 @@ def _recommendation_lines(
 ) -> Iterable[Content]:
     ways = [(_option_label(way.option), way) for way in recommendation.estimates]
     name_width = max((len(name) for name, _ in ways), default=0)
-    head = f"  {'WAY':<{name_width}}  {'SIZE':>8}  FITS"
+    head = f"  {'METHOD':<{name_width}}  {'SIZE':>8}  FITS"
     yield Content.styled(head, "bold $muted")
     for name, way in ways:
         text = f"{name:<{name_width}}  {format_bytes(way.size_bytes):>8}  {way.place or 'no'}"
@@ -130,7 +130,7 @@ def _recommendation_lines(
         yield Content.styled(f"{'▸' if is_chosen else ' '} {text}", _option_style(way, is_chosen))
     if recommendation.best_option is not None:
         yield Content.styled(
-            f"suits this machine best: {_option_label(recommendation.best_option)}", "$muted"
+            f"best for this machine: {_option_label(recommendation.best_option)}", "$muted"
         )
     else:
         yield Content.styled("none of these fits this machine", "$warning")

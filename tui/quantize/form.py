@@ -91,8 +91,8 @@ class FormField(Horizontal):
     """A label and its control, or the reason why the field does not apply."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down", "app.focus_next", "Next line", show=False),
-        Binding("up", "app.focus_previous", "Line before", show=False),
+        Binding("down", "app.focus_next", "Next field", show=False),
+        Binding("up", "app.focus_previous", "Previous field", show=False),
     ]
     DEFAULT_CSS = """
     FormField { height: auto; }
@@ -131,7 +131,7 @@ class FormField(Horizontal):
                 )
                 choices.show_value(value, {v: said for v, said in refused.items() if said})
             case Input() as field:
-                field.placeholder = default_out if self.field_name == "out" else "localgen's own"
+                field.placeholder = default_out if self.field_name == "out" else "built-in text"
                 if field.value.strip() != value:
                     field.value = value
             case PickerButton() as opener:
@@ -160,7 +160,7 @@ class QuantizeFormPanel(Vertical):
     def __init__(self, form: QuantizeForm) -> None:
         super().__init__()
         self.form = form
-        self.border_title = "What to make"
+        self.border_title = "Settings"
 
     def compose(self) -> ComposeResult:
         for name in _LABELS:

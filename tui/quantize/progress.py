@@ -53,7 +53,7 @@ def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
     yield Content.assemble((bar(share, max(4, width - 5)), "$primary"), f"{percent:>5}")
     yield Content("")
     yield from _memory_lines(run)
-    yield _line("so far", format_duration_s(run.elapsed_s))
+    yield _line("elapsed", format_duration_s(run.elapsed_s))
     for note in run.notes[-_LATEST_NOTES:]:
         yield Content.styled(one_line(note), "$muted")
 

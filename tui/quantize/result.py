@@ -33,7 +33,7 @@ class QuantizeResultPanel(Static):
         if run.result is not None:
             self.border_title = "Verdict"
         else:
-            self.border_title = "It was not made" if run.error else "Stopped"
+            self.border_title = "Failed" if run.error else "Stopped"
         self.set_class(run.result is None, "-failed")
         self.update(Content("\n").join(_lines(run)))
 
@@ -49,7 +49,7 @@ def _lines(run: QuantizeRun) -> Iterable[Content]:
     elif run.error:
         yield Content.styled(f"✗ not measured: {one_line(run.error)}", "$error")
     else:
-        yield Content("It is whole; it was stopped before it was measured.")
+        yield Content("The model is complete; stopped before it was measured.")
     yield Content("")
     yield Content.styled(_elapsed_line(run), "$muted")
     for note in run.notes:
@@ -62,14 +62,12 @@ def _failure_lines(run: QuantizeRun) -> Iterable[Content]:
         return
     stopped = run.stopped
     yield Content(
-        "Nothing of it is kept."
-        if stopped is None
-        else _layers_done_line(stopped.done, stopped.total)
+        "Nothing was kept." if stopped is None else _layers_done_line(stopped.done, stopped.total)
     )
 
 
 def _layers_done_line(done: int, total: int) -> str:
-    return f"{done} of {total} layers are done, and can be gone on with."
+    return f"{done} of {total} layers are done and can be resumed."
 
 
 def eval_table_lines(rows: Sequence[EvalRow]) -> Iterable[Content]:
@@ -98,7 +96,7 @@ def _elapsed_line(run: QuantizeRun) -> str:
     made = run.result
     if made is None or made.layers is None:
         return took
-    resumed = f", {made.resumed} were there" if made.resumed else ""
+    resumed = f", {made.resumed} resumed" if made.resumed else ""
     return (
         f"{took}: {made.layers} layers in {format_duration_s(made.seconds)}{resumed}; at most "
         f"{format_bytes(made.peak_bytes)} of memory, {format_bytes(made.estimated_bytes)} estimated"

@@ -152,7 +152,7 @@ class QuantizeRun:
     def step_position(self) -> str:
         """Progress within the step: `layer 3 of 8`, `45%`."""
         if self.progress is None:
-            return "beginning"
+            return "starting"
         done, total = self.progress.done, self.progress.total
         if self.progress.unit == "bytes":
             return format_percent(done / total if total else 1.0)
@@ -177,9 +177,9 @@ class QuantizeRun:
             where = f"{self.step_position if is_layer else self.step_status}{left}"
             return f"quantizing {self.name}: {'stopping' if self.is_stopping else where}"
         if self.result is not None:
-            return f"{self.name} is made"
+            return f"{self.name} is ready"
         if self.error:
-            return f"{self.name} was not made: {self.error}"
+            return f"quantizing {self.name} failed: {self.error}"
         return f"quantizing {self.name} was stopped"
 
     def _consume_events(self) -> None:

@@ -53,8 +53,8 @@ class QuantizeRunner:
         """Raises InvalidRequest or LoadFailed if nothing can be quantized on this machine."""
         if self._is_remote:
             raise InvalidRequest(
-                "a model is quantized on the machine where it lies: localgen tui without --url, "
-                "or localgen quantize there"
+                "cannot quantize on a remote server: use localgen tui without --url, "
+                "or localgen quantize on that machine"
             )
         require_packages()
 
@@ -78,7 +78,7 @@ class QuantizeRunner:
     def start(self, form: QuantizeForm, *, resume: bool) -> QuantizeRun:
         """Start a run. Raises InvalidRequest if one is running, LoadFailed if no process starts."""
         if self.is_running:
-            raise InvalidRequest("a model is being quantized: one at a time")
+            raise InvalidRequest("a model is already being quantized")
         run = QuantizeRun(
             form, self._start_process(form.to_request(resume=resume), False), self._clock
         )

@@ -48,7 +48,7 @@ class QuantizeScreen(Screen[str | None]):
         Binding("ctrl+o", "model", "Model"),
         Binding("escape", "back", "Back"),
         Binding("pageup", "scroll(-1)", "Scroll back", show=False),
-        Binding("pagedown", "scroll(1)", "Scroll on", show=False),
+        Binding("pagedown", "scroll(1)", "Scroll forward", show=False),
     ]
     DEFAULT_CSS = """
     QuantizeScreen #title { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap; }
@@ -198,7 +198,7 @@ class QuantizeScreen(Screen[str | None]):
         if reckoning.error:
             self.show_message(reckoning.error)
         elif not reckoning.can_run:
-            self.show_message("not yet: what it takes is still being reckoned")
+            self.show_message("still estimating: try again in a moment")
         else:
             self.show_message("")
             await self._start_run(self._form_panel.form, resume=reckoning.unfinished is not None)
@@ -212,7 +212,7 @@ class QuantizeScreen(Screen[str | None]):
         elif self._runner.is_running:
             self._confirm_stop()
         else:
-            self.show_message("nothing is being quantized; Esc goes back, Ctrl+Q leaves")
+            self.show_message("nothing is being quantized; Esc goes back, Ctrl+Q quits")
 
     def action_chat(self) -> None:
         run = self._runner.current_run
@@ -236,7 +236,7 @@ class QuantizeScreen(Screen[str | None]):
         found = await asyncio.to_thread(scan_originals)
         rows = [(one.name, f"{format_bytes(one.size_bytes)} · {one.source}") for one in found]
         hint = "a folder with config.json and safetensors"
-        picker = NamePicker("Models in 16 bits", rows, self._form_panel.form.model, hint)
+        picker = NamePicker("16-bit models", rows, self._form_panel.form.model, hint)
         name = await self.app.push_screen_wait(picker)
         if name is not None:
             self._form_panel.set_values(model=name)
@@ -247,9 +247,7 @@ class QuantizeScreen(Screen[str | None]):
             (name, "needs calibration" if kind.needs_imatrix else "")
             for name, kind in GGUF_TYPES.items()
         ]
-        picker = NamePicker(
-            "Types of GGUF files, the largest first", rows, self._form_panel.form.gguf
-        )
+        picker = NamePicker("GGUF file types, largest first", rows, self._form_panel.form.gguf)
         name = await self.app.push_screen_wait(picker)
         if name is not None:
             self._form_panel.set_values(gguf=name)
@@ -295,11 +293,11 @@ class QuantizeScreen(Screen[str | None]):
     @work(group="stop", exclusive=True)
     async def _confirm_stop(self) -> None:
         run = self._runner.current_run
-        stays = "The layers that are done stay, and can be gone on with."
+        stays = "Finished layers are kept and can be resumed."
         if run is not None and not run.form.is_resumable:
-            stays = "A file without calibration is begun anew the next time."
+            stays = "A file without calibration cannot be resumed."
         question = f"Stop quantizing? {stays}"
-        if await self.app.push_screen_wait(ConfirmDialog(question, yes="Stop", no="Go on")):
+        if await self.app.push_screen_wait(ConfirmDialog(question, yes="Stop", no="Continue")):
             self._runner.stop()
 
     def _handle_run_end(self) -> None:
@@ -318,7 +316,7 @@ class QuantizeScreen(Screen[str | None]):
             self._result_panel.show_run(run)
         self._estimate_panel.display = not is_running and not (has_verdict and self._has_result)
         reckoning = self._estimate_panel.estimate
-        label = "Go on" if reckoning.unfinished is not None else "Run"
+        label = "Resume" if reckoning.unfinished is not None else "Run"
         self._run_button.label = f"{label} (Ctrl+R)"
         self._run_button.display = self._estimate_panel.display
         self._run_button.disabled = not reckoning.can_run

@@ -38,8 +38,8 @@ class TopApp(BaseApp):
     TITLE = "localgen top"
     HELP_NOTES = (
         "↑ and ↓ choose a request. A click on a heading sorts by it.\n"
-        "█ used  ▓ kept prefixes  ░ free.\n"
-        "— is what the server does not tell."
+        "█ used  ▓ cached prefixes  ░ free.\n"
+        "— unknown: the server does not report it."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "quit", "Quit", show=False, priority=True)
@@ -91,7 +91,7 @@ class TopApp(BaseApp):
     def on_server_lost(self, message: ServerLost) -> None:
         """Show the error and when the feed retries."""
         self._is_lost = True
-        again = f"Trying again in {message.retry_s:.3g} s, t: now."
+        again = f"Retrying in {message.retry_s:.3g} s, t: now."
         status = "LOST" if self._has_connected else "WAITING"
         self._dashboard.show_status(
             status, f"{one_line(message.reason)}. {self._start_hint} {again}"
@@ -119,7 +119,7 @@ class TopApp(BaseApp):
                 self.run_worker(lambda: self._cancel(row), thread=True, group="cancel")
 
         question = f"Cancel this request to {row.model}, {row.generated_tokens:,} tokens in? "
-        question += "Its client gets what is written so far."
+        question += "Its client gets the text so far."
         self.push_screen(ConfirmDialog(question, yes="Cancel it", no="Leave it"), answered)
 
     def _target_request(self) -> RequestRow | None:

@@ -34,10 +34,10 @@ class Dashboard(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c,delete", "app.cancel_request", "Cancel"),
         Binding("s", "sort", "Sort"),
-        Binding("S,r", "reverse_sort", "Sort the other way round", show=False),
+        Binding("S,r", "reverse_sort", "Reverse the order", show=False),
         Binding("e", "toggle_ended", "Ended"),
         Binding("space", "app.pause", "Pause"),
-        Binding("t", "app.retry", "Try the server again now", show=False),
+        Binding("t", "app.retry", "Reconnect now", show=False),
         Binding("q", "app.quit", "Quit"),
     ]
     DEFAULT_CSS = """

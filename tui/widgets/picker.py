@@ -22,7 +22,7 @@ class Picker(Dialog[_Item | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss(None)", "Close"),
         Binding("down", "move(1)", "Next", show=False),
-        Binding("up", "move(-1)", "Before", show=False),
+        Binding("up", "move(-1)", "Previous", show=False),
     ]
     DEFAULT_CSS = """
     Picker > Vertical {
