@@ -280,7 +280,7 @@ def test_saving_as_a_file(tmp_path: Path) -> None:
             "## You\n\nq\n\n## Answer\n\nre: q\n\n*tiny · TTFT" in (tmp_path / "x.md").read_text()
         )
         await tui.ask(pilot, f"/export {tmp_path / 'x.md'}")
-        await tui.until(lambda: "there already" in told(tui))
+        await tui.until(lambda: "already exists" in told(tui))
         await tui.ask(pilot, f"/export {tmp_path}/none/x.md")
         await tui.until(lambda: "cannot write" in told(tui))
         await tui.ask(pilot, "/clear")

@@ -140,7 +140,7 @@ def test_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         assert edit_in_editor("begun") == "begun and more"
         await pilot.press("ctrl+g")  # a test has no terminal to lend
-        assert "cannot be lent" in told(tui)
+        assert "cannot run an editor" in told(tui)
         assert tui.prompt.text == "begun"
 
     play(Tui(tmp_path), scene)
