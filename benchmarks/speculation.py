@@ -1,260 +1,181 @@
-"""What drafts gain on this machine, beside what they could gain at most.
+"""What drafts gain on this machine: the same answers with and without drafts, side by side.
 
-python -m benchmarks.speculation [--backend llamacpp|tiny|cuda] [--quick]
+python -m benchmarks.speculation [--quick] [--rounds N]
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from benchmarks import replay, step_curve
-from benchmarks.gain import Bench, Case, Groups, Text
-from benchmarks.measure import Report, command
-from benchmarks.pairs import BACKENDS, Pair, load_pair
+from benchmarks import in_turn, random_gguf
+from benchmarks.answers import Answer
+from benchmarks.in_turn import Side
+from benchmarks.measure import RATE, ModelLine, Report, command
+from benchmarks.reciting import RecitingRunner, Text, copies, prose
 from benchmarks.scripted import SAID, SCRIPTED, Scripted
 from benchmarks.session import GREEDY
+from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.errors import LocalgenError
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest
+from localgen.backends.runner.interface import ModelRunner
+from localgen.backends.sampling_params import SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
-ACCEPTANCES = (0.5, 0.7, 0.9)
-NO_ACCEPTANCE = 0.02
-STREAMS = 16
-# of a copy's tokens; how long it goes on unchanged is chance, of which a few texts have enough
-EDITED, EDITED_TEXTS = 1 / 40, 4
-# where a step takes a millisecond, what stands around it counts: numbers that are tried as they are
-INSISTED, INSISTED_COPIES = (1, 2, 3, 4, 7), (7, 15, 31, 63)
-# and rounds are short
-SMALL_ROUNDS = 8
-
-
-class Effort(NamedTuple):
-    """Rounds of crowds and of short answers, for one of the rest; and of prices."""
-
-    crowd: int
-    short: int
-    prices: int
-
-
-# two short answers of the built-in model take a tenth of a second; few of the twins' steps fit into
-# a row, so that their prices need more rows
-LARGE, TRAINED, TWINS = Effort(1, 2, 3), Effort(3, 48, 3), Effort(6, 12, 12)
+KV_TOKENS, CTX = 8192, 2048
+# of the tokens of a copy
+EDITED = 1 / 40
+# speed-up over plain decoding that each case must reach
+COPIES, EDITED_COPIES, HARMLESS = 2.0, 1.3, 0.97
+PLAIN, DRAFTED = "plain", "drafts"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is measured. Tokens of a prompt (prompt, long_prompt) and of an answer: a copy, one
-    alone, one of many (compared in crowd_rounds), a short one (in many_rounds)."""
+class Case:
+    """Requests, one after the other, each with and without drafts.
 
-    rounds: int
-    many_rounds: int
-    crowd_rounds: int
-    price_rounds: int
-    prompt: int
-    long_prompt: int
-    copy: int
-    alone: int
-    together: int
-    short: int
+    create: the drafter. prompts: of one round. tokens: of each answer. least: the speed-up to
+    reach; None: it is only reported.
+    """
 
-
-FULL = Plan(
-    rounds=3,
-    many_rounds=6,
-    crowd_rounds=3,
-    price_rounds=3,
-    prompt=64,
-    long_prompt=1024,
-    copy=256,
-    alone=96,
-    together=24,
-    short=48,
-)
-QUICK = Plan(
-    rounds=1,
-    many_rounds=1,
-    crowd_rounds=1,
-    price_rounds=1,
-    prompt=16,
-    long_prompt=100,
-    copy=24,
-    alone=24,
-    together=16,
-    short=16,
-)
+    name: str
+    create: Callable[[], Drafter]
+    params: SamplingParams
+    prompts: Seq[Seq[int]]
+    tokens: int
+    least: float | None
 
 
-def run(bench: Bench, plan: Plan) -> None:
-    """Everything, in order."""
-    _copies(bench, plan)
-    _drafted_by_model(bench, plan)
-    _harmless(bench, plan)
-
-
-def fresh(pair: Pair, count: int, size: int, *, first: int = 0) -> list[Text]:
-    """Prompts without a repetition, from the one of that number on."""
-    most = pair.vocab - 100
+def cases(model: LoadedModel, runner: RecitingRunner, *, quick: bool) -> list[Case]:
+    """All cases. runner: learns the texts."""
+    size, vocab = (24 if quick else 256), model.info.vocab
+    copy = [copies(size, vocab, edited=0.0, seed=1)]
+    edited = [copies(size, vocab, edited=EDITED, seed=1 + number) for number in range(4)]
+    natural = prose(size // 4, size // 2, 2, vocab=vocab)
+    for prompt, answer in [*copy, *edited, *natural]:
+        runner.learn(prompt, answer)
+    assert model.draft is not None
+    scripted = partial(_scripted_drafter, model.draft.runner)
+    unknown = [[(101 + at) % vocab for at in range(size // 4)]]
+    ngram = partial(Case, create=NgramDrafter, params=GREEDY)
     return [
-        ([100 + (size * n + i) % most for i in range(size)], None)
-        for n in range(first, first + count)
+        ngram("a copy", prompts=_prompts(copy), tokens=size, least=COPIES),
+        ngram("a copy with changes", prompts=_prompts(edited), tokens=size, least=EDITED_COPIES),
+        ngram("prose", prompts=_prompts(natural), tokens=size // 2, least=HARMLESS),
+        *(
+            Case(
+                f"draft model, acceptance {alpha:g}",
+                partial(scripted, alpha),
+                SCRIPTED,
+                unknown,
+                size // 2,
+                least,
+            )
+            for alpha, least in ((0.0, HARMLESS), (0.7, HARMLESS), (0.9, HARMLESS))
+        ),
     ]
 
 
-def always(groups: Groups) -> Callable[[int], Groups]:
-    """The same in each round."""
-    return lambda _: groups
+def _prompts(texts: Seq[Text]) -> list[Seq[int]]:
+    return [prompt for prompt, _ in texts]
 
 
-def twice(texts: Seq[Text]) -> Callable[[int], Groups]:
-    """Asked two times in each round: an answer is computed in those places of the cache which the
-    one before it left free, and two after one another have had both halves of it."""
-    return always([texts, texts])
+def _scripted_drafter(runner: ModelRunner, alpha: float) -> ModelDrafter:
+    return ModelDrafter(Scripted(runner, SAID, alpha), "scripted")
 
 
-def ever_new(pair: Pair, size: int) -> Callable[[int], Groups]:
-    """Two prompts in each round that nobody has read before."""
-    return lambda number: [[text] for text in fresh(pair, 2, size, first=2 * (number + 1))]
+def compare(case: Case, runner: RecitingRunner, vocab: int, report: Report, rounds: int) -> None:
+    """Rates of both sides, each for a moment in turn. The first round is not measured: drafters
+    learn from it, and the policy measures what steps take."""
+    print(case.name, file=sys.stderr, flush=True)
+    sides = [Side.over(runner, vocab, drafters) for drafters in ([], [case.create()])]
+    chance = random.Random(0)
+    rates: tuple[list[float], list[float]] = ([], [])
+    same = []
+    for number in range(1 + rounds):
+        asked = [
+            in_turn.ask(sides, [prompt], case.tokens, case.params, chance)
+            for prompt in case.prompts
+        ]
+        by_side = list(zip(*asked, strict=True))
+        if number:
+            for values, answers in zip(rates, by_side, strict=True):
+                values.append(_tokens_per_s(answers))
+            same.append(_same_text(*by_side))
+    stats = sides[1].session.stats.speculation
+    for side in sides:
+        side.session.stop()
+    plain, drafted = (
+        report.add(case.name, name, RATE, values)
+        for name, values in zip((PLAIN, DRAFTED), rates, strict=True)
+    )
+    report.add(case.name, "same text", "of the answers", same)
+    report.add(case.name, "acceptance", "", [stats.acceptance])
+    report.add(case.name, "speed-up as the engine has it", "", [stats.speedup])
+    if case.least is not None:
+        report.ratio(drafted, plain, case.least, at_least=True)
 
 
-def scripted(pair: Pair, alpha: float) -> ModelDrafter:
-    """The smaller model, right as often as it is told to be."""
-    return ModelDrafter(Scripted(pair.draft, SAID, alpha), "scripted")
-
-
-def _copies(bench: Bench, plan: Plan) -> None:
-    """Answers that say the prompt again."""
-    size, insisted = plan.copy, INSISTED_COPIES if bench.pair.is_small else ()
-    copy = replay.copies(size, bench.pair.vocab, edited=0.0, seed=1)
-    changed = [
-        replay.copies(size, bench.pair.vocab, edited=EDITED, seed=1 + number)
-        for number in range(EDITED_TEXTS)
+def _same_text(plain: Seq[Seq[Answer]], drafted: Seq[Seq[Answer]]) -> float:
+    pairs = [
+        (a.text, b.text)
+        for p, d in zip(plain, drafted, strict=True)
+        for a, b in zip(p, d, strict=True)
     ]
-    groups = {"a copy": twice([copy]), "a copy with changes": always([[text] for text in changed])}
-    cases = [
-        Case(name, NgramDrafter, GREEDY, asked, size, plan.rounds) for name, asked in groups.items()
-    ]
-    prices, _ = bench.between_prices("copies", size + size // 2, cases, insisted, by_model=False)
-    for case, texts in zip(cases, ([copy], changed), strict=True):
-        bench.reached(case, *replay.best(prices.curve, texts))
-        if insisted:
-            bench.of_fixed(case, insisted)
+    return sum("".join(a) == "".join(b) for a, b in pairs) / len(pairs)
 
 
-def _drafted_by_model(bench: Bench, plan: Plan) -> None:
-    """Drafts that are right as often as they are told to be, and those of a trained model."""
-    pair, insisted = bench.pair, INSISTED if bench.pair.is_small else ()
-    told = [
-        Case(
-            f"draft model, acceptance {alpha:g}",
-            partial(scripted, pair, alpha),
-            SCRIPTED,
-            twice(fresh(pair, 1, plan.prompt)),
-            plan.alone,
-            plan.rounds,
-        )
-        for alpha in ACCEPTANCES
-    ]
-    cases = [*told, *_trained(pair, plan)]
-    # half an answer behind the prompt
-    context = plan.prompt + plan.alone // 2
-    prices, measured = bench.between_prices("short prompt", context, cases, insisted, by_model=True)
-    alphas = [*ACCEPTANCES, *measured[len(told) :]]
-    for case, alpha in zip(cases, alphas, strict=True):
-        drafts, most = step_curve.best(prices.curve, alpha, prices.draft_ms)
-        bench.reached(case, drafts, most)
-        if insisted:
-            bench.of_fixed(case, insisted)
+def _tokens_per_s(asked: Seq[Seq[Answer]]) -> float:
+    """From the first token of each request to its last."""
+    answers = [answer for group in asked for answer in group]
+    tokens = sum(answer.finished.completion_tokens - 1 for answer in answers)
+    return tokens / sum(answer.last_s - answer.first_s for answer in answers)
 
 
-def _trained(pair: Pair, plan: Plan) -> list[Case]:
-    """Answers of a trained target to the beginnings of real texts, with a trained draft model."""
-    encode = pair.encode
-    if encode is None:
-        return []
-    words = replay.HELD_OUT.read_text(encoding="utf-8").split()
-    return [
-        Case(
-            f"trained models, text {number + 1}",
-            lambda: ModelDrafter(replay.Reciting(pair.draft), "draft"),
-            GREEDY,
-            twice([(encode(" ".join(words[500 * number : 500 * number + 60])), None)]),
-            plan.alone,
-            plan.rounds,
-        )
-        for number in range(4)
-    ]
-
-
-def _harmless(bench: Bench, plan: Plan) -> None:
-    """Where there is nothing to gain, or everybody is served at once."""
-    pair, vocab = bench.pair, bench.pair.vocab
-    useless = partial(scripted, pair, NO_ACCEPTANCE)
-    alone = partial(Case, tokens=plan.short, rounds=plan.many_rounds)
-    together = partial(Case, tokens=plan.together, rounds=plan.crowd_rounds)
-    prose = twice(replay.natural(plan.prompt, plan.short, 1, vocab=vocab))
-    crowd = twice(replay.natural(plan.prompt, plan.together, STREAMS, vocab=vocab))
-    copies = [replay.copies(plan.together, vocab, edited=0.0, seed=n) for n in range(STREAMS)]
-    short, many = (twice(fresh(pair, count, plan.prompt)) for count in (1, STREAMS))
-    equals = alone("prose, plain on both sides", None, GREEDY, prose)
-    bench.compare(equals)
-    bench.noise(equals)
-    behind = f"a useless draft model, {plan.long_prompt:,} tokens before"
-    for case in (
-        alone("prose", NgramDrafter, GREEDY, prose),
-        alone("a useless draft model", useless, SCRIPTED, short),
-        alone(behind, useless, SCRIPTED, ever_new(pair, plan.long_prompt)),
-        together(f"prose, {STREAMS} streams", NgramDrafter, GREEDY, crowd),
-        together(f"copies, {STREAMS} streams", NgramDrafter, GREEDY, twice(copies)),
-        together(f"a useless draft model, {STREAMS} streams", useless, SCRIPTED, many),
-    ):
-        bench.compare(case)
-        bench.harmless(case)
-
-
-def _plan(quick: bool, rounds: int | None, pair: Pair) -> Plan:
-    plan = QUICK if quick else FULL
-    effort = LARGE
-    if pair.is_small and not quick:
-        rounds = rounds or SMALL_ROUNDS
-        effort = TRAINED if pair.encode else TWINS
-        plan = replace(plan, price_rounds=effort.prices)
-    if rounds is None:
-        return plan
-    crowd, short = rounds * effort.crowd, rounds * effort.short
-    return replace(plan, rounds=rounds, crowd_rounds=crowd, many_rounds=short)
+def _load(*, quick: bool, threads: int | None) -> LoadedModel:
+    names = ("quick", "quick") if quick else ("1b", "draft")
+    target, draft = (random_gguf.cached(random_gguf.SHAPES[name]) for name in names)
+    options = LoadOptions(ctx=CTX, kv_tokens=KV_TOKENS, threads=threads)
+    request = ModelLoadRequest(
+        "target", str(target), options, draft=DraftModelRequest("draft", str(draft))
+    )
+    return load_llamacpp_model(request, lambda _: None)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write; the status is 0 whether or not every target was met."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.speculation")
-    parser.add_argument("--backend", choices=BACKENDS, default="llamacpp")
-    parser.add_argument("--quick", action="store_true", help="tiny models and one short round")
-    parser.add_argument("--rounds", type=int, help="rounds of each comparison")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and one short round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison")
     parser.add_argument("--threads", type=int, help="threads; localgen's default")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     try:
-        pair = load_pair(options.backend, quick=options.quick, threads=options.threads)
+        model = _load(quick=options.quick, threads=options.threads)
     except LocalgenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    plan = _plan(options.quick, options.rounds, pair)
-    report = Report(pair.line, plan.rounds, options.quick, pair.threads, {})
+    info, rounds = model.info, 1 if options.quick else options.rounds
+    line = ModelLine(f"{info.description}, random", info.size_bytes, info.params)
+    report = Report(line, rounds, options.quick, info.options.threads or 0, {})
     report.commands.append(command("benchmarks.speculation", arguments))
-    run(Bench(pair, report, price_rounds=plan.price_rounds), plan)
-    pair.close()
+    runner = RecitingRunner(model.runner)
+    for case in cases(model, runner, quick=options.quick):
+        compare(case, runner, info.vocab, report, rounds)
     print(report.text())
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    target = options.output or RESULTS / f"speculation-{options.backend}-{stamp}.json"
+    target = options.output or RESULTS / f"speculation-{stamp}.json"
     report.write(target)
     print(f"written to {target}", file=sys.stderr)
     return 0
