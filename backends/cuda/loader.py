@@ -104,7 +104,7 @@ def _load_warnings(options: CudaOptions, template: ChatTemplate | None) -> tuple
     """Notes on limitations of the loaded model."""
     found = {
         "the weights are random (--dummy): the text is meaningless": options.dummy,
-        "no chat template came with the model: chat needs --chat-template FILE": not template,
+        "the model has no chat template: chat needs --chat-template FILE": not template,
         "running on the CPU in plain PyTorch, which is slow": options.device == "cpu",
     }
     return tuple(note for note, so in found.items() if so)
