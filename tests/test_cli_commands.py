@@ -356,7 +356,12 @@ def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_kind_of_error_has_a_status_of_its_own() -> None:
-    for module in ("localgen.config", "localgen.client", "localgen.hub.resolve"):
+    for module in (
+        "localgen.config",
+        "localgen.client",
+        "localgen.hub.resolve",
+        "localgen.chat.database",
+    ):
         importlib.import_module(module)
     codes = {kind.code for kind in LocalgenError.__subclasses__()}
     assert codes == set(errors.EXIT_STATUS_BY_CODE)

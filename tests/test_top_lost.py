@@ -46,7 +46,7 @@ def test_lost_and_back() -> None:
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await until(pilot, lambda: app.screen.query_one(Banner).status == "LOST")
-        assert "trying again" in said(app).lower()
+        assert "retrying in" in said(app).lower()
         assert app.screen.query_one(Notice).display
         assert table(app).row_count == len(LIVE) + len(ENDED), "what was seen last stays"
         await pilot.press("t")

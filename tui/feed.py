@@ -120,7 +120,8 @@ class SampleFeed:
             except Exception as error:  # a bug in sampling must not end the app
                 why, fault = f"a defect of localgen ({type(error).__name__}: {error})", error
             tries += 1
-            retry_s = min(MAX_RETRY_S, self._first_retry_s * 2 ** min(tries - 1, 10))
+            limit_s = max(MAX_RETRY_S, self._first_retry_s)
+            retry_s = min(limit_s, self._first_retry_s * 2 ** min(tries - 1, 10))
             is_silent = isinstance(fault, InvalidRequest)
             # clear before posting: a handler may call retry() before this thread starts to wait
             self._retry_now.clear()

@@ -134,52 +134,60 @@ class CudaRunner:
             return CudaStepTicket(chunks, torch.empty(0, dtype=torch.int64), error=NoRoom())
 
     def _launch(self, chunks: Seq[Chunk]) -> CudaStepTicket:
+        """Compute the chunks that were not launched ahead, and launch the next step ahead.
+
+        The rows of the step that was launched ahead come first, then those of the other chunks.
+        """
         ahead, self._run_ahead_step = self._run_ahead_step, None
-        covered = [c for c in chunks if ahead is not None and ahead.covers(c)]
-        known = set(map(id, covered))
-        rest = [chunk for chunk in chunks if id(chunk) not in known]
-        parts = [] if ahead is None else [ahead.tokens]
-        rows = {} if ahead is None else {id(c): ahead.rows[c.seq] for c in covered}
-        said = None
-        shown = {} if ahead is None else dict(ahead.probs_by_row)
-        if rest:
-            at = first = sum(map(len, parts))
-            self._executor.copy_pages(self.kv_cache.pop_pending_copies())
-            logits = self._executor.run(build_step_inputs(rest, self.kv_cache.page_table))
-            for chunk in rest:
-                rows[id(chunk)] = at
-                at += 1 + chunk.num_drafts if chunk.is_sampled else 0
-            chosen, new = self._sample(rest, logits)
-            parts.append(chosen)
-            shown |= {first + row: q for row, q in new.items()}
-            said = step_logprobs(rest, logits, parts[-1], first)
-        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
-        order = [rows[id(chunk)] for chunk in chunks]
-        ticket = self._with_host_copies(CudaStepTicket(chunks, tokens, order, said, shown))
+        rest, first_rows = [], []
+        row = num_ahead = 0 if ahead is None else len(ahead.tokens)
+        for chunk in chunks:
+            if ahead is not None and ahead.covers(chunk):
+                first_rows.append(ahead.rows[chunk.seq])
+                continue
+            rest.append(chunk)
+            first_rows.append(row)
+            row += 1 + chunk.num_drafts if chunk.is_sampled else 0
+        ticket = self._compute(rest, num_ahead) if rest else None
+        if ahead is not None:
+            ticket = _after_run_ahead(ahead, ticket)
+        assert ticket is not None, "a step has chunks"
+        tokens = ticket.tokens
+        ticket = self._with_host_copies(replace(ticket, chunks=chunks, first_rows=first_rows))
         if self.limits.runs_ahead:
-            self._launch_run_ahead(chunks, tokens, order)
+            self._launch_run_ahead(chunks, tokens, first_rows)
         return ticket
+
+    def _compute(self, chunks: Seq[Chunk], first_row: int) -> CudaStepTicket:
+        """Launch these chunks alone. first_row: their first row in the whole step."""
+        self._executor.copy_pages(self.kv_cache.pop_pending_copies())
+        logits = self._executor.run(build_step_inputs(chunks, self.kv_cache.page_table))
+        tokens, probs = self._sample(chunks, logits)
+        logprobs = step_logprobs(chunks, logits, tokens, first_row)
+        probs_by_row = {first_row + row: q for row, q in probs.items()}
+        return CudaStepTicket(chunks, tokens, logprobs=logprobs, probs_by_row=probs_by_row)
 
     def _sample(self, chunks: Seq[Chunk], logits: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         rows: list[SamplingRow] = []
-        shown = []
+        rows_with_probs = []
         for chunk in chunks:
             rows += _sampling_rows(chunk) if chunk.is_sampled else []
             if chunk.return_probs:
-                shown.append(len(rows) - 1)
+                rows_with_probs.append(len(rows) - 1)
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=self._executor.device), {}
-        return sample_with_probs(_apply_grammar_masks(chunks, logits), rows, shown)
+        return sample_with_probs(_apply_grammar_masks(chunks, logits), rows, rows_with_probs)
 
     def _with_host_copies(self, ticket: CudaStepTicket) -> CudaStepTicket:
         """Return the ticket with its copies to the host started and an event after them."""
-        tokens, said = ticket.tokens, ticket.logprobs
+        tokens, logprobs = ticket.tokens, ticket.logprobs
         if tokens.device.type == "cpu":
             return ticket
-        host, said = _copy_to_host(tokens), said and said.transferred(_copy_to_host)
+        host = _copy_to_host(tokens)
+        logprobs = logprobs and logprobs.transferred(_copy_to_host)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(tokens.device))
-        return replace(ticket, tokens=host, logprobs=said, done_event=done)
+        return replace(ticket, tokens=host, logprobs=logprobs, done_event=done)
 
     def _launch_run_ahead(self, chunks: Seq[Chunk], tokens: Tensor, rows: list[int]) -> None:
         """Launch the next decode step, if it depends on nothing that only the host can decide."""
@@ -200,14 +208,14 @@ class CudaRunner:
         sources = torch.tensor([row for _, row in going])
         logits = self._executor.run(inputs, PreviousStepTokens(tokens, sources.to(tokens.device)))
         # one more token precedes it, known only to the device; no sampler reads its value
-        chosen = [
+        rows_to_sample = [
             SamplingRow(c.seq.params, range(c.start + 2), c.seq.banned_tokens(1))
             for c in next_chunks
         ]
         starts = {chunk.seq: chunk.start + 1 for chunk in next_chunks}
-        shown = [row for row, chunk in enumerate(next_chunks) if chunk.return_probs]
-        new, drawn_from = sample_with_probs(logits, chosen, shown)
-        self._run_ahead_step = RunAheadStep(new, starts, drawn_from)
+        with_probs = [row for row, chunk in enumerate(next_chunks) if chunk.return_probs]
+        sampled, probs_by_row = sample_with_probs(logits, rows_to_sample, with_probs)
+        self._run_ahead_step = RunAheadStep(sampled, starts, probs_by_row)
 
     def collect(self, ticket: CudaStepTicket) -> StepResult:
         if ticket.error is not None:
@@ -263,6 +271,17 @@ class CudaRunner:
     def close(self) -> None:
         self._run_ahead_step = None
         self._executor.close()
+
+
+def _after_run_ahead(ahead: RunAheadStep, ticket: CudaStepTicket | None) -> CudaStepTicket:
+    """The rows launched ahead, then those of the ticket."""
+    if ticket is None:
+        return CudaStepTicket((), ahead.tokens, probs_by_row=dict(ahead.probs_by_row))
+    return replace(
+        ticket,
+        tokens=torch.cat([ahead.tokens, ticket.tokens]),
+        probs_by_row=ahead.probs_by_row | ticket.probs_by_row,
+    )
 
 
 def _step_failed(error: RuntimeError) -> StepFailed:

@@ -102,10 +102,6 @@ class EngineClient(asyncio.Protocol):
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def num_active_requests(self) -> int:
-        return len(self._streams) + len(self._pending_embeddings)
-
     async def load(self, request: ModelLoadRequest) -> ModelInfo:
         """Load the model, updating `progress`. Raises the error that the engine reports."""
         loop = asyncio.get_running_loop()
