@@ -358,7 +358,7 @@ def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_every_kind_of_error_has_a_status_of_its_own() -> None:
     for module in (
         "localgen.config",
-        "localgen.client",
+        "localgen.client.errors",
         "localgen.hub.resolve",
         "localgen.chat.database",
     ):
