@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from llama_cpp import Llama
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.quant.evaluate import EvalMetrics, FinalStates, LossAccumulator, window_logits
 
 
@@ -49,14 +49,11 @@ def gguf_metrics(
 
 def gguf_weights_and_bytes(path: Path) -> tuple[int, int]:
     """Weights of a file, and their bytes. LoadFailed: it is no GGUF file."""
-    try:
-        tensors = gguf.GGUFReader(path).tensors
-        return (
-            sum(int(tensor.n_elements) for tensor in tensors),
-            sum(int(tensor.n_bytes) for tensor in tensors),
-        )
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise LoadFailed(f"{path} is no GGUF file: {error}") from None
+    tensors = GgufReader(path).tensors
+    return (
+        sum(tensor.num_elements for tensor in tensors),
+        sum(tensor.data.nbytes for tensor in tensors),
+    )
 
 
 def _load(path: Path, length: int) -> Llama:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -170,7 +169,6 @@ def test_no_damage_is_worse_than_a_refusal(folder: Path, tmp_path: Path) -> None
 
 
 def test_values_are_what_the_package_reads(folder: Path, tmp_path: Path) -> None:
-    """Arrays are read in another way than the package does."""
     path = tmp_path / "values.gguf"
     changes: dict[str, Any] = {
         "some.words": ["one", "", "drei ▁", "x" * 1000],
@@ -180,9 +178,11 @@ def test_values_are_what_the_package_reads(folder: Path, tmp_path: Path) -> None
     }
     write_gguf(folder, path, changes=changes)
     theirs, mine = gguf.GGUFReader(path), GgufReader(path)
-    assert list(mine.fields) == list(theirs.fields)
-    for key, field in theirs.fields.items():
+    fields = {key: f for key, f in theirs.fields.items() if not key.startswith("GGUF.")}
+    assert list(mine) == list(fields)
+    for key, field in fields.items():
         assert mine.value(key) == field.contents(), key
     for ours, other in zip(mine.tensors, theirs.tensors, strict=True):
-        assert ours.name == other.name
-        np.testing.assert_array_equal(ours.data, other.data)
+        assert (ours.name, ours.type_name) == (other.name, other.tensor_type.name)
+        assert ours.shape == tuple(other.shape.tolist()[::-1])
+        assert ours.data.tobytes() == other.data.tobytes()

@@ -89,8 +89,8 @@ LIBRARIES_OF = {
     "localgen.backends.memory.system": {"psutil"},
 } | {module: {"msgspec"} for module in PROCESS_BORDER}
 # what a machine with a GPU need not have to run the CUDA engine without the server
-# loaded by the first GGUF file, and by the quantizer
-LAZY = {"localgen.backends.formats.gguf.reader", "localgen.backends.formats.hf.folder"}
+# loaded by the quantizer
+LAZY = {"localgen.backends.formats.hf.folder"}
 NOT_ON_A_GPU = "msgspec llama_cpp fastapi uvicorn textual httpx pydantic typer prompt_toolkit gguf"
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 

@@ -25,7 +25,7 @@ from localgen.backends.formats.architecture.model_shape import (
     kv_cache_bytes_per_token,
     kv_cache_read_bytes,
 )
-from localgen.backends.formats.gguf.header import parse_gguf_header, read_gguf_header
+from localgen.backends.formats.gguf.reader import parse_gguf_header, read_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.config_shape import shape_from_hf_config

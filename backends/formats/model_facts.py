@@ -8,7 +8,7 @@ from typing import Any
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape
-from localgen.backends.formats.gguf.header import read_gguf_header
+from localgen.backends.formats.gguf.reader import read_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
 from localgen.backends.formats.hf.config_shape import shape_from_hf_config
 from localgen.backends.formats.model_files import ModelFile

@@ -13,6 +13,7 @@ from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.architecture.model_spec import QuantizationConfig
+from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.quantization_config import read_quantization_config
 from localgen.backends.formats.model_files import ModelFile
 
@@ -68,11 +69,8 @@ def _read_bytes(tensors: list[_Tensor], shape: ModelShape | None) -> float:
 
 
 def _from_gguf(shards: Iterable[Path]) -> list[_Tensor]:
-    # brings the gguf package
-    from localgen.backends.formats.gguf.reader import GgufReader
-
     return [
-        _Tensor(tensor.name, int(tensor.n_bytes), int(tensor.n_elements))
+        _Tensor(tensor.name, tensor.data.nbytes, tensor.num_elements)
         for path in shards
         for tensor in GgufReader(path).tensors
     ]

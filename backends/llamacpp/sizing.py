@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape, kv_cache_bytes_per_token
-from localgen.backends.formats.gguf.header import read_gguf_header
+from localgen.backends.formats.gguf.reader import read_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
 from localgen.backends.llamacpp.native import LlamaModel
 from localgen.backends.llamacpp.options import LlamaOptions

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.model_files import ModelFile, stem_of
 from localgen.backends.sampling_params import SAMPLERS
 from localgen.hub.catalog import CatalogEntry, entry_by_repo
@@ -45,14 +46,10 @@ def catalog_entry_of(file: ModelFile) -> CatalogEntry | None:
 
 
 def _from_gguf(file: ModelFile) -> ModelMetadata:
-    # maps the file and reads its header without decoding the vocabulary
-    from localgen.backends.formats.gguf.reader import GgufReader
-
     reader = GgufReader(file.path)
-    found = {key: reader.fields[key] for key in reader.fields}
 
     def value(key: str) -> Any:
-        return reader.value(key) if key in found else None
+        return reader.value(key) if key in reader else None
 
     architecture = value("general.architecture")
     others = [GgufReader(path) for path in file.shards[1:]]
@@ -61,18 +58,18 @@ def _from_gguf(file: ModelFile) -> ModelMetadata:
     return ModelMetadata(
         architecture=architecture,
         title=value("general.name"),
-        params=sum(int(tensor.n_elements) for tensor in tensors),
+        params=sum(tensor.num_elements for tensor in tensors),
         quantization=_file_type(value("general.file_type"))
         or _quant_from_filename(stem_of(file.path)),
         context=value(f"{architecture}.context_length"),
         layers=value(f"{architecture}.block_count"),
         hidden=value(f"{architecture}.embedding_length"),
-        vocab=int(embedding.shape[-1]) if embedding is not None else None,
+        vocab=embedding.shape[0] if embedding is not None else None,
         license=value("general.license"),
         chat_template=value("tokenizer.chat_template"),
         sampling={
             key.removeprefix(_SAMPLING_PREFIX): reader.value(key)
-            for key in found
+            for key in reader
             if key.startswith(_SAMPLING_PREFIX)
         },
     )

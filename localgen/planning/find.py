@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.architecture.model_shape import ModelShape
-from localgen.backends.formats.gguf.header import parse_gguf_header
+from localgen.backends.formats.gguf.reader import parse_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
 from localgen.backends.formats.hf.config_shape import shape_from_hf_config
 from localgen.backends.formats.model_facts import ModelFacts, local_model_facts

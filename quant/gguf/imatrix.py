@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.tensor_shapes import expected_shapes
 from localgen.quant.gguf.names import GgufNameMap
 
@@ -98,8 +99,8 @@ def read_imatrix(path: Path) -> dict[str, Array]:
     no importance matrix in the format of GGUF.
     """
     try:
-        reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+        reader = GgufReader(path)
+    except LoadFailed as error:
         raise LoadFailed(f"{path} is no importance matrix (GGUF): {error}") from None
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     means: dict[str, Array] = {}
@@ -109,8 +110,8 @@ def read_imatrix(path: Path) -> dict[str, Array]:
         own = name.removesuffix(_SUMS)
         if own + _COUNTS not in tensors:
             raise LoadFailed(f"{path} has no {own}{_COUNTS}")
-        counts = tensors[own + _COUNTS].reshape(-1, 1)
-        rows = sums.reshape(len(counts), -1)
+        counts = tensors[own + _COUNTS].view(np.float32).reshape(-1, 1)
+        rows = sums.view(np.float32).reshape(len(counts), -1)
         mean = np.divide(rows, counts, out=np.ones_like(rows), where=counts > 0)
         means[own] = np.ascontiguousarray(mean, np.float32).reshape(-1)
     if not means:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from torch import Tensor
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.sharding import ShardSlice
-
-if TYPE_CHECKING:
-    from gguf import ReaderTensor
+from localgen.backends.formats.gguf.reader import GgufReader, GgufTensor
 
 _SPLIT_SUFFIX = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,12 +28,9 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         """Any part of a split file stands for all. LoadFailed: one is missing or damaged."""
-        # the package is not needed for anything but GGUF files
-        from localgen.backends.formats.gguf.reader import GgufReader
-
         self.path, *others = _split_files(path)
         self._reader = GgufReader(self.path)
-        self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
+        self._tensors: dict[str, tuple[Path, GgufTensor]] = {}
         for part, reader in ((self.path, self._reader), *((p, GgufReader(p)) for p in others)):
             for tensor in reader.tensors:
                 if tensor.name in self._tensors:
@@ -52,13 +47,13 @@ class GgufFile:
 
     def section(self, prefix: str) -> ConfigFields:
         """The metadata whose keys begin with `prefix`, by the rest of their keys."""
-        keys = [key for key in self._reader.fields if key.startswith(prefix)]
+        keys = [key for key in self._reader if key.startswith(prefix)]
         values = {key.removeprefix(prefix): self._reader.value(key) for key in keys}
         return ConfigFields(self.path, values, prefix)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, rows first."""
-        return tuple(self._tensor(name)[1].shape.tolist()[::-1])
+        return self._tensor(name)[1].shape
 
     def read(
         self,
@@ -74,7 +69,7 @@ class GgufFile:
         whole = shape if shard_slice is None else shard_slice.full_shape(shape)
         if self.shape(name) != whole:
             raise self.load_error(name, f"is of shape {list(self.shape(name))}, not {list(whole)}")
-        kind = entry.tensor_type.name
+        kind = entry.type_name
         rows = _shard_rows(entry.data.reshape(*whole[:-1], -1), shard_slice)
         columns = (
             shard_slice if shard_slice is not None and shard_slice.axis == len(whole) - 1 else None
@@ -96,7 +91,7 @@ class GgufFile:
         """The error that a tensor cannot be used."""
         return LoadFailed(f"{self._tensors[name][0]}: {name} {reason}")
 
-    def _tensor(self, name: str) -> tuple[Path, ReaderTensor]:
+    def _tensor(self, name: str) -> tuple[Path, GgufTensor]:
         if name not in self._tensors:
             raise LoadFailed(f"{self.path} has no tensor {name}")
         return self._tensors[name]

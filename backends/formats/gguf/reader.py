@@ -1,112 +1,264 @@
-"""The gguf package's reader, made quick at vocabularies and exact about damage."""
+"""GGUF files: metadata and tensor table, of a local file or of the first bytes of a remote one.
+
+The gguf package maps a whole file and makes an array of every metadata element, which takes seconds
+for today's vocabularies. Here values are decoded on demand, from any prefix of a file.
+"""
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFValueType, ReaderField
 from numpy.typing import NDArray
 
 from localgen.backends.errors import LoadFailed
 
-# what a damaged header makes numpy, struct and the reader itself raise
-_PARSE_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, struct.error)
+# GGUF's value types as formats of struct
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_DEFAULT_ALIGNMENT = 32
+# longer arrays are of the vocabulary: the header has their length only
+_MAX_HEADER_ARRAY = 2048
+# the longest array by far; converters write the shape of the model before it
+TOKENS_KEY = "tokenizer.ggml.tokens"
+
+_read_length = struct.Struct("<Q").unpack_from
 
 
-class GgufReader(gguf.GGUFReader):
-    """A mapped file. LoadFailed: it is no GGUF file, damaged, or cut short.
+def read_gguf_header(path: Path) -> dict[str, Any]:
+    """Return the metadata by key, up to the vocabulary if the model's shape comes before it.
 
-    An array of the metadata is one part, its bytes: the package makes some parts of every
-    element, which takes seconds and half a gigabyte for a vocabulary of today.
+    Arrays as long as a vocabulary are given as their length. Raises LoadFailed if the file cannot
+    be read or is not GGUF.
+    """
+    return parse_gguf_header(_map_file(path).data, str(path))
+
+
+def parse_gguf_header(content: bytes | memoryview, name: str) -> dict[str, Any]:
+    """Like read_gguf_header, for the first bytes of a file, as far as they go."""
+    found: dict[str, Any] = {}
+    reason = ""
+    try:
+        for key, value in _Parser(content).metadata():
+            found[key] = value.summary()
+            if key == TOKENS_KEY and f"{found.get('general.architecture')}.block_count" in found:
+                break
+    except ValueError as error:
+        reason = f": {error}"
+    if "general.architecture" not in found:
+        raise LoadFailed(f"{name} is no GGUF file, or damaged or cut short{reason}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """An entry of the tensor table.
+
+    shape: rows first. type_name: for example F16 or Q4_K. data: [..., bytes of a row], mapped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    data: NDArray[np.uint8]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class GgufReader:
+    """A mapped GGUF file: metadata and tensors.
+
+    Raises LoadFailed if the file cannot be read, is not GGUF, is damaged or cut short.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._values: dict[str, _Value] = {}
+        raw = _map_file(path)
+        parser = _Parser(raw.data)
         try:
-            with np.errstate(over="ignore"):  # offsets of a damaged file; what follows fails
-                super().__init__(path)
-        except OSError as error:
-            raise LoadFailed(f"{path} cannot be read: {error.strerror or error}") from None
-        except _PARSE_ERRORS as error:
-            reason = " ".join(str(error).split())
-            raise LoadFailed(f"{path} is no GGUF file, or damaged or cut short: {reason}") from None
+            for key, value in parser.metadata():
+                if key in self._values:
+                    raise ValueError(f"{key} is there twice")
+                self._values[key] = value
+            entries = list(parser.tensor_table())
+            self.data_offset = parser.position + -parser.position % self._alignment()
+            self.tensors = [self._tensor(raw, *entry) for entry in entries]
+        except ValueError as error:
+            raise LoadFailed(f"{path} is no GGUF file, or damaged or cut short: {error}") from None
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise LoadFailed(f"{path} is damaged: it has two tensors of one name")
+
+    def __iter__(self) -> Iterator[str]:
+        """Keys of the metadata, in the order of the file."""
+        return iter(self._values)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
 
     def value(self, key: str) -> Any:
-        """A value of the metadata: a bool, number, string, or list of one kind of them.
+        """A metadata value: a bool, number, string, or a list of one kind of them.
 
-        LoadFailed: a string is not UTF-8.
+        Raises LoadFailed if a string is not UTF-8.
         """
-        field = self.fields[key]
         try:
-            if field.types[0] is GGUFValueType.STRING:
-                return field.parts[-1].tobytes().decode()
-            if field.types[0] is not GGUFValueType.ARRAY:
-                return field.parts[-1].tolist()[0]
-            if field.types[-1] is GGUFValueType.STRING:
-                raw = field.parts[-1].tobytes()
-                return [raw[start:end].decode() for start, end in _string_spans(raw)]
+            return self._values[key].decode()
         except UnicodeDecodeError as error:
             raise LoadFailed(f"{self._path}: {key} is not UTF-8: {error}") from None
-        return field.parts[-1].tolist()
 
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[NDArray[Any]], list[int], list[GGUFValueType]]:
-        if self.byte_order == "S":
-            raise ValueError("it was written for machines of the other byte order")
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        raw = self.data.data
-        kind, count = struct.unpack_from("<IQ", raw, orig_offs)
-        item, start = GGUFValueType(kind), orig_offs + 12
-        types = [GGUFValueType.ARRAY, item]
-        if item is GGUFValueType.STRING:
-            end = start
-            for _ in range(count):
-                end += 8 + struct.unpack_from("<Q", raw, end)[0]
-            return end - orig_offs, [self._get(start, np.uint8, end - start)], [0], types
-        if item not in self.gguf_scalar_to_np:
-            raise ValueError(f"it has an array of type {item.name}")
-        values = self._get(start, self.gguf_scalar_to_np[item], count)
-        if len(values) != count:
-            raise ValueError(f"an array of {count:,} values ends after {len(values):,}")
-        return 12 + values.nbytes, [values], [0], types
+    def _alignment(self) -> int:
+        key = "general.alignment"
+        if key not in self._values:
+            return _DEFAULT_ALIGNMENT
+        value = self._values[key]
+        alignment = value.decode()
+        if value.is_array or value.kind != _UINT32 or not alignment or alignment & (alignment - 1):
+            raise ValueError(f"{key} is not a power of two")
+        return int(alignment)
 
-    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        for name in (*self.fields, *(field.name for field in fields)):
-            if not name.isprintable():  # messages show names
-                raise ValueError(f"a name is {name!r}")
-        for field in fields:
-            _, _, _, dims, raw_type, offset = field.parts
-            self._check_tensor(
-                field.name, int(start_offs) + int(offset[0]), dims.tolist(), int(raw_type[0])
-            )
-        super()._build_tensors(start_offs, fields)
+    def _tensor(
+        self, raw: NDArray[np.uint8], name: str, dims: tuple[int, ...], kind: int, offset: int
+    ) -> GgufTensor:
+        import gguf  # not needed for metadata
 
-    def _check_tensor(self, name: str, start: int, dims: list[int], raw_type: int) -> None:
         try:
-            kind = GGMLQuantizationType(raw_type)
+            ggml_type = gguf.GGMLQuantizationType(kind)
         except ValueError:
             raise LoadFailed(
-                f"{self._path}: {name} is of type {raw_type}, which is not known here"
+                f"{self._path}: {name} is of type {kind}, which is not known here"
             ) from None
-        num_bytes = int(np.prod(gguf.quant_shape_to_byte_shape(dims[::-1], kind), dtype=object))
-        if start + num_bytes > len(self.data):
+        block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+        if dims[0] % block:
+            raise ValueError(f"{name} has rows of {dims[0]} values, {ggml_type.name} packs {block}")
+        shape = (*dims[:0:-1], dims[0] // block * block_bytes)
+        start = self.data_offset + offset
+        end = start + math.prod(shape)
+        if end > len(raw):
             raise LoadFailed(
-                f"{self._path} is cut short: {name} ends at byte {start + num_bytes:,}, "
-                f"the file has {len(self.data):,}: download it again"
+                f"{self._path} is cut short: {name} ends at byte {end:,}, "
+                f"the file has {len(raw):,}: download it again"
             )
+        return GgufTensor(name, dims[::-1], ggml_type.name, raw[start:end].reshape(shape))
 
 
-def _string_spans(raw: bytes) -> list[tuple[int, int]]:
-    """Where the strings of an array lie in its bytes."""
-    places, start = [], 0
-    while start < len(raw):
-        (size,) = struct.unpack_from("<Q", raw, start)
-        places.append((start + 8, start + 8 + size))
-        start += 8 + size
-    return places
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """An undecoded metadata value in raw[start:end]. kind: of the value, or of an array's items."""
+
+    raw: memoryview
+    kind: int
+    is_array: bool
+    count: int
+    start: int
+    end: int
+
+    def decode(self, errors: str = "strict") -> Any:
+        if self.kind == _STRING:
+            strings = self._strings(errors)
+            return strings if self.is_array else strings[0]
+        numbers = struct.unpack_from(f"<{self.count}{_SCALARS[self.kind]}", self.raw, self.start)
+        return list(numbers) if self.is_array else numbers[0]
+
+    def summary(self) -> Any:
+        """The value, or the length of a long array."""
+        return self.count if self.count > _MAX_HEADER_ARRAY else self.decode("replace")
+
+    def _strings(self, errors: str) -> list[str]:
+        raw, at, found = self.raw[self.start : self.end].tobytes(), 0, []
+        for _ in range(self.count):
+            first = at + 8
+            at = first + _read_length(raw, at)[0]
+            found.append(raw[first:at].decode("utf-8", errors))
+        return found
+
+
+class _Parser:
+    """Reads the bytes of a GGUF file in order. Raises ValueError where they end or are invalid."""
+
+    def __init__(self, content: bytes | memoryview) -> None:
+        self._raw = memoryview(content)
+        self._num_tensors = 0
+        self.position = 0
+
+    def metadata(self) -> Iterator[tuple[str, _Value]]:
+        """Every key with its value, from the beginning of the file."""
+        if self._raw[:4].tobytes() != b"GGUF":
+            raise ValueError("GGUF magic invalid")
+        self.position = 4
+        (version,) = self._read("I")
+        if not version & 0xFFFF:
+            raise ValueError("it was written for machines of the other byte order")
+        if version not in (2, 3):
+            raise ValueError(f"GGUF version {version} is not known here")
+        self._num_tensors, num_keys = self._read("2Q")
+        for _ in range(num_keys):
+            key = self._name()
+            yield key, self._value()
+
+    def tensor_table(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Name, dimensions (rows last), type and offset of every tensor, after the metadata."""
+        for _ in range(self._num_tensors):
+            name = self._name()
+            (num_dims,) = self._read("I")
+            dims = self._read(f"{num_dims}Q")
+            kind, offset = self._read("IQ")
+            if not dims:
+                raise ValueError(f"{name} has no dimensions")
+            yield name, dims, kind, offset
+
+    def _value(self) -> _Value:
+        (kind,) = self._read("I")
+        is_array, count = kind == _ARRAY, 1
+        if is_array:
+            kind, count = self._read("IQ")
+        start = self.position
+        if kind == _STRING:
+            self._skip_strings(count)
+        elif kind in _SCALARS:
+            self._skip(count * struct.calcsize(_SCALARS[kind]))
+        else:
+            raise ValueError(f"it has {'an array' if is_array else 'a value'} of type {kind}")
+        return _Value(self._raw, kind, is_array, count, start, self.position)
+
+    def _name(self) -> str:
+        start = self.position + 8
+        self._skip_strings(1)
+        name = str(self._raw[start : self.position], "utf-8")
+        if not name.isprintable():  # messages show names
+            raise ValueError(f"a name is {name!r}")
+        return name
+
+    def _read(self, fields: str) -> tuple[Any, ...]:
+        start = self.position
+        self._skip(struct.calcsize(f"<{fields}"))
+        return struct.unpack_from(f"<{fields}", self._raw, start)
+
+    def _skip_strings(self, count: int) -> None:
+        raw, at = self._raw, self.position
+        try:
+            for _ in range(count):
+                at += 8 + _read_length(raw, at)[0]
+        except (struct.error, OverflowError, IndexError):  # the next length is beyond the end
+            at = self.position + len(raw) + 1
+        self._skip(at - self.position)
+
+    def _skip(self, size: int) -> None:
+        if size > len(self._raw) - self.position:
+            raise ValueError(f"it ends after {len(self._raw):,} bytes")
+        self.position += size
+
+
+def _map_file(path: Path) -> NDArray[np.uint8]:
+    try:
+        if not path.stat().st_size:
+            return np.empty(0, np.uint8)  # which cannot be mapped
+        return np.memmap(path, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise LoadFailed(f"{path} cannot be read: {error.strerror or error}") from None

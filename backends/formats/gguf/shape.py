@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.formats.architecture.model_shape import LayerCacheShape, ModelShape
-from localgen.backends.formats.gguf.header import TOKENS_KEY
+from localgen.backends.formats.gguf.reader import TOKENS_KEY
 
 # architectures of which some layers have a window: its tokens where the file does not say, and
 # which one in so many layers has none
