@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape
-from localgen.backends.formats.hf.config_shape import shape_from_hf_config
+from localgen.backends.formats.hf.config import shape_from_hf_config
 from localgen.backends.formats.hf.folder import NumpyCheckpoint, read_json
 from localgen.hub.quant_choice import AvailableMemory, ProcessorKind
 from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes

@@ -24,11 +24,11 @@ from localgen.backends.formats.architecture.model_shape import (
     ModelShape,
     kv_cache_bytes_per_token,
     kv_cache_read_bytes,
+    shape_from_spec,
 )
 from localgen.backends.formats.gguf.reader import parse_gguf_header, read_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
-from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.config_shape import shape_from_hf_config
+from localgen.backends.formats.hf.config import read_hf_config, shape_from_hf_config
 from localgen.backends.formats.model_files import model_file, model_folder
 from localgen.backends.formats.weight_sizes import read_weight_sizes
 from localgen.backends.llamacpp.library import CACHE_TYPES as LLAMACPP_CACHE_TYPES
@@ -147,7 +147,7 @@ def config_of(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_tells_the_shape_that_our_engine_takes(name: str, tmp_path: Path) -> None:
     folder = write_config(tmp_path, name)
-    assert shape_from_hf_config(config_of(folder)) == sizing.shape_from_spec(read_hf_config(folder))
+    assert shape_from_hf_config(config_of(folder)) == shape_from_spec(read_hf_config(folder))
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "int8", "fp8"])

@@ -10,7 +10,7 @@ from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.gguf.reader import read_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
-from localgen.backends.formats.hf.config_shape import shape_from_hf_config
+from localgen.backends.formats.hf.config import shape_from_hf_config
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.formats.weight_sizes import read_weight_sizes
 

@@ -10,7 +10,7 @@ from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, 
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.gguf.reader import parse_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
-from localgen.backends.formats.hf.config_shape import shape_from_hf_config
+from localgen.backends.formats.hf.config import shape_from_hf_config
 from localgen.backends.formats.model_facts import ModelFacts, local_model_facts
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_AUTO, DRAFT_NGRAM, DRAFT_NONE

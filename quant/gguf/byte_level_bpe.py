@@ -6,44 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.gguf.pre_tokenizer import GPT_2, PRE_TOKENIZERS, WHITESPACE
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _tiktoken_pattern(number_pattern: str) -> str:
-    return (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{number_pattern}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE}"
-    )
-
-
-def _by_case_pattern(number_pattern: str, tail: str = "") -> str:
-    """Words change from capitals to small letters once at most."""
-    capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    before = r"[^\r\n\p{L}\p{N}]?"
-    return (
-        rf"{before}{capitals}*{small}+{tail}|{before}{capitals}+{small}*{tail}|{number_pattern}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}"
-    )
-
-
-_SINGLE_DIGITS, _TRIPLE_DIGITS = _tiktoken_pattern(r"\p{N}"), _tiktoken_pattern(r"\p{N}{1,3}")
 _BYTE_LEVEL = "ByteLevel"
 _BYTE_LEVEL_GPT2 = "ByteLevel with its own expression"
 _DIGITS = "Digits one by one"
-_DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGITS, _BYTE_LEVEL)
 
-# llama.cpp's name of (steps before the merges, whole words skip the merges)
-_PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
-    ((_SINGLE_DIGITS, _BYTE_LEVEL), False): "qwen2",
-    ((_TRIPLE_DIGITS, _BYTE_LEVEL), True): "llama-bpe",
-    ((_TRIPLE_DIGITS, _BYTE_LEVEL), False): "smaug-bpe",
-    ((_by_case_pattern(r"\p{N}"), _BYTE_LEVEL), True): "tekken",
-    ((_by_case_pattern(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"), _BYTE_LEVEL), False): "gpt-4o",
-    ((_BYTE_LEVEL_GPT2,), False): "gpt-2",
-    ((_DIGITS, _BYTE_LEVEL_GPT2), False): "smollm",
-    (_DEEPSEEK_CODER, False): "deepseek-coder",
+
+def _step_names(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The steps by which tokenizer.json splits text at these patterns."""
+    names = tuple(_DIGITS if pattern == r"\p{N}" else pattern for pattern in patterns)
+    return (*names[:-1], _BYTE_LEVEL_GPT2) if names[-1] == GPT_2 else (*names, _BYTE_LEVEL)
+
+
+# llama.cpp's name of (steps before the merges, whole words skip the merges), the first of several
+_PRE_TOKENIZERS = {
+    (_step_names(pre.patterns), pre.ignore_merges): name
+    for name, pre in reversed(PRE_TOKENIZERS.items())
+    if name != "default"
 }
 
 
@@ -89,6 +69,6 @@ def _step_name(step: dict[str, Any]) -> str:
             "pattern": {"Regex": str(regex)},
             "behavior": "Removed",
             "invert": True,
-        } if regex.endswith(_WHITESPACE):
+        } if regex.endswith(WHITESPACE):
             return regex
     return str(step)

@@ -10,9 +10,11 @@ import gguf
 from gguf import MODEL_ARCH
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.families import FAMILIES
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.rope import Llama3Scaling, LongRopeScaling, YarnScaling
+from localgen.backends.formats.gguf.rope import rope_metadata
 from localgen.quant.gguf.names import gguf_model_arch
-from localgen.quant.gguf.rope import add_rope_keys, unsupported_rope_feature
 from localgen.quant.gguf.vocabulary import GgufVocabulary
 
 
@@ -22,7 +24,7 @@ def check_convertible(path: Path, spec: ModelSpec) -> None:
         raise LoadFailed(
             f"{path}: the model is quantized already ({spec.quant.method}): convert the original"
         )
-    obstacle = _unsupported_feature(spec) or unsupported_rope_feature(spec)
+    obstacle = _unsupported_feature(spec) or _unsupported_rope_feature(spec)
     if obstacle is not None:
         raise LoadFailed(f"{path}: llama.cpp cannot compute {obstacle}")
 
@@ -48,6 +50,24 @@ def _unsupported_feature(spec: ModelSpec) -> str | None:
     return None
 
 
+def _unsupported_rope_feature(spec: ModelSpec) -> str | None:
+    kind, scaling = gguf_model_arch(spec), spec.rope.scaling
+    if kind is MODEL_ARCH.LLAMA and spec.rope.dim != spec.head_dim:
+        return f"{spec.rope.dim} rotary dimensions of {spec.head_dim}"
+    if spec.local_rope is not None and spec.local_rope.scaling is not None:
+        return "stretched positions in layers with a window"
+    match scaling:
+        case Llama3Scaling() if kind is not MODEL_ARCH.LLAMA:
+            return "rope type llama3 in another model than Llama"
+        case LongRopeScaling() if kind not in (MODEL_ARCH.LLAMA, MODEL_ARCH.PHI3):
+            return "rope type longrope in another model than Llama and Phi"
+        case YarnScaling() if (scaling.beta_fast, scaling.beta_slow) != (32.0, 1.0):
+            return f"YaRN with betas {scaling.beta_fast:g} and {scaling.beta_slow:g}, not 32 and 1"
+        case YarnScaling(truncate=False):
+            return "YaRN with truncate false"
+    return None
+
+
 def add_model_keys(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     """The keys of the model's shape and of its variations."""
     writer.add_vocab_size(spec.vocab_size)
@@ -60,7 +80,13 @@ def add_model_keys(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
-    add_rope_keys(writer, spec)
+    adders: dict[type, Callable[[str, Any], None]] = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    for key, value in rope_metadata(spec).items():
+        adders[type(value)](f"{writer.arch}.{key}", value)
     _add_windows(writer, spec)
     if spec.attn_softcap is not None:
         writer.add_attn_logit_softcapping(spec.attn_softcap)
@@ -73,12 +99,12 @@ def add_model_keys(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 
 
 def _add_windows(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
-    kind = gguf_model_arch(spec)
-    if kind not in (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3, MODEL_ARCH.PHI3):
+    family = FAMILIES[spec.architecture]
+    if not family.gguf_windows:
         return  # llama.cpp knows of none there
     window = max((window for window in spec.sliding_windows if window is not None), default=0)
     writer.add_sliding_window(window)
-    if window and kind is not MODEL_ARCH.PHI3:
+    if window and family.windows == "alternating":
         writer.add_sliding_window_pattern([window is not None for window in spec.sliding_windows])
 
 

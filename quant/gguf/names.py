@@ -8,19 +8,10 @@ from typing import NamedTuple
 import gguf
 from gguf import MODEL_ARCH
 
+from localgen.backends.formats.architecture.families import FAMILIES
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-_ARCHITECTURES = {
-    "LlamaForCausalLM": MODEL_ARCH.LLAMA,
-    "MistralForCausalLM": MODEL_ARCH.LLAMA,
-    "MixtralForCausalLM": MODEL_ARCH.LLAMA,
-    "Qwen2ForCausalLM": MODEL_ARCH.QWEN2,
-    "Qwen3ForCausalLM": MODEL_ARCH.QWEN3,
-    "Qwen3MoeForCausalLM": MODEL_ARCH.QWEN3MOE,
-    "Gemma2ForCausalLM": MODEL_ARCH.GEMMA2,
-    "Gemma3ForCausalLM": MODEL_ARCH.GEMMA3,
-    "Phi3ForCausalLM": MODEL_ARCH.PHI3,
-}
+_ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)")
 _EXPERT_PARTS = {
     "w1": "ffn_gate_exps",
@@ -41,7 +32,7 @@ class GgufTensorName(NamedTuple):
 
 def gguf_model_arch(spec: ModelSpec) -> MODEL_ARCH:
     """GGUF's kind of the model."""
-    return _ARCHITECTURES[spec.architecture]
+    return _ARCHITECTURES[FAMILIES[spec.architecture].gguf_name]
 
 
 class GgufNameMap:

@@ -14,11 +14,12 @@ from gguf import MODEL_ARCH, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.architecture.families import FAMILIES
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.gguf.rope import rope_factor_tensors
 from localgen.backends.formats.hf.folder import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_shapes import TensorShape, expected_shapes
 from localgen.quant.gguf.names import GgufNameMap, gguf_model_arch
-from localgen.quant.gguf.rope import rope_factor_tensors
 
 Array = NDArray[np.float32]
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)
@@ -153,7 +154,7 @@ def _weight_transform(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
 def llama_cpp_attention_scale(spec: ModelSpec) -> float:
     """What llama.cpp multiplies attention scores by: files cannot say."""
     # the 27B models by their number of layers, whose queries are scaled otherwise
-    big = {MODEL_ARCH.GEMMA2: 46, MODEL_ARCH.GEMMA3: 62}.get(gguf_model_arch(spec))
+    big = FAMILIES[spec.architecture].layers_scaled_by_hidden
     width = spec.hidden_size // spec.num_heads if spec.num_layers == big else spec.head_dim
     return float(width**-0.5)
 

@@ -10,9 +10,8 @@ import torch
 from localgen.backends.cuda.device.options import CACHE_DTYPE_NAMES, CudaOptions
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.architecture.model_shape import (
-    LayerCacheShape,
-    ModelShape,
     kv_cache_bytes_per_token,
+    shape_from_spec,
 )
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.memory import kv_sizing
@@ -22,27 +21,6 @@ from localgen.backends.memory.system import available_memory_bytes
 
 # if allocation fails, the KV cache is shrunk by this factor, up to this many attempts
 _SHRINK_FACTOR, _MAX_ATTEMPTS = 0.9, 4
-
-
-def shape_from_spec(spec: ModelSpec) -> ModelShape:
-    """The shape parameters that memory usage depends on."""
-    moe = spec.moe
-    return ModelShape(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        active_intermediate_size=moe.intermediate_size * moe.top_k
-        if moe
-        else spec.intermediate_size,
-        num_heads=spec.num_heads,
-        vocab_size=spec.vocab_size,
-        ctx_train=spec.max_len,
-        layer_caches=tuple(
-            LayerCacheShape(spec.num_kv_heads, spec.head_dim, spec.head_dim, window)
-            for window in spec.sliding_windows
-        ),
-        num_experts=moe.num_experts if moe else 0,
-        num_active_experts=moe.top_k if moe else 0,
-    )
 
 
 def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCacheShape:
@@ -46,6 +48,27 @@ class ModelShape:
         return self.num_heads * cache.key_dim + cache.num_kv_heads * (
             cache.key_dim + cache.value_dim
         )
+
+
+def shape_from_spec(spec: ModelSpec) -> ModelShape:
+    """The figures that a model's memory follows from."""
+    moe = spec.moe
+    return ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        active_intermediate_size=moe.intermediate_size * moe.top_k
+        if moe
+        else spec.intermediate_size,
+        num_heads=spec.num_heads,
+        vocab_size=spec.vocab_size,
+        ctx_train=spec.max_len,
+        layer_caches=tuple(
+            LayerCacheShape(spec.num_kv_heads, spec.head_dim, spec.head_dim, window)
+            for window in spec.sliding_windows
+        ),
+        num_experts=moe.num_experts if moe else 0,
+        num_active_experts=moe.top_k if moe else 0,
+    )
 
 
 # a type's bytes for an element; blocks of 32 have a scale, some a minimum, of two bytes each

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.rope import Rope
+
+MAX_LAYERS = 10_000
 
 Activation = Literal["silu", "gelu_tanh"]
 QuantMethod = Literal["awq", "gptq", "fp8", "int8"]
@@ -100,4 +103,13 @@ class ModelSpec:
             mlp = self.moe.num_experts * self.hidden_size * (3 * self.moe.intermediate_size + 1)
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size * (
             2 - self.tied_embeddings
+        )
+
+
+def check_head_counts(config: ConfigFields, spec: ModelSpec) -> None:
+    """Raise LoadFailed if the attention heads cannot share the key-value heads evenly."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise config.load_error(
+            f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads "
+            "evenly"
         )

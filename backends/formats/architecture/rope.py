@@ -82,6 +82,12 @@ class Rope:
                 return scaling.attention_factor
         return 1.0
 
+    def max_len(self, configured: int) -> int:
+        """Longest sequence, in tokens, of a model whose file gives `configured`."""
+        if isinstance(self.scaling, YarnScaling):
+            return yarn_max_len(configured, self.scaling.factor, self.scaling.trained_len)
+        return configured
+
     def cos_sin_table(self, max_len: int) -> tuple[Tensor, Tensor]:
         """cos and sin of every position, attention factor included: float32 [max_len, dim / 2].
 
@@ -201,10 +207,10 @@ def _read_yarn(config: ConfigFields, section: ConfigFields) -> YarnScaling:
     factor = section.positive_float(
         "factor", config.positive_int("max_position_embeddings") / trained_len
     )
-    default = _yarn_mscale(factor, 1.0)
+    default = yarn_mscale(factor)
     if "mscale" in section and "mscale_all_dim" in section:
         scales = section.positive_float("mscale"), section.positive_float("mscale_all_dim")
-        default = _yarn_mscale(factor, scales[0]) / _yarn_mscale(factor, scales[1])
+        default = yarn_mscale(factor, scales[0]) / yarn_mscale(factor, scales[1])
     return YarnScaling(
         factor=factor,
         trained_len=trained_len,
@@ -215,8 +221,14 @@ def _read_yarn(config: ConfigFields, section: ConfigFields) -> YarnScaling:
     )
 
 
-def _yarn_mscale(factor: float, scale: float) -> float:
+def yarn_mscale(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor of cos and sin."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def yarn_max_len(configured: int, factor: float, trained_len: int) -> int:
+    """Longest sequence with YaRN, which files may enable without raising the length they give."""
+    return max(configured, int(factor * trained_len))
 
 
 def _read_longrope(config: ConfigFields, section: ConfigFields, dim: int) -> LongRopeScaling:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _tiktoken(numbers: str) -> str:
     return (
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{WHITESPACE}"
     )
 
 
@@ -21,12 +21,12 @@ def _case_split(numbers: str, tail: str = "") -> str:
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?{capitals}*{small}+{tail}"
         rf"|[^\r\n\p{{L}}\p{{N}}]?{capitals}+{small}*{tail}|{numbers}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{WHITESPACE}"
     )
 
 
 _SINGLE_DIGITS, _TRIPLE_DIGITS = _tiktoken(r"\p{N}"), _tiktoken(r"\p{N}{1,3}")
-_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class PreTokenizer:
 
 _LLAMA_3 = PreTokenizer((_TRIPLE_DIGITS,), ignore_merges=True, add_bos=True)
 _QWEN_2 = PreTokenizer((_SINGLE_DIGITS,))
-_SPLIT_DIGITS = PreTokenizer((r"\p{N}", _GPT_2))
+_SPLIT_DIGITS = PreTokenizer((r"\p{N}", GPT_2))
 
 PRE_TOKENIZERS = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "llama-bpe": _LLAMA_3,
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "falcon3": _LLAMA_3,
-    "dbrx": PreTokenizer((_TRIPLE_DIGITS,)),
     "smaug-bpe": PreTokenizer((_TRIPLE_DIGITS,)),
+    "dbrx": PreTokenizer((_TRIPLE_DIGITS,)),
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
     "megrez": _QWEN_2,
-    "gpt-2": PreTokenizer((_GPT_2,)),
+    "gpt-2": PreTokenizer((GPT_2,)),
     "smollm": _SPLIT_DIGITS,
     "starcoder": _SPLIT_DIGITS,
     "refact": _SPLIT_DIGITS,

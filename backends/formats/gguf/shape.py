@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localgen.backends.formats.architecture.families import BY_GGUF_NAME
 from localgen.backends.formats.architecture.model_shape import LayerCacheShape, ModelShape
+from localgen.backends.formats.architecture.model_spec import MAX_LAYERS
 from localgen.backends.formats.gguf.reader import TOKENS_KEY
 
 # architectures of which some layers have a window: its tokens where the file does not say, and
 # which one in so many layers has none
 _SLIDING_WINDOWS = {
-    "gemma2": (4096, 2),
-    "gemma3": (0, 6),
+    family.gguf_name: (family.default_window, family.full_attention_every)
+    for family in BY_GGUF_NAME.values()
+    if family.full_attention_every
+} | {
     "gemma3n": (0, 5),
     "gemma4": (0, 6),
     "gpt-oss": (0, 2),
@@ -25,7 +29,7 @@ _HYBRIDS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 # every layer does both
 _PARALLEL_HYBRIDS = ("falcon-h1",)
 _LAYERS_WITH_OWN_CACHE = {"gemma3n": 20}
-_MAX_LAYERS, _MAX_VALUE = 10_000, 1 << 31
+_MAX_VALUE = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def shape_from_gguf(header: Mapping[str, Any]) -> ModelShape | None:
     keys = _ArchitectureMetadata(str(header.get("general.architecture")), header)
     layers, hidden = keys.integer("block_count"), keys.integer("embedding_length")
     heads = keys.integer("attention.head_count")
-    if not 0 < layers <= _MAX_LAYERS or not hidden:
+    if not 0 < layers <= MAX_LAYERS or not hidden:
         return None
     recurrent = [_is_recurrent(keys, layer, layers) for layer in range(layers)]
     experts_used = keys.integer("expert_used_count")
