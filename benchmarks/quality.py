@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from benchmarks.measure import ModelLine, Report, command, table
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import LayerTensors
 from localgen.quant.calibrate.input_stats import calibration_dtype
 from localgen.quant.calibrate.layer_forward import LayerForward, compute_logits, embed_tokens

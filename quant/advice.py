@@ -9,7 +9,8 @@ from pathlib import Path
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.hf.config import shape_from_hf_config
-from localgen.backends.formats.hf.folder import NumpyCheckpoint, read_json
+from localgen.backends.formats.hf.folder import read_json
+from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.hub.quant_choice import AvailableMemory, ProcessorKind
 from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes
 from localgen.quant.events import MethodEstimate

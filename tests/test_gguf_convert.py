@@ -25,7 +25,7 @@ from llama_files import LlamaFile
 
 from localgen.backends.formats.architecture.rope import Llama3Scaling, Rope
 from localgen.backends.formats.gguf.rope import llama3_factors
-from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.tensors import interleave_rotary
 

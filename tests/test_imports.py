@@ -89,8 +89,6 @@ LIBRARIES_OF = {
     "localgen.backends.memory.system": {"psutil"},
 } | {module: {"msgspec"} for module in PROCESS_BORDER}
 # what a machine with a GPU need not have to run the CUDA engine without the server
-# loaded by the quantizer
-LAZY = {"localgen.backends.formats.hf.folder"}
 NOT_ON_A_GPU = "msgspec llama_cpp fastapi uvicorn textual httpx pydantic typer prompt_toolkit gguf"
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 
@@ -267,8 +265,7 @@ def test_the_cuda_engine_needs_nothing_of_the_server() -> None:
     folders = ("formats", "text", "runner", "engine", "cuda")
     parts = tuple(f"localgen.backends.{folder}" for folder in folders)
     outside = PROCESS_BORDER | {"localgen.backends.cuda.__main__"}
-    named = [name for name in MODULES if name.startswith(parts) and name not in outside]
-    wanted = [name for name in named if name not in LAZY]
+    wanted = [name for name in MODULES if name.startswith(parts) and name not in outside]
     assert "localgen.backends.cuda.loader" in wanted
     program = (
         "import importlib, sys\n"

@@ -20,7 +20,7 @@ from llama_files import LlamaFile
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_shapes import expected_shapes
 from localgen.quant.gguf import requantize
 from localgen.quant.gguf.convert import convert_to_gguf

@@ -17,7 +17,7 @@ from localgen.backends.engine.embeddings import (
     split_into_slices,
     unscheduled_sequences,
 )
-from localgen.backends.formats.hf.tokenizer import read_optional_json
+from localgen.backends.formats.hf.folder import read_optional_json
 from localgen.backends.runner.interface import Chunk, EmbedSlice, NoRoom, StepFailed
 from localgen.backends.runner.sequence import Sequence
 

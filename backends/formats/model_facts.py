@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.gguf.reader import read_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
@@ -38,20 +37,14 @@ class ModelFacts:
 def read_model_shape(file: ModelFile) -> ModelShape | None:
     """A model's shape from the first kilobytes of its files; None: they do not tell it."""
     try:
-        if file.is_gguf:
-            return shape_from_gguf(read_gguf_header(file.path))
-        return shape_from_hf_config(_read_config(file))
+        return _read_shape(file)
     except LoadFailed:
         return None
 
 
 def local_model_facts(file: ModelFile, quant: str) -> ModelFacts:
     """Of a model that is here. LoadFailed: its files are damaged."""
-    shape = (
-        shape_from_gguf(read_gguf_header(file.path))
-        if file.is_gguf
-        else shape_from_hf_config(_read_config(file))
-    )
+    shape = _read_shape(file)
     weights = read_weight_sizes(file, shape)
     return ModelFacts(
         name=file.name,
@@ -67,12 +60,7 @@ def local_model_facts(file: ModelFile, quant: str) -> ModelFacts:
     )
 
 
-def _read_config(file: ModelFile) -> dict[str, Any]:
-    path = file.path / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadFailed(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise LoadFailed(f"{path} holds no object")
-    return found
+def _read_shape(file: ModelFile) -> ModelShape | None:
+    if file.is_gguf:
+        return shape_from_gguf(read_gguf_header(file.path))
+    return shape_from_hf_config(ConfigFields.from_file(file.path / "config.json").values)

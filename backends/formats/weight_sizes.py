@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.quantization_config import read_quantization_config
+from localgen.backends.formats.hf.safetensors import read_safetensors_header
 from localgen.backends.formats.model_files import ModelFile
 
 # of these a token reads one row
@@ -24,7 +24,6 @@ _EXPERTS = re.compile(r"_exps\.|\.experts\.")
 # what a widened linear has beside its weights
 _QUANT_TENSORS = ("qzeros", "scales", "g_idx", "weight_scale")
 _WORD_BITS = 32
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,11 @@ def _from_gguf(shards: Iterable[Path]) -> list[_Tensor]:
 
 
 def _from_folder(file: ModelFile) -> list[_Tensor]:
-    tensors = [tensor for path in file.shards for tensor in _read_header(path)]
+    tensors = [
+        _Tensor(name, tensor.num_bytes, math.prod(tensor.shape))
+        for path in file.shards
+        for name, tensor in read_safetensors_header(path).items()
+    ]
     quant = _read_folder_quant(file.path)
     return tensors if quant is None else [_loaded_tensor(tensor, quant) for tensor in tensors]
 
@@ -100,22 +103,3 @@ def _loaded_tensor(tensor: _Tensor, quant: QuantizationConfig) -> _Tensor:
         tensor.num_elements * _WORD_BITS // quant.bits if part == "qweight" else tensor.num_elements
     )
     return replace(tensor, size_bytes=2 * digits)
-
-
-def _read_header(path: Path) -> list[_Tensor]:
-    """The tensors that a safetensors file lists in its header."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            found = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
-        return [
-            _Tensor(name, entry["data_offsets"][1] - entry["data_offsets"][0], _num_elements(entry))
-            for name, entry in found.items()
-            if name != "__metadata__"
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise LoadFailed(f"{path} is no safetensors file, or damaged: {error}") from None
-
-
-def _num_elements(entry: dict[str, list[int]]) -> int:
-    return math.prod(entry["shape"])

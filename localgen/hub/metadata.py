@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.gguf.reader import GgufReader
+from localgen.backends.formats.hf.folder import read_chat_template, read_optional_json
 from localgen.backends.formats.model_files import ModelFile, stem_of
 from localgen.backends.sampling_params import SAMPLERS
 from localgen.hub.catalog import CatalogEntry, entry_by_repo
@@ -93,11 +92,11 @@ def _quant_from_filename(stem: str) -> str | None:
 
 
 def _from_folder(folder: Path) -> ModelMetadata:
-    config = _read_json(folder / "config.json")
+    config = read_optional_json(folder / "config.json")
     # multimodal models have the text model's figures in text_config
     text = config.get("text_config") or config
     architectures = config.get("architectures") or [config.get("model_type")]
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_optional_json(folder / "generation_config.json")
     quantization = config.get("quantization_config") or {}
     return ModelMetadata(
         architecture=architectures[0],
@@ -108,27 +107,6 @@ def _from_folder(folder: Path) -> ModelMetadata:
         layers=text.get("num_hidden_layers"),
         hidden=text.get("hidden_size"),
         vocab=text.get("vocab_size"),
-        chat_template=_folder_template(folder),
+        chat_template=read_chat_template(folder),
         sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
     )
-
-
-def _folder_template(folder: Path) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
-    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    return template if isinstance(template, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file does not exist. Raises LoadFailed if it is damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise LoadFailed(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise LoadFailed(f"{path} is not a JSON object")
-    return found

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.utility import SafetensorsLocal
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.folder import weight_files
+from localgen.backends.formats.hf.safetensors import read_checked_header, weight_files
 from localgen.backends.formats.hf.tensor_names import (
     LayerTensors,
     linear_shapes,
@@ -27,6 +26,7 @@ from localgen.quant.files.safetensors_writer import TORCH_DTYPES, StreamedTensor
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK_BYTES = 32 << 20
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_scale")
 # what a quantized linear has, by which it is known
 _QUANTIZED_PARTS = ("qweight", "weight_scale")
@@ -223,23 +223,8 @@ def read_tensor_at(stored: TensorLocation) -> Tensor:
 
 def read_safetensors_header(path: Path) -> dict[str, TensorLocation]:
     """Where each tensor of a safetensors file lies. LoadFailed: the file is damaged."""
-    try:
-        tensors = SafetensorsLocal(path).tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise LoadFailed(f"{path} is no safetensors file or is cut short: {error}") from None
-    found, file_bytes = {}, path.stat().st_size
-    for name, tensor in tensors.items():
-        if tensor.dtype not in TORCH_DTYPES:
-            raise LoadFailed(f"{path}: {name} is of type {tensor.dtype}, which cannot be read")
-        one = TensorLocation(
-            path, tensor.data_range.offset, TORCH_DTYPES[tensor.dtype], tuple(tensor.shape)
-        )
-        if one.start + tensor.data_range.size > file_bytes:
-            raise LoadFailed(f"{path} is cut short within {name}: download it again")
-        if one.num_bytes != tensor.data_range.size:
-            raise LoadFailed(
-                f"{path}: {name} of shape {list(one.shape)} cannot take "
-                f"{tensor.data_range.size:,} bytes"
-            )
-        found[name] = one
-    return found
+    tensors = read_checked_header(path, _ITEM_BYTES)
+    return {
+        name: TensorLocation(path, tensor.start, TORCH_DTYPES[tensor.dtype], tensor.shape)
+        for name, tensor in tensors.items()
+    }

@@ -14,7 +14,8 @@ import numpy as np
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.folder import NumpyCheckpoint, read_json, read_optional_json
+from localgen.backends.formats.hf.folder import read_json, read_optional_json
+from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.quant.gguf.metadata import (
     add_model_keys,
     add_sampling_keys,

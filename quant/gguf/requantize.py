@@ -16,7 +16,7 @@ from typing import IO, Literal
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type

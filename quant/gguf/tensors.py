@@ -17,7 +17,7 @@ from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.families import FAMILIES
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.gguf.rope import rope_factor_tensors
-from localgen.backends.formats.hf.folder import NumpyCheckpoint
+from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_shapes import TensorShape, expected_shapes
 from localgen.quant.gguf.names import GgufNameMap, gguf_model_arch
 

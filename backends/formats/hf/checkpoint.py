@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.fields import ConfigFields
+from localgen.backends.errors import LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.formats.hf.safetensors import (
+    check_complete,
+    read_safetensors_header,
+    weight_files,
+)
 
-_INDEX_FILE = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -118,42 +119,20 @@ class SafetensorsCheckpoint:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX_FILE
-    if index.exists():
-        weight_map = ConfigFields.from_file(index).section("weight_map")
-        if weight_map is None:
-            raise LoadFailed(f"{index} has no weight_map")
-        # a shard is a file of this folder: an index must not lead elsewhere
-        names = sorted({Path(weight_map.string(tensor)).name for tensor in weight_map.values})
-    else:
-        names = [_SINGLE_FILE]
-    for name in names:
-        if not (folder / name).is_file():
-            raise LoadFailed(f"{folder} has no {name}: download the whole model")
-    return [folder / name for name in names]
+    try:
+        return weight_files(folder)
+    except ModelNotFound as error:
+        raise LoadFailed(error.message) from None
 
 
 def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise LoadFailed(_truncation_message(path) or f"{path} cannot be read: {error}") from None
-
-
-def _truncation_message(path: Path) -> str | None:
-    """Which tensor is not wholly there, of a file that cannot be opened; None: it is not that."""
+        reason = LoadFailed(f"{path} cannot be read: {error}")
     try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(header_bytes, 100_000_000)))
-        start, size = 8 + header_bytes, path.stat().st_size
-        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_"}
-        cut = [name for name, end in sorted(ends.items(), key=lambda x: x[1]) if start + end > size]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return None
-    if not cut:
-        return None
-    return (
-        f"{path} is cut short: {cut[0]} ends at byte {start + ends[cut[0]]:,}, "
-        f"the file has {size:,}: download it again"
-    )
+        tensors = read_safetensors_header(path)
+    except LoadFailed:
+        raise reason from None
+    check_complete(path, tensors)
+    raise reason

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.hf.folder import read_optional_json
 
 _SPACE = "▁"
 
@@ -133,30 +134,8 @@ def _unicode_to_bytes() -> dict[str, int]:
 _BYTE_DECODER = _unicode_to_bytes()
 
 
-def read_optional_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file; empty if there is no file. LoadFailed."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise LoadFailed(f"cannot read {path}: {error}") from None
-    return content if isinstance(content, dict) else {}
-
-
 def _special_token(settings: dict[str, Any], name: str) -> str:
     """A special token, which is written as text or as an object."""
     value = settings.get(name)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else ""
-
-
-def read_chat_template(folder: Path) -> str | None:
-    """The chat template of a model folder; None where it has none."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    found = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several by name
-        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-    return found if isinstance(found, str) else None

@@ -1,0 +1,166 @@
+"""Safetensors files of a model folder: headers, and tensors as numpy arrays, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localgen.backends.errors import LoadFailed, ModelNotFound
+from localgen.backends.formats.architecture.fields import ConfigFields
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+# 64 MiB as float32
+_CHUNK_VALUES = 1 << 24
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a file. dtype: as the file names it, for example F16."""
+
+    path: Path
+    start: int
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder: one, or the shards of its index.
+
+    Raises ModelNotFound if one is missing, LoadFailed if the index is damaged.
+    """
+    index = folder / _INDEX
+    names = [_SINGLE]
+    if index.exists():
+        weight_map = ConfigFields.from_file(index).section("weight_map")
+        if weight_map is None:
+            raise LoadFailed(f"{index} has no weight_map")
+        # shards are files of this folder: an index must not lead elsewhere
+        names = sorted({Path(weight_map.string(tensor)).name for tensor in weight_map.values})
+    for name in names:
+        if not (folder / name).is_file():
+            raise ModelNotFound(f"{folder} has no {name}: download the whole model")
+    return [folder / name for name in names]
+
+
+def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name, sorted.
+
+    Raises LoadFailed if the file is not safetensors. Tensors may lie beyond its end.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
+        return {
+            name: _stored_tensor(path, 8 + size, header[name])
+            for name in sorted(header)
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadFailed(f"{path} is no safetensors file or is cut short: {error}") from None
+
+
+def check_complete(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise LoadFailed, naming the first tensor that is cut off, if a file is too short."""
+    file_bytes = path.stat().st_size
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        end = tensor.start + tensor.num_bytes
+        if end > file_bytes:
+            raise LoadFailed(
+                f"{path} is cut short: {name} ends at byte {end:,}, "
+                f"the file has {file_bytes:,}: download it again"
+            )
+
+
+def read_checked_header(path: Path, item_bytes: Mapping[str, int]) -> dict[str, StoredTensor]:
+    """Like read_safetensors_header, for files whose tensors are going to be read.
+
+    item_bytes: size of an element, by dtype. Raises LoadFailed if the file is cut short, or if a
+    tensor is of another dtype or does not have the bytes of its shape.
+    """
+    tensors = read_safetensors_header(path)
+    check_complete(path, tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in item_bytes:
+            known = ", ".join(item_bytes)
+            raise LoadFailed(f"{path}: {name} is of type {tensor.dtype}, only {known} can be read")
+        if tensor.num_bytes != item_bytes[tensor.dtype] * math.prod(tensor.shape):
+            raise LoadFailed(
+                f"{path}: {name} of shape {list(tensor.shape)} cannot take "
+                f"{tensor.num_bytes:,} bytes"
+            )
+    return tensors
+
+
+class NumpyCheckpoint:
+    """The F32, F16 and BF16 tensors of a model folder. Only the headers are read on opening."""
+
+    def __init__(self, folder: Path, override_folder: Path | None = None) -> None:
+        """override_folder: a folder whose safetensors files replace tensors of the same names.
+
+        Raises ModelNotFound if a file is missing, LoadFailed if one is damaged.
+        """
+        files = weight_files(folder)
+        if override_folder is not None:
+            files += sorted(override_folder.glob("*.safetensors"))
+        self._tensors: dict[str, StoredTensor] = {}
+        for path in files:
+            self._tensors |= read_checked_header(path, _ITEM_BYTES)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def dtypes(self) -> set[str]:
+        """Return the dtypes of the tensors: F32, F16, BF16."""
+        return {tensor.dtype for tensor in self._tensors.values()}
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """Return a tensor as float32: of F32 a view of the mapped file, of F16 and BF16 a copy."""
+        return self._read(name, slice(None))
+
+    def row_chunks(self, name: str) -> Iterator[NDArray[np.float32]]:
+        """Yield a tensor as float32, some rows at a time."""
+        rows, *rest = self.shape(name)
+        step = max(1, _CHUNK_VALUES // math.prod(rest))
+        for start in range(0, rows, step):
+            yield self._read(name, slice(start, start + step))
+
+    def _read(self, name: str, rows: slice) -> NDArray[np.float32]:
+        tensor = self._tensors[name]
+        if not tensor.num_bytes:
+            raise LoadFailed(f"{tensor.path}: {name} of shape {list(tensor.shape)} is empty")
+        raw = np.memmap(
+            tensor.path, np.uint8, mode="c", offset=tensor.start, shape=tensor.num_bytes
+        )
+        if tensor.dtype == "BF16":
+            # bfloat16 is the upper half of a float32
+            values = raw.view("<u2").reshape(tensor.shape)[rows].astype(np.uint32)
+            values <<= 16
+            return values.view(np.float32)
+        stored = raw.view("<f4" if tensor.dtype == "F32" else "<f2")
+        return stored.reshape(tensor.shape)[rows].astype(np.float32, copy=False)
+
+
+def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
+    first, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(isinstance(number, int) for number in (first, end, *shape)):
+        raise ValueError("an offset or a shape is no integer")
+    return StoredTensor(path, start + first, end - first, entry["dtype"], shape)
