@@ -21,7 +21,7 @@ from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
-from localgen.backends.formats.hf.tensor_shapes import expected_shapes
+from localgen.backends.formats.hf.tensor_names import expected_shapes
 from localgen.quant.gguf import requantize
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, read_imatrix, write_imatrix

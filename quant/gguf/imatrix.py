@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.gguf.reader import GgufReader
-from localgen.backends.formats.hf.tensor_shapes import expected_shapes
+from localgen.backends.formats.hf.tensor_names import expected_shapes
 from localgen.quant.gguf.names import GgufNameMap
 
 Array = NDArray[np.float32]

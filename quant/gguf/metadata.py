@@ -14,6 +14,7 @@ from localgen.backends.formats.architecture.families import FAMILIES
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.rope import Llama3Scaling, LongRopeScaling, YarnScaling
 from localgen.backends.formats.gguf.rope import rope_metadata
+from localgen.backends.sampling_params import SAMPLERS
 from localgen.quant.gguf.names import gguf_model_arch
 from localgen.quant.gguf.vocabulary import GgufVocabulary
 
@@ -144,17 +145,14 @@ def add_sampling_keys(writer: gguf.GGUFWriter, path: Path, generation: dict[str,
     if generation.get("do_sample") is False:
         writer.add_sampling_temp(0.0)
         return
-    adders: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]] = {
-        "temperature": (writer.add_sampling_temp, float),
-        "top_k": (writer.add_sampling_top_k, int),
-        "top_p": (writer.add_sampling_top_p, float),
-        "min_p": (writer.add_sampling_min_p, float),
-        "repetition_penalty": (writer.add_sampling_penalty_repeat, float),
-    }
-    for key, (add, number) in adders.items():
-        if generation.get(key) is None:
+    for sampler in SAMPLERS:
+        key, name = sampler.hf_key, f"general.sampling.{sampler.gguf_key}"
+        if not key or generation.get(key) is None:
             continue
         try:
-            add(number(generation[key]))
+            if sampler.value_type is int:
+                writer.add_int32(name, int(generation[key]))
+            else:
+                writer.add_float32(name, float(generation[key]))
         except (TypeError, ValueError):
             raise LoadFailed(f"{path}: {key} is {generation[key]!r}, not a number") from None

@@ -18,7 +18,7 @@ from localgen.backends.formats.architecture.families import FAMILIES
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.gguf.rope import rope_factor_tensors
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
-from localgen.backends.formats.hf.tensor_shapes import TensorShape, expected_shapes
+from localgen.backends.formats.hf.tensor_names import TensorShape, expected_shapes
 from localgen.quant.gguf.names import GgufNameMap, gguf_model_arch
 
 Array = NDArray[np.float32]

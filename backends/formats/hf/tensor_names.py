@@ -1,22 +1,26 @@
-"""What the tensors of a decoder layer are called, and the shapes of its linears."""
+"""Names and shapes of a checkpoint's tensors in Hugging Face's format."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-LayerTensors = dict[str, Tensor]
+# the converter to GGUF runs without torch
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LayerTensors = dict[str, "Tensor"]
+TensorShape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """The linears of a layer by what they do, and the norms before them; without `.weight`.
+    """Names of a layer's linears and of the norms before them, without `.weight`.
 
-    qkv: q, k and v, or one for all of them. gate_up: likewise. In a mixture of experts gate_up
-    and down have the expert's number in place of `{}`, and router chooses among them.
+    qkv: q, k and v, or one name if they are fused. gate_up: likewise. With experts, gate_up and
+    down have `{}` in place of the expert's index.
     """
 
     attention_norm: str = "input_layernorm"
@@ -47,12 +51,11 @@ _NAMES_BY_ARCHITECTURE = {
 
 
 def layer_names(spec: ModelSpec) -> LayerNames:
-    """What a layer of this architecture calls its tensors."""
     return _NAMES_BY_ARCHITECTURE.get(spec.architecture, LayerNames())
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every linear of a layer that is quantized, by its name."""
+    """(outputs, inputs) of every linear of a layer that is quantized, by name; not the router."""
     names = layer_names(spec)
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     outs = [queries + 2 * keys] if len(names.qkv) == 1 else [queries, keys, keys]
@@ -66,19 +69,54 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def expected_shapes(spec: ModelSpec) -> dict[str, TensorShape]:
+    """Shape of every tensor that the model must have, by name."""
+    shapes: dict[str, TensorShape] = {
+        "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "model.norm.weight": (spec.hidden_size,),
+    }
+    if not spec.tied_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    layer = _layer_shapes(spec)
+    for index in range(spec.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, TensorShape]:
+    names = layer_names(spec)
+    norms = [names.attention_norm, "post_attention_layernorm"]
+    if spec.sandwich_norms:
+        norms += [names.mlp_norm, "post_feedforward_layernorm"]
+    shapes: dict[str, TensorShape] = {f"{norm}.weight": (spec.hidden_size,) for norm in norms}
+    if spec.qk_norm:
+        shapes |= {f"self_attn.{norm}.weight": (spec.head_dim,) for norm in ("q_norm", "k_norm")}
+    for name, shape in linear_shapes(spec).items():
+        shapes[f"{name}.weight"] = shape
+        if name in names.qkv:
+            biased = spec.qkv_bias
+        else:
+            biased = spec.out_bias if name == names.out else spec.mlp_bias
+        if biased:
+            shapes[f"{name}.bias"] = shape[:1]
+        if name == names.out and spec.moe is not None:
+            shapes[f"{names.router}.weight"] = (spec.moe.num_experts, spec.hidden_size)
+    return shapes
+
+
 def split_fused_experts(spec: ModelSpec, tensors: LayerTensors) -> LayerTensors:
-    """A layer whose experts are named as in LayerNames, one tensor for each linear of each.
+    """Return a layer's tensors with every linear of every expert named as in LayerNames.
 
     transformers 5 can keep all experts of a layer in two tensors, `mlp.experts.gate_up_proj`
-    [experts, 2 * intermediate, hidden] and `mlp.experts.down_proj`; these are taken apart.
+    [experts, 2 * intermediate, hidden] and `mlp.experts.down_proj`; these are split.
     """
     names = layer_names(spec)
-    joint = "mlp.experts.gate_up_proj"
-    if names.router is None or joint not in tensors:
+    fused = "mlp.experts.gate_up_proj"
+    if names.router is None or fused not in tensors:
         return tensors
     found = dict(tensors)
     found[f"{names.router}.weight"] = found.pop("mlp.gate.weight")
-    gates_ups, downs = found.pop(joint), found.pop("mlp.experts.down_proj")
+    gates_ups, downs = found.pop(fused), found.pop("mlp.experts.down_proj")
     for expert, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
         for name, part in zip(names.gate_up, gate_up.chunk(2), strict=True):
             found[f"{name.format(expert)}.weight"] = part
