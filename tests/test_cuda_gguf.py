@@ -233,7 +233,7 @@ def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
     parts[1].rename(tmp_path / "elsewhere")
     with pytest.raises(LoadFailed, match=f"has no {parts[1].name}: download all 3 parts"):
         open_gguf_source(parts[2])
-    with pytest.raises(LoadFailed, match="is one of 3 parts, and 1 are there by their names"):
+    with pytest.raises(LoadFailed, match="is one of 3 parts, 1 found by name"):
         open_gguf_source(parts[0].rename(tmp_path / "renamed.gguf"))
 
 

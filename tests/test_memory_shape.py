@@ -246,7 +246,7 @@ def test_the_beginning_of_a_file_is_enough(size: int) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGML" + bytes(60), b"\xff" * 200])
 def test_what_is_no_gguf_file(content: bytes) -> None:
-    with pytest.raises(LoadFailed, match="it is no GGUF file"):
+    with pytest.raises(LoadFailed, match="it is not a valid GGUF file"):
         parse_gguf_header(content, "it")
 
 

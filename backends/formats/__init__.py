@@ -1,1 +1,1 @@
-"""What a model is on disk: its files, its shape, its weights' sizes, whatever the format."""
+"""Models on disk: files, configurations, shapes and tensors, in GGUF and Hugging Face's format."""

@@ -1,4 +1,4 @@
-"""Facts of a model that are known before it is loaded."""
+"""Facts of a model that planning needs, read without loading it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from localgen.backends.formats.weight_sizes import read_weight_sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model as far as it is known. source: files, hub or catalog.
+    """The known facts of a model. source: files, hub or catalog.
 
-    read_bytes: of weights, for one token. missing: facts that nobody told; without a shape the
-    context cannot be planned. path: of its files here; None: they are not.
+    read_bytes: bytes of weights read per token. missing: unknown facts; without a shape the context
+    cannot be planned. path: local file or folder; None: the model is not installed.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ModelFacts:
 
 
 def read_model_shape(file: ModelFile) -> ModelShape | None:
-    """A model's shape from the first kilobytes of its files; None: they do not tell it."""
+    """Return the shape of a model from its header or config.json; None if it cannot be read."""
     try:
         return _read_shape(file)
     except LoadFailed:
@@ -43,7 +43,7 @@ def read_model_shape(file: ModelFile) -> ModelShape | None:
 
 
 def local_model_facts(file: ModelFile, quant: str) -> ModelFacts:
-    """Of a model that is here. LoadFailed: its files are damaged."""
+    """Return the facts of an installed model. Raises LoadFailed if its files are damaged."""
     shape = _read_shape(file)
     weights = read_weight_sizes(file, shape)
     return ModelFacts(

@@ -1,4 +1,4 @@
-"""A model as it lies on disk: one GGUF file, or the shards of one."""
+"""The files of a model: a GGUF file, its shards, or a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model that can be loaded. path: its only or first file, or the folder of a model in
-    Hugging Face's format; size_bytes: all files of weights.
+    """A model that can be loaded.
 
-    source: built-in, file or cache (the Hugging Face cache).
+    path: the first or only GGUF file, or the folder of a model in Hugging Face's format.
+    size_bytes: of all weight files. source: built-in, file or cache (the Hugging Face cache).
     """
 
     name: str
@@ -28,18 +28,18 @@ class ModelFile:
 
     @property
     def is_gguf(self) -> bool:
-        """Or else a folder with config.json and safetensors."""
+        """Otherwise it is a folder with config.json and safetensors."""
         return self.path.suffix.lower() == ".gguf"
 
 
 def stem_of(path: Path) -> str:
-    """The name of a model file without `.gguf` and shard number."""
+    """Name of a model file without `.gguf` and the shard number."""
     match = _SHARD.match(path.name)
     return match["stem"] if match else path.stem
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
-    """Every file of the model that this one belongs to, whether it is there or not."""
+    """All shards of the model that a file belongs to, including missing ones."""
     match = _SHARD.match(path.name)
     if match is None:
         return (path,)
@@ -51,7 +51,7 @@ def shards_of(path: Path) -> tuple[Path, ...]:
 
 
 def model_file(path: Path, *, name: str | None = None, source: str = "file") -> ModelFile:
-    """The model of a file, which may be any of its shards. ModelNotFound names a missing one."""
+    """Return the model of a GGUF file, or of any shard. Raises ModelNotFound if one is missing."""
     shards = shards_of(path)
     missing = [shard for shard in shards if not shard.is_file()]
     if missing and len(shards) == 1:
@@ -70,7 +70,7 @@ def model_file(path: Path, *, name: str | None = None, source: str = "file") -> 
 
 
 def model_folder(folder: Path) -> ModelFile:
-    """The model of a folder with config.json; its weights may be missing, loading tells."""
+    """Return the model of a folder in Hugging Face's format, without checking its files."""
     weights = tuple(sorted(folder.glob("*.safetensors")))
     return ModelFile(
         name=folder.resolve().name,
@@ -82,8 +82,8 @@ def model_folder(folder: Path) -> ModelFile:
 
 
 def gguf_models_in(paths: Iterable[Path]) -> list[Path]:
-    """One path for each model among these files, shards counted once; projectors of images and
-    matrices that guided a quantization are no models."""
+    """Return one path per GGUF model among these files, without image projectors and importance
+    matrices."""
     first = {
         shards_of(path)[0]: path
         for path in sorted(paths)

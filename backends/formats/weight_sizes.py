@@ -1,4 +1,4 @@
-"""The weights of a model's files: how many bytes they are, and how many one token reads."""
+"""Size of a model's weights in memory, and the bytes read per token."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from localgen.backends.formats.hf.quantization_config import read_quantization_c
 from localgen.backends.formats.hf.safetensors import read_safetensors_header
 from localgen.backends.formats.model_files import ModelFile
 
-# of these a token reads one row
+# only one row is read per token
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight", "embed_tokens.weight")
 _HEADS = ("output.weight", "lm_head.weight")
 _EXPERTS = re.compile(r"_exps\.|\.experts\.")
-# what a widened linear has beside its weights
+# tensors of a quantized linear that are dropped when it is dequantized
 _QUANT_TENSORS = ("qzeros", "scales", "g_idx", "weight_scale")
 _WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """size_bytes: of a GGUF file as it is, of a folder as our own engine keeps them in 16 bits, for
-    nothing else runs it: what no kernel of it computes with is widened. read_bytes: what computing
-    one token reads, with the active experts only. params: how many there are; None: not known, for
-    several may share a number."""
+    """size_bytes: of a GGUF file as stored; of a folder as the CUDA backend loads it, with weights
+    that no kernel supports dequantized to 16 bits. read_bytes: bytes read per token, with active
+    experts only. params: number of weights; None for folders, whose tensors may be packed.
+    """
 
     size_bytes: int
     read_bytes: int
@@ -46,7 +46,7 @@ class _Tensor:
 
 
 def read_weight_sizes(file: ModelFile, shape: ModelShape | None) -> WeightSizes:
-    """By the headers of the files. LoadFailed: one is damaged."""
+    """Return the sizes from the headers of the files. Raises LoadFailed if one is damaged."""
     tensors = _from_gguf(file.shards) if file.is_gguf else _from_folder(file)
     return WeightSizes(
         size_bytes=sum(tensor.size_bytes for tensor in tensors),
@@ -60,7 +60,7 @@ def _read_bytes(tensors: list[_Tensor], shape: ModelShape | None) -> float:
     active = shape.num_active_experts / shape.num_experts if shape and shape.num_experts else 1.0
     total = 0.0
     for tensor in tensors:
-        # without a head of its own, the embedding is read as one
+        # a tied embedding is read as a whole, as the head
         if tensor.name.endswith(_EMBEDDINGS) and (has_head or "per_layer" in tensor.name):
             continue
         total += tensor.size_bytes * (active if _EXPERTS.search(tensor.name) else 1.0)
@@ -89,11 +89,11 @@ def _read_folder_quant(folder: Path) -> QuantizationConfig | None:
     try:
         return read_quantization_config(ConfigFields.from_file(folder / "config.json"))
     except LoadFailed:
-        return None  # the engine that loads it says what is wrong
+        return None  # loading reports the error
 
 
 def _loaded_tensor(tensor: _Tensor, quant: QuantizationConfig) -> _Tensor:
-    """A tensor as it is in memory."""
+    """The tensor with its size in memory."""
     if not (quant.dequantized_on_load or _EXPERTS.search(tensor.name)):
         return tensor
     part = tensor.name.rpartition(".")[2]

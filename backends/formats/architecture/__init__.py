@@ -1,1 +1,1 @@
-"""Model descriptions that do not depend on the file format: shape, rotary positions, shards."""
+"""Model descriptions independent of the file format: spec, shape, RoPE, shards."""

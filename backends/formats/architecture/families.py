@@ -1,4 +1,4 @@
-"""Decoder architectures: the facts that a config.json or a GGUF file leaves to the name."""
+"""Facts of an architecture that config.json and GGUF files imply by its name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Family:
     config.json. gemma: norms multiply by 1 + weight, norms after attention and MLP, scaled
     embeddings, GELU. qk_norm, qkv_bias, fused_projections: as in ModelSpec.
     windows: layers with a sliding window; "upper": from max_window_layers on; "alternating": all
-    but every full_attention_every-th. default_window: of files that give none; 0: no default.
+    but every full_attention_every-th. default_window: for files that give none; 0: no default.
     window_needs_flag: the window of a config.json applies only with use_sliding_window.
     gguf_windows: GGUF files of this architecture have windows.
-    attn_softcap, logit_softcap, local_rope_theta: defaults of files that give none.
-    layers_scaled_by_hidden: the size, in layers, whose queries are scaled by hidden / heads instead
-    of head_dim.
+    attn_softcap, logit_softcap, local_rope_theta: defaults for files that give none.
+    layers_scaled_by_hidden: the model with this many layers scales attention by hidden / heads
+    instead of head_dim.
     allows_attention_bias, allows_mlp_bias: config.json may enable them. requires_head_dim:
     config.json must have head_dim.
     """

@@ -1,4 +1,4 @@
-"""The values of a config.json, each checked as it is read."""
+"""Typed access to the fields of a JSON object or of GGUF metadata."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from localgen.backends.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """A JSON object of a file. Every reader raises LoadFailed naming the file and the field.
+    """An object of a file, checked as it is read.
 
-    prefix: where in the file the object lies, as in `rope_scaling.`. A field that is null counts
-    as missing; a missing one gives the default, or is an error where the default is None.
+    prefix: path of the object within the file, for example `rope_scaling.`. A null field counts as
+    missing. A missing field gives the default. Every reader raises LoadFailed, naming the file and
+    the field, if the value is invalid, or missing with None as the default.
     """
 
     path: Path
@@ -25,7 +26,7 @@ class ConfigFields:
 
     @classmethod
     def from_file(cls, path: Path) -> ConfigFields:
-        """The object a JSON file holds. LoadFailed: no such file, or no JSON object."""
+        """Read a JSON file. Raises LoadFailed if it is missing or not a JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -40,17 +41,17 @@ class ConfigFields:
         return self.values.get(key) is not None
 
     def invalid_value(self, key: str, expected: str) -> LoadFailed:
-        """The error that `key` holds something other than `expected`."""
+        """An error to raise: `key` has another value than expected."""
         text = json.dumps(self.values.get(key))
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         return LoadFailed(f"{self.path}: {self.prefix}{key} is {shown}, not {expected}")
 
     def load_error(self, reason: str) -> LoadFailed:
-        """The error that this object describes something that cannot be run."""
+        """An error to raise about the whole object, naming the file."""
         return LoadFailed(f"{self.path}: {reason}")
 
     def section(self, key: str) -> ConfigFields | None:
-        """The object under `key`; None where there is none."""
+        """The object under `key`, or None if it is missing."""
         if key not in self:
             return None
         if not isinstance(self.values[key], dict):
@@ -60,7 +61,6 @@ class ConfigFields:
     def positive_int(
         self, key: str, default: int | None = None, *, max_value: int = 2**31 - 1
     ) -> int:
-        """A positive integer, up to `max_value`."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
             limit = "" if max_value == 2**31 - 1 else f" up to {max_value:,}"
@@ -68,35 +68,30 @@ class ConfigFields:
         return value
 
     def positive_float(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
         value = self._value(key, default)
         if not _is_number(value) or value <= 0:
             raise self.invalid_value(key, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.invalid_value(key, "true or false")
         return value
 
     def string(self, key: str, default: str | None = None) -> str:
-        """A string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self.invalid_value(key, "a string")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
         value = self._value(key, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.invalid_value(key, "a list of strings")
         return tuple(value)
 
     def positive_floats(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of `length` positive numbers."""
         value = self._value(key, None)
         if not isinstance(value, list) or not all(_is_number(x) and x > 0 for x in value):
             raise self.invalid_value(key, "a list of positive numbers")
@@ -116,7 +111,7 @@ class ConfigFields:
 
 
 def _is_number(value: Any) -> bool:
-    # a JSON integer may be too large for a float: isfinite would raise
+    # isfinite raises for integers too large for a float
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1e300 and math.isfinite(value)

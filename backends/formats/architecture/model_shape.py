@@ -1,4 +1,4 @@
-"""The figures of a model that its memory and its speed follow from."""
+"""ModelShape: the dimensions that determine memory use and speed; size of the KV cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerCacheShape:
-    """What a layer keeps of each token: so many heads, each a key and a value of so many elements.
+    """The KV cache of one layer, per token: a key and a value for each key-value head.
 
-    window: how many of the latest tokens it looks at; None: all. Both runners keep the others
-    too, because another request may share them.
+    key_dim, value_dim: elements per head. window: number of latest tokens attended to; None: all.
+    Both runners keep older tokens as well, since another request may share them.
     """
 
     num_kv_heads: int
@@ -24,9 +24,10 @@ class LayerCacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """active_intermediate_size: elements between the two halves of the MLP that a token computes,
-    its experts' together. layer_caches: of the layers that keep tokens. state_bytes: what layers
-    without a cache keep of a sequence, however long. ctx_train: 0: not known."""
+    """active_intermediate_size: MLP width computed per token, summed over its active experts.
+    layer_caches: layers with a KV cache. state_bytes: size of the recurrent state of a sequence.
+    ctx_train: trained context length; 0: unknown.
+    """
 
     num_layers: int
     hidden_size: int
@@ -41,7 +42,7 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Elements of the queries, keys and values of a token in its widest layer."""
+        """Elements of the queries, keys and values of a token, in the widest layer."""
         return max((self._width(cache) for cache in self.layer_caches), default=0)
 
     def _width(self, cache: LayerCacheShape) -> int:
@@ -51,7 +52,6 @@ class ModelShape:
 
 
 def shape_from_spec(spec: ModelSpec) -> ModelShape:
-    """The figures that a model's memory follows from."""
     moe = spec.moe
     return ModelShape(
         num_layers=spec.num_layers,
@@ -71,7 +71,7 @@ def shape_from_spec(spec: ModelSpec) -> ModelShape:
     )
 
 
-# a type's bytes for an element; blocks of 32 have a scale, some a minimum, of two bytes each
+# bytes per element; blocks of 32 have a scale, and some a minimum, of two bytes each
 CACHE_ELEMENT_BYTES = {
     "f32": 4.0,
     "f16": 2.0,
@@ -85,7 +85,7 @@ CACHE_ELEMENT_BYTES = {
     "int8": 1.0,
     "fp8": 1.0,
 }
-# types with a scale for each head
+# types with one scale per head
 _SCALE_BYTES = {"int8": 4.0, "fp8": 4.0}
 LLAMACPP_CACHE_TYPES = tuple(kind for kind in CACHE_ELEMENT_BYTES if kind not in _SCALE_BYTES)
 CUDA_CACHE_TYPES = ("f32", "f16", "bf16", *_SCALE_BYTES)
@@ -94,14 +94,14 @@ CUDA_CACHE_TYPES = ("f32", "f16", "bf16", *_SCALE_BYTES)
 def kv_cache_bytes_per_token(
     caches: Iterable[LayerCacheShape], key_type: str, value_type: str
 ) -> float:
-    """Bytes that one token takes in the KV cache, over all layers."""
+    """Bytes of one token in the KV cache, over all layers."""
     return sum(_layer_bytes(cache, key_type, value_type) for cache in caches)
 
 
 def kv_cache_read_bytes(
     caches: Iterable[LayerCacheShape], key_type: str, value_type: str, ctx: int
 ) -> float:
-    """Bytes of the KV cache that the token after `ctx` others reads."""
+    """Bytes of the KV cache read to compute the token after a context of `ctx` tokens."""
     return sum(
         _layer_bytes(cache, key_type, value_type) * min(ctx, cache.window or ctx)
         for cache in caches
@@ -115,5 +115,5 @@ def _layer_bytes(cache: LayerCacheShape, key_type: str, value_type: str) -> floa
 
 
 def _head_bytes(elements: int, kind: str) -> float:
-    # a layer may keep keys alone, from which values are computed
+    # with latent attention a layer keeps only keys and computes values from them
     return elements * CACHE_ELEMENT_BYTES[kind] + _SCALE_BYTES.get(kind, 0) if elements else 0.0

@@ -1,4 +1,4 @@
-"""ModelSpec: the shape of a decoder and its variations, whatever file describes it."""
+"""ModelSpec: the dimensions and variations of a decoder, independent of the file format."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ QuantMethod = Literal["awq", "gptq", "fp8", "int8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationConfig:
-    """method: awq (GEMM layout) and gptq are digits in groups, fp8 (e4m3) and int8 have a scale per
-    row.
+    """method: awq (GEMM layout) and gptq are integers with a scale per group of inputs; fp8 (e4m3)
+    and int8 have a scale per row.
 
-    group_size: inputs that share a scale and a zero; None: all of a row. zero_point: whether
-    zeros differ from the middle. desc_act: whether groups follow g_idx instead of the inputs'
-    order. zero_offset: added to a stored zero to get the one meant, modulo
-    2 ** bits.
+    group_size: inputs that share a scale and a zero point; None: the whole row. zero_point: zero
+    points are stored and may differ from the middle of the range. desc_act: groups follow g_idx
+    instead of the order of inputs. zero_offset: added to a stored zero point, modulo 2 ** bits.
     """
 
     method: QuantMethod
@@ -34,7 +33,7 @@ class QuantizationConfig:
 
     @property
     def dequantized_on_load(self) -> bool:
-        """Whether weights become plain ones as they are read: no kernel computes with them."""
+        """Weights are dequantized while loading, as no kernel computes with them."""
         return self.method == "int8" or (self.method == "gptq" and self.bits != 4)
 
 
@@ -42,8 +41,8 @@ class QuantizationConfig:
 class MoeConfig:
     """Mixture of experts in place of every MLP.
 
-    intermediate_size: width of one expert. normalize_topk: whether the shares of the top_k experts
-    are made to sum to 1.
+    intermediate_size: width of one expert. normalize_topk: the weights of the top_k experts are
+    normalized to a sum of 1.
     """
 
     num_experts: int
@@ -54,15 +53,15 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder of RMSNorm, rotary attention and gated MLP, and what varies between models.
+    """A decoder of RMSNorm, attention with RoPE and gated MLP, with the variations between models.
 
-    architecture: Hugging Face's class. max_len: longest sequence, in tokens. norm_offset: a norm
-    multiplies by 1 + weight. sandwich_norms: norms after attention and MLP too. qk_norm: RMSNorm
-    over each head of q and k before the rotation. local_rope: for layers with a window, where they
-    have one of their own. sliding_windows: for each layer, how many positions up to its own a token
-    sees; None: all. embed_scale: exact; it takes effect rounded to the embeddings' dtype.
-    tied_embeddings: the head is the embedding. fused_projections: q, k, v are one tensor in the
-    checkpoint, gate and up another.
+    architecture: class name in Hugging Face. max_len: longest sequence, in tokens. norm_offset:
+    norms multiply by 1 + weight. sandwich_norms: norms after attention and MLP as well. qk_norm:
+    RMSNorm over each head of q and k before RoPE. local_rope: RoPE of layers with a window, if
+    it differs. sliding_windows: for each layer, number of positions up to its own that a token
+    attends to; None: all. embed_scale: exact; applied rounded to the dtype of the embeddings.
+    tied_embeddings: the head is the embedding. fused_projections: the checkpoint has one tensor
+    for q, k and v, and one for gate and up.
     """
 
     architecture: str
@@ -96,7 +95,7 @@ class ModelSpec:
 
     @property
     def num_params(self) -> int:
-        """Weights in all, without biases and norms."""
+        """Number of weights, without biases and norms."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.moe is not None:

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies, the ways of stretching them, and tables of their angles."""
+"""RoPE: frequencies, scaling methods, and tables of cos and sin; parsed from config.json."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 from localgen.backends.formats.architecture.fields import ConfigFields
 
-# torch computes angles only: the converter to GGUF reads models where there is none
+# only tables need torch: the converter to GGUF runs without it
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every frequency divided by `factor`."""
+    """Every frequency is divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's: short wavelengths stay, long ones stretch by `factor`, blended in between.
+    """Scaling of Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept.
 
-    A wavelength is short below trained_len / high_freq_factor and long above
-    trained_len / low_freq_factor.
+    Short is below trained_len / high_freq_factor, long above trained_len / low_freq_factor; the
+    frequency is interpolated between them.
     """
 
     factor: float
@@ -36,10 +36,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): dimensions that turn often stay, those that do not stretch.
+    """YaRN (Peng et al. 2023): low-frequency dimensions are stretched, high-frequency ones kept.
 
-    beta_fast, beta_slow: turns within trained_len at which the blend begins and ends.
-    truncate: whether these bounds are whole dimensions. attention_factor scales cos and sin.
+    beta_fast, beta_slow: rotations within trained_len at which interpolation begins and ends.
+    truncate: these bounds are rounded to whole dimensions. attention_factor scales cos and sin.
     """
 
     factor: float
@@ -52,9 +52,10 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): a divisor for each frequency, of two lists by length.
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, from one of two lists.
 
-    short_factors, long_factors: dim / 2 values each. attention_factor scales cos and sin.
+    short_factors, long_factors: dim / 2 values, for sequences up to trained_len and longer ones.
+    attention_factor scales cos and sin.
     """
 
     short_factors: tuple[float, ...]
@@ -68,7 +69,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions over the first `dim` dimensions of a head."""
+    """RoPE over the first `dim` dimensions of a head."""
 
     theta: float
     dim: int
@@ -76,7 +77,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         match self.scaling:
             case YarnScaling() | LongRopeScaling() as scaling:
                 return scaling.attention_factor
@@ -89,11 +90,10 @@ class Rope:
         return configured
 
     def cos_sin_table(self, max_len: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position, attention factor included: float32 [max_len, dim / 2].
+        """cos and sin of every position, times the attention factor: float32 [max_len, dim / 2].
 
-        Everything is computed in float32, as models are trained with it. LongRoPE takes its long
-        factors if max_len is beyond the trained length, for every position: a cache holds keys
-        of one table only.
+        Computed in float32, as in training. LongRoPE uses its long factors for all positions if
+        max_len exceeds the trained length, since a KV cache holds keys of one table only.
         """
         import torch
 
@@ -102,7 +102,7 @@ class Rope:
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def inv_freq(self, max_len: int) -> Tensor:
-        """Radians a position adds, for sequences of up to max_len tokens: float32 [dim / 2]."""
+        """Radians per position, for sequences of up to max_len tokens: float32 [dim / 2]."""
         import torch
 
         plain = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
@@ -131,7 +131,7 @@ def _scale_yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> 
     import torch
 
     def dimension(turns: float) -> float:
-        """The dimension that makes so many turns within the trained length."""
+        """The dimension that makes this many rotations within the trained length."""
         return dim * math.log(scaling.trained_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
@@ -144,10 +144,10 @@ def _scale_yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> 
 
 
 def read_rope(config: ConfigFields, *, head_dim: int, theta: float | None = None) -> Rope:
-    """The rotary positions of a config.json, as written by transformers 5 or before.
+    """Return the RoPE of a config.json, as written by transformers 5 or earlier.
 
-    theta: what a file means that has no rope_theta; None: it must have one. LoadFailed: a value
-    is missing or wrong, or the kind of scaling is unknown.
+    theta: default of rope_theta; None: it is required. Raises LoadFailed if a value is missing or
+    invalid, or the type of scaling is not supported.
     """
     own = config.section("rope_parameters") or config.section("rope_scaling")
     return parse_rope(config, own, head_dim=head_dim, theta=theta)
@@ -156,7 +156,7 @@ def read_rope(config: ConfigFields, *, head_dim: int, theta: float | None = None
 def parse_rope(
     config: ConfigFields, section: ConfigFields | None, *, head_dim: int, theta: float | None = None
 ) -> Rope:
-    """As read_rope, from `section` and, for what it lacks, the whole of the file."""
+    """Like read_rope, from `section`, and from the top level for fields that it lacks."""
     section = section or ConfigFields(config.path, {})
     rotary = (section if "partial_rotary_factor" in section else config).positive_float(
         "partial_rotary_factor", 1.0
@@ -181,7 +181,7 @@ def _read_scaling(config: ConfigFields, section: ConfigFields, dim: int) -> Scal
             return _read_llama3(config, section)
         case "yarn" if "long_factor" not in section:
             return _read_yarn(config, section)
-        case "longrope" | "su" | "yarn":  # its names in the first Phi-3 files
+        case "longrope" | "su" | "yarn":  # names of LongRoPE in the first Phi-3 files
             return _read_longrope(config, section, dim)
     raise config.load_error(
         f"rope scaling {kind} is not supported, only linear, llama3, yarn and longrope"
@@ -248,7 +248,7 @@ def _read_longrope(config: ConfigFields, section: ConfigFields, dim: int) -> Lon
 
 
 def _trained_len(config: ConfigFields, section: ConfigFields) -> int:
-    """The length a model was trained with: at the top, else in the section, else not extended."""
+    """Trained length: from the top level, else from the section, else the maximum length."""
     key = "original_max_position_embeddings"
     source = config if key in config else section
     length = source.positive_int(key, config.positive_int("max_position_embeddings"))

@@ -1,7 +1,7 @@
-"""How a model is divided among ranks: what each keeps of every tensor.
+"""Tensor parallelism: the shard of every tensor that a rank holds.
 
-Projections into heads and into the MLP are cut by outputs, those back by inputs, so that each
-layer takes two sums over the ranks (Shoeybi et al. 2019). Embedding and head are cut by tokens.
+Projections into heads and into the MLP are column parallel, those back row parallel, so each layer
+needs two all-reduces (Shoeybi et al. 2019). Embedding and head are split by tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 Range = tuple[int, int]
 _ShardedDim = Literal["heads", "kv_heads", "qkv", "mlp", "gate_up", "vocab"]
 
-# what the outputs of a linear are, by its name in safetensors and in GGUF files
+# the dimension of a linear's outputs, by its name in safetensors and in GGUF files
 _COLUMN_PARALLEL: dict[str, _ShardedDim] = {
     "q_proj": "heads",
     "attn_q": "heads",
@@ -42,7 +42,7 @@ _COLUMN_PARALLEL: dict[str, _ShardedDim] = {
     "lm_head": "vocab",
     "output": "vocab",
 }
-# what the inputs are of a linear whose outputs are summed over the ranks
+# the dimension of the inputs of a linear whose outputs are summed over the ranks
 _ROW_PARALLEL: dict[str, _ShardedDim] = {
     "o_proj": "heads",
     "attn_output": "heads",
@@ -51,35 +51,33 @@ _ROW_PARALLEL: dict[str, _ShardedDim] = {
     "ffn_down": "mlp",
     "ffn_down_exps": "mlp",
 }
-# tokens of a rank are a multiple of this: digits of four bits lie eight to a word
+# a rank's tokens are a multiple of this: eight 4-bit values are packed in a word
 _VOCAB_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """What is kept of a tensor: along `axis`, of `num_parts` equal parts those in `ranges`."""
+    """The part of a tensor that a rank holds: `ranges` of `num_parts` equal parts of `axis`."""
 
     axis: int
     ranges: tuple[Range, ...]
     num_parts: int
 
     def shard_shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is kept."""
         return self._scaled_shape(full_shape, self._num_kept, self.num_parts)
 
     def full_shape(self, shard_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor of which that is kept."""
         return self._scaled_shape(shard_shape, self.num_parts, self._num_kept)
 
     def slices(self, length: int) -> list[slice]:
-        """Where the ranges lie on the axis. length: of the whole axis."""
+        """The ranges as slices of an axis of `length`."""
         return [
             slice(first * length // self.num_parts, end * length // self.num_parts)
             for first, end in self.ranges
         ]
 
     def slice_tensor(self, source: Any) -> Tensor:
-        """What is kept of a tensor, or of a slice of a safetensors file, as a copy."""
+        """Return a copy of the shard of a tensor, or of a slice of a safetensors file."""
         before = (slice(None),) * self.axis
         length = (source.shape if isinstance(source, Tensor) else source.get_shape())[self.axis]
         parts = [source[(*before, kept)] for kept in self.slices(length)]
@@ -95,8 +93,11 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """What rank `rank` of `tp_size` has of a model. spec: of the whole model, which can be divided
-    so (see ensure_divisible). Rank 0 of 1 has all of it."""
+    """The shard of a model that rank `rank` of `tp_size` holds.
+
+    spec: of the whole model, which must be divisible by tp_size (see ensure_divisible). Rank 0 of 1
+    holds the whole model.
+    """
 
     spec: ModelSpec
     rank: int = 0
@@ -104,7 +105,7 @@ class ModelShard:
 
     @property
     def local_spec(self) -> ModelSpec:
-        """The model as this rank computes it."""
+        """The spec of this rank's shard."""
         if self.tp_size == 1:
             return self.spec
         spec, moe = self.spec, self.spec.moe
@@ -120,17 +121,17 @@ class ModelShard:
 
     @property
     def vocab_range(self) -> Range:
-        """Its tokens, first and end."""
+        """The rank's tokens: first and end."""
         width = self.vocab_shard_size
         return self.rank * width, min((self.rank + 1) * width, self.spec.vocab_size)
 
     @property
     def vocab_shard_size(self) -> int:
-        """Tokens of every rank but the last, which may have fewer."""
+        """Number of tokens of a rank; the last one may have fewer."""
         return _vocab_shard_size(self.spec, self.tp_size)
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> ShardSlice | None:
-        """What it keeps of a stored tensor; None: all of it. shape: of the whole tensor."""
+        """The rank's slice of a stored tensor of this shape; None: the whole tensor."""
         if self.tp_size == 1:
             return None
         *path, kind = name.split(".")
@@ -141,7 +142,7 @@ class ModelShard:
             return None
         by_input = piece in _ROW_PARALLEL
         axis = _shard_axis(kind, by_input, len(shape))
-        # a scale for all, or that of the only group, is everybody's
+        # a single scale, or that of the only group, is shared by all ranks
         if axis is None or axis >= len(shape) or shape[axis] == 1:
             return None
         part = _ROW_PARALLEL[piece] if by_input else _COLUMN_PARALLEL[piece]
@@ -150,15 +151,15 @@ class ModelShard:
         return ShardSlice(axis, *self._part_ranges(part))
 
     def contributes(self, name: str) -> bool:
-        """Whether its copy of a tensor counts: a bias behind a sum over the ranks is added once."""
+        """False for a bias that another rank adds: it follows a sum over the ranks."""
         *path, kind = name.split(".")
         return self.rank == 0 or kind != "bias" or path[-1] not in _ROW_PARALLEL
 
     def _part_ranges(self, part: _ShardedDim) -> tuple[tuple[Range, ...], int]:
-        """The ranges of a ShardSlice, and of how many parts."""
+        """ranges and num_parts of a ShardSlice."""
         rank, size, heads, kv = self.rank, self.tp_size, self.spec.num_heads, self.spec.num_kv_heads
         own = (rank * heads // size, (rank + 1) * heads // size)
-        first = rank * kv // size  # which several ranks share where there are fewer than ranks
+        first = rank * kv // size  # several ranks share a head if there are fewer heads than ranks
         own_kv = (first, first + max(1, kv // size))
         match part:
             case "heads":
@@ -180,7 +181,7 @@ class ModelShard:
 
 
 def ensure_divisible(spec: ModelSpec, tp_size: int) -> None:
-    """InvalidRequest: a model cannot be divided so; says how it can."""
+    """Raise InvalidRequest, with the possible sizes, if the model cannot be divided by tp_size."""
     obstacle = _indivisible_part(spec, tp_size)
     if obstacle is None:
         return
@@ -194,7 +195,7 @@ def ensure_divisible(spec: ModelSpec, tp_size: int) -> None:
 
 
 def _indivisible_part(spec: ModelSpec, tp_size: int) -> str | None:
-    """What cannot be divided evenly."""
+    """The first part of the model that cannot be divided evenly, or None."""
     if tp_size == 1:
         return None
     inner = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
@@ -210,7 +211,7 @@ def _indivisible_part(spec: ModelSpec, tp_size: int) -> str | None:
 
 
 def _indivisible_quantized_part(spec: ModelSpec, tp_size: int) -> str | None:
-    """Words of eight digits and groups of inputs stay whole."""
+    """Packed words of eight values and groups of inputs cannot be split."""
     quant = spec.quant
     if quant is None:
         return None
@@ -237,7 +238,7 @@ def _vocab_shard_size(spec: ModelSpec, tp_size: int) -> int:
 
 
 def _shard_axis(kind: str, row_parallel: bool, num_dims: int) -> int | None:
-    """The axis of a stored tensor along which a linear is cut. kind: the end of its name."""
+    """The axis along which a stored tensor is split, or None. kind: last part of its name."""
     match kind:
         case "bias" | "weight_scale":
             return None if row_parallel else 0

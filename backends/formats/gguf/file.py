@@ -1,4 +1,4 @@
-"""A GGUF file, or one split into parts: its metadata, and its tensors one by one."""
+"""A GGUF model: a file or the parts of a split one, with tensors dequantized on reading."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from localgen.backends.formats.gguf.reader import GgufReader, GgufTensor
 
 _SPLIT_SUFFIX = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# values dequantized at a time: as float32 they take 64 MB on the way to the device
+# values dequantized at a time: 64 MiB as float32
 _CHUNK_VALUES = 1 << 24
 
 
 class GgufFile:
-    """Metadata is that of the first part. Every reader raises LoadFailed, naming the file."""
+    """The metadata of the first part and the tensors of all parts.
+
+    Every reader raises LoadFailed, naming the file.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Any part of a split file stands for all. LoadFailed: one is missing or damaged."""
+        """path: the file, or any part of it. Raises LoadFailed if a part is missing or damaged."""
         self.path, *others = _split_files(path)
         self._reader = GgufReader(self.path)
         self._tensors: dict[str, tuple[Path, GgufTensor]] = {}
         for part, reader in ((self.path, self._reader), *((p, GgufReader(p)) for p in others)):
             for tensor in reader.tensors:
                 if tensor.name in self._tensors:
-                    raise LoadFailed(f"{part}: {tensor.name} is in another part too")
+                    raise LoadFailed(f"{part}: {tensor.name} is also in another part")
                 self._tensors[tensor.name] = part, tensor
         self._check_split_count(1 + len(others))
 
@@ -42,17 +45,16 @@ class GgufFile:
         return name in self._tensors
 
     def tensor_names(self) -> list[str]:
-        """Names of all tensors."""
         return list(self._tensors)
 
     def section(self, prefix: str) -> ConfigFields:
-        """The metadata whose keys begin with `prefix`, by the rest of their keys."""
+        """The metadata with this prefix, by the rest of the key."""
         keys = [key for key in self._reader if key.startswith(prefix)]
         values = {key.removeprefix(prefix): self._reader.value(key) for key in keys}
         return ConfigFields(self.path, values, prefix)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, rows first."""
+        """Shape of a tensor, rows first."""
         return self._tensor(name)[1].shape
 
     def read(
@@ -64,7 +66,7 @@ class GgufFile:
         dtype: torch.dtype,
         shard_slice: ShardSlice | None = None,
     ) -> Tensor:
-        """A tensor, dequantized, on the device; shape: of what is kept of it."""
+        """Read a tensor, dequantized, to the device. shape: expected shape, of the shard if any."""
         _, entry = self._tensor(name)
         whole = shape if shard_slice is None else shard_slice.full_shape(shape)
         if self.shape(name) != whole:
@@ -88,7 +90,7 @@ class GgufFile:
         return target.view(shape)
 
     def load_error(self, name: str, reason: str) -> LoadFailed:
-        """The error that a tensor cannot be used."""
+        """An error to raise about a tensor, naming its file."""
         return LoadFailed(f"{self._tensors[name][0]}: {name} {reason}")
 
     def _tensor(self, name: str) -> tuple[Path, GgufTensor]:
@@ -101,8 +103,8 @@ class GgufFile:
         count = split.positive_int("count", 1) if split.values.get("count") else 1
         if count != num_opened:
             raise LoadFailed(
-                f"{self.path} is one of {count} parts, and {num_opened} are there by their names "
-                f"(they end in -00001-of-{count:05}.gguf and so on)"
+                f"{self.path} is one of {count} parts, {num_opened} found by name: names must end "
+                f"in -00001-of-{count:05}.gguf and so on"
             )
         total = split.values.get("tensors.count", len(self._tensors))
         if total != len(self._tensors):
@@ -112,7 +114,7 @@ class GgufFile:
 
 
 def _shard_rows(data: NDArray[Any], shard_slice: ShardSlice | None) -> NDArray[Any]:
-    """The rows of a tensor that are kept, [rows, bytes]. data: [..., rows, bytes]."""
+    """Return the rows of a shard: [rows, bytes]. data: [..., rows, bytes]."""
     if shard_slice is not None and shard_slice.axis < data.ndim - 1:
         before = (slice(None),) * shard_slice.axis
         parts = [data[(*before, kept)] for kept in shard_slice.slices(data.shape[shard_slice.axis])]
@@ -121,19 +123,19 @@ def _shard_rows(data: NDArray[Any], shard_slice: ShardSlice | None) -> NDArray[A
 
 
 def _dequantize_rows(rows: NDArray[Any], kind: str) -> Tensor:
-    """Rows of a tensor of this type as floats of some kind. NotImplementedError."""
+    """Dequantize rows to a float dtype. Raises NotImplementedError for unsupported types."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     if kind in _TORCH_DTYPES:
-        # a copy, for torch wants memory that may be written to
+        # copied, as torch requires writable memory
         return torch.from_numpy(np.array(rows)).view(_TORCH_DTYPES[kind])
-    with np.errstate(all="ignore"):  # a model of NaN is for others to refuse
+    with np.errstate(all="ignore"):  # NaN is not checked for here
         return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
 
 
 def _split_files(path: Path) -> list[Path]:
-    """The file, or every part of the split file that it is of."""
+    """All parts of the split file that a path belongs to, or the path alone."""
     match = _SPLIT_SUFFIX.search(path.name)
     if match is None:
         return [path]

@@ -1,4 +1,4 @@
-"""How text is cut into words before byte-level merges, by GGUF's names (tokenizer.ggml.pre)."""
+"""Pre-tokenizers of byte-level BPE, by their names in GGUF files (tokenizer.ggml.pre)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _tiktoken(numbers: str) -> str:
 
 
 def _case_split(numbers: str, tail: str = "") -> str:
-    """Words change from capitals to small letters once at most."""
+    """Words change from upper to lower case at most once."""
     capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?{capitals}*{small}+{tail}"
@@ -31,9 +31,10 @@ GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """patterns: each cuts what those before it have left, into matches and what is between.
+    """patterns: applied in order, each splits the pieces left by the previous one.
 
-    ignore_merges: a word that is a token is not merged. add_bos: where the file does not say.
+    ignore_merges: a word that is a token as a whole is not merged. add_bos: default for files that
+    do not set it.
     """
 
     patterns: tuple[str, ...]

@@ -42,16 +42,16 @@ def read_gguf_header(path: Path) -> dict[str, Any]:
 def parse_gguf_header(content: bytes | memoryview, name: str) -> dict[str, Any]:
     """Like read_gguf_header, for the first bytes of a file, as far as they go."""
     found: dict[str, Any] = {}
-    reason = ""
+    reason = "it has no general.architecture"
     try:
         for key, value in _Parser(content).metadata():
             found[key] = value.summary()
             if key == TOKENS_KEY and f"{found.get('general.architecture')}.block_count" in found:
                 break
     except ValueError as error:
-        reason = f": {error}"
+        reason = str(error)
     if "general.architecture" not in found:
-        raise LoadFailed(f"{name} is no GGUF file, or damaged or cut short{reason}")
+        raise LoadFailed(f"{name} is not a valid GGUF file: {reason}")
     return found
 
 
@@ -86,15 +86,15 @@ class GgufReader:
         try:
             for key, value in parser.metadata():
                 if key in self._values:
-                    raise ValueError(f"{key} is there twice")
+                    raise ValueError(f"duplicate key {key}")
                 self._values[key] = value
             entries = list(parser.tensor_table())
             self.data_offset = parser.position + -parser.position % self._alignment()
             self.tensors = [self._tensor(raw, *entry) for entry in entries]
         except ValueError as error:
-            raise LoadFailed(f"{path} is no GGUF file, or damaged or cut short: {error}") from None
+            raise LoadFailed(f"{path} is not a valid GGUF file: {error}") from None
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
-            raise LoadFailed(f"{path} is damaged: it has two tensors of one name")
+            raise LoadFailed(f"{path} is not a valid GGUF file: duplicate tensor names")
 
     def __iter__(self) -> Iterator[str]:
         """Keys of the metadata, in the order of the file."""
@@ -131,9 +131,7 @@ class GgufReader:
         try:
             ggml_type = gguf.GGMLQuantizationType(kind)
         except ValueError:
-            raise LoadFailed(
-                f"{self._path}: {name} is of type {kind}, which is not known here"
-            ) from None
+            raise LoadFailed(f"{self._path}: {name} is of unknown type {kind}") from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
         if dims[0] % block:
             raise ValueError(f"{name} has rows of {dims[0]} values, {ggml_type.name} packs {block}")
@@ -190,13 +188,13 @@ class _Parser:
     def metadata(self) -> Iterator[tuple[str, _Value]]:
         """Every key with its value, from the beginning of the file."""
         if self._raw[:4].tobytes() != b"GGUF":
-            raise ValueError("GGUF magic invalid")
+            raise ValueError("it does not begin with GGUF")
         self.position = 4
         (version,) = self._read("I")
         if not version & 0xFFFF:
-            raise ValueError("it was written for machines of the other byte order")
+            raise ValueError("it is big-endian")
         if version not in (2, 3):
-            raise ValueError(f"GGUF version {version} is not known here")
+            raise ValueError(f"GGUF version {version} is not supported")
         self._num_tensors, num_keys = self._read("2Q")
         for _ in range(num_keys):
             key = self._name()
@@ -224,7 +222,7 @@ class _Parser:
         elif kind in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[kind]))
         else:
-            raise ValueError(f"it has {'an array' if is_array else 'a value'} of type {kind}")
+            raise ValueError(f"unknown value type {kind}")
         return _Value(self._raw, kind, is_array, count, start, self.position)
 
     def _name(self) -> str:
@@ -232,7 +230,7 @@ class _Parser:
         self._skip_strings(1)
         name = str(self._raw[start : self.position], "utf-8")
         if not name.isprintable():  # messages show names
-            raise ValueError(f"a name is {name!r}")
+            raise ValueError(f"invalid name {name!r}")
         return name
 
     def _read(self, fields: str) -> tuple[Any, ...]:

@@ -149,7 +149,7 @@ def _read_factors(file: GgufFile, name: str, dim: int, factor: float) -> tuple[f
 
     values = file.read(name, (dim // 2,), device=torch.device("cpu"), dtype=torch.float32)
     if not bool((values > 0).all() and values.isfinite().all()):
-        raise file.load_error(name, "has values that are no positive numbers")
+        raise file.load_error(name, "has values that are not positive numbers")
     return tuple((values * factor).tolist())
 
 

@@ -1,4 +1,4 @@
-"""A model's shape from the metadata of its GGUF file, as llama.cpp makes a cache of it."""
+"""ModelShape from GGUF metadata, with the KV cache as llama.cpp allocates it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from localgen.backends.formats.architecture.model_shape import LayerCacheShape, 
 from localgen.backends.formats.architecture.model_spec import MAX_LAYERS
 from localgen.backends.formats.gguf.reader import TOKENS_KEY
 
-# architectures of which some layers have a window: its tokens where the file does not say, and
-# which one in so many layers has none
+# architectures with sliding windows: default window, and interval of layers with full attention
 _SLIDING_WINDOWS = {
     family.gguf_name: (family.default_window, family.full_attention_every)
     for family in BY_GGUF_NAME.values()
@@ -24,9 +23,9 @@ _SLIDING_WINDOWS = {
     "cohere2": (0, 4),
     "llama4": (8192, 4),
 }
-# of which one in so many layers attends, and the others keep a state
+# interval of layers with attention; the others are recurrent
 _HYBRIDS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
-# every layer does both
+# every layer has attention and a recurrent state
 _PARALLEL_HYBRIDS = ("falcon-h1",)
 _LAYERS_WITH_OWN_CACHE = {"gemma3n": 20}
 _MAX_VALUE = 1 << 31
@@ -34,7 +33,7 @@ _MAX_VALUE = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class _ArchitectureMetadata:
-    """Metadata of the model's own architecture."""
+    """The metadata under the name of the architecture."""
 
     architecture: str
     values: Mapping[str, Any]
@@ -43,14 +42,14 @@ class _ArchitectureMetadata:
         return self.values.get(f"{self.architecture}.{key}")
 
     def integer(self, key: str, default: int = 0) -> int:
-        """A number, or the largest of a list with one for each layer."""
+        """A number, or the largest of a per-layer list."""
         found = self.get(key)
         if isinstance(found, list):
             return max((_valid_int(each, default) for each in found), default=default)
         return _valid_int(found, default)
 
     def for_layer(self, key: str, layer: int, default: int = 0) -> int:
-        """What holds for a layer of a number, or of a list with one for each."""
+        """The value for a layer: a number for all layers, or an entry of a per-layer list."""
         found = self.get(key)
         if not isinstance(found, list):
             return self.integer(key, default)
@@ -58,17 +57,17 @@ class _ArchitectureMetadata:
 
 
 def _valid_int(value: object, default: int) -> int:
-    """A number that can count something; files may say anything."""
+    """Return a valid count, or the default: files may contain anything."""
     return value if isinstance(value, int) and 0 <= value < _MAX_VALUE else default
 
 
 def _array_length(found: object) -> int:
-    """Of an array, of which only that may be known."""
+    """Length of an array, which the header gives instead of a long array."""
     return len(found) if isinstance(found, list) else _valid_int(found, 0)
 
 
 def shape_from_gguf(header: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that metadata tells of; None: they say too little, or nothing that can be."""
+    """Return the shape, or None if the metadata is insufficient or invalid."""
     keys = _ArchitectureMetadata(str(header.get("general.architecture")), header)
     layers, hidden = keys.integer("block_count"), keys.integer("embedding_length")
     heads = keys.integer("attention.head_count")
@@ -98,13 +97,13 @@ def shape_from_gguf(header: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _num_cache_layers(keys: _ArchitectureMetadata, layers: int) -> int:
-    """How many layers from the first keep tokens of their own; the others share theirs."""
+    """Number of layers with a KV cache, counted from the first; the others share one of these."""
     own = layers - keys.integer("nextn_predict_layers") - keys.integer("attention.shared_kv_layers")
     return max(0, min(own, _LAYERS_WITH_OWN_CACHE.get(keys.architecture, own)))
 
 
 def _is_recurrent(keys: _ArchitectureMetadata, layer: int, layers: int) -> bool:
-    """Whether a layer keeps a state (too)."""
+    """Whether a layer has a recurrent state, with or without attention."""
     listed = keys.get("attention.recurrent_layers")
     if isinstance(listed, list) and layer < len(listed):
         return bool(listed[layer])
@@ -131,7 +130,7 @@ def _layer_cache(
         for kind in ("key", "value")
     )
     if keys.get("attention.key_length_mla"):
-        value = 0  # latent attention: values are computed from what the keys keep
+        value = 0  # latent attention: values are computed from the cached keys
     return LayerCacheShape(
         keys.for_layer("attention.head_count_kv", layer, heads), key, value, window
     )
@@ -151,8 +150,8 @@ def _sliding_window(keys: _ArchitectureMetadata, layer: int) -> int | None:
 
 
 def _state_bytes(keys: _ArchitectureMetadata, hidden: int) -> int:
-    """Bytes of a sequence's state in one recurrent layer, float32: Mamba and gated delta nets,
-    short convolutions, RWKV."""
+    """Bytes of a sequence's float32 state in one recurrent layer: Mamba, gated delta nets, short
+    convolutions, RWKV."""
     wide, state = keys.integer("ssm.inner_size"), keys.integer("ssm.state_size")
     memory = max(0, keys.integer("ssm.conv_kernel") - 1)
     elements = memory * (wide + 2 * keys.integer("ssm.group_count") * state) + state * wide

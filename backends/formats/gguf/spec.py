@@ -1,4 +1,4 @@
-"""What a model is, read from the metadata and the tensor names of a GGUF file."""
+"""ModelSpec from the metadata and the tensor names of a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.backends.formats.gguf.rope import read_gguf_rope, read_local_rope
 
 
 def read_gguf_architecture(file: GgufFile) -> str:
-    """GGUF's name of the model's architecture. LoadFailed: it has none, or no supported one."""
+    """Return GGUF's name of the architecture. Raises LoadFailed if it is not supported."""
     general = file.section("general.")
     name = general.string("architecture")
     if name not in BY_GGUF_NAME:
@@ -27,10 +27,10 @@ def read_gguf_architecture(file: GgufFile) -> str:
 
 
 def read_gguf_spec(file: GgufFile) -> ModelSpec:
-    """The model of a GGUF file.
+    """Return the model described by a GGUF file.
 
-    LoadFailed: a value is missing or wrong, or the model is of a kind that cannot be run; the
-    message names the file and the key.
+    Raises LoadFailed, naming the file and the key, if a value is missing or invalid, or if the
+    model is not supported.
     """
     name = read_gguf_architecture(file)
     family, config = BY_GGUF_NAME[name], file.section(f"{name}.")
@@ -46,7 +46,7 @@ def read_gguf_spec(file: GgufFile) -> ModelSpec:
         architecture="MixtralForCausalLM" if moe and name == "llama" else family.architecture,
         num_layers=layers,
         hidden_size=hidden,
-        # where all layers have experts, some files do not say
+        # some files of models with experts in all layers lack it
         intermediate_size=config.positive_int(
             "feed_forward_length", moe.intermediate_size if moe else None
         ),
@@ -83,7 +83,7 @@ def read_gguf_spec(file: GgufFile) -> ModelSpec:
 
 
 def _check_spec(config: ConfigFields, spec: ModelSpec) -> None:
-    """LoadFailed: values that are right each by itself, but not together or not for us."""
+    """Raise LoadFailed if values contradict each other or are not supported."""
     if config.positive_int("attention.value_length", spec.head_dim) != spec.head_dim:
         raise config.invalid_value("attention.value_length", f"{spec.head_dim}, the length of keys")
     check_head_counts(config, spec)
@@ -92,7 +92,7 @@ def _check_spec(config: ConfigFields, spec: ModelSpec) -> None:
             "expert_used_count", f"up to {spec.moe.num_experts}, the number of experts"
         )
     if not config.flag("attention.causal", True):
-        raise config.load_error("attention that looks ahead is not supported: this is an encoder")
+        raise config.load_error("bidirectional attention is not supported: this is an encoder")
 
 
 def _moe(config: ConfigFields, name: str) -> MoeConfig | None:
@@ -107,7 +107,7 @@ def _moe(config: ConfigFields, name: str) -> MoeConfig | None:
         intermediate = config.positive_int("feed_forward_length") // (
             1 if name == "llama" else top_k
         )
-    # every known checkpoint of these two has its shares made to sum to 1
+    # true for all known checkpoints of both architectures
     return MoeConfig(
         num_experts=config.positive_int("expert_count"),
         top_k=top_k,

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file as a tokenizer of the `tokenizers` library."""
+"""Builds a tokenizer of the `tokenizers` library from the vocabulary of a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS, PreToke
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 
 _SPACE = "▁"
-# token types of GGUF; any other, such as unused, stands for nothing
+# token types of GGUF; tokens of other types, such as unused, have no text
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _VISIBLE_TYPES = frozenset({_NORMAL, _USER_DEFINED, _BYTE})
-# most files name one end token of several; llama.cpp knows the others by their texts, as do we
+# most files give one of several end tokens; as in llama.cpp, the others are known by their text
 _EOG_TOKENS = frozenset(
     {
         "</s>",
@@ -40,13 +40,13 @@ _EOG_TOKENS = frozenset(
         "<|file_sep|>",
     }
 )
-# Phi-3's special tokens take the white space after them along, but for these
+# all other special tokens of Phi-3 strip the white space after them
 _PHI_3_NO_RSTRIP = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GgufVocabulary:
-    """Tokens by id: their texts, types and, where there are any, scores."""
+    """Texts, types and, for SentencePiece, scores by token id; ids by text."""
 
     tokens: list[str]
     types: list[int]
@@ -56,7 +56,7 @@ class _GgufVocabulary:
     def special_token(
         self, fields: ConfigFields, name: str, default: int | None = None
     ) -> int | None:
-        """The token of a role; None: there is none."""
+        """Id of a special token, or None if it is not set."""
         token = fields.values.get(name, default)
         if token is None:
             return None
@@ -69,9 +69,9 @@ class _GgufVocabulary:
 
 
 def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> HfTokenizer:
-    """vocab_size: rows of the embedding.
+    """Build the tokenizer of a GGUF file. vocab_size: rows of the embedding.
 
-    LoadFailed: a key is missing or wrong, or the tokenizer is of a kind that is not supported.
+    Raises LoadFailed if a key is missing or invalid, or the kind of tokenizer is not supported.
     """
     fields = file.section("tokenizer.ggml.")
     kind = fields.string("model")
@@ -91,7 +91,7 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> HfTokenizer:
         _add_tokens(tokenizer, vocabulary, file)
     except LoadFailed:
         raise
-    except Exception as error:  # the library raises nothing more exact
+    except Exception as error:  # the library raises nothing more specific
         reason = " ".join(str(error).split())
         raise fields.load_error(f"the tokenizer cannot be built: {reason}") from None
     ends = {eos, *(vocabulary.special_token(fields, f"{name}_token_id") for name in ("eot", "eom"))}
@@ -113,7 +113,7 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> HfTokenizer:
 
 def _read_vocabulary(fields: ConfigFields, *, with_scores: bool) -> _GgufVocabulary:
     texts = fields.strings("tokens")
-    # as llama.cpp: a token without text cannot be written, but keeps its place
+    # as in llama.cpp: an empty token keeps its id under a placeholder
     tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(texts)]
     ids = {text: token for token, text in enumerate(tokens)}
     if len(ids) != len(tokens):
@@ -131,7 +131,7 @@ def _read_vocabulary(fields: ConfigFields, *, with_scores: bool) -> _GgufVocabul
 def _number_list(
     fields: ConfigFields, key: str, length: int, default: list[Any] | None
 ) -> list[Any]:
-    """As many numbers as there are tokens."""
+    """A list with one number per token."""
     values = fields.values.get(key, default)
     if values is None:
         raise LoadFailed(f"{fields.path} has no {fields.prefix}{key}")
@@ -156,7 +156,7 @@ def _pre_tokenizer(fields: ConfigFields) -> PreTokenizer:
 def _byte_level_bpe(
     fields: ConfigFields, vocabulary: _GgufVocabulary, pre: PreTokenizer
 ) -> tokenizers.Tokenizer:
-    """GPT-2's kind: words cut by expressions, their bytes merged in a given order."""
+    """Byte-level BPE (GPT-2): regular expressions split words, listed merges join their bytes."""
     merges = [_parse_merge(fields, vocabulary, text) for text in fields.strings("merges")]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre.ignore_merges)
@@ -171,14 +171,16 @@ def _byte_level_bpe(
 def _parse_merge(fields: ConfigFields, vocabulary: _GgufVocabulary, text: str) -> tuple[str, str]:
     left, _, right = text[1:].partition(" ")
     left = text[:1] + left
-    # the library ends the process at some that are not
+    # invalid merges can abort the process within the library
     if not all(part in vocabulary.ids for part in (left, right, left + right)):
-        raise fields.load_error(f"{fields.prefix}merges has {text!r}, which makes no token of two")
+        raise fields.load_error(
+            f"{fields.prefix}merges has {text!r}, which does not join two tokens"
+        )
     return left, right
 
 
 def _sentencepiece_bpe(fields: ConfigFields, vocabulary: _GgufVocabulary) -> tokenizers.Tokenizer:
-    """SentencePiece's kind: characters merged to the token of the highest score."""
+    """SentencePiece BPE: characters are merged to the token with the highest score."""
     unknown = vocabulary.special_token(fields, "unknown_token_id", 0)
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
@@ -195,7 +197,7 @@ def _sentencepiece_bpe(fields: ConfigFields, vocabulary: _GgufVocabulary) -> tok
 
 
 def _merges_by_score(vocabulary: _GgufVocabulary) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, those of the highest scores first."""
+    """All pairs of tokens that make a third, by descending score of the result."""
     ids, found = vocabulary.ids, []
     for token, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         if kind == _BYTE:
@@ -211,7 +213,7 @@ def _merges_by_score(vocabulary: _GgufVocabulary) -> list[tuple[str, str]]:
 def _add_tokens(
     tokenizer: tokenizers.Tokenizer, vocabulary: _GgufVocabulary, file: GgufFile
 ) -> None:
-    """Tokens that are found in a text before all else."""
+    """Add special and user-defined tokens, which are matched before the text is split."""
     name = str(file.section("general.name").values.get("", "")).lower()
     phi_3 = "phi-3" in name or "phi3" in name
 

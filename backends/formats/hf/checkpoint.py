@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, one tensor at a time straight to the device."""
+"""Tensors of a Hugging Face model folder, loaded one by one to the device with torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
 class SafetensorsCheckpoint:
-    """A context manager: the tensors of one file, or of shards with an index, by name.
+    """A context manager: the tensors of a model folder by name.
 
-    Files are mapped, so on the CPU a tensor that keeps its dtype takes no memory of its own. Of a
-    shard, tensors and their shapes are what it keeps; nothing else is read.
-    Every reader raises LoadFailed naming the file and the tensor.
+    Files are mapped, so on the CPU a tensor that keeps its dtype takes no extra memory. Tensors and
+    their shapes are those of the rank's shard, and only that part is read.
+    Every reader raises LoadFailed, naming the file and the tensor.
     """
 
     def __init__(self, folder: Path, device: torch.device, shard: ModelShard) -> None:
-        """LoadFailed: no weights, a shard is missing, or a file is damaged."""
+        """Raises LoadFailed if a file is missing or damaged."""
         self.folder = folder
         self._device = device
         self._shard = shard
@@ -61,15 +61,14 @@ class SafetensorsCheckpoint:
         return name in self._tensor_files
 
     def unread_tensors(self) -> list[str]:
-        """Names of the tensors that nobody has asked for, sorted."""
+        """Names of the tensors that have not been read, sorted."""
         return sorted(self._unread_tensors)
 
     def dtype(self, name: str) -> str:
-        """A tensor's dtype as the file has it, such as BF16 or F8_E4M3."""
+        """Dtype of a tensor as the file names it, for example BF16 or F8_E4M3."""
         return str(self._slice(name).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
         whole = self._full_shape(name)
         cut = self._shard.slice_of(name, whole)
         return whole if cut is None else cut.shard_shape(whole)
@@ -82,8 +81,11 @@ class SafetensorsCheckpoint:
         allowed_dtypes: tuple[str, ...] = FLOAT_DTYPES,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A tensor on the device. allowed_dtypes: dtypes it may have in the file; dtype: to convert
-        to."""
+        """Read a tensor to the device.
+
+        shape: expected shape. allowed_dtypes: dtypes it may have in the file. dtype: dtype to
+        convert to; None: as in the file.
+        """
         whole = self._full_shape(name)
         cut = self._shard.slice_of(name, whole)
         wanted = shape if cut is None else cut.full_shape(shape)
@@ -99,14 +101,14 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise LoadFailed(f"{path}: {name} cannot be read: {error}") from None
         self._unread_tensors.discard(name)
-        # first over, then converted: the device is faster at it and needs no host memory
+        # converted on the device, which is faster and needs no host memory
         tensor: Tensor = found.to(self._device)
         if not self._shard.contributes(name):
             tensor = torch.zeros_like(tensor)
         return tensor if dtype is None else tensor.to(dtype)
 
     def load_error(self, name: str, reason: str) -> LoadFailed:
-        """The error that a tensor cannot be used."""
+        """An error to raise about a tensor, naming its file."""
         return LoadFailed(f"{self._tensor_files[name][0]}: {name} {reason}")
 
     def _full_shape(self, name: str) -> tuple[int, ...]:

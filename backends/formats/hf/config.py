@@ -191,9 +191,7 @@ def _moe(config: ConfigFields, family: Family) -> MoeConfig | None:
                 config.values.get("mlp_only_layers")
                 or config.positive_int("decoder_sparse_step", 1) != 1
             ):
-                raise config.load_error(
-                    "layers without experts between those with are not supported"
-                )
+                raise config.load_error("layers without experts are not supported")
             key = "num_experts" if "num_experts" in config else "num_local_experts"
             return MoeConfig(
                 num_experts=config.positive_int(key),

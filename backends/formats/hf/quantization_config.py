@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantized, from quantization_config of its config.json."""
+"""quantization_config of a config.json, read as a QuantizationConfig."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 
 
 def read_quantization_config(config: ConfigFields) -> QuantizationConfig | None:
-    """The quantization of a config.json; None: weights are plain.
+    """Return the quantization of a checkpoint, or None if its weights are not quantized.
 
-    LoadFailed: a method, or a variant of one, that is not supported.
+    Raises LoadFailed if the method, or its variant, is not supported.
     """
     own = config.section("quantization_config")
     if own is None:
@@ -31,7 +31,7 @@ def read_quantization_config(config: ConfigFields) -> QuantizationConfig | None:
 
 
 def _read_awq(section: ConfigFields) -> QuantizationConfig:
-    # files differ by the age of what wrote them
+    # older files name the layout and the fields differently
     layout = section.string("version", section.string("format", "gemm"))
     if layout.lower() != "gemm":
         raise section.load_error(f"AWQ layout {layout} is not supported, only GEMM")

@@ -68,7 +68,7 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
             if name != "__metadata__"
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoadFailed(f"{path} is no safetensors file or is cut short: {error}") from None
+        raise LoadFailed(f"{path} is not a valid safetensors file: {error}") from None
 
 
 def check_complete(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -97,8 +97,8 @@ def read_checked_header(path: Path, item_bytes: Mapping[str, int]) -> dict[str, 
             raise LoadFailed(f"{path}: {name} is of type {tensor.dtype}, only {known} can be read")
         if tensor.num_bytes != item_bytes[tensor.dtype] * math.prod(tensor.shape):
             raise LoadFailed(
-                f"{path}: {name} of shape {list(tensor.shape)} cannot take "
-                f"{tensor.num_bytes:,} bytes"
+                f"{path}: {name} has {tensor.num_bytes:,} bytes, which do not match its shape "
+                f"{list(tensor.shape)}"
             )
     return tensors
 

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer.json as the engine's Tokenizer."""
+"""The engine's Tokenizer, on top of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _SPACE = "▁"
 
 
 class HfTokenizer:
-    """A tokenizer of the `tokenizers` library, which is safe to call from any thread.
+    """A thread-safe Tokenizer.
 
-    vocab_size: rows of the embedding, which may be more than the tokenizer has. bos, eos: as in
-    Tokenizer. byte_level: tokens are written in GPT-2's alphabet of bytes. hidden_ids: tokens that
-    stand for nothing, besides the special ones. source: the file that is at fault where the
-    tokenizer does not suit the model (LoadFailed).
+    source: file to name in errors. vocab_size: rows of the embedding, which may exceed the number
+    of tokens; LoadFailed is raised if it is smaller. bos, eos: as in Tokenizer. byte_level: tokens
+    are spelled in GPT-2's byte alphabet. hidden_ids: tokens without text, besides special ones.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class HfTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int) -> HfTokenizer:
-        """The tokenizer of a model folder. LoadFailed: a file is missing or damaged."""
+        """Load a folder's tokenizer. Raises LoadFailed if a file is missing or damaged."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise LoadFailed(f"cannot load {folder}: it has no tokenizer.json")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises nothing more specific
             raise LoadFailed(f"cannot load {path}: {error}") from None
         settings = read_optional_json(folder / "tokenizer_config.json")
         bos, eos = _special_token(settings, "bos_token"), _special_token(settings, "eos_token")
@@ -78,11 +77,10 @@ class HfTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """As Tokenizer.encode. InvalidRequest for text that has no UTF-8 form."""
+        """Implements Tokenizer.encode. Raises InvalidRequest if the text has no UTF-8 form."""
         return self._encode(text, add_special=False)
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """As Tokenizer.encode_for_embedding. InvalidRequest for text that has no UTF-8 form."""
         return self._encode(text, add_special=True)
 
     def _encode(self, text: str, *, add_special: bool) -> list[int]:
@@ -97,15 +95,13 @@ class HfTokenizer:
         return ids
 
     def piece(self, token: int) -> bytes:
-        """As Tokenizer.piece."""
         return b"" if token in self._hidden_ids else self.id_to_token(token)
 
     def id_to_token(self, token: int) -> bytes:
-        """As TokenizerVocabulary.id_to_token."""
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)
-        if text is None:  # rows of the embedding beyond the tokenizer
+        if text is None:  # a row of the embedding without a token
             return b""
         if self._byte_level:
             return bytes(_BYTE_DECODER[char] for char in text if char in _BYTE_DECODER)
@@ -123,7 +119,7 @@ def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos: str) -> frozens
 
 
 def _unicode_to_bytes() -> dict[str, int]:
-    """GPT-2's way to write every byte as a printable character (Radford et al. 2019)."""
+    """GPT-2's printable character for every byte (Radford et al. 2019)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {
@@ -135,7 +131,7 @@ _BYTE_DECODER = _unicode_to_bytes()
 
 
 def _special_token(settings: dict[str, Any], name: str) -> str:
-    """A special token, which is written as text or as an object."""
+    """A special token, given as text or as an object."""
     value = settings.get(name)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else ""
