@@ -254,7 +254,7 @@ def model_sampling_defaults(
         validate_sampling_params(defaults.with_defaults(BASE_SAMPLING))
     except (LocalgenError, ValueError) as error:
         # or every request that names no settings of its own would fail
-        return SamplingParams(), (f"the model's own sampling defaults are left out: {error}",)
+        return SamplingParams(), (f"the model's own sampling defaults are ignored: {error}",)
     return defaults, ()
 
 

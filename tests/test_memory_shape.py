@@ -150,6 +150,22 @@ def test_a_config_tells_the_shape_that_our_engine_takes(name: str, tmp_path: Pat
     assert shape_from_hf_config(config_of(folder)) == shape_from_spec(read_hf_config(folder))
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rope_scaling": 3},
+        {"rope_parameters": ["yarn"]},
+        {"rope_scaling": {"type": "yarn", "factor": "4"}},
+        {"rope_scaling": {"type": "yarn", "factor": float("inf")}},
+        {"text_config": True},
+        {"layer_types": [[], {}, None]},
+    ],
+)
+def test_odd_values_of_a_config_do_not_matter(odd: dict[str, object], tmp_path: Path) -> None:
+    config = config_of(write_config(tmp_path, "llama"))
+    assert shape_from_hf_config(config | odd) == shape_from_hf_config(config)
+
+
 @pytest.mark.parametrize("kind", ["f32", "bf16", "int8", "fp8"])
 def test_the_cache_is_as_large_as_our_engine_makes_it(kind: str, tmp_path: Path) -> None:
     spec = read_hf_config(write_config(tmp_path, "gemma2"))

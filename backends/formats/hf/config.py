@@ -269,7 +269,7 @@ def _layer_windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
     listed = config.get("layer_types")
     if isinstance(listed, list) and len(listed) == layers:
         kinds = {"sliding_attention": window, "linear_attention": _RECURRENT}
-        return [kinds.get(kind) for kind in listed]
+        return [kinds.get(str(kind)) for kind in listed]
     every = _count(config, "sliding_window_pattern") or family.full_attention_every
     first = _count(config, "max_window_layers") if flag else 0
     return [
