@@ -91,7 +91,7 @@ class GgufReader:
             entries = list(parser.tensor_table())
             self.data_offset = parser.position + -parser.position % self._alignment()
             self.tensors = [self._tensor(raw, *entry) for entry in entries]
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise LoadFailed(f"{path} is not a valid GGUF file: {error}") from None
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise LoadFailed(f"{path} is not a valid GGUF file: duplicate tensor names")
