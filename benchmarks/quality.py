@@ -25,7 +25,12 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import LayerTensors
 from localgen.quant.calibrate.input_stats import calibration_dtype
-from localgen.quant.calibrate.layer_forward import LayerForward, compute_logits, embed_tokens
+from localgen.quant.calibrate.layer_forward import (
+    CalibrationLayer,
+    LayerForward,
+    compute_logits,
+    embed_tokens,
+)
 from localgen.quant.methods.layer import quantize_layer
 from localgen.quant.request.recipe import Recipe
 
@@ -116,11 +121,8 @@ class Subject:
         hidden = embed_tokens(self.spec, self._embedding, self._calibration)
         for index, layer in enumerate(layers):
             given = torch.split(hidden, BATCH)
-            found.append(
-                quantize_layer(
-                    self.spec, index, layer, partial(iter, given), self._calibrating, recipe
-                ).dequantize()
-            )
+            taken = CalibrationLayer(index, layer, partial(iter, given), self._calibrating)
+            found.append(quantize_layer(taken, recipe).dequantize())
             hidden = torch.cat([self._calibrating.run(index, found[-1], part) for part in given])
         return found
 

@@ -1,9 +1,10 @@
-"""Which way to make a model smaller suits this machine: what fits, where it runs, what it costs."""
+"""Quantization methods for this machine: what fits, where it runs, what it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from localgen.backends.errors import LoadFailed
@@ -13,17 +14,16 @@ from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.hub.quant_choice import AvailableMemory, ProcessorKind
 from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes
-from localgen.quant.events import MethodEstimate
+from localgen.quant.request.events import MethodEstimate
 
-# bits of a weight in the linears, scales and zeros among them
+# bits per weight of the linears, with scales and zero points
 _BITS_PER_WEIGHT_G128 = {4: 4.16, 3: 3.15, 8: 8.19}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodPreset:
-    """option: what to ask `localgen quantize` for. bits_per_weight: of a weight in the linears.
-    rank: of what usually loses least, at so many bits; uses_cuda_backend: whether it runs on
-    localgen's own engine, else on llama.cpp."""
+    """option: arguments of `localgen quantize`. bits_per_weight: of the linears. uses_cuda_backend:
+    the result runs on localgen's own engine, else on llama.cpp."""
 
     option: str
     bits_per_weight: float
@@ -31,6 +31,7 @@ class MethodPreset:
     trade: str
 
 
+# usually smallest loss first
 _PRESETS = (
     MethodPreset("--fp8", 8.0, True, "hardly any loss; no calibration"),
     MethodPreset("--gguf Q8_0", 8.5, False, "hardly any loss; no calibration"),
@@ -58,7 +59,7 @@ _PRESETS = (
 
 
 def estimate_methods(folder: Path, available: AvailableMemory) -> list[MethodEstimate]:
-    """Every way, most bits first. LoadFailed: the folder is no model that can be read."""
+    """Estimates of all methods, largest result first. Raises LoadFailed if the model is damaged."""
     shape = shape_from_hf_config(read_json(folder / "config.json"))
     if shape is None:
         raise LoadFailed(f"{folder}/config.json does not say how large the model is")
@@ -67,19 +68,19 @@ def estimate_methods(folder: Path, available: AvailableMemory) -> list[MethodEst
 
 
 def best_method(estimates: list[MethodEstimate]) -> MethodEstimate | None:
-    """The one to take: on the GPU before the CPU, then what loses least; None: none fits."""
+    """The recommended method: GPU before CPU, then smallest loss; None if none fits."""
     fitting = [one for one in estimates if one.place is not None]
-    order = [way.option for way in _PRESETS]
+    order = [preset.option for preset in _PRESETS]
     return min(fitting, key=lambda one: (one.place != "GPU", order.index(one.option)), default=None)
 
 
 def _estimates(
     shape: ModelShape, linear: int, other: int, available: AvailableMemory
 ) -> Iterator[MethodEstimate]:
-    for way in _PRESETS:
-        size = round(linear * way.bits_per_weight / 8) + 2 * other
-        need, place = _memory_and_place(way, shape, size, 2 * (linear + other), available)
-        yield MethodEstimate(way.option, size, need, place, way.trade)
+    for preset in _PRESETS:
+        size = round(linear * preset.bits_per_weight / 8) + 2 * other
+        need, place = _memory_and_place(preset, shape, size, 2 * (linear + other), available)
+        yield MethodEstimate(preset.option, size, need, place, preset.trade)
 
 
 def _memory_and_place(
@@ -89,7 +90,7 @@ def _memory_and_place(
     unquantized_bytes: int,
     available: AvailableMemory,
 ) -> tuple[int, ProcessorKind | None]:
-    """What it needs where it would run best, and where that is."""
+    """Memory needed on the best processor, and that processor; None if it does not fit."""
     runner: RunnerKind = "cuda" if preset.uses_cuda_backend else "llamacpp"
     kept = unquantized_bytes if "--bits 3" in preset.option else size
     kept = loaded_weight_bytes(kept, None, runner, is_gguf=not preset.uses_cuda_backend)
@@ -101,13 +102,9 @@ def _memory_and_place(
 
 
 def _count_weights(folder: Path) -> tuple[int, int]:
-    """Weights in the linears of the layers, and in all the rest."""
+    """Number of weights in the linears of layers, and in all other tensors."""
     checkpoint = NumpyCheckpoint(folder)
-    linear = other = 0
-    for name in checkpoint.names():
-        count, sizes = 1, checkpoint.shape(name)
-        for size in sizes:
-            count *= size
-        inside = ".layers." in name and len(sizes) > 1
-        linear, other = (linear + count, other) if inside else (linear, other + count)
-    return linear, other
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    counts = {name: prod(shape) for name, shape in shapes.items()}
+    linear = sum(counts[name] for name in shapes if ".layers." in name and len(shapes[name]) > 1)
+    return linear, sum(counts.values()) - linear

@@ -1,4 +1,4 @@
-"""What models are worth beside each other: size, loss on held-out text, speed here."""
+"""Comparison of models: size, loss on held-out text, speed on this machine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from localgen.quant import evaluate
 from localgen.quant.calibrate.text_windows import held_out_windows
 from localgen.quant.evaluate_gguf import gguf_metrics, gguf_weights_and_bytes
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
-from localgen.quant.report import EvalRow
+from localgen.quant.request.events import EvalRow, OnEvent, ProgressEvent
 from localgen.quant.request.request import EvalSet
 
 _PROMPT = "Once upon a time"
 _TOKENS = 64
 _CTX = 512
-# model, steps done, steps in all
-OnLayer = Callable[[str, int, int], None]
 
 
 def measure_tokens_per_s(path: Path) -> float | None:
-    """Of one answer of 64 tokens by whatever backend runs it; None: nothing here does, or fast
-    enough to be worth asking (a folder without a GPU)."""
+    """Decode speed for 64 tokens on the model's default backend; None if no backend runs it, or for
+    a folder without a GPU, which is too slow to measure."""
     if path.is_dir() and detect_hardware().cuda_unavailable_reason is not None:
         return None
     name = str(path.absolute())
@@ -40,7 +38,7 @@ def measure_tokens_per_s(path: Path) -> float | None:
             client.unload(name)
     except LocalgenError:
         return None
-    # the first answer may have had something to compile
+    # the first completion may include compilation
     return rates[-1]
 
 
@@ -55,12 +53,11 @@ def evaluate_models(
     models: Sequence[tuple[str, Path]],
     eval_set: EvalSet,
     device: str = "cpu",
-    on_layer: OnLayer = lambda *_: None,
+    on_event: OnEvent = lambda event: None,
 ) -> list[EvalRow]:
-    """Size and loss of folders in Hugging Face's format and of GGUF files; the first folder is the
-    original.
+    """Size and loss of Hugging Face folders and GGUF files; the first folder is the original.
 
-    Errors: those of reading a model and a text.
+    Raises InvalidRequest if there is no folder, and as LayerwiseCheckpoint and held_out_windows.
     """
     folders = [(name, path) for name, path in models if path.is_dir()]
     if not folders:
@@ -68,44 +65,40 @@ def evaluate_models(
             "GGUF files are measured beside the folder that they were made of: name it first",
             param="model",
         )
-    read = _read_models(folders, eval_set, device, on_layer)
+    states = _final_states(folders, eval_set, device, on_event)
     losses = dict(
-        zip([path for _, path in folders], evaluate.compute_metrics(read, device), strict=True)
+        zip([path for _, path in folders], evaluate.compute_metrics(states, device), strict=True)
     )
     for name, path in models:
         if path.is_file():
-            windows = len(read[0].ids)
-
-            def tell(done: int, name: str = name, windows: int = windows) -> None:
-                on_layer(name, done, windows)
-
-            losses[path] = gguf_metrics(path, read[0], device, tell)
+            on_window = _step_counter(name, len(states[0].ids), on_event)
+            losses[path] = gguf_metrics(path, states[0], device, on_window)
     return [
         replace(unmeasured_row(name, path), perplexity=losses[path].perplexity, kl=losses[path].kl)
         for name, path in models
     ]
 
 
-def _read_models(
-    folders: Sequence[tuple[str, Path]], eval_set: EvalSet, device: str, on_layer: OnLayer
+def _final_states(
+    folders: Sequence[tuple[str, Path]], eval_set: EvalSet, device: str, on_event: OnEvent
 ) -> list[evaluate.FinalStates]:
-    read = []
+    states = []
     for name, path in folders:
         source = LayerwiseCheckpoint(path)
         tokenizer = HfTokenizer.from_folder(path, source.spec.vocab_size)
         length = min(eval_set.seq_len, source.spec.max_len)
         windows = held_out_windows(eval_set.path, tokenizer, length, eval_set.samples)
-        layers = source.spec.num_layers
+        on_layer = _step_counter(name, source.spec.num_layers, on_event)
+        states.append(evaluate.compute_final_states(source, windows.ids, device, on_layer))
+    return states
 
-        def tell(done: int, name: str = name, layers: int = layers) -> None:
-            on_layer(name, done, layers)
 
-        read.append(evaluate.compute_final_states(source, windows.ids, device, tell))
-    return read
+def _step_counter(name: str, total: int, on_event: OnEvent) -> Callable[[int], None]:
+    return lambda done: on_event(ProgressEvent(f"measuring {name}", done, total, "steps"))
 
 
 def unmeasured_row(name: str, path: Path) -> EvalRow:
-    """What is known of a model without running it. ModelNotFound, LoadFailed: it is none."""
+    """Size of a model, without running it. Raises ModelNotFound or LoadFailed if it is damaged."""
     if path.is_file():
         count, size = gguf_weights_and_bytes(path)
         return EvalRow(name, str(path), size, 8 * size / count)

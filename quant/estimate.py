@@ -1,4 +1,4 @@
-"""What a quantization will take, before it starts: memory, disk, and the size of its result."""
+"""Estimates of a quantization: memory, disk, and the size of its result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROUNDING_COPIES = 4
 
 @dataclass(frozen=True, slots=True)
 class ResourceEstimate:
-    """peak_bytes: of the whole process, on the host. disk_bytes: most that lies there at once.
+    """peak_bytes: peak memory of the process on the host. disk_bytes: peak disk usage.
 
-    output_bytes: of the result's weights. states_bytes: activations of all windows, before one
-    layer. batch_windows: windows that go through a layer together.
+    output_bytes: weights of the result. states_bytes: activations of all windows before one layer.
+    batch_windows: windows that go through a layer together.
     """
 
     peak_bytes: int
@@ -35,7 +35,7 @@ class ResourceEstimate:
 def estimate_resources(
     prepared: PreparedQuantization, mode: LayerMode = "round"
 ) -> ResourceEstimate:
-    """mode: as of QuantizeJob."""
+    """mode: as in QuantizeJob."""
     spec = prepared.source.spec
     states = 0
     if prepared.windows is not None:
@@ -43,7 +43,7 @@ def estimate_resources(
     output = _written_bytes(prepared, mode)
     batch = max(1, _BATCH_TOKENS // prepared.seq_len)
     return ResourceEstimate(
-        peak_bytes=psutil.Process().memory_info().rss + peak_layer_bytes(prepared, batch),
+        peak_bytes=psutil.Process().memory_info().rss + _peak_layer_bytes(prepared, batch),
         disk_bytes=output + 2 * states,
         output_bytes=output,
         states_bytes=states,
@@ -54,34 +54,34 @@ def estimate_resources(
 def _written_bytes(prepared: PreparedQuantization, mode: LayerMode) -> int:
     match mode:
         case "round":
-            return output_bytes(prepared)
+            return _result_bytes(prepared)
         case "fold":
-            return unquantized_layers_bytes(prepared)
+            return _unquantized_layers_bytes(prepared)
         case "observe":
             return 0
 
 
-def output_bytes(prepared: PreparedQuantization) -> int:
-    """Of the result's tensors."""
+def _result_bytes(prepared: PreparedQuantization) -> int:
+    """Size of the result's tensors."""
     spec = prepared.source.spec
     shapes = linear_shapes(spec)
     packed = spec.num_layers * sum(
-        packed_linear_bytes(prepared.recipe, *shape) for shape in shapes.values()
+        _packed_linear_bytes(prepared.recipe, *shape) for shape in shapes.values()
     )
     plain = spec.num_params - spec.num_layers * sum(outs * ins for outs, ins in shapes.values())
     norms = spec.num_layers * 4 * spec.hidden_size + spec.hidden_size
     return packed + (plain + norms) * prepared.dtype.itemsize
 
 
-def unquantized_layers_bytes(prepared: PreparedQuantization) -> int:
-    """Of the layers without rounding."""
+def _unquantized_layers_bytes(prepared: PreparedQuantization) -> int:
+    """Size of the linears of all layers without rounding."""
     spec = prepared.source.spec
     shapes = linear_shapes(spec).values()
     return spec.num_layers * sum(outs * ins for outs, ins in shapes) * prepared.dtype.itemsize
 
 
-def packed_linear_bytes(recipe: Recipe, outs: int, ins: int) -> int:
-    """Of one linear."""
+def _packed_linear_bytes(recipe: Recipe, outs: int, ins: int) -> int:
+    """Size of one quantized linear."""
     if not recipe.has_groups:
         return outs * ins + 4 * outs
     groups = ins // (recipe.group_size or ins)
@@ -89,14 +89,14 @@ def packed_linear_bytes(recipe: Recipe, outs: int, ins: int) -> int:
     return outs * ins * recipe.bits // 8 + groups * outs * (16 + recipe.bits) // 8 + order
 
 
-def peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
-    """Most that one layer takes at once, beside what the process has anyway."""
+def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
+    """Peak memory of processing one layer, without the memory the process has before."""
     spec, recipe = prepared.source.spec, prepared.recipe
     shapes = linear_shapes(spec)
     sizes = {name: outs * ins for name, (outs, ins) in shapes.items()}
-    # the layer in float32, and its codes
+    # the layer in float32 and its codes
     layer = 5 * sum(sizes.values())
-    # of what is rounded at a time; awq looks at all linears that read the same at once
+    # weights rounded at a time; awq handles all readers of one input together
     at_once = max(sizes.values())
     if recipe.method == "awq":
         at_once = max(sum(sizes[name] for name in one.linears) for one in scale_mappings(spec))
@@ -108,9 +108,9 @@ def peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
 
 
 def _forward_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
-    """Of some windows on their way through a layer."""
+    """Memory of the forward pass of some windows through a layer."""
     spec, length = prepared.source.spec, prepared.seq_len
     width = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
-    # gate and up apart, together, acted on and multiplied
+    # gate and up: separate, concatenated, activated and multiplied
     linears = 4 * batch_windows * length * 6 * (width + spec.hidden_size)
     return linears + 8 * batch_windows * spec.num_heads * length**2

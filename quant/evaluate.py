@@ -1,11 +1,12 @@
-"""What rounding has cost: perplexity on held-out text, and how far the next token's distribution
-moved, a layer at a time and a part of the vocabulary at a time."""
+"""Perplexity and KL divergence on held-out text, computed one layer and one vocabulary slice at a
+time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from localgen.quant.calibrate.layer_forward import (
     InputHook,
     LayerForward,
     compute_logits,
-    embed_tokens,
+    embed_windows,
 )
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 
-# tokens of one pass through a layer, and of one product with the head; outputs of such a product
+# tokens of one pass through a layer; tokens and outputs of one product with the head
 _BATCH_TOKENS = 2048
 _HEAD_TOKENS = 512
 _HEAD_ROWS = 8192
@@ -28,10 +29,10 @@ _HEAD_ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class EvalMetrics:
-    """perplexity: exp of the mean negative log likelihood of each token but a window's first.
+    """perplexity: exp of the mean negative log likelihood of all tokens but the first of a window.
 
-    kl: mean Kullback-Leibler divergence of the next token's distribution from the original's, in
-    nats; None: of the original itself, or of a model with other tokens.
+    kl: mean Kullback-Leibler divergence of the next-token distribution from the original's, in
+    nats; None for the original, or a model with another vocabulary.
     """
 
     perplexity: float
@@ -40,7 +41,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinalStates:
-    """A model after its last layer. hidden: float32 [windows, length, hidden] for `ids`."""
+    """Output of a model's last layer. hidden: float32 [windows, length, hidden] for `ids`."""
 
     source: LayerwiseCheckpoint
     ids: Tensor
@@ -54,21 +55,19 @@ def compute_final_states(
     device: torch.device | str = "cpu",
     on_layer: Callable[[int], None] = lambda done: None,
 ) -> FinalStates:
-    """Run windows through a model that is never whole in memory. ids: int64 [windows, length].
+    """Run windows through a model, one layer in memory at a time. ids: int64 [windows, length].
 
-    on_layer: layers done so far.
+    on_layer: called with the number of finished layers.
     """
     spec, length = source.spec, ids.shape[1]
     forward = LayerForward(spec, length, device)
-    rows, places = torch.unique(ids, return_inverse=True)
-    weight = source.gather_rows("model.embed_tokens.weight", rows)
-    hidden = embed_tokens(spec, weight, places)
-    tap = _activation_rounding_hook(source)
+    hidden = embed_windows(source, ids)
+    hook = _activation_rounding_hook(source)
     each = max(1, _BATCH_TOKENS // length)
     for index in range(spec.num_layers):
         tensors = source.read_layer(index, device)
         for part in torch.split(hidden, each):
-            part.copy_(forward.run(index, tensors, part.to(device), tap))
+            part.copy_(forward.run(index, tensors, part.to(device), hook))
         on_layer(index + 1)
     return FinalStates(source, ids, hidden)
 
@@ -77,23 +76,19 @@ def compute_final_states(
 def compute_metrics(
     models: Sequence[FinalStates], device: torch.device | str = "cpu"
 ) -> list[EvalMetrics]:
-    """Of each model; the first is what the others are compared with, where they read the same
-    tokens."""
+    """Metrics of each model; those with the first model's tokens are compared with it."""
     first = models[0]
-    together = [first, *(one for one in models[1:] if _same_tokens(one, first))]
-    found = {
-        id(one): loss
-        for one, loss in zip(together, _compare_with_first(together, device), strict=True)
-    }
-    for one in models:
-        if id(one) not in found:
-            found[id(one)] = _compare_with_first([one], device)[0]
-    return [found[id(one)] for one in models]
+    comparable = [one is first or _same_tokens(one, first) for one in models]
+    compared = iter(_compare_with_first(list(compress(models, comparable)), device))
+    return [
+        next(compared) if same else _compare_with_first([one], device)[0]
+        for one, same in zip(models, comparable, strict=True)
+    ]
 
 
 @torch.no_grad()
 def window_logits(model: FinalStates, index: int, device: torch.device | str = "cpu") -> Tensor:
-    """float32 [length, vocab] of one window."""
+    """Logits of one window: float32 [length, vocab]."""
     head = _LmHead(model, device)
     hidden = model.hidden[index].to(device)
     parts = [head.logits(part, hidden).cpu() for part in head.vocab_slices()]
@@ -101,10 +96,7 @@ def window_logits(model: FinalStates, index: int, device: torch.device | str = "
 
 
 class LossAccumulator:
-    """What the losses of some tokens follow from, gathered over parts of the vocabulary.
-
-    tokens: how many. The logits of a part are float32 [tokens of a block, outputs].
-    """
+    """Sums for the losses of `tokens` tokens, accumulated over vocabulary slices."""
 
     def __init__(self, tokens: int) -> None:
         self._max = torch.full((tokens,), -math.inf, dtype=torch.float64)
@@ -120,11 +112,11 @@ class LossAccumulator:
         targets: Tensor,
         reference_logits: Tensor | None = None,
     ) -> None:
-        """model_logits: outputs from `first` on, for the block's tokens, whose next ones are
-        `targets`.
+        """Add the logits of one vocabulary slice for a block of tokens.
 
-        reference_logits: what another model gives in their place; these sums are then of it, and of
-        how far `own` is from it.
+        model_logits: float32 [block, outputs] for vocabulary entries from vocab_start on. targets:
+        [block], the next tokens. reference_logits: another model's; the sums are then those of the
+        reference, and of its weighted difference from model_logits.
         """
         leading = model_logits if reference_logits is None else reference_logits
         most = torch.maximum(self._max[block], leading.amax(-1).double().cpu())
@@ -138,14 +130,13 @@ class LossAccumulator:
             ] * shrink + _sum_exactly(shares * (reference_logits - model_logits))
         within = (targets >= vocab_start) & (targets < vocab_start + model_logits.shape[1])
         rows = within.nonzero().flatten()
-        found = leading[
-            rows.to(model_logits.device), (targets[rows] - vocab_start).to(model_logits.device)
-        ]
+        columns = targets[rows] - vocab_start
+        found = leading[rows.to(leading.device), columns.to(leading.device)]
         self._target[block.start + rows] = found.double().cpu()
 
     @property
     def log_sum(self) -> Tensor:
-        """float64 [tokens]: log of the sum of exponentials over the whole vocabulary."""
+        """log Σ exp(logits) over the vocabulary: float64 [tokens]."""
         return self._max + self._sum.log()
 
     @property
@@ -153,7 +144,7 @@ class LossAccumulator:
         return math.exp(float((self.log_sum - self._target).mean()))
 
     def kl_divergence(self, model: LossAccumulator) -> float:
-        """Mean of KL(original || own); these sums are of the original beside that model."""
+        """Mean of KL(reference || model), for sums that were added with reference_logits."""
         moved = self._weighted_logit_difference / self._sum
         return float((moved - self.log_sum + model.log_sum).mean())
 
@@ -161,13 +152,13 @@ class LossAccumulator:
 def _compare_with_first(
     models: Sequence[FinalStates], device: torch.device | str
 ) -> list[EvalMetrics]:
-    """The first is the original of the others."""
+    """Metrics of models with the same tokens; the first one is the original."""
     ids = models[0].ids
     targets = ids[:, 1:].flatten()
     states = [one.hidden[:, :-1].flatten(0, 1) for one in models]
     heads = [_LmHead(one, device) for one in models]
     own = [LossAccumulator(len(targets)) for _ in models]
-    beside = [LossAccumulator(len(targets)) for _ in models]
+    paired = [LossAccumulator(len(targets)) for _ in models]
     for part in heads[0].vocab_slices():
         weights = [head.read_weight_rows(part) for head in heads]
         for start in range(0, len(targets), _HEAD_TOKENS):
@@ -179,13 +170,13 @@ def _compare_with_first(
             for index, values in enumerate(found):
                 own[index].add(block, part.start, values, targets[block])
                 if index:
-                    beside[index].add(block, part.start, values, targets[block], found[0])
-    kls = [None, *(beside[i].kl_divergence(own[i]) for i in range(1, len(models)))]
+                    paired[index].add(block, part.start, values, targets[block], found[0])
+    kls = [None, *(paired[i].kl_divergence(own[i]) for i in range(1, len(models)))]
     return [EvalMetrics(sums.perplexity, kl) for sums, kl in zip(own, kls, strict=True)]
 
 
 class _LmHead:
-    """The last norm and the head of a model, a part of the vocabulary at a time."""
+    """Final norm and LM head of a model, one vocabulary slice at a time."""
 
     def __init__(self, model: FinalStates, device: torch.device | str) -> None:
         self._source, self._device = model.source, device
@@ -217,14 +208,14 @@ def _sum_exactly(values: Tensor) -> Tensor:
 
 
 def _activation_rounding_hook(source: LayerwiseCheckpoint) -> InputHook | None:
-    """Rounds the inputs of quantized linears in place, for each token, where the format says that
-    whoever runs the model does."""
+    """Hook that rounds the inputs of quantized linears per token, in place, as W8A8 engines do;
+    None for other formats."""
     quant = source.spec.quant
     if quant is None or quant.method not in ("int8", "fp8"):
         return None
     router = layer_names(source.spec).router
 
-    def tap(linear: str, x: Tensor) -> None:
+    def hook(linear: str, x: Tensor) -> None:
         if linear == router:
             return
         if quant.method == "int8":
@@ -234,4 +225,4 @@ def _activation_rounding_hook(source: LayerwiseCheckpoint) -> InputHook | None:
             small, scales = quantize_rows_fp8(x)
             x.copy_(small.float() * scales)
 
-    return tap
+    return hook

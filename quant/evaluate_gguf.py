@@ -1,4 +1,4 @@
-"""What a GGUF file has lost against the folder it was made of, by llama.cpp's own logits."""
+"""Perplexity and KL divergence of a GGUF file, from llama.cpp's logits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def gguf_metrics(
     device: torch.device | str = "cpu",
     on_window: Callable[[int], None] = lambda done: None,
 ) -> EvalMetrics:
-    """On the windows that the original has read. on_window: how many are done.
+    """Metrics on the windows of the original. on_window: called with the number of windows done.
 
-    LoadFailed: llama.cpp cannot load it. InvalidRequest: it has other tokens.
+    Raises LoadFailed if llama.cpp cannot load the file, InvalidRequest if its vocabulary size
+    differs.
     """
     count, length = reference.ids.shape
     model = _load(path, length)
@@ -33,22 +34,22 @@ def gguf_metrics(
                 f"{reference.source.spec.vocab_size:,}: they cannot be compared",
                 param="model",
             )
-        own, beside = (LossAccumulator(count * (length - 1)) for _ in range(2))
+        own, paired = (LossAccumulator(count * (length - 1)) for _ in range(2))
         for index in range(count):
             ids = reference.ids[index]
             block = slice(index * (length - 1), (index + 1) * (length - 1))
             found = _logits(model, ids.tolist())[:-1]
             wanted = window_logits(reference, index, device)[:-1]
             own.add(block, 0, found, ids[1:])
-            beside.add(block, 0, found, ids[1:], wanted)
+            paired.add(block, 0, found, ids[1:], wanted)
             on_window(index + 1)
     finally:
         model.close()
-    return EvalMetrics(own.perplexity, beside.kl_divergence(own))
+    return EvalMetrics(own.perplexity, paired.kl_divergence(own))
 
 
 def gguf_weights_and_bytes(path: Path) -> tuple[int, int]:
-    """Weights of a file, and their bytes. LoadFailed: it is no GGUF file."""
+    """Number of weights and their size. Raises LoadFailed if the file is not GGUF."""
     tensors = GgufReader(path).tensors
     return (
         sum(tensor.num_elements for tensor in tensors),

@@ -1,11 +1,11 @@
-"""A model quantized layer by layer: read, calibrated, rounded, written, forgotten."""
+"""QuantizeJob: a model quantized layer by layer and written to a folder, resumable at any layer."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +14,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from localgen.backends.errors import DiskFull
-from localgen.backends.formats.hf.tensor_names import LayerTensors, layer_names
-from localgen.backends.units import format_gb
+from localgen.backends.errors import DiskFull, OutOfMemory
+from localgen.backends.formats.hf.tensor_names import LayerTensors
+from localgen.backends.memory.system import (
+    available_memory_bytes,
+    peak_memory_bytes,
+    total_memory_bytes,
+)
+from localgen.backends.units import format_gb, format_size
 from localgen.quant.calibrate.activations import ActivationFile
 from localgen.quant.calibrate.importance import (
     collect_importance,
     read_importance,
     write_importance,
 )
-from localgen.quant.calibrate.input_stats import LayerInputs, calibration_dtype
-from localgen.quant.calibrate.layer_forward import LayerForward, embed_tokens
-from localgen.quant.card import render_model_card, write_model_card
+from localgen.quant.calibrate.input_stats import calibration_dtype
+from localgen.quant.calibrate.layer_forward import CalibrationLayer, LayerForward, embed_windows
 from localgen.quant.estimate import ResourceEstimate, estimate_resources
-from localgen.quant.files.config_files import copy_tokenizer_and_config_files, write_config
-from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
-from localgen.quant.files.packing import pack_linear, packing_layout, quantization_config
+from localgen.quant.files.packing import pack_linear, packing_layout
 from localgen.quant.files.safetensors_writer import streamed_tensor, write_safetensors
 from localgen.quant.files.work_folder import WorkFolder
-from localgen.quant.methods.folding import fold_layer
-from localgen.quant.methods.layer import QuantizedLayer, quantize_layer
+from localgen.quant.methods.layer import QuantizedLayer, fold_layer, quantize_layer
 from localgen.quant.preflight import PreparedQuantization, check_finite_and_checksum
+from localgen.quant.request.events import (
+    EstimateEvent,
+    FinishedEvent,
+    OnEvent,
+    ProgressEvent,
+    StoppedEvent,
+    UnfinishedEvent,
+)
 from localgen.quant.request.recipe import LayerMode
+from localgen.quant.result_folder import describe_recipe, write_sidecar_files
 
-
-@dataclass(frozen=True, slots=True)
-class QuantizeProgress:
-    """stage: `checking` (of bytes) or `layers`. layer_s: what one took, by those done here."""
-
-    stage: str
-    done: int
-    total: int
-    layer_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizeResult:
-    """folder: the result. seconds: of this process, of layers only. num_resumed: layers that were
-    there."""
-
-    folder: Path
-    size_bytes: int
-    num_layers: int
-    num_resumed: int
-    seconds: float
-
-    @property
-    def layer_s(self) -> float:
-        """Seconds a layer."""
-        return self.seconds / max(1, self.num_layers - self.num_resumed)
+_MODE_DESCRIPTIONS = {
+    "fold": "awq's scales folded in, and what llama.cpp is to weigh inputs by",
+    "observe": "what llama.cpp is to weigh inputs by",
+}
 
 
 class QuantizeJob:
-    """One quantization. model: what the original is called. output: the folder to be.
+    """One quantization. model: name of the original. output: folder to write.
 
-    mode: `fold` folds awq's scales and rounds nothing, `observe` changes nothing; what they leave
-    stays in the work folder, for a GGUF file.
+    mode: `fold` folds AWQ's scales and rounds nothing, `observe` changes nothing; both leave their
+    files in the work folder, for a GGUF file.
     """
 
     def __init__(
@@ -77,12 +65,13 @@ class QuantizeJob:
     ) -> None:
         self.model, self.prepared, self.mode = model, prepared, mode
         self.estimate: ResourceEstimate = estimate_resources(prepared, mode)
-        self.work_folder = WorkFolder(output, prepared.source.spec.num_layers + 1)
+        self.num_layers = prepared.source.spec.num_layers
+        self.work_folder = WorkFolder(output, self.num_layers + 1)
         self._layout = packing_layout(prepared.recipe)
 
     def check_disk_space(self, *, resume: bool) -> None:
-        """InvalidRequest: the result is there, or an unfinished one that is not to be resumed.
-        DiskFull: the files would not fit."""
+        """Raise InvalidRequest if the output exists or has an unfinished run that is not to be
+        resumed, DiskFull if the files do not fit."""
         self.work_folder.check_startable(resume=resume)
         free, there = self._free_disk()
         taken = sum(
@@ -95,145 +84,173 @@ class QuantizeJob:
                 "make room, or give an --out on another disk"
             )
 
-    def run(
-        self, *, resume: bool, on_progress: Callable[[QuantizeProgress], None]
-    ) -> QuantizeResult:
-        """Do it. What is written so far stays whatever happens, and is gone on with by `resume`.
-
-        Errors: as check_disk_space. LoadFailed: a weight is not finite.
-        """
-        self.check_disk_space(resume=resume)
-        source = self.prepared.source
-        checksum = check_finite_and_checksum(
-            source, lambda done: on_progress(QuantizeProgress("checking", done, source.size_bytes))
+    def report_estimate(self, on_event: OnEvent) -> None:
+        """Emit an EstimateEvent. Raises OutOfMemory if the machine has less memory."""
+        estimate = self.estimate
+        on_event(
+            EstimateEvent(
+                model=self.model,
+                description=_MODE_DESCRIPTIONS.get(self.mode)
+                or describe_recipe(self.prepared.recipe),
+                output=str(self.work_folder.out),
+                source_bytes=self.prepared.source.size_bytes,
+                output_bytes=estimate.output_bytes if self.mode == "round" else None,
+                states_bytes=estimate.states_bytes,
+                memory_bytes=estimate.peak_bytes,
+                free_bytes=available_memory_bytes(),
+                disk_bytes=estimate.disk_bytes,
+                disk_free_bytes=self._free_disk()[0],
+            )
         )
-        try:
-            self.work_folder.open(self.resume_manifest(checksum), resume=resume)
-            return self._run(on_progress)
-        except OSError as error:
-            # numpy has no errno for a disk that is full
-            raise DiskFull(
-                f"cannot write to {self.work_folder.path}: {error.strerror or error}; "
-                f"{format_gb(self._free_disk()[0])} are free: make room and run again with --resume"
-            ) from None
+        if estimate.peak_bytes > total_memory_bytes():
+            raise OutOfMemory(
+                f"one layer with its statistics takes about {format_size(estimate.peak_bytes)}, "
+                f"this machine has {format_size(total_memory_bytes())}: "
+                "--rtn or --fp8 need less, or a smaller --seq-len"
+            )
 
-    def resume_manifest(self, checksum: int) -> dict[str, Any]:
-        """What decides the files. checksum: of all weights."""
-        return self.prepared.resume_manifest(checksum) | {"mode": self.mode}
+    def report_unfinished(self, on_event: OnEvent) -> None:
+        """Emit an UnfinishedEvent if there is a run to resume.
 
-    def has_resumable_run(self) -> bool:
-        """Whether an unfinished run lies there, which can be gone on with as far as can be known
-        before all weights were read. InvalidRequest: it cannot."""
+        Raises InvalidRequest if it has another manifest. The checksum of the weights is not
+        compared, because they are not read.
+        """
         begun = self.work_folder.read_manifest()
         if begun is None:
-            return False
+            return
         model = begun.get("model")
-        self.work_folder.check_same_manifest(
-            self.resume_manifest(model.get("checksum", 0) if isinstance(model, dict) else 0)
-        )
-        return True
+        checksum = model.get("checksum", 0) if isinstance(model, dict) else 0
+        self.work_folder.check_same_manifest(self._resume_manifest(checksum))
+        on_event(UnfinishedEvent(self.work_folder.num_done_layers, self.num_layers))
 
-    def free_disk_bytes(self) -> int:
-        """Of the disk where the result will be."""
-        return self._free_disk()[0]
+    def run(self, on_event: OnEvent, *, resume: bool) -> FinishedEvent:
+        """Quantize all layers. Finished layers survive any interruption; `resume` continues.
+
+        Raises as check_disk_space, LoadFailed if a weight is not finite, and OutOfMemory if the
+        GPU's memory is full.
+        """
+        self.check_disk_space(resume=resume)
+        with self.reporting_interruption(on_event):
+            checksum = check_finite_and_checksum(self.prepared.source, on_event)
+            try:
+                self.work_folder.open(self._resume_manifest(checksum), resume=resume)
+                return self._run(on_event)
+            except OSError as error:
+                # numpy sets no errno for a full disk
+                raise DiskFull(
+                    f"cannot write to {self.work_folder.path}: {error.strerror or error}; "
+                    f"{format_gb(self._free_disk()[0])} are free: "
+                    "make room and run again with --resume"
+                ) from None
+
+    @contextmanager
+    def reporting_interruption(self, on_event: OnEvent) -> Iterator[None]:
+        """Emit a StoppedEvent on Ctrl+C. Raises OutOfMemory if the GPU's memory is full."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.work_folder.path.exists():
+                on_event(StoppedEvent(self.work_folder.num_done_layers, self.num_layers))
+            raise
+        except torch.OutOfMemoryError:
+            raise OutOfMemory(
+                "the GPU's memory is full: --device cpu, or fewer tokens at once with --seq-len; "
+                f"--resume goes on after {self.work_folder.num_done_layers} layers"
+            ) from None
+
+    def input_importance(self) -> dict[str, tuple[NDArray[np.float32], int]]:
+        """Importance after a run in mode `fold` or `observe`, by the full name of the linear: sums
+        of squared inputs [in], and the number of tokens."""
+        found = {}
+        for index in range(self.num_layers):
+            for linear, one in read_importance(self.work_folder.importance_file(index)).items():
+                found[f"model.layers.{index}.{linear}"] = (one.sum_squares.numpy(), one.num_tokens)
+        return found
+
+    def _resume_manifest(self, checksum: int) -> dict[str, Any]:
+        """checksum: of all weights."""
+        return self.prepared.resume_manifest(checksum) | {"mode": self.mode}
 
     def _free_disk(self) -> tuple[int, Path]:
-        """Bytes free where the result will be, and the folder that was asked."""
+        """Free bytes on the output's disk, and the existing folder that was queried."""
         there = self.work_folder.path.absolute().parent
         while not there.exists():
             there = there.parent
         return shutil.disk_usage(there).free, there
 
-    def _run(self, on_progress: Callable[[QuantizeProgress], None]) -> QuantizeResult:
-        layers, resumed = self.prepared.source.spec.num_layers, self.work_folder.num_done_layers
+    def _run(self, on_event: OnEvent) -> FinishedEvent:
+        resumed = self.work_folder.num_done_layers
         if self.mode == "round" and not self.work_folder.non_layer_file.is_file():
             self._write_non_layer_tensors()
         states = self._open_activations(resumed)
+        step = "quantizing" if self.mode == "round" else "calibrating"
         started_s = time.monotonic()
-        for index in range(resumed, layers):
-            taken_s = (time.monotonic() - started_s) / max(1, index - resumed)
-            on_progress(QuantizeProgress("layers", index, layers, taken_s))
+        for index in range(resumed, self.num_layers):
+            on_event(ProgressEvent(step, index, self.num_layers, "layers"))
             self._process_layer(index, states)
         seconds = time.monotonic() - started_s
-        on_progress(QuantizeProgress("layers", layers, layers))
-        size = self._finish() if self.mode == "round" else 0
-        return QuantizeResult(self.work_folder.out, size, layers, resumed, seconds)
-
-    def _finish(self) -> int:
-        """Bytes of the weights of the result, which is whole from now on."""
-        ready, folder = self.prepared, self.work_folder.path
-        copy_tokenizer_and_config_files(ready.source.folder, folder)
-        write_config(
-            ready.source.folder,
-            folder,
-            dtype=ready.dtype,
-            quantization=quantization_config(ready.recipe, _unquantized_linears(ready)),
+        on_event(ProgressEvent(step, self.num_layers, self.num_layers, "layers"))
+        if self.mode == "round":
+            write_sidecar_files(self.work_folder.path, self.model, self.prepared)
+            self.work_folder.publish()
+        return FinishedEvent(
+            path=str(self.work_folder.out),
+            layers=self.num_layers,
+            resumed=resumed,
+            seconds=seconds,
+            layer_s=seconds / max(1, self.num_layers - resumed),
+            peak_bytes=peak_memory_bytes(),
+            estimated_bytes=self.estimate.peak_bytes,
         )
-        write_model_card(folder, render_model_card(self.model, ready))
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        self.work_folder.publish()
-        return size
 
     @torch.no_grad()
     def _process_layer(self, index: int, states: ActivationFile | None) -> None:
-        ready = self.prepared
-        spec, device = ready.source.spec, ready.device
+        prepared = self.prepared
+        spec, device = prepared.source.spec, prepared.device
         dtype = calibration_dtype(device, spec.hidden_size)
-        forward = LayerForward(spec, ready.seq_len, device, dtype)
+        forward = LayerForward(spec, prepared.seq_len, device, dtype)
 
         def inputs() -> Iterator[Tensor]:
             if states is not None:
                 for batch in states.batches():
-                    yield batch.to(ready.device)
+                    yield batch.to(device)
 
-        layer = self._compute_layer(index, inputs, forward)
-        # what goes on is what is written, to the last bit
-        kept = {name: tensor.to(ready.dtype) for name, tensor in layer.tensors.items()}
-        if states is not None and index + 1 < ready.source.spec.num_layers:
+        found = self._compute_layer(
+            # the only reference: the original weights are freed before the next step
+            CalibrationLayer(index, prepared.source.read_layer(index, device), inputs, forward)
+        )
+        # the next layer gets the output of the written weights, bit for bit
+        kept = {name: tensor.to(prepared.dtype) for name, tensor in found.tensors.items()}
+        if states is not None and index + 1 < self.num_layers:
             whole = {name: tensor.float() for name, tensor in kept.items()}
-            whole |= {f"{name}.weight": one.dequantize() for name, one in layer.weights.items()}
-            states.advance(lambda hidden: forward.run(index, whole, hidden.to(ready.device)))
+            whole |= {f"{name}.weight": one.dequantize() for name, one in found.weights.items()}
+            states.advance(lambda hidden: forward.run(index, whole, hidden.to(device)))
             del whole
-        self._write_layer(index, kept, layer)
+        self._write_layer(index, kept, found)
         if states is not None:
             states.delete(index)
 
-    def _compute_layer(
-        self, index: int, inputs: LayerInputs, forward: LayerForward
-    ) -> QuantizedLayer:
-        ready = self.prepared
-        spec, tensors = ready.source.spec, ready.source.read_layer(index, ready.device)
+    def _compute_layer(self, layer: CalibrationLayer) -> QuantizedLayer:
         match self.mode:
             case "round":
-                return quantize_layer(spec, index, tensors, inputs, forward, ready.recipe)
+                return quantize_layer(layer, self.prepared.recipe)
             case "fold":
-                folded = fold_layer(spec, index, tensors, inputs, forward, ready.recipe)
-                return QuantizedLayer(folded.tensors, {}, folded.importance)
+                folded = fold_layer(layer, self.prepared.recipe)
+                return QuantizedLayer(folded.tensors, importance=folded.importance)
             case "observe":
-                return QuantizedLayer(
-                    tensors, {}, collect_importance(index, tensors, inputs, forward)
-                )
+                return QuantizedLayer(layer.tensors, importance=collect_importance(layer))
 
     def _write_layer(self, index: int, unquantized: LayerTensors, layer: QuantizedLayer) -> None:
         if self.mode != "round":
             write_importance(self.work_folder.importance_file(index), layer.importance)
         if self.mode == "observe":
-            unquantized = {}  # the file says that the layer is done
-        at = f"model.layers.{index}."
-        entries = {f"{at}{name}": streamed_tensor(tensor) for name, tensor in unquantized.items()}
+            unquantized = {}  # an empty file marks the layer as finished
+        prefix = f"model.layers.{index}."
+        entries = {prefix + name: streamed_tensor(tensor) for name, tensor in unquantized.items()}
         for linear, weight in layer.weights.items():
             for part, tensor in pack_linear(weight, self._layout).items():
-                entries[f"{at}{linear}.{part}"] = streamed_tensor(tensor)
+                entries[f"{prefix}{linear}.{part}"] = streamed_tensor(tensor)
         write_safetensors(self.work_folder.layer_file(index), entries)
-
-    def input_importance(self) -> dict[str, tuple[NDArray[np.float32], int]]:
-        """After a run that does not round: of every linear by its whole name, sums of squares of
-        its inputs [in], and over how many tokens."""
-        found = {}
-        for index in range(self.prepared.source.spec.num_layers):
-            for linear, one in read_importance(self.work_folder.importance_file(index)).items():
-                found[f"model.layers.{index}.{linear}"] = (one.sum_squares.numpy(), one.num_tokens)
-        return found
 
     def _write_non_layer_tensors(self) -> None:
         source, dtype = self.prepared.source, self.prepared.dtype
@@ -243,31 +260,15 @@ class QuantizeJob:
         )
 
     def _open_activations(self, num_done: int) -> ActivationFile | None:
-        ready = self.prepared
-        if ready.windows is None:
+        source, windows = self.prepared.source, self.prepared.windows
+        if windows is None:
             return None
-        ids = ready.windows.ids
         states = ActivationFile(
             self.work_folder.path,
-            (*ids.shape, ready.source.spec.hidden_size),
+            (*windows.ids.shape, source.spec.hidden_size),
             layer=num_done,
             batch=self.estimate.batch_windows,
         )
         if num_done == 0 and not states.exists:
-            states.write_first_layer(lambda part: embed_windows(ready.source, ids[part]))
+            states.write_first_layer(lambda part: embed_windows(source, windows.ids[part]))
         return states
-
-
-def embed_windows(source: LayerwiseCheckpoint, ids: Tensor) -> Tensor:
-    """The first layer's input for some windows, of the rows of the embedding that they have.
-
-    ids: int64 [windows, length].
-    """
-    rows, places = torch.unique(ids, return_inverse=True)
-    weight = source.gather_rows("model.embed_tokens.weight", rows)
-    return embed_tokens(source.spec, weight, places)
-
-
-def _unquantized_linears(ready: PreparedQuantization) -> list[str]:
-    router = layer_names(ready.source.spec).router
-    return [] if router is None else [router.rpartition(".")[2]]

@@ -1,4 +1,4 @@
-"""From what a user calls a model to the folder of its original weights."""
+"""Resolve model names to folders of original weights, and list the originals on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAFETENSORS_TAG = ":safetensors"
 
 
 def require_packages(find_module: Callable[[str], object] = find_spec) -> None:
-    """LoadFailed: what quantization computes with is not installed."""
+    """Raise LoadFailed if packages that quantization needs are not installed."""
     missing = [name for name in _PACKAGES if find_module(name) is None]
     if missing:
         raise LoadFailed(
@@ -29,10 +29,10 @@ def require_packages(find_module: Callable[[str], object] = find_spec) -> None:
 
 
 def resolve_original(name: str | None) -> tuple[str, Path]:
-    """What a model is called, and its folder with config.json and safetensors.
+    """Name of a model, and its folder with config.json and safetensors.
 
-    Of a name that has both kinds of files here, the folder is meant. ModelNotFound: there is none,
-    with how to get it.
+    A name with a folder and a GGUF file means the folder. Raises ModelNotFound with the command
+    that downloads it.
     """
     if name is None or expand_alias(name) == BUILT_IN_MODEL:
         return BUILT_IN_MODEL, _built_in_folder()
@@ -47,7 +47,7 @@ def resolve_original(name: str | None) -> tuple[str, Path]:
 
 
 def resolve_any_format(name: str) -> tuple[str, Path]:
-    """What a model is called, and its folder or GGUF file, quantized or not. ModelNotFound."""
+    """Name of a model, and its folder or GGUF file, quantized or not. Raises ModelNotFound."""
     if expand_alias(name) == BUILT_IN_MODEL and BUILT_IN_PATH.with_suffix("").is_dir():
         return BUILT_IN_MODEL, _built_in_folder()
     file = resolve_model(name)
@@ -64,7 +64,7 @@ def _original_file(name: str) -> ModelFile:
         try:
             found = resolve_model(name)
         except ModelNotFound as error:
-            # of the two, the one that knows how to get it
+            # prefer the message that names a download command
             raise (missing if "localgen pull" in missing.message else error) from None
         if found.is_gguf and "localgen pull" in missing.message:
             raise ModelNotFound(
@@ -88,7 +88,7 @@ def _built_in_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class OriginalModel:
-    """A model in 16 bits. source: built-in, cache, here (in this folder) or the name's meaning."""
+    """An unquantized model. source: built-in, cache, here (this folder) or an alias's path."""
 
     name: str
     size_bytes: int
@@ -96,12 +96,14 @@ class OriginalModel:
 
 
 def scan_originals() -> list[OriginalModel]:
-    """By where they are: the built-in model, names of the user's own, the cache, this folder. They
-    may still be incomplete, or of a kind that is not known: a look at one tells."""
+    """The built-in model, aliases, the cache, this folder, in this order. Models may be incomplete
+    or of an unknown architecture; a dry run tells."""
     found: dict[str, OriginalModel] = {}
     for name, folder, source in _folders():
         if name not in found and _is_unquantized(folder):
-            found[name] = OriginalModel(name, model_folder(folder).size_bytes, source)
+            file = model_folder(folder)
+            if file.shards:
+                found[name] = OriginalModel(name, file.size_bytes, source)
     return list(found.values())
 
 
@@ -114,18 +116,15 @@ def _folders() -> Iterator[tuple[str, Path, str]]:
 
 
 def _alias_folders() -> list[tuple[str, str]]:
-    """Names of the user's own for folders."""
     try:
         return [(name, meant) for name, meant in load_aliases().items() if is_path(meant)]
     except LocalgenError:
-        return []  # what needs the file says what is wrong with it
+        return []  # commands that need the file report the error
 
 
 def _is_unquantized(folder: Path) -> bool:
-    """Whether it is a model whose weights are not rounded."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        has_weights = any(folder.glob("*.safetensors"))
     except (OSError, ValueError):
         return False
-    return has_weights and isinstance(config, dict) and "quantization_config" not in config
+    return isinstance(config, dict) and "quantization_config" not in config

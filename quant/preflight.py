@@ -1,8 +1,8 @@
-"""What is refused before any work starts, and what is known once nothing was."""
+"""Checks before a quantization starts, and the prepared model that passes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 import localgen
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant.calibrate.input_stats import calibration_dtype
 from localgen.quant.calibrate.text_windows import TokenWindows, calibration_windows
-from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint, iter_checked_chunks
+from localgen.quant.files.layerwise_checkpoint import FLOAT_DTYPES, LayerwiseCheckpoint
 from localgen.quant.files.packing import packing_multiple
+from localgen.quant.request.events import OnEvent, ProgressEvent
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
 _FLOAT16_MAX = 65504.0
@@ -26,13 +27,12 @@ _FLOAT16_MAX = 65504.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedQuantization:
-    """A model that a recipe fits. windows: None where the recipe does not calibrate.
+    """A model and a recipe that fits it. windows: calibration text; None if the recipe needs none.
 
-    dtype: of what is not quantized, in the result.
+    dtype: of the unquantized tensors of the result.
     """
 
     source: LayerwiseCheckpoint
-    tokenizer: HfTokenizer
     recipe: Recipe
     windows: TokenWindows | None
     dtype: torch.dtype
@@ -40,11 +40,11 @@ class PreparedQuantization:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a window; 1 where there are none."""
+        """Tokens per window; 1 without windows."""
         return 1 if self.windows is None else self.windows.ids.shape[1]
 
     def resume_manifest(self, checksum: int) -> dict[str, Any]:
-        """What decides the result: a run of another plan cannot be gone on with."""
+        """All that determines the result; a run can be resumed only with the same manifest."""
         windows = self.windows
         return {
             "localgen": localgen.__version__,
@@ -59,13 +59,14 @@ class PreparedQuantization:
 def prepare_quantization(
     folder: Path, recipe: Recipe, calibration: CalibrationConfig, device: torch.device | str
 ) -> PreparedQuantization:
-    """Check all that can be checked without reading the weights.
+    """Check everything that can be checked without reading the weights.
 
-    LoadFailed, ModelNotFound: no such model, of an unknown kind, or damaged. InvalidRequest: it is
-    quantized, or the recipe or the text does not suit it.
+    Raises LoadFailed or ModelNotFound if the model is missing, damaged or of an unknown
+    architecture, and InvalidRequest if it is quantized or the recipe or the text does not fit it.
     """
     require_unquantized(folder)
     source = LayerwiseCheckpoint(folder)
+    # also without calibration: it checks the tokenizer
     tokenizer = HfTokenizer.from_folder(folder, source.spec.vocab_size)
     check_group_size(source.spec, recipe)
     _check_packing(source, recipe)
@@ -80,12 +81,12 @@ def prepare_quantization(
             )
         windows = calibration_windows(calibration, tokenizer)
     return PreparedQuantization(
-        source, tokenizer, recipe, windows, _output_dtype(source), torch.device(device)
+        source, recipe, windows, _output_dtype(source), torch.device(device)
     )
 
 
 def require_unquantized(folder: Path) -> None:
-    """InvalidRequest: the folder's weights are rounded already."""
+    """Raise InvalidRequest if the folder's weights are quantized."""
     quantization = read_json(folder / "config.json").get("quantization_config")
     if isinstance(quantization, dict):
         method = quantization.get("quant_method", "some method")
@@ -95,41 +96,46 @@ def require_unquantized(folder: Path) -> None:
         )
 
 
-def check_finite_and_checksum(
-    source: LayerwiseCheckpoint, on_progress: Callable[[int], None]
-) -> int:
-    """Read everything once; a checksum of it. on_progress: bytes so far. LoadFailed: a weight is
-    not a finite number."""
-    total = 0
-    for done, checksum in iter_checked_chunks(source):
-        on_progress(done)
-        total = checksum
-    return total
+def check_finite_and_checksum(source: LayerwiseCheckpoint, on_event: OnEvent) -> int:
+    """Read all tensors and return their checksum. Raises LoadFailed if a value is not finite."""
+    done, total, checksum = 0, source.size_bytes, 0
+    for name in source.names():
+        if source.location(name).dtype not in FLOAT_DTYPES:
+            raise LoadFailed(f"{source.folder}: {name} is no plain weight")
+        for chunk in source.iter_chunks(name):
+            if not bool(chunk.isfinite().all()):
+                raise LoadFailed(
+                    f"{source.location(name).path}: {name} has NaN or infinite values: "
+                    "the file is damaged, download it again"
+                )
+            checksum = zlib.crc32(chunk.view(torch.uint8).numpy().data, checksum)
+            done += chunk.nbytes
+            on_event(ProgressEvent("checking weights", done, total, "bytes"))
+    return checksum
 
 
 def _output_dtype(source: LayerwiseCheckpoint) -> torch.dtype:
-    """The model's own; of a float32 one the sixteen bits that its embedding fits."""
-    own = source.dtype
-    if own is not torch.float32:
-        return own
-    pieces = source.iter_chunks("model.embed_tokens.weight")
-    most = max(float(piece.abs().max()) for piece in pieces)
+    """The model's dtype; for float32 the 16-bit dtype that its embedding fits."""
+    if source.dtype is not torch.float32:
+        return source.dtype
+    chunks = source.iter_chunks("model.embed_tokens.weight")
+    most = max(float(chunk.abs().max()) for chunk in chunks)
     return torch.float16 if most < _FLOAT16_MAX else torch.bfloat16
 
 
 def _check_packing(source: LayerwiseCheckpoint, recipe: Recipe) -> None:
-    every = packing_multiple(recipe)
+    multiple = packing_multiple(recipe)
     for name, (outs, ins) in linear_shapes(source.spec).items():
-        if outs % every or ins % every:
+        if outs % multiple or ins % multiple:
             raise InvalidRequest(
                 f"{name} of {ins:,} inputs and {outs:,} outputs cannot be packed in "
-                f"{recipe.bits} bits, {every} of which fill whole words: use --fp8",
+                f"{recipe.bits} bits, {multiple} of which fill whole words: use --fp8",
                 param="bits",
             )
 
 
 def check_group_size(spec: ModelSpec, recipe: Recipe) -> None:
-    """InvalidRequest: a linear's inputs do not divide into the recipe's groups."""
+    """Raise InvalidRequest if a linear's inputs do not divide into the recipe's groups."""
     size = recipe.group_size
     if not recipe.has_groups or size is None:
         return

@@ -1,9 +1,8 @@
-"""A quantization in a process of its own, for a program that draws meanwhile."""
+"""A quantization in a child process, for a program with its own user interface."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import tempfile
@@ -12,32 +11,33 @@ from typing import IO, Protocol
 
 from localgen.backends.errors import LoadFailed, LocalgenError, OutOfMemory, error_from_code
 from localgen.machine.python_process import python_command, python_environment
-from localgen.quant.events import QuantizeEvent, decode_event
+from localgen.quant.request.events import FailedEvent, QuantizeEvent, decode_event
 from localgen.quant.request.request import QuantizeRequest, encode_request
 
 EXIT_INTERRUPTED = 130
 
 
 class QuantizeWorker(Protocol):
-    """Something that tells events while it goes on. Its methods may be called in any thread."""
+    """A running quantization. Methods may be called from any thread."""
 
     def events(self) -> Iterator[QuantizeEvent]:
-        """Until it ends; to be asked for once. LocalgenError: it failed."""
+        """Events until the end; call once. Raises LocalgenError if the run fails."""
 
     def stop(self) -> None:
-        """Let it end soon, and keep what is done."""
+        """Ask it to stop soon; finished layers are kept."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Terminate it immediately."""
 
     def memory_bytes(self) -> int | None:
-        """What it has in memory now; None: it is not known."""
+        """Current memory usage; None if unknown."""
 
 
 class QuantizeProcess:
-    """The process. dry_run: it only tells what the run would take. LoadFailed: it cannot start."""
+    """A QuantizeWorker in a child process."""
 
     def __init__(self, request: QuantizeRequest, *, dry_run: bool = False) -> None:
+        """dry_run: only estimate. Raises LoadFailed if the process cannot be started."""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this
         try:
             self._process = subprocess.Popen(
@@ -51,7 +51,7 @@ class QuantizeProcess:
         except OSError as error:
             raise LoadFailed(f"no process can be started: {error.strerror or error}") from None
         assert self._process.stdin is not None
-        # the pipe stays open: that it closes is how the process knows that we are gone
+        # stays open: the child exits when it is closed
         with contextlib.suppress(OSError):
             self._process.stdin.write(encode_request(request) + b"\n")
             self._process.stdin.flush()
@@ -61,18 +61,19 @@ class QuantizeProcess:
         return self._process.pid
 
     def events(self) -> Iterator[QuantizeEvent]:
-        """LocalgenError: what it failed of; LoadFailed: it was killed, or died."""
+        """As QuantizeWorker. Raises OutOfMemory if the process was killed, LoadFailed if it
+        crashed."""
         assert self._process.stdout is not None
-        failed: LocalgenError | None = None
+        failed: FailedEvent | None = None
         for line in self._process.stdout:
-            said = json.loads(line)
-            if "error" in said:
-                failed = error_from_code(said["code"], said["error"])
+            event = decode_event(line)
+            if isinstance(event, FailedEvent):
+                failed = event
             else:
-                yield decode_event(said)
+                yield event
         status = self._process.wait()
         if failed is not None:
-            raise failed
+            raise error_from_code(failed.code, failed.message)
         if status not in (0, EXIT_INTERRUPTED):
             raise self._exit_error(status)
 
@@ -102,6 +103,6 @@ class QuantizeProcess:
             )
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", "replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return LoadFailed(f"the process that quantized ended {how}: {said or 'without a word'}")
+        return LoadFailed(f"the process that quantized ended {how}: {last}")

@@ -1,33 +1,17 @@
-"""What models are worth beside each other, as rows of a table."""
+"""The evaluation of several models as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from localgen.backends.units import format_size
+from localgen.quant.request.events import EvalRow
 
 UNKNOWN = "–"
 
 
-@dataclass(frozen=True, slots=True)
-class EvalRow:
-    """One model. perplexity, kl, tokens_per_s: None where not measured, or where it cannot be.
-
-    kl: from the first row's model, in nats. bits_per_weight: of everything in its files.
-    """
-
-    name: str
-    path: str
-    size_bytes: int
-    bits_per_weight: float
-    perplexity: float | None = None
-    kl: float | None = None
-    tokens_per_s: float | None = None
-
-
 def eval_table(rows: Sequence[EvalRow]) -> list[tuple[str, ...]]:
-    """Columns that nothing is known of are left out."""
+    """Header and rows, without columns that have no values."""
     head = ("MODEL", "SIZE", "BITS/WEIGHT", "PERPLEXITY", "KL", "TOKENS/S")
     lines = [head, *(_cells(row, rows[0]) for row in rows)]
     known = [i for i in range(len(head)) if any(line[i] != UNKNOWN for line in lines[1:])]
@@ -35,7 +19,7 @@ def eval_table(rows: Sequence[EvalRow]) -> list[tuple[str, ...]]:
 
 
 def eval_markdown(rows: Sequence[EvalRow]) -> list[str]:
-    """The same for a model card."""
+    """The table as lines of Markdown, for a model card."""
     head, *lines = eval_table(rows)
     return [
         "| " + " | ".join(cells) + " |"

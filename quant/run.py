@@ -1,4 +1,4 @@
-"""A quantization from its beginning to the verdict; or only a look at what it would take."""
+"""Run a quantization with its evaluation, or a dry run that only estimates it."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ from localgen.backends.cuda.device.options import resolve_device
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
 from localgen.hub.quant_choice import available_memory
-from localgen.quant import gguf_job, layerwise_run
 from localgen.quant.advice import best_method, estimate_methods
-from localgen.quant.card import append_results
 from localgen.quant.compare import evaluate_models, measure_tokens_per_s, unmeasured_row
-from localgen.quant.events import EvalEvent, OnEvent, ProgressEvent, RecommendationEvent
+from localgen.quant.gguf_job import GgufJob, prepare_gguf_job
 from localgen.quant.job import QuantizeJob
 from localgen.quant.originals import resolve_any_format, resolve_original
 from localgen.quant.preflight import prepare_quantization
-from localgen.quant.report import EvalRow, eval_markdown
+from localgen.quant.report import eval_markdown
+from localgen.quant.request.events import (
+    EvalEvent,
+    EvalRow,
+    OnEvent,
+    RecommendationEvent,
+)
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
+from localgen.quant.result_folder import append_results, report_backend_notes
 
 
 def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
-    """Quantize, measure, and tell the verdict. Errors: as prepare_quantization, make_gguf and
-    QuantizeJob.run."""
+    """Quantize and evaluate. Raises as prepare_quantization, make_gguf and QuantizeJob.run."""
     device = _resolve_device(request.device)
     name, folder = resolve_original(request.model)
-    if request.gguf is not None:
-        plan = gguf_job.prepare_gguf_job(request, name, folder, device, on_event)
-        out = gguf_job.run_gguf_job(plan, on_event, resume=request.resume)
-    else:
-        job = _prepare_job(request, name, folder, device, on_event)
-        outcome = layerwise_run.run_job(job, on_event, resume=request.resume)
-        layerwise_run.report_result(job, outcome, on_event)
-        out = outcome.folder
+    job = _prepare_job(request, name, folder, device, on_event)
+    finished = job.run(on_event, resume=request.resume)
+    on_event(finished)
+    out = Path(finished.path)
+    if out.is_dir():
+        report_backend_notes(out, on_event)
     models = [(name, folder), (out.name, out)]
-    found = [unmeasured_row(*one) for one in models]
-    if request.eval_set is not None:
-        found = _measure(models, request.eval_set, device, on_event)
+    if request.eval_set is None:
+        rows = [unmeasured_row(*one) for one in models]
+    else:
+        rows = _measure(models, request.eval_set, device, on_event)
         if out.is_dir():
-            append_results(out, eval_markdown(found))
-    on_event(EvalEvent(tuple(found)))
+            append_results(out, eval_markdown(rows))
+    on_event(EvalEvent(tuple(rows)))
 
 
 def dry_run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
-    """Tell what it would take, what lies there unfinished, and which ways suit this machine. The
-    weights are not read. Errors: as run_quantization."""
+    """Emit the recommendation, the estimate and any unfinished run, without reading the weights.
+    Raises as run_quantization."""
     device = _resolve_device(request.device)
     name, folder = resolve_original(request.model)
     _report_recommendation(folder, on_event)
-    request = replace(request, resume=True)
-    if request.gguf is not None:
-        job = gguf_job.prepare_gguf_job(request, name, folder, device, on_event).calibration_job
-    else:
-        job = _prepare_job(request, name, folder, device, on_event)
-    if job is not None:
-        layerwise_run.report_unfinished(job, on_event)
+    job = _prepare_job(replace(request, resume=True), name, folder, device, on_event)
+    layerwise = job.calibration if isinstance(job, GgufJob) else job
+    if layerwise is not None:
+        layerwise.report_unfinished(on_event)
 
 
 def compare_models(
     names: Sequence[str], eval_set: EvalSet, device: str | None, on_event: OnEvent
 ) -> None:
-    """The same verdict on models that are here."""
+    """Evaluate existing models, the original first."""
     if not names:
         raise InvalidRequest("--compare: name the models, the original first", param="model")
     models = [resolve_any_format(name) for name in names]
@@ -73,34 +73,34 @@ def compare_models(
 
 def _prepare_job(
     request: QuantizeRequest, name: str, folder: Path, device: str, on_event: OnEvent
-) -> QuantizeJob:
-    """What is to be run, once nothing is to be refused and what it takes is told."""
+) -> QuantizeJob | GgufJob:
+    """Validate the request, emit its estimate, and return the job."""
+    if request.gguf is not None:
+        return prepare_gguf_job(request, name, folder, device, on_event)
     assert request.recipe is not None
-    ready = prepare_quantization(folder, request.recipe, request.calibration, device)
-    job = QuantizeJob(name, ready, request.output or default_output(name, request.recipe, None))
+    prepared = prepare_quantization(folder, request.recipe, request.calibration, device)
+    output = request.output or default_output(name, request.recipe, None)
+    job = QuantizeJob(name, prepared, output)
     job.check_disk_space(resume=request.resume)
-    layerwise_run.report_estimate(job, on_event)
+    job.report_estimate(on_event)
     return job
 
 
 def _measure(
     models: Sequence[tuple[str, Path]], eval_set: EvalSet, device: str, on_event: OnEvent
 ) -> list[EvalRow]:
-    def on_step(name: str, done: int, total: int) -> None:
-        on_event(ProgressEvent(f"measuring {name}", done, total, "steps"))
-
-    found = evaluate_models(models, eval_set, device, on_step)
-    return [replace(row, tokens_per_s=measure_tokens_per_s(Path(row.path))) for row in found]
+    rows = evaluate_models(models, eval_set, device, on_event)
+    return [replace(row, tokens_per_s=measure_tokens_per_s(Path(row.path))) for row in rows]
 
 
 def _report_recommendation(folder: Path, on_event: OnEvent) -> None:
-    """A model of which too little is known for advice is refused for better reasons later."""
+    """Without a readable model there is none; the errors that follow say more."""
     try:
-        found = estimate_methods(folder, available_memory())
+        estimates = estimate_methods(folder, available_memory())
     except LocalgenError:
         return
-    best = best_method(found)
-    on_event(RecommendationEvent(tuple(found), None if best is None else best.option))
+    best = best_method(estimates)
+    on_event(RecommendationEvent(tuple(estimates), None if best is None else best.option))
 
 
 def _resolve_device(requested: str | None) -> str:

@@ -20,8 +20,14 @@ from localgen.backends.cuda.model.source import HfModelSource
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.sharding import ensure_divisible
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.quant.files.packing import pack_linear, packing_layout, quantization_config
-from localgen.quant.files.quantized_weight import GroupedWeight, QuantizedWeight, RowWeight
+from localgen.quant.files.packing import (
+    GroupedWeight,
+    QuantizedWeight,
+    RowWeight,
+    pack_linear,
+    packing_layout,
+    quantization_config,
+)
 from localgen.quant.request.recipe import Recipe
 
 GROUP = 16

@@ -23,6 +23,7 @@ from hf_folders import (
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
 from localgen.quant.gguf.convert import convert_to_gguf
+from localgen.quant.request.events import QuantizeEvent
 
 
 def remove(name: str) -> Callable[[Path], None]:
@@ -147,11 +148,11 @@ def test_a_failed_conversion_keeps_the_old_file(
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
-    def stop(done: int, total: int) -> None:
+    def stop(event: QuantizeEvent) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert_to_gguf(TINY, tmp_path / "model.gguf", progress=stop)
+        convert_to_gguf(TINY, tmp_path / "model.gguf", on_event=stop)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -48,7 +48,7 @@ def ids(tokenizer: HfTokenizer) -> Tensor:
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("rounded") / "tiny-rtn"
     ready = prepare_quantization(TINY, Recipe(method="rtn"), CalibrationConfig(), "cpu")
-    QuantizeJob("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
+    QuantizeJob("tiny", ready, out).run(lambda _: None, resume=False)
     return out
 
 

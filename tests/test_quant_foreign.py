@@ -31,7 +31,7 @@ def test_logits_are_those_of_transformers(method: QuantizeMethod, tmp_path: Path
     ready = prepare_quantization(
         TINY, Recipe(method=method, bits=8), CalibrationConfig(samples=8, seq_len=64), "cpu"
     )
-    QuantizeJob("tiny", ready, out).run(resume=False, on_progress=lambda _: None)
+    QuantizeJob("tiny", ready, out).run(lambda _: None, resume=False)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(out, dtype=torch.float32)
     source = LayerwiseCheckpoint(out)

@@ -21,15 +21,15 @@ from localgen.backends.cuda.model.weights import load_weights
 from localgen.backends.errors import DiskFull, InvalidRequest, LoadFailed, LocalgenError
 from localgen.quant import preflight
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
-from localgen.quant.job import QuantizeJob, QuantizeProgress
+from localgen.quant.job import QuantizeJob
 from localgen.quant.preflight import prepare_quantization
+from localgen.quant.request.events import ProgressEvent, QuantizeEvent
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
 CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
 RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))
 FP8 = Recipe(method="fp8", bits=8)
 LAYERS = 6
-Seen = list[QuantizeProgress]
 
 
 def job(recipe: Recipe, out: Path, *, folder: Path = TINY) -> QuantizeJob:
@@ -37,10 +37,11 @@ def job(recipe: Recipe, out: Path, *, folder: Path = TINY) -> QuantizeJob:
     return QuantizeJob("tiny", ready, out)
 
 
-def run(recipe: Recipe, out: Path, *, resume: bool = False) -> list[QuantizeProgress]:
-    seen: Seen = []
-    job(recipe, out).run(resume=resume, on_progress=seen.append)
-    return seen
+def run(recipe: Recipe, out: Path, *, resume: bool = False) -> list[int]:
+    """Finished layers at each progress event."""
+    seen: list[QuantizeEvent] = []
+    job(recipe, out).run(seen.append, resume=resume)
+    return [one.done for one in seen if isinstance(one, ProgressEvent) and one.unit == "layers"]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -54,12 +55,12 @@ class Stopped(Exception):
 def stopped_at(recipe: Recipe, out: Path, layer: int) -> None:
     """Run until a layer begins, and end there as a process does that is killed."""
 
-    def stop(progress: QuantizeProgress) -> None:
-        if progress.stage == "layers" and progress.done == layer:
+    def stop(event: QuantizeEvent) -> None:
+        if isinstance(event, ProgressEvent) and (event.unit, event.done) == ("layers", layer):
             raise Stopped
 
     with pytest.raises(Stopped):
-        job(recipe, out).run(resume=False, on_progress=stop)
+        job(recipe, out).run(stop, resume=False)
 
 
 @pytest.fixture
@@ -71,8 +72,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("recipe", [RTN, AWQ, GPTQ, FP8], ids=lambda recipe: recipe.method)
 def test_what_is_written_is_a_model(recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    seen = run(recipe, out)
-    assert [one.done for one in seen if one.stage == "layers"] == list(range(LAYERS + 1))
+    assert run(recipe, out) == list(range(LAYERS + 1))
     assert not list(tmp_path.glob("*.partial"))
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == LAYERS + 1
@@ -99,7 +99,8 @@ def test_what_is_written_is_a_model(recipe: Recipe, tmp_path: Path) -> None:
 def test_the_estimates_of_size_hold(tmp_path: Path) -> None:
     for recipe in (RTN, FP8, GPTQ, Recipe(method="rtn", bits=3, group_size=64)):
         one = job(recipe, tmp_path / f"{recipe.method}{recipe.bits}")
-        size = one.run(resume=False, on_progress=lambda _: None).size_bytes
+        out = Path(one.run(lambda _: None, resume=False).path)
+        size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         # what it does not count are the headers of the files
         assert 0 <= size - one.estimate.output_bytes < 4096 * (LAYERS + 1)
 
@@ -111,8 +112,7 @@ def test_resumed_runs_give_the_same_files(recipe: Recipe, layer: int, tmp_path: 
     run(recipe, whole)
     stopped_at(recipe, parts, layer)
     assert not parts.exists()
-    begun = [one for one in run(recipe, parts, resume=True) if one.stage == "layers"]
-    assert begun[0].done == layer
+    assert run(recipe, parts, resume=True)[0] == layer
     assert files(whole) == files(parts)
 
 
@@ -153,7 +153,7 @@ def test_another_model_does_not_go_on(model: Path, tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors")
     refused(
         InvalidRequest,
-        lambda: job(RTN, out, folder=model).run(resume=True, on_progress=lambda _: None),
+        lambda: job(RTN, out, folder=model).run(lambda _: None, resume=True),
         "another model checksum",
     )
 
@@ -168,7 +168,7 @@ def test_weights_that_are_no_numbers(value: float, model: Path, tmp_path: Path) 
     started = job(RTN, out, folder=model)
     refused(
         LoadFailed,
-        lambda: started.run(resume=False, on_progress=lambda _: None),
+        lambda: started.run(lambda _: None, resume=False),
         name,
         "NaN or infinite",
         "download it again",
@@ -230,7 +230,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("localgen.quant.job.write_safetensors", full)
     refused(
         DiskFull,
-        lambda: started.run(resume=False, on_progress=lambda _: None),
+        lambda: started.run(lambda _: None, resume=False),
         "3000 requested",
         "--resume",
     )
@@ -243,14 +243,15 @@ def test_a_float32_model_becomes_sixteen_bits(model: Path, tmp_path: Path) -> No
     tensors = load_file(model / "model.safetensors")
     save_file({name: one.float() for name, one in tensors.items()}, model / "model.safetensors")
     out = tmp_path / "out"
-    job(RTN, out, folder=model).run(resume=False, on_progress=lambda _: None)
+    job(RTN, out, folder=model).run(lambda _: None, resume=False)
     assert LayerwiseCheckpoint(out).dtype is torch.float16
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float16"
 
 
 def test_weights_are_checked_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum comes from reading all of it, once."""
-    read: list[int] = []
-    preflight.check_finite_and_checksum(LayerwiseCheckpoint(TINY), read.append)
+    seen: list[QuantizeEvent] = []
+    preflight.check_finite_and_checksum(LayerwiseCheckpoint(TINY), seen.append)
+    read = [event.done for event in seen if isinstance(event, ProgressEvent)]
     assert read == sorted(read)
     assert read[-1] == LayerwiseCheckpoint(TINY).size_bytes

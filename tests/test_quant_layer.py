@@ -16,10 +16,9 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.tensor_names import LayerTensors, layer_names, linear_shapes
 from localgen.quant.calibrate import passes
-from localgen.quant.calibrate.layer_forward import LayerForward
+from localgen.quant.calibrate.layer_forward import CalibrationLayer, LayerForward
 from localgen.quant.calibrate.scaling import fold_scales, scale_mappings
-from localgen.quant.methods.folding import fold_layer
-from localgen.quant.methods.layer import QuantizedLayer, quantize_layer
+from localgen.quant.methods.layer import QuantizedLayer, fold_layer, quantize_layer
 from localgen.quant.request.recipe import QuantizeMethod, Recipe
 
 LENGTH, INDEX = 40, 1
@@ -61,7 +60,8 @@ def quantized(
     spec, layer = case
     recipe = Recipe(method=method, bits=bits, group_size=8)
     forward = LayerForward(spec, LENGTH)
-    return quantize_layer(spec, INDEX, layer, inputs or inputs_of(spec), forward, recipe)
+    given = CalibrationLayer(INDEX, layer, inputs or inputs_of(spec), forward)
+    return quantize_layer(given, recipe)
 
 
 def loss(case: Case, found: QuantizedLayer) -> float:
@@ -105,7 +105,7 @@ def test_a_folded_layer_computes_the_same(case: Case, method: QuantizeMethod) ->
     spec, layer = case
     recipe = Recipe(method=method, bits=8 if method == "smoothquant" else 4, group_size=8)
     forward = LayerForward(spec, LENGTH)
-    found = fold_layer(spec, INDEX, layer, inputs_of(spec), forward, recipe)
+    found = fold_layer(CalibrationLayer(INDEX, layer, inputs_of(spec), forward), recipe)
     assert not torch.equal(found.tensors["input_layernorm.weight"], layer["input_layernorm.weight"])
     wanted = output(spec, layer, inputs_of(spec))
     assert_same(spec, output(spec, found.tensors, inputs_of(spec)), wanted)

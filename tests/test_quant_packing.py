@@ -11,13 +11,14 @@ from torch import Tensor
 
 from localgen.backends.cuda.model.int4_repack import act_order, repack_awq, repack_gptq
 from localgen.quant.files.packing import (
+    GroupedWeight,
     PackingLayout,
+    RowWeight,
     pack_linear,
     packing_layout,
     quantization_config,
     unpack_linear,
 )
-from localgen.quant.files.quantized_weight import GroupedWeight, RowWeight
 from localgen.quant.methods.gptq import factor_hessian, gptq_grid, round_gptq
 from localgen.quant.request.recipe import Recipe
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.tensor_names import LayerTensors, linear_shapes
-from localgen.quant.calibrate.layer_forward import LayerForward
-from localgen.quant.methods.fp8 import round_to_fp8
+from localgen.quant.calibrate.layer_forward import CalibrationLayer, LayerForward
+from localgen.quant.methods.grid import round_to_nearest
 from localgen.quant.methods.layer import quantize_layer
-from localgen.quant.methods.rtn import round_to_nearest
+from localgen.quant.methods.w8a8 import round_to_fp8
 from localgen.quant.preflight import check_group_size
 from localgen.quant.request.recipe import QuantizeMethod, Recipe
 
@@ -93,7 +93,7 @@ def test_a_layer_keeps_all_but_its_linears(
     spec = read_hf_config(write_config(tmp_path, "llama"))
     layer = layer_of(tmp_path)
     recipe = Recipe(method=method, bits=bits, group_size=16)
-    found = quantize_layer(spec, 0, layer, nothing, LayerForward(spec, 8), recipe)
+    found = quantize_layer(CalibrationLayer(0, layer, nothing, LayerForward(spec, 8)), recipe)
     assert set(found.tensors) == {"input_layernorm.weight"}
     assert set(found.weights) == set(linear_shapes(spec))
     assert set(found.dequantize()) == set(layer)
@@ -115,7 +115,10 @@ def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -
     layer = layer_of(tmp_path)
     layer["mlp.up_proj.weight"][3, 5] = value
     with pytest.raises(LoadFailed, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
-        quantize_layer(spec, 2, layer, nothing, LayerForward(spec, 8), Recipe(method="fp8", bits=8))
+        quantize_layer(
+            CalibrationLayer(2, layer, nothing, LayerForward(spec, 8)),
+            Recipe(method="fp8", bits=8),
+        )
 
 
 def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from tui_quantize import Quantizing
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound, OutOfMemory
 from localgen.machine.python_process import python_environment
 from localgen.quant import process
-from localgen.quant.events import (
+from localgen.quant.process import QuantizeProcess
+from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
     FinishedEvent,
@@ -33,7 +34,6 @@ from localgen.quant.events import (
     StoppedEvent,
     UnfinishedEvent,
 )
-from localgen.quant.process import QuantizeProcess
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 from localgen.quant.request.request import EvalSet, QuantizeRequest
 from localgen.tui.quantize.runner import QuantizeRunner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,13 @@ from hf_folders import TINY, edit
 
 from localgen.backends.errors import InvalidRequest
 from localgen.quant import originals
-from localgen.quant.events import (
+from localgen.quant.originals import scan_originals
+from localgen.quant.report import eval_markdown, eval_table
+from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
+    EvalRow,
+    FailedEvent,
     FinishedEvent,
     MethodEstimate,
     NoteEvent,
@@ -25,8 +28,6 @@ from localgen.quant.events import (
     decode_event,
     encode_event,
 )
-from localgen.quant.originals import scan_originals
-from localgen.quant.report import EvalRow, eval_markdown, eval_table
 from localgen.quant.request.form import (
     QuantizeForm,
     invalid_value_reason,
@@ -37,7 +38,7 @@ from localgen.quant.request.recipe import Recipe
 from localgen.quant.request.request import decode_request, default_output, encode_request
 
 NEEDS = EstimateEvent("tiny", "awq", "out", 10, 4, 2, 100, 1000, 8, 2000)
-EVENTS: tuple[QuantizeEvent, ...] = (
+EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
     NEEDS,
     UnfinishedEvent(2, 6),
     RecommendationEvent(
@@ -50,14 +51,15 @@ EVENTS: tuple[QuantizeEvent, ...] = (
     FinishedEvent("out.gguf"),
     EvalEvent((EvalRow("a", "/a", 1, 16.0), EvalRow("b", "/b", 2, 4.0, 1.5, 0.1, None))),
     StoppedEvent(3, 6),
+    FailedEvent("no disk", "disk_full"),
 )
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_events_travel_in_a_line(event: QuantizeEvent) -> None:
+def test_events_travel_in_a_line(event: QuantizeEvent | FailedEvent) -> None:
     line = encode_event(event)
     assert "\n" not in line
-    assert decode_event(json.loads(line)) == event
+    assert decode_event(line) == event
 
 
 @pytest.mark.parametrize(

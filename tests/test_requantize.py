@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from localgen.quant.gguf import requantize
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, read_imatrix, write_imatrix
 from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
+from localgen.quant.request.events import ProgressEvent, QuantizeEvent
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type
 
 QUESTION = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
@@ -73,7 +73,7 @@ def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
     convert_to_gguf(TINY, tmp_path / "wide.gguf", "F16")
     with pytest.raises(LoadFailed, match=f"cannot make {file_type} of it: .*requires an imatrix"):
         requantize.requantize(
-            tmp_path / "wide.gguf", tmp_path / "m.gguf", file_type, None, lambda *_: None
+            tmp_path / "wide.gguf", tmp_path / "m.gguf", file_type, None, lambda _: None
         )
 
 
@@ -128,14 +128,14 @@ def test_sixteen_bits_in_between_are_those_of_the_model(
 
 
 def test_progress(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    make_gguf(TINY, tmp_path / "model.gguf", "Q4_0", progress=lambda *step: seen.append(step))
-    converting = [step for step in seen if step[0] == "converting"]
-    quantizing = [step for step in seen if step[0] == "quantizing"]
-    assert seen == converting + quantizing
-    assert converting[-1][1] == converting[-1][2]
-    assert [done for _, done, _ in quantizing] == list(range(1, 57))
-    assert {total for _, _, total in quantizing} == {56}
+    seen: list[QuantizeEvent] = []
+    make_gguf(TINY, tmp_path / "model.gguf", "Q4_0", on_event=seen.append)
+    events = [event for event in seen if isinstance(event, ProgressEvent)]
+    converting = [event for event in events if event.step == "converting to GGUF"]
+    rounding = [event for event in events if event.step == "rounding"]
+    assert seen == converting + rounding
+    assert converting[-1].done == converting[-1].total
+    assert rounding == [ProgressEvent("rounding", done, 56, "tensors") for done in range(1, 57)]
 
 
 @pytest.mark.parametrize("name", ["F16", "Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K"])
@@ -275,12 +275,12 @@ def test_an_interruption_keeps_the_old_file_and_ends_the_process(tmp_path: Path)
     target = tmp_path / "model.gguf"
     target.write_bytes(b"old")
 
-    def stop(step: str, done: int, total: int) -> None:
-        if step == "quantizing" and done == 3:
+    def stop(event: QuantizeEvent) -> None:
+        if event == ProgressEvent("rounding", 3, 56, "tensors"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_gguf(TINY, target, "Q4_K_M", progress=stop)
+        make_gguf(TINY, target, "Q4_K_M", on_event=stop)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
         ("model.gguf", b"old")
     ]
@@ -308,15 +308,11 @@ def test_an_abort_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_process_ends_when_nobody_listens(tmp_path: Path) -> None:
     make_gguf(TINY, tmp_path / "wide.gguf", "F16")
-    job = {
-        "source": str(tmp_path / "wide.gguf"),
-        "target": str(tmp_path / "model.gguf"),
-        "file_type": int(GGUF_TYPES["IQ4_XS"].file_type),
-        "imatrix": None,
-        "threads": 1,
-    }
+    module = "localgen.quant.gguf.requantize_process"
+    file_type = int(GGUF_TYPES["IQ4_XS"].file_type)
+    arguments = (tmp_path / "wide.gguf", tmp_path / "model.gguf", file_type, 1)
     child = subprocess.Popen(
-        [sys.executable, "-m", "localgen.quant.gguf.requantize_process", json.dumps(job)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

@@ -25,8 +25,7 @@ from tui_quantize import (
 )
 
 from localgen.backends.errors import OutOfMemory
-from localgen.quant.events import EvalEvent, FinishedEvent, ProgressEvent
-from localgen.quant.report import EvalRow
+from localgen.quant.request.events import EvalEvent, EvalRow, FinishedEvent, ProgressEvent
 from localgen.quant.request.form import QuantizeForm
 from localgen.tui.chat.main_screen import QuantizeStatusLine
 from localgen.tui.chat.model_picker import ModelPicker

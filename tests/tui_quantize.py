@@ -12,9 +12,10 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 from tui_chats import NoServerMonitor, Tui
 
-from localgen.quant.events import (
+from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
+    EvalRow,
     FinishedEvent,
     MethodEstimate,
     NoteEvent,
@@ -24,7 +25,6 @@ from localgen.quant.events import (
     StoppedEvent,
     UnfinishedEvent,
 )
-from localgen.quant.report import EvalRow
 from localgen.quant.request.request import QuantizeRequest
 from localgen.tui.chat.app import ChatApp
 from localgen.tui.quantize.runner import QuantizeRunner

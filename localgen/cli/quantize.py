@@ -201,8 +201,7 @@ def command(
     require_packages()
     from localgen.cli.quantize_report import QuantizePrinter
     from localgen.quant import run
-    from localgen.quant.request import request
-    from localgen.quant.request.recipe import CalibrationConfig
+    from localgen.quant.request.recipe import METHODS, CalibrationConfig
     from localgen.quant.request.request import EvalSet, QuantizeRequest
 
     held_out = EvalSet(eval_text, eval_samples, seq_len)
@@ -211,28 +210,29 @@ def command(
             run.compare_models(names, held_out, device, printer)
         return
     path = Path(calib).expanduser() if calib not in (None, "builtin") else None
-    recipe = request.recipe_from_flags(flags, gguf, bits, group_size, act_order, calib is not None)
-    if calib is not None and not (recipe is not None and recipe.needs_calibration):
-        raise InvalidRequest("--calib: --rtn and --fp8 use no calibration text")
-    asked = QuantizeRequest(
+    request = QuantizeRequest(
         model=_single_model(names),
-        recipe=recipe,
         gguf=gguf,
-        mode=request.job_mode(gguf, fold_scales=awq),
         calibration=CalibrationConfig(path=path, samples=samples, seq_len=seq_len, seed=seed),
         output=out,
         device=device,
         resume=resume,
         eval_set=None if no_eval else held_out,
+    ).with_method(
+        [method for method in METHODS if flags[method]],
+        bits=bits,
+        group_size=group_size,
+        act_order=act_order,
+        calibrate=calib is not None,
     )
     with QuantizePrinter(as_json=json) as printer:
-        run.run_quantization(asked, printer)
+        run.run_quantization(request, printer)
 
 
 def _require_exclusive(reports: dict[str, bool], actions: dict[str, object]) -> None:
-    """Raise InvalidRequest if a report flag is combined with any other flag given here."""
-    shown = [name for name, asked in reports.items() if asked]
-    made = [name for name, asked in actions.items() if asked not in (None, False)]
+    """Raise InvalidRequest if a report is requested together with another report or an action."""
+    shown = [name for name, given in reports.items() if given]
+    made = [name for name, given in actions.items() if given not in (None, False)]
     if len(shown) > 1 or (shown and made):
         other = [*shown[1:], *made][0]
         raise InvalidRequest(f"--{shown[0]} and --{other} exclude each other")

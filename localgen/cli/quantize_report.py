@@ -19,17 +19,18 @@ from localgen.backends.units import format_elapsed, format_size
 from localgen.cli import tables
 from localgen.hub.quant_choice import available_memory
 from localgen.quant.advice import best_method, estimate_methods
-from localgen.quant.events import (
+from localgen.quant.originals import resolve_original
+from localgen.quant.report import eval_table
+from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
+    EvalRow,
     FinishedEvent,
     NoteEvent,
     ProgressEvent,
     QuantizeEvent,
     StoppedEvent,
 )
-from localgen.quant.originals import resolve_original
-from localgen.quant.report import EvalRow, eval_table
 
 # interval of progress lines without a terminal
 _LINE_INTERVAL_S = 10.0

@@ -1,5 +1,5 @@
-"""What goes from layer to layer: the hidden states of all windows, in a file. The system keeps of
-it in memory what there is room for, and gives that up when others need it."""
+"""Hidden states of all windows between two layers, in a file that the page cache may keep in
+memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from localgen.quant.files.safetensors_writer import atomic_write
 
 
 class ActivationFile:
-    """float32 [windows, length, hidden] before layer `layer`, in a file of a work folder.
+    """Input of layer `layer`, float32 [windows, length, hidden], in a file of the work folder.
 
-    The file is whole or not there, and one layer's is kept until the next one's is: whatever ends
-    the process, the states before the first unfinished layer are on disk. batch: windows at a
-    time.
+    Files are written atomically, and a layer's file is kept until the next layer's is complete, so
+    the input of the first unfinished layer survives any interruption. batch: windows at a time.
     """
 
     def __init__(
@@ -30,36 +29,34 @@ class ActivationFile:
 
     @property
     def exists(self) -> bool:
-        """Whether the layer's file is there, and whole."""
+        """Whether the layer's file exists and is complete."""
         path = self._path(self.layer)
         return path.is_file() and path.stat().st_size == self.num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of the states before one layer."""
         return 4 * int(torch.Size(self._shape).numel())
 
     def write_first_layer(self, embed: Callable[[slice], Tensor]) -> None:
-        """Write the first layer's states. embed: gives those of some windows."""
+        """Write the input of the first layer. embed: computes it for some windows."""
         with atomic_write(self._path(self.layer)) as path, path.open("wb") as file:
             for part in self._batch_slices():
                 _append_states(file, embed(part))
 
     def batches(self) -> Iterator[Tensor]:
-        """All of them in order, a few windows at a time."""
+        """All states in order, `batch` windows at a time."""
         for part in self._batch_slices():
             yield self._read(part)
 
     def advance(self, run_layer: Callable[[Tensor], Tensor]) -> None:
-        """Replace the states by what a layer makes of them. The last layer's file stays: `delete`
-        it when the layer itself is written."""
+        """Replace the states by the layer's output. `delete` the old file when the quantized layer
+        is written."""
         with atomic_write(self._path(self.layer + 1)) as path, path.open("wb") as file:
             for part in self._batch_slices():
                 _append_states(file, run_layer(self._read(part)))
         self.layer += 1
 
     def delete(self, layer: int) -> None:
-        """Forget the file of a layer that is done."""
         self._path(layer).unlink(missing_ok=True)
 
     def _batch_slices(self) -> Iterator[slice]:

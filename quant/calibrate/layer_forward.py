@@ -1,8 +1,9 @@
-"""One decoder layer at a time in plain torch: what calibration and evaluation look through."""
+"""Forward pass of single decoder layers in plain torch, for calibration and evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,16 +11,19 @@ from torch.nn import functional
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.tensor_names import LayerTensors, layer_names
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 
-# called with the name of a linear and its input, [tokens, in], in the dtype it is multiplied in
+# called with the name of a linear and its input, [tokens, in], in the dtype of the multiplication
 InputHook = Callable[[str, Tensor], None]
+# batches of a layer's input, float32 [sequences, length, hidden]; each call starts again
+LayerInputs = Callable[[], Iterable[Tensor]]
 
 
 class LayerForward:
     """The layers of a model over whole sequences of up to seq_len tokens.
 
-    As in the engine, LongRoPE takes its long factors if seq_len is beyond the trained length.
-    dtype: what linears multiply in; all else is float32.
+    As in the engine, LongRoPE uses its long factors if seq_len exceeds the trained length.
+    dtype: of the matrix multiplications; everything else is float32.
     """
 
     def __init__(
@@ -39,10 +43,10 @@ class LayerForward:
     def run(
         self, index: int, tensors: LayerTensors, hidden: Tensor, hook: InputHook | None = None
     ) -> Tensor:
-        """What layer `index` makes of hidden, float32 [sequences, length, hidden].
+        """Output of layer `index` for hidden: float32 [sequences, length, hidden].
 
-        tensors: the layer's, by name within it, experts as in LayerNames. hook: sees the input of
-        every linear; an expert's are the tokens routed to it, none at all if there are none.
+        tensors: by name within the layer, experts as in LayerNames. hook: called with the input of
+        every linear; for an expert with the tokens routed to it, if any.
         """
         names, layer = self._names, _LayerWithHook(self.spec, tensors, hook, self._dtype)
         mixed = self._attention(index, layer, layer.norm(names.attention_norm, hidden))
@@ -86,13 +90,44 @@ class LayerForward:
             if len(chosen):
                 gate_up = tuple(name.format(expert) for name in names.gate_up)
                 found = layer.gated_mlp(gate_up, names.down.format(expert), rows[chosen])
-                # no row is chosen twice by one expert
+                # an expert has each row once at most
                 out[chosen] += shares[chosen, place, None] * found
         return out.view_as(x)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CalibrationLayer:
+    """A decoder layer to be quantized, with its inputs from the calibration text.
+
+    tensors: float32, by name within the layer, as in LayerNames. inputs: read only by methods that
+    calibrate; the loss is smallest if they are outputs of the quantized layers before.
+    """
+
+    index: int
+    tensors: LayerTensors
+    inputs: LayerInputs
+    forward: LayerForward
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.forward.spec
+
+    def weight(self, linear: str) -> Tensor:
+        """Weight of a linear, [out, in]."""
+        return self.tensors[f"{linear}.weight"]
+
+    def full_name(self, name: str) -> str:
+        """Name in the checkpoint of a tensor or module of this layer."""
+        return f"model.layers.{self.index}.{name}"
+
+    def run_inputs(self, hook: InputHook) -> None:
+        """Run all inputs through the layer, for the hook only."""
+        for hidden in self.inputs():
+            self.forward.run(self.index, self.tensors, hidden, hook)
+
+
 def embed_tokens(spec: ModelSpec, weight: Tensor, ids: Tensor) -> Tensor:
-    """The first layer's input: float32 [sequences, length, hidden], of ids of that shape.
+    """Input of the first layer for ids [sequences, length]: float32 [sequences, length, hidden].
 
     weight: [vocab, hidden] in the checkpoint's dtype, to which the scale is rounded.
     """
@@ -100,29 +135,39 @@ def embed_tokens(spec: ModelSpec, weight: Tensor, ids: Tensor) -> Tensor:
     return weight[ids].float() * scale
 
 
+def embed_windows(source: LayerwiseCheckpoint, ids: Tensor) -> Tensor:
+    """Input of the first layer for ids, int64 [windows, length]; reads only their embeddings."""
+    rows, places = torch.unique(ids, return_inverse=True)
+    weight = source.gather_rows("model.embed_tokens.weight", rows)
+    return embed_tokens(source.spec, weight, places)
+
+
 @torch.no_grad()
 def compute_logits(spec: ModelSpec, norm: Tensor, head: Tensor, hidden: Tensor) -> Tensor:
-    """float32 [..., vocab] of the last layer's output. norm: [hidden]. head: [vocab, hidden]."""
+    """Logits of the last layer's output: float32 [..., vocab].
+
+    norm: [hidden]. head: [vocab, hidden].
+    """
     found = functional.linear(_rms_norm(spec, hidden, norm), head)
     cap = spec.logit_softcap
     return found if not cap else (found / cap).tanh() * cap
 
 
 class _LayerWithHook:
-    """A layer's tensors and who watches them."""
+    """A layer's modules by name; linears call the hook."""
 
     def __init__(
         self, spec: ModelSpec, tensors: LayerTensors, hook: InputHook | None, dtype: torch.dtype
     ) -> None:
-        self._spec, self._tensors, self._tap, self._dtype = spec, tensors, hook, dtype
+        self._spec, self._tensors, self._hook, self._dtype = spec, tensors, hook, dtype
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return _rms_norm(self._spec, x, self._tensors[f"{name}.weight"])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         x = x.to(self._dtype)
-        if self._tap is not None:
-            self._tap(name, x.reshape(-1, x.shape[-1]))
+        if self._hook is not None:
+            self._hook(name, x.reshape(-1, x.shape[-1]))
         found = functional.linear(x, self._tensors[f"{name}.weight"].to(self._dtype)).float()
         bias = self._tensors.get(f"{name}.bias")
         return found if bias is None else found + bias
@@ -146,7 +191,7 @@ def _rms_norm(spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [..., length, head_dim]. cos, sin: [length, rotated / 2]; the rest of a head stays."""
+    """x: [..., length, head_dim]. cos, sin: [length, rotated / 2]; the rest passes through."""
     half = cos.shape[-1]
     low, high, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
@@ -155,7 +200,7 @@ def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: ModelSpec, window: int | None
 ) -> Tensor:
-    """Causal attention, [sequences, heads, length, head_dim]. window: positions a token sees."""
+    """[sequences, heads, length, head_dim]. window: number of positions that a token attends to."""
     length, cap = q.shape[2], spec.attn_softcap
     k, v = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for part in (k, v))
     mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()

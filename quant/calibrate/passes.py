@@ -1,50 +1,43 @@
-"""How often a layer is run, so that what is summed up of its inputs stays within memory."""
+"""Statistics of a layer in as many passes over the calibration text as memory requires."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.hf.tensor_names import LayerTensors, linear_shapes
-from localgen.quant.calibrate.input_stats import InputStats, LayerInputs, collect_input_stats
-from localgen.quant.calibrate.layer_forward import LayerForward
+from localgen.backends.formats.hf.tensor_names import linear_shapes
+from localgen.quant.calibrate.input_stats import InputStats, collect_input_stats
+from localgen.quant.calibrate.layer_forward import CalibrationLayer
 from localgen.quant.calibrate.scaling import ScaleMapping, scale_mappings
 from localgen.quant.request.recipe import Recipe
 
-# what the sums of one pass may take; those of a single mapping may exceed it
+# limit for the statistics of one pass; those of a single mapping may exceed it
 _MAX_PASS_BYTES = 4 << 30
 
 
 def iter_layer_stats(
-    spec: ModelSpec,
-    index: int,
-    tensors: LayerTensors,
-    inputs: LayerInputs,
-    forward: LayerForward,
-    recipe: Recipe,
+    layer: CalibrationLayer, recipe: Recipe
 ) -> Iterator[tuple[ScaleMapping, dict[str, InputStats]]]:
-    """Each scale mapping of layer `index` with what recipe.method wants to know of it.
+    """Each scale mapping of the layer with the statistics that recipe.method needs.
 
-    InputStats are by the name of the linear: at stats_linear, and at the first of those that see
-    the same tokens. All are of the layer as given. LoadFailed: NaN or infinite activations.
+    InputStats are by the name of the linear: of stats_linear, and of the first linear of each
+    group of consumers. Raises LoadFailed for NaN or infinite activations.
     """
-    device = tensors[f"{scale_mappings(spec)[0].source}.weight"].device
-    for together in split_into_passes(spec, recipe):
-        wanted = {
+    spec = layer.spec
+    device = layer.weight(scale_mappings(spec)[0].source).device
+    for mappings in split_into_passes(spec, recipe):
+        stats = {
             name: InputStats(_num_inputs(spec, mapping), block, device)
-            for mapping in together
+            for mapping in mappings
             for name, block in _gram_block_sizes(spec, mapping, recipe).items()
         }
-        collect_input_stats(forward, index, tensors, inputs, wanted)
-        for mapping in together:
-            yield (
-                mapping,
-                {name: wanted[name] for name in _gram_block_sizes(spec, mapping, recipe)},
-            )
+        collect_input_stats(layer, stats)
+        for mapping in mappings:
+            yield mapping, {name: stats[name] for name in _gram_block_sizes(spec, mapping, recipe)}
 
 
 def split_into_passes(spec: ModelSpec, recipe: Recipe) -> list[list[ScaleMapping]]:
-    """The scale mappings of a layer by the pass over the calibration text that watches them."""
+    """Scale mappings of a layer, grouped by pass over the calibration text."""
     found: list[list[ScaleMapping]] = []
     left = 0
     for mapping in scale_mappings(spec):
@@ -58,17 +51,17 @@ def split_into_passes(spec: ModelSpec, recipe: Recipe) -> list[list[ScaleMapping
 
 
 def statistics_bytes(spec: ModelSpec, recipe: Recipe) -> int:
-    """The most that the sums of a pass take."""
+    """Peak memory of the statistics of one pass."""
     if not recipe.needs_calibration:
         return 0
     return max(
-        sum(_stats_bytes(spec, mapping, recipe) for mapping in together)
-        for together in split_into_passes(spec, recipe)
+        sum(_stats_bytes(spec, mapping, recipe) for mapping in mappings)
+        for mappings in split_into_passes(spec, recipe)
     )
 
 
 def gptq_factor_bytes(spec: ModelSpec, recipe: Recipe) -> int:
-    """What is worked out of the largest sums: for gptq the Hessian damped, and its factor."""
+    """Memory for gptq's largest damped Hessian and its factor; 0 for other methods."""
     if recipe.method != "gptq":
         return 0
     return 2 * 4 * max(_num_inputs(spec, mapping) for mapping in scale_mappings(spec)) ** 2
@@ -77,9 +70,9 @@ def gptq_factor_bytes(spec: ModelSpec, recipe: Recipe) -> int:
 def _gram_block_sizes(
     spec: ModelSpec, mapping: ScaleMapping, recipe: Recipe
 ) -> Mapping[str, int | None]:
-    """The linears to watch, and in what blocks of inputs."""
+    """Linears to collect statistics of, and the block size of their Gram blocks."""
     ins = _num_inputs(spec, mapping)
-    firsts = [together[0] for together in mapping.consumers]
+    firsts = [linears[0] for linears in mapping.consumers]
     match recipe.method:
         case "gptq":
             return dict.fromkeys(firsts, ins)

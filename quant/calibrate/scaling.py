@@ -1,7 +1,7 @@
-"""The scaling map: which norm or linear makes each input of a layer, and who reads it.
+"""Scale mappings: which norm or linear produces each input of a layer, and which linears read it.
 
-Where an input is multiplied by scales and its readers' weights divided, or the other way round,
-nothing changes but what is easy to round. The scales disappear into whatever makes the input.
+Dividing an input by scales and multiplying its readers' columns by them leaves the layer's output
+unchanged but makes weights or activations easier to round. The scales are folded into the source.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from localgen.backends.formats.hf.tensor_names import LayerNames, LayerTensors, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleMapping:
-    """An input of a layer.
+    """One input of a layer, its source and its consumers.
 
-    source: the norm or linear whose outputs it is; source_start_row: from this output on.
-    source_is_norm: which of the two. consumers: the quantized linears that read it, together those
-    that see the same tokens (an expert sees only its own). router: a reader that is not quantized.
-    stats_linear: the reader whose input is all of it. num_repeats, repeat_channels: attention reads
-    runs of so many channels several times in a row, where heads share a value head.
+    source: the norm or linear that produces it; source_start_row: its first output in the source.
+    consumers: quantized linears that read it, grouped by the tokens they get (an expert gets only
+    its own). router: a reader that is not quantized. stats_linear: a reader that gets all tokens.
+    num_repeats, repeat_channels: with grouped-query attention each run of repeat_channels channels
+    occurs num_repeats times.
     """
 
     source: str
@@ -37,17 +37,17 @@ class ScaleMapping:
     @property
     def linears(self) -> list[str]:
         """All quantized readers."""
-        return [name for together in self.consumers for name in together]
+        return [name for group in self.consumers for name in group]
 
     def average_repeats(self, channels: Tensor) -> Tensor:
-        """[in], the same mean wherever channels are one channel repeated."""
+        """[in] with repeats of the same channel replaced by their mean."""
         if self.num_repeats == 1:
             return channels
         once = self._split_repeats(channels).mean(1, keepdim=True)
         return once.expand(-1, self.num_repeats, -1).flatten()
 
     def to_source_channels(self, channels: Tensor) -> Tensor:
-        """What `average_repeats` gave, for each of the source's outputs once."""
+        """Result of `average_repeats` without repeats: one value per output of the source."""
         return channels if self.num_repeats == 1 else self._split_repeats(channels)[:, 0].flatten()
 
     def _split_repeats(self, channels: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class ScaleMapping:
 
 
 def scale_mappings(spec: ModelSpec) -> list[ScaleMapping]:
-    """All inputs of a layer, in the order in which they are computed."""
+    """Mappings of all inputs of a layer, in order of computation."""
     names = layer_names(spec)
     keys = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     experts = range(1 if spec.moe is None else spec.moe.num_experts)
@@ -94,7 +94,7 @@ def _down_mapping(
     return ScaleMapping(
         source=gate_up[-1],
         source_is_norm=False,
-        # the gate goes through the activation, which scales would not survive
+        # scale up, not gate: the activation function of the gate is not linear
         source_start_row=spec.intermediate_size if len(gate_up) == 1 else 0,
         consumers=((name,),),
         stats_linear=name,
@@ -104,9 +104,9 @@ def _down_mapping(
 def fold_scales(
     spec: ModelSpec, tensors: LayerTensors, mapping: ScaleMapping, scales: Tensor
 ) -> None:
-    """Multiply the readers' columns by scales, [in], and divide what makes their input, in place.
+    """Multiply the readers' columns by scales and divide the source by them, in place.
 
-    scales: as `ScaleMapping.average_repeats` gives them. The layer computes the same as before.
+    scales: [in], as from `ScaleMapping.average_repeats`. The layer's output stays the same.
     """
     readers = [*mapping.linears, *([mapping.router] if mapping.router else [])]
     for name in readers:
@@ -117,7 +117,7 @@ def fold_scales(
         tensors[weight] = (tensors[weight] + offset) / divisors - offset
         return
     start = mapping.source_start_row
-    # the copy keeps the caller's own tensors as they are
+    # copied: the caller's tensors stay unchanged
     for name, columns in ((weight, divisors[:, None]), (f"{mapping.source}.bias", divisors)):
         if name in tensors:
             whole = tensors[name].clone()

@@ -1,9 +1,9 @@
-"""Text that weights are rounded for, and text that tells what was lost: as windows of tokens.
+"""Calibration text and held-out text as windows of tokens.
 
-Both texts in texts/ were made for localgen and are free of restrictions beyond its licence: prose,
-letters and minutes written for it in a dozen languages, excerpts of its own code and documentation,
-and chats, sums, tables and logs that a generator made up. What they share is the generator, of
-which a turn of phrase is in both; no prose, code or question is.
+Both texts in texts/ were made for localgen and have no restrictions beyond its licence: prose,
+letters and minutes written for it in a dozen languages, excerpts of its code and documentation,
+and generated chats, sums, tables and logs. Both use the same generator, so they share some phrases,
+but no prose, code or question.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from localgen.quant.request.recipe import CalibrationConfig
 _TEXTS = Path(__file__).parents[1] / "texts"
 CALIBRATION_TEXT = _TEXTS / "calibration.txt"
 HELD_OUT_TEXT = _TEXTS / "heldout.txt"
-# of a longer file the first so many bytes are used
+# only the first bytes of a longer file are used
 _MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenWindows:
-    """ids: int64 [windows, seq_len]. source: what the text is, for people. digest: of the tokens:
-    equal for equal calibration, whatever the file is called."""
+    """ids: int64 [windows, seq_len]. source: description of the text. digest: of the ids, so equal
+    for equal calibration whatever the file's name."""
 
     ids: Tensor
     source: str
@@ -40,7 +40,8 @@ class TokenWindows:
 def calibration_windows(calibration: CalibrationConfig, tokenizer: HfTokenizer) -> TokenWindows:
     """Windows drawn by the seed, in the order of the text; equal seeds give equal windows.
 
-    ModelNotFound: no such file. InvalidRequest: it is no text, or shorter than one window.
+    Raises ModelNotFound if the file is missing, InvalidRequest if it is not text or shorter than
+    one window.
     """
     path = calibration.path or CALIBRATION_TEXT
     ids = _tokenize_windows(path, tokenizer, calibration.seq_len)
@@ -53,9 +54,9 @@ def calibration_windows(calibration: CalibrationConfig, tokenizer: HfTokenizer) 
 def held_out_windows(
     path: Path | None, tokenizer: HfTokenizer, seq_len: int, max_windows: int
 ) -> TokenWindows:
-    """The first windows of a text, at most so many. path: None: what ships with localgen.
+    """The first windows of a text. path: None for localgen's held-out text.
 
-    Errors: as calibration_windows.
+    Raises as calibration_windows.
     """
     ids = _tokenize_windows(path or HELD_OUT_TEXT, tokenizer, seq_len)[:max_windows]
     return _windows(ids, "built-in held-out text" if path is None else path.name)
@@ -66,7 +67,7 @@ def _windows(ids: Tensor, source: str) -> TokenWindows:
 
 
 def _tokenize_windows(path: Path, tokenizer: HfTokenizer, seq_len: int) -> Tensor:
-    """[windows, seq_len]. Where the tokenizer begins a text with a token, each window does."""
+    """[windows, seq_len]. Every window starts with the tokenizer's BOS token, if it adds one."""
     tokens = tokenizer.encode_for_embedding(_read_text(path))
     first = tokenizer.encode_for_embedding("")[:1]
     body = tokens[len(first) :]
@@ -88,7 +89,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise ModelNotFound(f"cannot read the text {path}: {error.strerror}") from None
     try:
-        # of a longer file the last character may be cut
+        # the last character of a longer file may be cut
         return read.decode("utf-8", "ignore" if len(read) == _MAX_BYTES else "strict")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{path} is not UTF-8 text at byte {error.start:,}") from None

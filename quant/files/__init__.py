@@ -1,1 +1,1 @@
-"""Files that quantization reads and writes: checkpoints, packed weights, work folders."""
+"""Files of a quantization: checkpoints, packed weights, the work folder."""

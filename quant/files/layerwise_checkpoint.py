@@ -1,8 +1,7 @@
-"""A model folder read a layer at a time, whatever its weights are stored as."""
+"""A model folder read layer by layer, with plain or quantized weights."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -28,15 +27,15 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK_BYTES = 32 << 20
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_scale")
-# what a quantized linear has, by which it is known
+# a linear that has one of these is quantized
 _QUANTIZED_PARTS = ("qweight", "weight_scale")
-# tables that old files keep beside the weights, and scales of activations and of the KV cache
+# rotary tables of old files, and scales of activations and of the KV cache
 _NOT_WEIGHTS = ("rotary_emb.inv_freq", "put_scale", "put_scale_ub", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a tensor lies: bytes from `start` of a file."""
+    """Location of a tensor in a file. start: its first byte."""
 
     path: Path
     start: int
@@ -49,58 +48,57 @@ class TensorLocation:
 
 
 class LayerwiseCheckpoint:
-    """The tensors of a folder in Hugging Face's format. Nothing is mapped: what has been read and
-    forgotten takes no memory.
+    """Tensors of a folder in Hugging Face's format. Files are read, not mapped, so released
+    tensors take no memory.
 
-    Every reader raises LoadFailed naming the file and the tensor.
+    Every method that reads raises LoadFailed naming the file and the tensor.
     """
 
     def __init__(self, folder: Path) -> None:
-        """LoadFailed, ModelNotFound: no such model, one of an unknown kind, or files damaged."""
+        """Raises ModelNotFound if files are missing, LoadFailed if they are damaged or the
+        architecture is unknown."""
         self.folder = folder
         self.spec: ModelSpec = read_hf_config(folder)
         self._locations: dict[str, TensorLocation] = {}
         for path in weight_files(folder):
             self._locations.update(read_safetensors_header(path))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._locations
-
     def names(self) -> list[str]:
-        """Of all tensors, in the order of files and places, which is the fastest to read."""
+        """Names of all tensors in the order of files and offsets, the fastest to read."""
         place = {name: (str(one.path), one.start) for name, one in self._locations.items()}
-        return sorted(place, key=lambda name: place[name])
+        return sorted(place, key=place.__getitem__)
 
     def location(self, name: str) -> TensorLocation:
-        """Where and what a tensor is."""
         if name not in self._locations:
             raise LoadFailed(f"{self.folder} has no tensor {name}: download the whole model")
         return self._locations[name]
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(stored.num_bytes for stored in self._locations.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of what is not quantized, by the embedding."""
+        """Dtype of the embedding, which stands for all unquantized tensors."""
         return self.location("model.embed_tokens.weight").dtype
 
     def layer_tensor_names(self, index: int) -> list[str]:
-        """Of a layer's tensors, without the layer's own name."""
+        """Names of a layer's tensors within the layer."""
         at = f"model.layers.{index}."
         found = [name.removeprefix(at) for name in self._locations if name.startswith(at)]
         return [name for name in found if not name.endswith(_NOT_WEIGHTS)]
 
     def non_layer_names(self) -> list[str]:
-        """Of tensors outside layers; a head that is the embedding once more is left out."""
+        """Names of the tensors outside layers, without a tied head."""
         tied = "lm_head.weight" if self.spec.tied_embeddings else ""
         return [name for name in self._locations if ".layers." not in name and name != tied]
 
     def read_layer(self, index: int, device: torch.device | str = "cpu") -> LayerTensors:
-        """A layer in float32, by name within it: quantized weights as the numbers they stand for,
-        experts one by one. LoadFailed: a linear is missing or of another shape."""
+        """Load a layer in float32 by names within it, dequantized and with fused experts split.
+
+        Raises LoadFailed if a linear is missing or has another shape.
+        """
         at = f"model.layers.{index}."
         found: LayerTensors = {}
         for name in self.layer_tensor_names(index):
@@ -115,11 +113,11 @@ class LayerwiseCheckpoint:
         return found
 
     def read(self, name: str) -> Tensor:
-        """A tensor as the file has it."""
+        """Load a tensor in the file's dtype."""
         return read_tensor_at(self.location(name))
 
     def read_rows(self, name: str, first: int, end: int) -> Tensor:
-        """Rows first to end of a tensor, as the file has them."""
+        """Load rows first to end of a tensor in the file's dtype."""
         stored = self.location(name)
         width = prod(stored.shape[1:])
         start = stored.start + first * width * stored.dtype.itemsize
@@ -127,22 +125,22 @@ class LayerwiseCheckpoint:
         return next(iter(_read_chunks(part, end - first)))
 
     def gather_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Some rows, read one by one. rows: int64 [n]."""
+        """Load rows one by one. rows: int64 [n]."""
         return torch.cat([self.read_rows(name, row, row + 1) for row in rows.tolist()])
 
     def streamed_tensor(self, name: str, dtype: torch.dtype) -> StreamedTensor:
-        """A tensor to be copied piece by piece to a file, floats of more bits as `dtype`."""
+        """A tensor to be copied to a file in chunks, floats converted to `dtype`."""
         stored = self.location(name)
         target = dtype if stored.dtype in FLOAT_DTYPES else stored.dtype
 
-        def pieces() -> Iterator[Tensor]:
-            for piece in self.iter_chunks(name):
-                yield piece.to(target)
+        def chunks() -> Iterator[Tensor]:
+            for chunk in self.iter_chunks(name):
+                yield chunk.to(target)
 
-        return StreamedTensor(target, stored.shape, pieces)
+        return StreamedTensor(target, stored.shape, chunks)
 
     def iter_chunks(self, name: str) -> Iterable[Tensor]:
-        """A tensor's rows in order, some megabytes at a time, as the file has them."""
+        """Rows of a tensor in chunks of some megabytes, in the file's dtype."""
         stored = self.location(name)
         row_bytes = max(1, stored.num_bytes // (stored.shape[0] if stored.shape else 1))
         return _read_chunks(stored, max(1, _CHUNK_BYTES // row_bytes))
@@ -178,28 +176,8 @@ class LayerwiseCheckpoint:
                 )
 
 
-def iter_checked_chunks(source: LayerwiseCheckpoint) -> Iterator[tuple[int, int]]:
-    """Read all of a plain model once; yields bytes read so far and the checksum of them.
-
-    LoadFailed: a tensor has a value that is not finite, or is no float.
-    """
-    done, checksum = 0, 0
-    for name in source.names():
-        if source.location(name).dtype not in FLOAT_DTYPES:
-            raise LoadFailed(f"{source.folder}: {name} is no plain weight")
-        for piece in source.iter_chunks(name):
-            if not bool(piece.isfinite().all()):
-                raise LoadFailed(
-                    f"{source.location(name).path}: {name} has NaN or infinite values: "
-                    "the file is damaged, download it again"
-                )
-            checksum = zlib.crc32(piece.view(torch.uint8).numpy().data, checksum)
-            done += piece.nbytes
-            yield done, checksum
-
-
 def _read_chunks(stored: TensorLocation, rows: int) -> Iterator[Tensor]:
-    """Rows of a tensor, so many at a time."""
+    """Rows of a tensor in chunks of `rows`."""
     if not prod(stored.shape):
         raise LoadFailed(f"{stored.path}: a tensor of shape {list(stored.shape)} has no values")
     length = stored.shape[0] if stored.shape else 1
@@ -216,13 +194,13 @@ def _read_chunks(stored: TensorLocation, rows: int) -> Iterator[Tensor]:
 
 
 def read_tensor_at(stored: TensorLocation) -> Tensor:
-    """A whole tensor of a file."""
+    """Load a whole tensor."""
     whole = next(iter(_read_chunks(stored, stored.shape[0] if stored.shape else 1)))
     return whole.view(stored.shape)
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorLocation]:
-    """Where each tensor of a safetensors file lies. LoadFailed: the file is damaged."""
+    """Location of each tensor of a safetensors file. Raises LoadFailed if it is damaged."""
     tensors = read_checked_header(path, _ITEM_BYTES)
     return {
         name: TensorLocation(path, tensor.start, TORCH_DTYPES[tensor.dtype], tensor.shape)

@@ -1,4 +1,4 @@
-"""How quantized weights lie in files that others read: AutoAWQ, GPTQ and compressed-tensors.
+"""Quantized weights, and their file layouts: AutoAWQ, GPTQ and compressed-tensors.
 
 Sources: AutoAWQ's GEMM layout (awq/utils/packing_utils.py), AutoGPTQ's QuantLinear.pack for 2, 3,
 4 and 8 bits, Neural Magic's compressed-tensors (naive-quantized and float-quantized).
@@ -6,27 +6,63 @@ Sources: AutoAWQ's GEMM layout (awq/utils/packing_utils.py), AutoGPTQ's QuantLin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from localgen.quant.files.quantized_weight import GroupedWeight, QuantizedWeight, RowWeight
 from localgen.quant.request.recipe import Recipe
 
 PackingLayout = Literal["awq", "gptq", "compressed-tensors"]
 
-# where the outputs 0 to 7 of an int32 lie in AutoAWQ's GEMM layout, counted in codes
+# position of outputs 0 to 7 within an int32 of AutoAWQ's GEMM layout, in codes
 _AWQ_REVERSE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _WORD_BITS = 32
 
 
-def packing_layout(recipe: Recipe) -> PackingLayout:
-    """Where a recipe's weights go.
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedWeight:
+    """Integer codes with a scale and a zero point per group of inputs: (code - zero) * scale.
 
-    Four bits in the inputs' order are AutoAWQ's, rtn's too: everything that reads 4 bits reads it,
-    and its zeros are stored as they are. It has no other widths; these go to GPTQ's layout.
+    codes: uint8 [out, in], below 2 ** bits. scales: float32 [out, groups], values that float16
+    can hold. zeros: uint8 [out, groups]. group_index: int32 [in], the group of each input; None if
+    groups follow the order of the inputs.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    bits: int
+    group_index: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """float32 [out, in]."""
+        at = _group_index(self).long()
+        return (self.codes.float() - self.zeros.float()[:, at]) * self.scales[:, at]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowWeight:
+    """values * scales. values: int8 or float8_e4m3fn [out, in]. scales: float32 [out, 1]."""
+
+    values: Tensor
+    scales: Tensor
+
+    def dequantize(self) -> Tensor:
+        """float32 [out, in]."""
+        return self.values.float() * self.scales
+
+
+QuantizedWeight = GroupedWeight | RowWeight
+
+
+def packing_layout(recipe: Recipe) -> PackingLayout:
+    """File layout of a recipe's weights.
+
+    Four bits in the order of the inputs go to AutoAWQ's layout, which every 4-bit reader supports
+    and which stores zero points unchanged. It has no other widths; these go to GPTQ's layout.
     """
     if not recipe.has_groups:
         return "compressed-tensors"
@@ -34,12 +70,12 @@ def packing_layout(recipe: Recipe) -> PackingLayout:
 
 
 def packing_multiple(recipe: Recipe) -> int:
-    """Inputs and outputs of a weight must be multiples of this to be packed."""
+    """Number that divides the inputs and outputs of every weight that can be packed."""
     return 1 if not recipe.has_groups else _packing_period(recipe.bits)[0]
 
 
 def pack_linear(weight: QuantizedWeight, layout: PackingLayout) -> dict[str, Tensor]:
-    """The tensors of one linear, by the last part of their names; on the CPU."""
+    """Tensors of one linear by the last part of their names, on the CPU."""
     if isinstance(weight, RowWeight):
         return {
             "weight": _to_cpu_contiguous(weight.values),
@@ -65,9 +101,9 @@ def pack_linear(weight: QuantizedWeight, layout: PackingLayout) -> dict[str, Ten
 def unpack_linear(
     parts: dict[str, Tensor], layout: PackingLayout, bits: int, *, zero_offset: int = 1
 ) -> QuantizedWeight:
-    """The weight that `pack_linear` made these tensors of.
+    """Inverse of `pack_linear`.
 
-    zero_offset: added to a zero in GPTQ's layout; the second version of it has none.
+    zero_offset: added to stored zero points of GPTQ's layout; 0 in its second version.
     """
     if layout == "compressed-tensors":
         return RowWeight(parts["weight"], parts["weight_scale"].float().reshape(-1, 1))
@@ -83,8 +119,8 @@ def unpack_linear(
 
 
 def quantization_config(recipe: Recipe, unquantized: list[str]) -> dict[str, Any]:
-    """What config.json says of such weights. unquantized: the last parts of the names of linears in
-    the layers that are left as they were."""
+    """The quantization_config of config.json. unquantized: last name parts of linears within the
+    layers that stay unquantized."""
     layout = packing_layout(recipe)
     size = -1 if recipe.group_size is None else recipe.group_size
     if layout == "awq":
@@ -101,7 +137,7 @@ def quantization_config(recipe: Recipe, unquantized: list[str]) -> dict[str, Any
             "quant_method": "gptq",
             "bits": recipe.bits,
             "group_size": size,
-            # groups lie in the inputs' order even where gptq went through them in another
+            # groups follow the order of the inputs whatever order gptq rounded them in
             "desc_act": False,
             "static_groups": True,
             "sym": False,
@@ -140,22 +176,22 @@ def _group_index(weight: GroupedWeight) -> Tensor:
     if weight.group_index is not None:
         return weight.group_index.int()
     ins, groups = weight.codes.shape[1], weight.scales.shape[1]
-    return (torch.arange(ins) // (ins // groups)).int()
+    return torch.arange(ins, dtype=torch.int32, device=weight.codes.device) // (ins // groups)
 
 
 def _permute_columns(rows: Tensor, order: Tensor) -> Tensor:
-    """[rows, outs], every eight columns in another order."""
+    """[rows, outs] with every eight columns reordered."""
     return rows.reshape(rows.shape[0], -1, 8)[..., order.to(rows.device)].flatten(1)
 
 
 def _packing_period(bits: int) -> tuple[int, int]:
-    """After how many codes, and words, codes of so many bits end where a word does."""
+    """Smallest numbers of codes and of 32-bit words that have the same number of bits."""
     together = lcm(_WORD_BITS, bits)
     return together // bits, together // _WORD_BITS
 
 
 def _pack_words(codes: Tensor, bits: int, axis: int) -> Tensor:
-    """Digits along an axis of two as a stream of bits, lowest first, in int32."""
+    """Codes of a matrix packed along an axis as a bit stream, lowest bits first, in int32."""
     if axis == 1:
         return _to_cpu_contiguous(_pack_words(codes.T, bits, 0).T)
     every, words = _packing_period(bits)
@@ -171,7 +207,7 @@ def _pack_words(codes: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def _unpack_words(words: Tensor, bits: int, axis: int) -> Tensor:
-    """uint8: what `_pack_words` made words of."""
+    """Inverse of `_pack_words`: uint8."""
     if axis == 1:
         return _unpack_words(words.T, bits, 0).T
     every, count = _packing_period(bits)
@@ -187,5 +223,4 @@ def _unpack_words(words: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def _to_cpu_contiguous(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, as files need it."""
     return tensor.detach().cpu().contiguous()

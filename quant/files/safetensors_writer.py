@@ -1,6 +1,6 @@
-"""A safetensors file written tensor by tensor, and piece by piece, without ever holding it whole.
+"""Safetensors files written in chunks, without holding a whole file in memory.
 
-The safetensors library makes a second copy of all tensors before it writes the first.
+The safetensors library copies all tensors before it writes the first one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StreamedTensor:
-    """One tensor of a file to be. chunks: its rows in order, of the dtype, as many at a time as
-    whoever gives them likes."""
+    """One tensor of a file to write. chunks: yields its rows in order, some at a time."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,31 +42,31 @@ class StreamedTensor:
 
 
 def streamed_tensor(tensor: Tensor) -> StreamedTensor:
-    """A tensor that is in memory."""
+    """A StreamedTensor of a tensor in memory."""
     return StreamedTensor(tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
 
 
 def write_safetensors(path: Path, tensors: dict[str, StreamedTensor]) -> int:
-    """Write a file that is there whole or not at all, even if the power fails. Its bytes.
+    """Write a file atomically and return its size. Equal tensors give equal files.
 
-    Equal entries give equal files. OSError: the disk is full.
+    Raises OSError if the disk is full.
     """
-    # whatever takes more bytes comes first, so that every tensor is aligned
+    # larger items first, so that every tensor is aligned
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     with atomic_write(path) as unfinished, unfinished.open("wb") as file:
         file.write(_header(ordered))
         for name, entry in ordered:
             start = file.tell()
-            for piece in entry.chunks():
-                assert piece.dtype == entry.dtype, name
-                piece.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
+            for chunk in entry.chunks():
+                assert chunk.dtype == entry.dtype, name
+                chunk.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
             assert file.tell() - start == entry.num_bytes, name
     return path.stat().st_size
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A name to write to, whose file takes `path`'s place when all went well."""
+    """Temporary path to write to; it is synced and renamed to `path` on success."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         yield unfinished
@@ -81,22 +80,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 def _header(ordered: list[tuple[str, StreamedTensor]]) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, entry, start in _with_offsets(ordered):
-        offsets = [start, start + entry.num_bytes]
+    start = 0
+    for name, entry in ordered:
+        end = start + entry.num_bytes
         fields[name] = {
             "dtype": SAFETENSORS_DTYPES[entry.dtype],
             "shape": list(entry.shape),
-            "data_offsets": offsets,
+            "data_offsets": [start, end],
         }
+        start = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _with_offsets(
-    ordered: list[tuple[str, StreamedTensor]],
-) -> Iterator[tuple[str, StreamedTensor, int]]:
-    start = 0
-    for name, entry in ordered:
-        yield name, entry, start
-        start += entry.num_bytes

@@ -1,5 +1,4 @@
-"""Where a quantization lies until it is whole: beside its result, under the result's name with
-`.partial` behind it."""
+"""The work folder of an unfinished quantization: the output path plus `.partial`."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class WorkFolder:
-    """output: where the result will be. num_files: how many there will be, the first one for what
-    is outside layers."""
+    """num_files: safetensors files of the result, the first one for tensors outside layers."""
 
     def __init__(self, output: Path, num_files: int) -> None:
         self.out = output
@@ -26,10 +24,10 @@ class WorkFolder:
         self._num_files = num_files
 
     def open(self, manifest: dict[str, Any], *, resume: bool) -> None:
-        """Make it, or go on with one of the same plan.
+        """Create the folder, or resume a run with the same manifest.
 
-        manifest: what decides the result, a JSON object. InvalidRequest: the result is there, or an
-        unfinished one that is not to be resumed, or that cannot be.
+        manifest: all that determines the result, a JSON object. Raises InvalidRequest if the
+        output exists, or an unfinished run that may not or cannot be resumed.
         """
         self.check_startable(resume=resume)
         if (self.path / _MANIFEST).is_file():
@@ -40,7 +38,7 @@ class WorkFolder:
             path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
     def check_startable(self, *, resume: bool) -> None:
-        """InvalidRequest: as in `open`, without looking at the plan."""
+        """Raise InvalidRequest as in `open`, without comparing manifests."""
         if self.out.exists():
             raise InvalidRequest(f"{self.out} is there already: remove it, or give another --out")
         if (self.path / _MANIFEST).is_file() and not resume:
@@ -51,29 +49,26 @@ class WorkFolder:
 
     @property
     def num_done_layers(self) -> int:
-        """Layers that are whole, counted from the first."""
+        """Number of finished layers, counted from the first."""
         layers = self._num_files - 1
         return next((i for i in range(layers) if not self.layer_file(i).is_file()), layers)
 
     def layer_file(self, index: int) -> Path:
-        """Of a layer's tensors."""
         return self._file(index + 2)
 
     def importance_file(self, index: int) -> Path:
-        """Of how much each input of a layer's linears matters."""
         return self.path / f"importance-{index:05d}.bin"
 
     def remove(self) -> None:
-        """What it was for is done."""
         shutil.rmtree(self.path)
 
     @property
     def non_layer_file(self) -> Path:
-        """Of what is outside layers."""
+        """File of the tensors outside layers."""
         return self._file(1)
 
     def publish(self) -> None:
-        """Write the index, and give the folder its final name."""
+        """Write the index and rename the folder to the output path."""
         weight_map, size = {}, 0
         for number in range(1, self._num_files + 1):
             path = self._file(number)
@@ -92,8 +87,7 @@ class WorkFolder:
         return self.path / f"model-{number:05d}-of-{self._num_files:05d}.safetensors"
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The plan of a run that lies there unfinished, empty if it cannot be read; None: none
-        does."""
+        """Manifest of the unfinished run, empty if it cannot be read; None if there is no run."""
         try:
             found = json.loads((self.path / _MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -103,7 +97,7 @@ class WorkFolder:
         return found if isinstance(found, dict) else {}
 
     def check_same_manifest(self, manifest: dict[str, Any]) -> None:
-        """InvalidRequest: what lies there was begun with another plan."""
+        """Raise InvalidRequest if the unfinished run was started with another manifest."""
         before, now = _flatten(self.read_manifest() or {}), _flatten(manifest)
         other = sorted(key for key in before | now if before.get(key) != now.get(key))
         if other:

@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers (GPT-2's kind): which of llama.cpp's pre-tokenizers theirs is."""
+"""Byte-level BPE tokenizers (as GPT-2's): detection of the matching llama.cpp pre-tokenizer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _DIGITS = "Digits one by one"
 
 
 def _step_names(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """The steps by which tokenizer.json splits text at these patterns."""
+    """Names of the steps by which tokenizer.json splits text at these patterns."""
     names = tuple(_DIGITS if pattern == r"\p{N}" else pattern for pattern in patterns)
     return (*names[:-1], _BYTE_LEVEL_GPT2) if names[-1] == GPT_2 else (*names, _BYTE_LEVEL)
 
 
-# llama.cpp's name of (steps before the merges, whole words skip the merges), the first of several
+# llama.cpp's names by (steps before the merges, ignore_merges), the first of several
 _PRE_TOKENIZERS = {
     (_step_names(pre.patterns), pre.ignore_merges): name
     for name, pre in reversed(PRE_TOKENIZERS.items())
@@ -28,13 +28,13 @@ _PRE_TOKENIZERS = {
 
 
 def detect_pre_tokenizer(path: Path, tokenizer_json: dict[str, Any]) -> str:
-    """llama.cpp's name of what cuts text into words. tokenizer_json: contents of tokenizer.json.
+    """llama.cpp's name of the pre-tokenizer. tokenizer_json: contents of tokenizer.json.
 
-    LoadFailed, naming its steps: llama.cpp has none that does the same.
+    Raises LoadFailed with its steps if llama.cpp has no equivalent.
     """
     normalizer = tokenizer_json.get("normalizer") or {"type": "Sequence", "normalizers": []}
     for change in normalizer.get("normalizers", [normalizer]):
-        # NFC changes text that hardly anybody types: llama.cpp's users of Qwen do without
+        # NFC rarely changes typed text, and llama.cpp omits it for Qwen
         if change["type"] != "NFC":
             raise LoadFailed(f"{path}: llama.cpp would not apply the normalizer {change['type']}")
     step = tokenizer_json["pre_tokenizer"] or {"type": "none"}
@@ -50,7 +50,7 @@ def detect_pre_tokenizer(path: Path, tokenizer_json: dict[str, Any]) -> str:
 
 
 def _step_name(step: dict[str, Any]) -> str:
-    """What a pre-tokenizer step does; settings that llama.cpp has no word for stay visible."""
+    """Name of a pre-tokenizer step; a step with unknown settings is named by its JSON."""
     match step:
         case {"type": "ByteLevel", "add_prefix_space": False}:
             return _BYTE_LEVEL_GPT2 if step.get("use_regex", True) else _BYTE_LEVEL
@@ -63,7 +63,7 @@ def _step_name(step: dict[str, Any]) -> str:
             "invert": False,
         }:
             return regex
-        # to keep what matches is the same where everything does
+        # the same as isolating the matches if the pattern matches everything
         case {
             "type": "Split",
             "pattern": {"Regex": str(regex)},

@@ -1,11 +1,10 @@
-"""Hugging Face folders to GGUF, one tensor in memory at a time."""
+"""Conversion of Hugging Face folders to GGUF, one tensor in memory at a time."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -25,11 +24,11 @@ from localgen.quant.gguf.metadata import (
 from localgen.quant.gguf.names import gguf_model_arch
 from localgen.quant.gguf.tensors import GgufOutputTensor, plan_gguf_tensors
 from localgen.quant.gguf.vocabulary import GgufVocabulary, read_gguf_vocabulary
+from localgen.quant.request.events import OnEvent, ProgressEvent
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES
 
-ByteProgress = Callable[[int, int], None]
-# llama.cpp knows by the model's name that special tokens take the white space behind them along,
-# and does not load one of that name without these
+# a model of this name strips white space after special tokens in llama.cpp, which refuses to load
+# it without these tokens
 _PHI_3 = ("phi-3", "phi3")
 _PHI_3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 
@@ -40,17 +39,16 @@ def convert_to_gguf(
     file_type: str = "F16",
     *,
     override_folder: Path | None = None,
-    progress: ByteProgress | None = None,
+    on_event: OnEvent = lambda event: None,
 ) -> None:
-    """Write the model folder `source` as the GGUF file `target`.
+    """Write the model folder `source` as the GGUF file `target`, atomically.
 
-    file_type: F32, F16, BF16 or Q8_0; norms are always F32. override_folder: a folder whose
-    safetensors files have tensors to take in place of the model's own, by the same names. progress
-    is called with the bytes written so far and in all. `target` appears only when it is complete.
+    file_type: F32, F16, BF16 or Q8_0; norms are always F32. override_folder: has safetensors files
+    whose tensors replace the model's tensors of the same names.
 
-    ModelNotFound: no such folder, or a file is missing. LoadFailed: a file is damaged or of a kind
-    that cannot be converted, or the disk is too small. InvalidRequest: unknown file type, or one
-    that does not fit the model.
+    Raises ModelNotFound if the folder or a file is missing, LoadFailed if a file is damaged or
+    cannot be converted or the disk is too small, and InvalidRequest if the file type is unknown or
+    does not fit the model.
     """
     if file_type not in DIRECT_TYPES:
         raise InvalidRequest(
@@ -76,7 +74,7 @@ def convert_to_gguf(
     add_model_keys(writer, spec)
     add_vocabulary_keys(writer, vocabulary)
     add_sampling_keys(writer, source / "generation_config.json", generation)
-    _write_file(writer, tensors, target, progress)
+    _write_file(writer, tensors, target, on_event)
 
 
 def _model_name(source: Path, spec: ModelSpec, vocabulary: GgufVocabulary) -> str:
@@ -92,7 +90,7 @@ def _write_file(
     writer: gguf.GGUFWriter,
     tensors: list[GgufOutputTensor],
     target: Path,
-    progress: ByteProgress | None,
+    on_event: OnEvent,
 ) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     for tensor in tensors:
@@ -108,7 +106,7 @@ def _write_file(
         writer.write_header_to_file(part)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        _write_tensors(writer, tensors, progress)
+        _write_tensors(writer, tensors, on_event)
         writer.close()
         part.replace(target)
     except OSError as error:
@@ -119,15 +117,14 @@ def _write_file(
 
 
 def _write_tensors(
-    writer: gguf.GGUFWriter, tensors: list[GgufOutputTensor], progress: ByteProgress | None
+    writer: gguf.GGUFWriter, tensors: list[GgufOutputTensor], on_event: OnEvent
 ) -> None:
     total = sum(tensor.num_bytes() for tensor in tensors)
     written = 0
     for tensor in tensors:
         writer.write_tensor_data(tensor.encode())
         written += tensor.num_bytes()
-        if progress is not None:
-            progress(written, total)
+        on_event(ProgressEvent("converting to GGUF", written, total, "bytes"))
 
 
 def _check_disk_space(target: Path, needed: int) -> None:

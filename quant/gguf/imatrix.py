@@ -1,7 +1,7 @@
-"""Importance matrices: how much each input of a matrix matters, as llama.cpp weighs its rounding.
+"""Importance matrices: how much each input of a matrix matters when llama.cpp rounds it.
 
-The file is what llama.cpp's own tool writes: for each matrix the sums of squares of its inputs
-and over how many tokens, experts in a stack.
+The file format is that of llama.cpp's own tool: for each matrix the sums of its squared inputs and
+the number of tokens, with experts stacked.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from localgen.backends.formats.hf.tensor_names import expected_shapes
 from localgen.quant.gguf.names import GgufNameMap
 
 Array = NDArray[np.float32]
-# by the name of a linear in the checkpoint, without `.weight`: sums of squares of its inputs
-# [in], and the number of tokens
+# sums of squared inputs [in] and number of tokens, by the name of a linear without `.weight`
 ImatrixSource = Mapping[str, tuple[Array, int]]
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -30,10 +29,11 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 def write_imatrix(
     path: Path, spec: ModelSpec, importance: ImatrixSource, dataset_name: str
 ) -> None:
-    """Write the importance of a model's linears; norms and linears it lacks are no part of it.
+    """Write the importance of a model's linears; linears without importance are left out.
 
-    dataset_name: what calibrated it, for those who read the file. LoadFailed: a linear that the
-    model does not have, sums of another length or no numbers, or the file cannot be written.
+    dataset_name: description of the calibration text. Raises LoadFailed for a linear that the
+    model does not have, sums of another length or that are not finite, or if the file cannot be
+    written.
     """
     stacks: dict[str, list[tuple[Array, int]]] = {}
     names, shapes = GgufNameMap(spec), expected_shapes(spec)
@@ -44,7 +44,7 @@ def write_imatrix(
     writer = gguf.GGUFWriter(path, "")
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", [dataset_name])
-    # llama.cpp counts in chunks of a size: here one of all tokens
+    # llama.cpp counts chunks: here one with all tokens
     writer.add_uint32("imatrix.chunk_count", 1)
     writer.add_uint32("imatrix.chunk_size", max((count for _, count in importance.values())))
     for name, parts in stacks.items():
@@ -57,7 +57,10 @@ def write_imatrix(
 def _ordered_linears(
     path: Path, spec: ModelSpec, importance: ImatrixSource, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """The linears that are known, and all experts of those that some are known of, checked."""
+    """Linears with importance, and all experts of a stack that has any, in checkpoint order.
+
+    Raises LoadFailed as write_imatrix.
+    """
     if not importance:
         raise LoadFailed(f"{path}: there is no importance of any linear")
     for module, (sums, count) in importance.items():
@@ -76,7 +79,6 @@ def _ordered_linears(
 
 
 def _without_expert_index(module: str) -> str:
-    """The name of a linear without the number of its expert."""
     before, found, after = module.partition(".experts.")
     return f"{before}{found}{after.partition('.')[2]}" if found else module
 
@@ -93,10 +95,10 @@ def _write_file(path: Path, writer: gguf.GGUFWriter) -> None:
 
 
 def read_imatrix(path: Path) -> dict[str, Array]:
-    """Mean squares of the inputs of each tensor by GGUF's name: [experts * in].
+    """Mean squared inputs of each tensor by its GGUF name: [experts * in].
 
-    Where an expert saw no token all its inputs count the same. LoadFailed: no such file, or it is
-    no importance matrix in the format of GGUF.
+    All inputs of an expert without tokens are 1. Raises LoadFailed if the file is missing or not
+    an importance matrix in GGUF format.
     """
     try:
         reader = GgufReader(path)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model beside its tensors, and what it cannot say."""
+"""Metadata keys of a GGUF file, and checks for models that GGUF cannot describe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localgen.quant.gguf.vocabulary import GgufVocabulary
 
 
 def check_convertible(path: Path, spec: ModelSpec) -> None:
-    """LoadFailed: a model that llama.cpp would compute otherwise. path: its config.json."""
+    """Raise LoadFailed for a model that llama.cpp cannot compute. path: its config.json."""
     if spec.quant is not None:
         raise LoadFailed(
             f"{path}: the model is quantized already ({spec.quant.method}): convert the original"
@@ -70,7 +70,7 @@ def _unsupported_rope_feature(spec: ModelSpec) -> str | None:
 
 
 def add_model_keys(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
-    """The keys of the model's shape and of its variations."""
+    """Write the architecture's hyperparameters."""
     writer.add_vocab_size(spec.vocab_size)
     writer.add_context_length(spec.max_len)
     writer.add_embedding_length(spec.hidden_size)
@@ -102,7 +102,7 @@ def add_model_keys(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 def _add_windows(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     family = FAMILIES[spec.architecture]
     if not family.gguf_windows:
-        return  # llama.cpp knows of none there
+        return  # llama.cpp supports none for these architectures
     window = max((window for window in spec.sliding_windows if window is not None), default=0)
     writer.add_sliding_window(window)
     if window and family.windows == "alternating":
@@ -110,7 +110,7 @@ def _add_windows(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 
 
 def add_vocabulary_keys(writer: gguf.GGUFWriter, vocabulary: GgufVocabulary) -> None:
-    """Tokens, how text becomes them, special ones and the chat template."""
+    """Write the tokenizer, its special tokens and the chat template."""
     writer.add_tokenizer_model(vocabulary.tokenizer_model)
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
     writer.add_token_list(vocabulary.tokens)
@@ -127,7 +127,7 @@ def add_vocabulary_keys(writer: gguf.GGUFWriter, vocabulary: GgufVocabulary) -> 
         writer.add_pad_token_id: vocabulary.pad_id,
         writer.add_unk_token_id: vocabulary.unk_id,
     }
-    # llama.cpp ends an answer at any of these three
+    # llama.cpp stops at any of these three
     ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     roles |= dict(zip(ends, vocabulary.eos_ids, strict=False))
     for add, token_id in roles.items():
@@ -138,9 +138,9 @@ def add_vocabulary_keys(writer: gguf.GGUFWriter, vocabulary: GgufVocabulary) -> 
 
 
 def add_sampling_keys(writer: gguf.GGUFWriter, path: Path, generation: dict[str, Any]) -> None:
-    """The model's own sampling defaults; do_sample false is greedy whatever else is set.
+    """Write the model's sampling defaults; do_sample false means greedy, whatever else is set.
 
-    generation: contents of generation_config.json. LoadFailed: a value is no number.
+    generation: contents of generation_config.json. Raises LoadFailed if a value is not a number.
     """
     if generation.get("do_sample") is False:
         writer.add_sampling_temp(0.0)

@@ -1,4 +1,4 @@
-"""GGUF's names of architectures and tensors."""
+"""GGUF names of architectures and tensors."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ _EXPERT_PARTS = {
 
 
 class GgufTensorName(NamedTuple):
-    """Where a tensor goes: GGUF's name, and which matrix of a stack of experts it is."""
+    """GGUF name of a tensor. expert: its index in a stack of experts; None for other tensors."""
 
     name: str
     expert: int | None
 
 
 def gguf_model_arch(spec: ModelSpec) -> MODEL_ARCH:
-    """GGUF's kind of the model."""
     return _ARCHITECTURES[FAMILIES[spec.architecture].gguf_name]
 
 
 class GgufNameMap:
-    """Hugging Face's names to GGUF's, of one model."""
+    """Maps one model's Hugging Face names to GGUF names."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._names = gguf.get_tensor_name_map(gguf_model_arch(spec), spec.num_layers)
 
     def gguf_name(self, module: str) -> GgufTensorName:
-        """Of a linear or norm, whose name is without `.weight` here and there."""
+        """GGUF name of a linear or norm; both names are without `.weight`."""
         if expert := _EXPERT.fullmatch(module):
             layer, index, part = expert.groups()
             return GgufTensorName(f"blk.{layer}.{_EXPERT_PARTS[part]}", int(index))

@@ -1,17 +1,16 @@
-"""GGUF files of every type: written from a checkpoint, and requantized by llama.cpp."""
+"""GGUF files of every type: converted to 16 bits, then requantized by llama.cpp."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
@@ -19,11 +18,9 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
+from localgen.quant.request.events import FailedEvent, OnEvent, decode_event
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type
 
-GgufStep = Literal["converting", "quantizing"]
-# called with a step, how much of it is done, and of how much: bytes, then tensors
-GgufProgress = Callable[[GgufStep, int, int], None]
 # llama.cpp gives embedding, head and some layers more bits than the others
 _EXTRA_BITS = 1.0
 
@@ -36,20 +33,19 @@ def make_gguf(
     override_folder: Path | None = None,
     imatrix: ImatrixSource | Path | None = None,
     dataset_name: str = "",
-    progress: GgufProgress | None = None,
+    on_event: OnEvent = lambda event: None,
 ) -> None:
-    """Write the model folder `source` as the GGUF file `target`, of any type.
+    """Write the model folder `source` as the GGUF file `target` of any type, atomically.
 
-    file_type: as in gguf_types, in any case. override_folder: a folder whose safetensors files have
-    tensors to take in place of the model's own, by the same names. imatrix: of its linears, or
-    an importance matrix's file as llama.cpp makes them; without effect on F32, F16, BF16 and
-    Q8_0. dataset_name: what calibrated it.
+    file_type: as in gguf_types, in any case. override_folder: as in convert_to_gguf. imatrix: the
+    importance of the linears, or an importance matrix file of llama.cpp; ignored for F32, F16, BF16
+    and Q8_0. dataset_name: description of the calibration text.
 
-    Beside `target` a folder `.NAME.work` holds a file of 16 bits meanwhile, and what a run that
-    was killed has left. `target` appears only when it is complete.
+    A folder `.NAME.work` next to `target` has the 16-bit file meanwhile; the next run deletes what
+    a killed run left there.
 
-    ModelNotFound and LoadFailed as of `convert`, and where llama.cpp fails. InvalidRequest: no
-    such type, or one that needs an importance matrix.
+    Raises as convert_to_gguf, LoadFailed if llama.cpp fails, and InvalidRequest if the type is
+    unknown or needs an importance matrix.
     """
     name = resolve_gguf_type(file_type)
     if GGUF_TYPES[name].needs_imatrix and imatrix is None:
@@ -60,13 +56,8 @@ def make_gguf(
         )
     if not source.is_dir():
         raise ModelNotFound(f"{source} is no folder")
-    report = progress or (lambda step, done, total: None)
-
-    def converted(done: int, total: int) -> None:
-        report("converting", done, total)
-
     if name in DIRECT_TYPES:
-        convert_to_gguf(source, target, name, override_folder=override_folder, progress=converted)
+        convert_to_gguf(source, target, name, override_folder=override_folder, on_event=on_event)
         return
     spec = read_hf_config(source)
     if name == "MXFP4_MOE" and spec.moe is None:
@@ -82,9 +73,9 @@ def make_gguf(
             matrix = work / "imatrix.gguf"
             write_imatrix(matrix, spec, imatrix, dataset_name)
         half = "BF16" if NumpyCheckpoint(source, override_folder).dtypes() == {"BF16"} else "F16"
-        convert_to_gguf(source, wide, half, override_folder=override_folder, progress=converted)
+        convert_to_gguf(source, wide, half, override_folder=override_folder, on_event=on_event)
         result = work / "result.gguf"
-        requantize(wide, result, name, matrix, lambda *done: report("quantizing", *done))
+        requantize(wide, result, name, matrix, on_event)
         _publish(result, target)
 
 
@@ -93,27 +84,23 @@ def requantize(
     target: Path,
     file_type: str,
     imatrix: Path | None,
-    progress: Callable[[int, int], None],
+    on_event: OnEvent,
 ) -> None:
-    """Make one GGUF file of another by llama.cpp, in a process of its own: it may abort.
+    """Requantize a GGUF file by llama.cpp, in a child process because it may abort.
 
-    progress: tensors done and in all. LoadFailed with llama.cpp's reason.
+    Raises LoadFailed with llama.cpp's reason.
     """
-    job = {
-        "source": str(source),
-        "target": str(target),
-        "file_type": int(GGUF_TYPES[file_type].file_type),
-        "imatrix": None if imatrix is None else str(imatrix),
-        "threads": _threads(),
-    }
-    command = [sys.executable, "-m", "localgen.quant.gguf.requantize_process", json.dumps(job)]
+    ftype = int(GGUF_TYPES[file_type].file_type)
+    arguments = (source, target, ftype, _threads(), *(() if imatrix is None else (imatrix,)))
+    module = "localgen.quant.gguf.requantize_process"
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         try:
             assert child.stdout is not None
-            reason = _read_progress(child.stdout, progress)
+            reason = _forward_events(child.stdout, on_event)
             status = child.wait()
         finally:
             child.kill()
@@ -124,22 +111,23 @@ def requantize(
             )
 
 
-def _read_progress(output: IO[str], progress: Callable[[int, int], None]) -> str:
-    """Report what the process says until it ends; the reason if it fails."""
+def _forward_events(output: IO[str], on_event: OnEvent) -> str:
+    """Forward events until the process ends; return its reason if it failed."""
     reason = ""
     for line in output:
-        said = json.loads(line)
-        reason = said.get("error", reason)
-        if "done" in said:
-            progress(said["done"], said["total"])
+        event = decode_event(line)
+        if isinstance(event, FailedEvent):
+            reason = event.message
+        else:
+            on_event(event)
     return reason
 
 
 def _last_line(errors: IO[bytes]) -> str:
     errors.seek(0)
     lines = errors.read().decode("utf-8", "replace").split("\n")
-    shown = [line.strip() for line in lines if line.strip()]
-    return shown[-1] if shown else "it ended without a word"
+    shown = (line.strip() for line in reversed(lines) if line.strip())
+    return next(shown, "it ended without a word")
 
 
 def _threads() -> int:
@@ -166,7 +154,7 @@ def _publish(result: Path, target: Path) -> None:
 
 
 def estimate_gguf_bytes(spec: ModelSpec, file_type: str) -> int:
-    """About how large a file of the type is."""
+    """Estimated size of a file of the type."""
     bits = GGUF_TYPES[file_type].bits_per_weight
     return int(spec.num_params * (bits if file_type in DIRECT_TYPES else bits + _EXTRA_BITS) / 8)
 

@@ -1,12 +1,11 @@
-"""The process that has llama.cpp quantize one file: it reports in lines of JSON.
+"""The child process in which llama.cpp quantizes one file.
 
-`{"done": 3, "total": 56}` for each tensor begun, and `{"error": "…"}` before it fails.
+It writes events as lines of JSON: a ProgressEvent per tensor, and a FailedEvent if it fails.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import sys
@@ -15,8 +14,9 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C
 
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.quant.gguf.imatrix import read_imatrix
+from localgen.quant.request.events import FailedEvent, ProgressEvent, encode_event
 
 _LOG_ERROR, _LOG_CONT = 4, 5
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")
@@ -25,41 +25,41 @@ _FAILED = re.compile(r"failed to quantize: (.*)")
 _BUFFER_BYTES = 1 << 29
 
 
-def main(job: dict[str, Any]) -> int:
-    """0: the target is written. job: source, target, file_type, imatrix, threads."""
+def main(source: str, target: str, file_type: str, threads: str, imatrix: str = "") -> int:
+    """Return the exit status. file_type: llama.cpp's number of it."""
     log = _LlamaCppLog()
     try:
-        means = read_imatrix(Path(job["imatrix"])) if job["imatrix"] else {}
+        means = read_imatrix(Path(imatrix)) if imatrix else {}
     except LocalgenError as error:
-        write_message({"error": error.message})
+        _write(FailedEvent(error.message, error.code))
         return 1
     params = C.llama_model_quantize_default_params()
-    params.nthread = job["threads"]
-    params.ftype = job["file_type"]
+    params.nthread = int(threads)
+    params.ftype = int(file_type)
     params.max_buf_size = _BUFFER_BYTES
-    entries = (C.llama_model_imatrix_data * (len(means) + 1))()  # the last one ends the list
+    entries = (C.llama_model_imatrix_data * (len(means) + 1))()  # an empty entry ends the list
     for entry, (name, values) in zip(entries, means.items(), strict=False):
         entry.name = name.encode()
         entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         entry.size = values.size
     if means:
         params.imatrix = entries
-    status = C.llama_model_quantize(job["source"].encode(), job["target"].encode(), params)
+    status = C.llama_model_quantize(source.encode(), target.encode(), params)
     if status:
-        write_message({"error": log.reason})
+        _write(FailedEvent(log.reason, LoadFailed.code))
     return int(status != 0)
 
 
-def write_message(values: dict[str, Any]) -> None:
-    """One line to whoever started this; without them there is nothing to do."""
+def _write(event: ProgressEvent | FailedEvent) -> None:
+    """Exits if the parent is gone."""
     try:
-        print(json.dumps(values), flush=True)
+        print(encode_event(event), flush=True)
     except OSError:
         os._exit(1)
 
 
 class _LlamaCppLog:
-    """What llama.cpp prints: progress passed on, its last error kept."""
+    """Receives llama.cpp's log: forwards progress and keeps the last error."""
 
     def __init__(self) -> None:
         self.reason = "it gave no reason"
@@ -71,7 +71,7 @@ class _LlamaCppLog:
         self._level = self._level if level == _LOG_CONT else level
         line = text.decode("utf-8", "replace").strip()
         if begun := _TENSOR.match(line):
-            write_message({"done": int(begun[1]), "total": int(begun[2])})
+            _write(ProgressEvent("rounding", int(begun[1]), int(begun[2]), "tensors"))
         elif line and self._level == _LOG_ERROR:
             failed = _FAILED.search(line)
             self.reason = failed[1] if failed else line
@@ -79,4 +79,4 @@ class _LlamaCppLog:
 
 if __name__ == "__main__":
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-    sys.exit(main(json.loads(sys.argv[1])))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,7 +1,7 @@
 """SentencePiece-style BPE tokenizers (Llama 2, Mistral 7B, Phi-3, Gemma) as llama.cpp's `llama`.
 
-llama.cpp merges whatever makes the token of the highest score; tokenizer.json lists the merges,
-best first. Where the list has all ways to make a token, both come to the same.
+llama.cpp merges the pair that gives the token with the highest score; tokenizer.json lists the
+merges, best first. Both are equivalent if the list has every pair that makes a token.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from localgen.backends.errors import LoadFailed
 _SPACE = "▁"
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
-# lists of merges leave out a few ways to make tokens that nobody can type
+# merge lists lack a few pairs, of tokens that do not occur in text
 _MAX_MISSING_SHARE = 0.01
 
 SpacePrefix = Literal["always", "first", "never"]
 
 
 def is_sentencepiece(model: dict[str, Any]) -> bool:
-    """Whether it is such a tokenizer. model: the part of tokenizer.json of that name."""
+    """model: the section `model` of tokenizer.json."""
     return model["type"] == "BPE" and bool(model.get("byte_fallback"))
 
 
 def space_prefix(path: Path, tokenizer: dict[str, Any]) -> SpacePrefix:
-    """Before which stretches of text between special tokens a space is put. Metaspace puts none
-    before a text that begins with one; llama.cpp does.
+    """Which segments of text between special tokens get a space prefix. Unlike llama.cpp, Metaspace
+    adds none if the text starts with a space.
 
-    tokenizer: contents of tokenizer.json. LoadFailed: text is prepared in another way.
+    tokenizer: contents of tokenizer.json. Raises LoadFailed for other normalizers.
     """
     normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
     step = tokenizer.get("pre_tokenizer") or {"type": "none"}
     steps = normalizer.get("normalizers", [normalizer])
-    # there are no spaces left for Gemma's step to find
+    # Gemma's step has no effect: its normalizer has replaced all spaces
     no_step = step["type"] == "none" or step.get("pattern") == {"String": " "}
     match steps:
         case [] if step["type"] == "Metaspace" and step.get("split") is False:
@@ -53,7 +53,7 @@ def space_prefix(path: Path, tokenizer: dict[str, Any]) -> SpacePrefix:
 
 
 def _step_types(step: Any) -> str:
-    """The kinds of a step and of those in it."""
+    """Types of a step and of its inner steps."""
     if not isinstance(step, dict):
         return "nothing"
     inner = step.get("normalizers") or step.get("pretokenizers") or []
@@ -63,9 +63,9 @@ def _step_types(step: Any) -> str:
 def sentencepiece_scores(
     path: Path, tokenizer: dict[str, Any], vocab_size: int
 ) -> tuple[float, ...]:
-    """A score for each of `size` tokens, falling in the order in which merges make them.
+    """Scores of vocab_size tokens, descending in the order of the merges that make them.
 
-    LoadFailed: merges that scores cannot tell, or no token for a byte.
+    Raises LoadFailed for merges that scores cannot express, or a byte without a token.
     """
     model = tokenizer["model"]
     ids: dict[str, int] = model["vocab"]

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a GGUF file holds them: names, order of rows, experts in a stack."""
+"""Tensors of a GGUF file from those of a checkpoint: renamed, rows reordered, experts stacked."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _F32 = GGMLQuantizationType.F32
 
 @dataclass(frozen=True, slots=True)
 class GgufOutputTensor:
-    """One tensor of the output. chunks: loads its values, float32 in GGUF's order of rows, some
-    rows or one expert after the other."""
+    """One tensor of the output. chunks: loads its values, float32 in GGUF's row order, some rows or
+    one expert at a time."""
 
     name: str
     shape: TensorShape
@@ -37,15 +37,14 @@ class GgufOutputTensor:
     chunks: Callable[[], Iterator[Array]]
 
     def byte_shape(self) -> TensorShape:
-        """Shape of the packed values, as bytes."""
+        """Shape of the packed values in bytes."""
         return gguf.quant_shape_to_byte_shape(self.shape, self.type)
 
     def num_bytes(self) -> int:
         return math.prod(self.byte_shape())
 
     def encode(self) -> NDArray[np.uint8]:
-        """The values in the tensor's type. LoadFailed: they are no numbers, or F16 cannot hold
-        them."""
+        """Load and pack the values. Raises LoadFailed if they are not finite or overflow F16."""
         packed = np.empty(self.num_bytes(), np.uint8)
         start = 0
         for part in self.chunks():
@@ -68,10 +67,11 @@ class GgufOutputTensor:
 def plan_gguf_tensors(
     source: Path, checkpoint: NumpyCheckpoint, spec: ModelSpec, matrix_type: GGMLQuantizationType
 ) -> list[GgufOutputTensor]:
-    """The output's tensors in order, all checked, none read yet.
+    """Tensors of the output in order, checked but not loaded.
 
-    matrix_type: of matrices; norms, biases, routers and rope factors are F32. LoadFailed: a tensor
-    is missing, too many or of another shape. InvalidRequest: rows that `kind` cannot pack.
+    matrix_type: of matrices; norms, biases, routers and RoPE factors are F32. Raises LoadFailed for
+    a tensor that is missing, unknown or of another shape, InvalidRequest for rows that matrix_type
+    cannot pack.
     """
     shapes = expected_shapes(spec)
     _check_tensors(source, checkpoint, spec, shapes)
@@ -99,7 +99,7 @@ def plan_gguf_tensors(
 def _tensor_type(
     name: str, shape: TensorShape, matrix_type: GGMLQuantizationType
 ) -> GGMLQuantizationType:
-    """A router decides by small differences, so llama.cpp keeps it exact."""
+    # small differences decide in a router: llama.cpp keeps it in F32
     return _F32 if len(shape) == 1 or name.endswith("ffn_gate_inp") else matrix_type
 
 
@@ -113,7 +113,7 @@ def _check_tensors(
             raise LoadFailed(
                 f"{source}: {name} is of shape {checkpoint.shape(name)}, config.json says {shape}"
             )
-    # a tied head is the embedding once more
+    # a tied head repeats the embedding
     known = shapes.keys() | ({"lm_head.weight"} if spec.tied_embeddings else set())
     for name in checkpoint.names():
         if name not in known and not name.endswith(_NOT_WEIGHTS):
@@ -142,8 +142,8 @@ def _chunk_loader(
 
 
 def _weight_transform(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
-    """How llama.cpp wants what Hugging Face has under this name."""
-    # queries reach attention scaled, through their norm where they have one
+    """Conversion of a module's rows to what llama.cpp expects."""
+    # llama.cpp's attention scale is fixed: other scales go into the query's norm, or its projection
     scaled = module == ("q_norm" if spec.qk_norm else "q_proj")
     factor = np.float32(spec.attn_scale / llama_cpp_attention_scale(spec) if scaled else 1.0)
     if spec.norm_offset and module.endswith("norm"):
@@ -152,18 +152,18 @@ def _weight_transform(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
 
 
 def llama_cpp_attention_scale(spec: ModelSpec) -> float:
-    """What llama.cpp multiplies attention scores by: files cannot say."""
-    # the 27B models by their number of layers, whose queries are scaled otherwise
+    """Attention scale that llama.cpp uses; no metadata key sets it."""
+    # the 27B models, recognized by their number of layers, have another scale
     big = FAMILIES[spec.architecture].layers_scaled_by_hidden
     width = spec.hidden_size // spec.num_heads if spec.num_layers == big else spec.head_dim
     return float(width**-0.5)
 
 
 def interleave_rotary(weight: Array, heads: int) -> Array:
-    """Rows of a q or k projection from Hugging Face's order to GGUF's, within each head.
+    """Reorder the rows of a q or k projection from Hugging Face's order to GGUF's.
 
-    weight: [heads * head_dim, …]. Hugging Face rotates row i with row i + head_dim / 2,
-    llama.cpp rotates neighbours: row 0, head_dim / 2, 1, head_dim / 2 + 1, …
+    weight: [heads * head_dim, …]. Hugging Face rotates row i of a head with row i + head_dim / 2;
+    llama.cpp rotates neighbours, so the new order is 0, head_dim / 2, 1, head_dim / 2 + 1, …
     """
     half = weight.shape[0] // heads // 2
     split = weight.reshape(heads, 2, half, *weight.shape[1:])

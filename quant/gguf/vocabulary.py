@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer.json as the vocabulary of a GGUF file."""
+"""The vocabulary of a GGUF file, from a Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufVocabulary:
-    """Tokens by id, and what a GGUF file says of them.
+    """Tokens by id, and their metadata.
 
-    tokenizer_model: gpt2 for byte-level merges, llama for pieces by score, as llama.cpp calls them.
-    pre_tokenizer: its name of the pre-tokenizer. merges or scores, as the model has. eos_ids: every
-    token that ends an answer, the tokenizer's own end token first. add_space_prefix: of pieces
-    only. special_tokens_strip_right: whether special tokens take the white space behind them along.
-    chat_template: None where the model has none.
+    tokenizer_model: llama.cpp's name, gpt2 for byte-level merges, llama for SentencePiece scores.
+    pre_tokenizer: llama.cpp's name. merges: empty for SentencePiece; scores: None for byte-level
+    BPE. eos_ids: all end tokens, the tokenizer's own first. add_space_prefix: for SentencePiece
+    only. special_tokens_strip_right: special tokens strip the white space after them.
     """
 
     tokenizer_model: Literal["gpt2", "llama"]
@@ -52,10 +51,10 @@ class GgufVocabulary:
 def read_gguf_vocabulary(
     folder: Path, vocab_size: int, config: dict[str, Any], generation: dict[str, Any]
 ) -> GgufVocabulary:
-    """The vocabulary of a model folder, filled up with unused tokens to the model's `size`.
+    """Read the vocabulary of a model folder, padded with unused tokens to vocab_size.
 
-    config, generation: contents of config.json and generation_config.json. LoadFailed: a
-    tokenizer llama.cpp would split text with otherwise, or one larger than the embeddings.
+    config, generation: contents of config.json and generation_config.json. Raises LoadFailed for a
+    tokenizer that llama.cpp cannot reproduce, or one larger than the embeddings.
     """
     path = folder / "tokenizer.json"
     tokenizer = read_json(path)
@@ -78,8 +77,7 @@ def read_gguf_vocabulary(
     bos_id = _special_id("bos", settings, ids, special)
     if add_bos and bos_id is None:
         raise LoadFailed(f"{folder} asks for a first token but tokenizer_config.json names none")
-    # a space before the first stretch of text only is before none of a chat, which begins with
-    # a special token
+    # "first" has no effect in a chat, which starts with a special token
     prefixed = prefix == "always" or (prefix == "first" and template is None)
     return GgufVocabulary(
         tokenizer_model="llama" if pieces else "gpt2",
@@ -122,7 +120,7 @@ def _token_list(
         token_id = added["id"]
         types[token_id] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
         if pieces and not added["special"]:
-            # llama.cpp looks for these in the text as it is
+            # llama.cpp matches these in the raw text
             tokens[token_id] = added["content"].replace("▁", " ")
     unknown = tokenizer["model"].get("unk_token")
     if pieces and unknown is not None:
@@ -131,7 +129,7 @@ def _token_list(
 
 
 def _merge_text(pair: str | list[str]) -> str:
-    """A merge as GGUF writes it. Byte-level tokens hold no space, so one joins them."""
+    """A merge in GGUF's format: joined by a space, which byte-level tokens never contain."""
     return pair if isinstance(pair, str) else " ".join(pair)
 
 

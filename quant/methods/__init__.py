@@ -1,1 +1,1 @@
-"""Rounding methods: AWQ, GPTQ, SmoothQuant, round to nearest, FP8."""
+"""Quantization methods: AWQ, GPTQ, SmoothQuant, round to nearest, FP8."""

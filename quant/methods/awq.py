@@ -1,4 +1,4 @@
-"""AWQ (Lin et al. 2023): channels that matter are scaled up, then ranges clipped."""
+"""AWQ (Lin et al. 2023): important channels are scaled up, then ranges are clipped."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from torch import Tensor
 
 from localgen.quant.calibrate.input_stats import InputStats
 from localgen.quant.calibrate.scaling import ScaleMapping
-from localgen.quant.files.quantized_weight import GroupedWeight
-from localgen.quant.methods.clipping import clipped_grid, full_range_grid
-from localgen.quant.methods.grid import QuantGrid, split_groups
-from localgen.quant.methods.rtn import round_to_grid
+from localgen.quant.files.packing import GroupedWeight
+from localgen.quant.methods.grid import QuantGrid, clipped_grid, full_range_grid, split_groups
 from localgen.quant.request.recipe import Recipe
 
-# powers of the activations' magnitudes that are tried: 0, 1 / 20, …, 1, then half a step to both
-# sides of the best one
+# exponents to try: 0, 1 / 20, …, 1, then half a step to both sides of the best one
 _NUM_POWERS = 20
 _MIN_MAGNITUDE = 1e-8
-# outputs whose error decides, of all readers together: every n-th of more than that; of wide
-# inputs fewer, for each costs their square
+# outputs of all readers that the error is computed of; fewer for wide inputs, because the cost of
+# an output grows with their square
 _SAMPLE_ROWS = 1024
 _MIN_SAMPLE_ROWS = 256
 _SAMPLE_WEIGHTS = 1 << 21
@@ -27,12 +24,11 @@ _SAMPLE_WEIGHTS = 1 << 21
 def search_awq_scales(
     mapping: ScaleMapping, weights: list[Tensor], stats: InputStats, recipe: Recipe
 ) -> Tensor:
-    """The scales s of one input's channels whose rounded readers err least: float32 [in].
+    """Scales s of one input's channels with the smallest output error: float32 [in].
 
-    weights: [out, in] of all readers. stats: of the input, with its Hessian. The error is that
-    of the readers' outputs over the calibration text, Σ ‖(Q(W s) / s - W) x‖², which the Hessian
-    tells without the text; of many outputs a share has to do. Tried are powers of the mean
-    magnitudes (equation 5 of the paper).
+    weights: [out, in] of all readers. stats: of the input, with its Hessian. The error is
+    Σ ‖(Q(W s) / s - W) x‖² over the calibration text, computed from the Hessian for a sample of the
+    outputs. Candidates are powers of the mean magnitudes (equation 5 of the paper).
     """
     rows = min(_SAMPLE_ROWS, max(_MIN_SAMPLE_ROWS, _SAMPLE_WEIGHTS // weights[0].shape[1]))
     every = max(1, sum(map(len, weights)) // rows)
@@ -43,7 +39,7 @@ def search_awq_scales(
 
     def scales(power: float) -> Tensor:
         found = magnitudes**power
-        # how large they are as a whole is free: their middle goes to 1
+        # a common factor has no effect: center them at 1
         return found / (found.amax() * found.amin()).sqrt()
 
     def error(power: float) -> float:
@@ -58,40 +54,40 @@ def search_awq_scales(
 
 
 def round_awq(weight: Tensor, gram_blocks: Tensor | None, recipe: Recipe) -> GroupedWeight:
-    """The second half: a scaled weight [out, in] on grids that err least on the outputs.
+    """Round a scaled weight [out, in] with the smallest output error.
 
-    gram_blocks: as clipped_grid takes them; None: no token had this input.
+    gram_blocks: as in clipped_grid; None if the linear got no tokens.
     """
     weights = split_groups(weight, recipe.group_size)
-    grid = (
-        clipped_grid(weights, recipe.bits, gram_blocks)
-        if recipe.clip
-        else full_range_grid(weights, recipe.bits)
-    )
-    return round_to_grid(grid, weights)
+    return _awq_grid(weights, gram_blocks, recipe).round(weights)
+
+
+def scaled_blocks(gram_blocks: Tensor, scales: Tensor) -> Tensor:
+    """Gram blocks [groups, size, size] of an input after division by scales [in]."""
+    parts = scales.view(len(gram_blocks), -1)
+    return gram_blocks / (parts[:, :, None] * parts[:, None, :])
 
 
 def _output_error(weight: Tensor, hessian: Tensor, scales: Tensor, recipe: Recipe) -> float:
-    """Σ ‖(Q(W s) / s - W) x‖², rounded as it will be in the end, but for the finer steps of
-    clipping."""
+    """Σ ‖(Q(W s) / s - W) x‖², rounded as in round_awq but with coarse clipping."""
     weights = split_groups(weight * scales, recipe.group_size)
-    size = weights.shape[-1]
-    parts = scales.view(-1, size)
-    products = _diagonal_blocks(hessian, size) / (parts[:, :, None] * parts[:, None, :])
-    grid = _coarse_grid(weights, products, recipe)
-    # the Hessian stays as it is: it may be the largest of all
+    blocks = scaled_blocks(_diagonal_blocks(hessian, weights.shape[-1]), scales)
+    grid = _awq_grid(weights, blocks, recipe, coarse=True)
+    # the difference is scaled, not the Hessian, which may be the largest tensor
     difference = grid.fake_quantize(weights).sub_(weights).flatten(1).div_(scales)
     return float(((difference @ hessian) * difference).sum(dtype=torch.float64))
 
 
-def _coarse_grid(weights: Tensor, gram_blocks: Tensor, recipe: Recipe) -> QuantGrid:
+def _awq_grid(
+    weights: Tensor, gram_blocks: Tensor | None, recipe: Recipe, *, coarse: bool = False
+) -> QuantGrid:
     if recipe.clip:
-        return clipped_grid(weights, recipe.bits, gram_blocks, coarse=True)
+        return clipped_grid(weights, recipe.bits, gram_blocks, coarse=coarse)
     return full_range_grid(weights, recipe.bits)
 
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """[in, in] to [in / size, size, size]."""
+    """[in / size, size, size] of a matrix [in, in]."""
     count = len(matrix) // size
     parts = matrix.view(count, size, count, size)
     return parts.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2022): column by column, each rounding error made good by those to come."""
+"""GPTQ (Frantar et al. 2022): rounding by columns, each compensating earlier errors."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import torch
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
-from localgen.quant.files.quantized_weight import GroupedWeight
-from localgen.quant.methods.clipping import clipped_grid, full_range_grid
-from localgen.quant.methods.grid import QuantGrid, grouped_weight, split_groups
+from localgen.quant.files.packing import GroupedWeight
+from localgen.quant.methods.grid import QuantGrid, clipped_grid, full_range_grid, split_groups
 from localgen.quant.request.recipe import Recipe
 
-# columns that are gone through one by one
+# columns rounded one by one
 _BLOCK_COLUMNS = 16
-# rows of a triangle that are inverted at a time
+# rows of a triangular matrix inverted at a time
 _INVERSE_BLOCK_ROWS = 512
-# a Hessian that float32 cannot factor is damped ten times more, so often at most
+# attempts to factor a Hessian, each with ten times the damping
 _MAX_DAMPING_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HessianFactor:
-    """column_order: int64 [in], the inputs as they are gone through. inverse_upper: [in, in], in
-    that order.
+    """column_order: int64 [in], the order in which inputs are rounded.
 
-    inverse_upper: U of H⁻¹ = Uᵀ U, the rows of which say how an error spreads to the columns that
-    follow.
+    inverse_upper: [in, in] in that order, U of H⁻¹ = Uᵀ U; its rows spread an error to the columns
+    that follow.
     """
 
     column_order: Tensor
@@ -35,12 +33,11 @@ class HessianFactor:
 
 
 def factor_hessian(hessian: Tensor, *, damping: float, desc_act: bool, name: str) -> HessianFactor:
-    """What linears that read one input share. hessian: [in, in], Σ x xᵀ.
+    """Factor shared by all linears that read one input. hessian: [in, in], Σ x xᵀ.
 
-    Inputs that were always 0 ("dead columns") have no say in the order or in each other; they
-    are rounded to nearest, not to 0 as in the paper's code: another text may well use them, and
-    an expert that no token was routed to has nothing else. LoadFailed: no factor is to be found;
-    name says of what.
+    Inputs that were always 0 ("dead columns") are rounded to nearest, not to 0 as in the paper's
+    code: another text may use them, and an expert without tokens has no others. Raises LoadFailed,
+    with `name`, if the Hessian cannot be factored.
     """
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
@@ -50,10 +47,10 @@ def factor_hessian(hessian: Tensor, *, damping: float, desc_act: bool, name: str
     if desc_act:
         order = torch.argsort(diagonal, descending=True, stable=True)
     for attempt in range(_MAX_DAMPING_TRIES):
-        # last input first: of H = L Lᵀ so turned, L⁻¹ turned back is U, and H⁻¹ is never made
-        turned = order.flip(0)
-        damped = hessian[turned[:, None], turned]
-        damped.diagonal().copy_(filled[turned] + damping * 10**attempt * mean)
+        # reverse the order: with H = L Lᵀ reversed, L⁻¹ reversed is U, and H⁻¹ is never computed
+        reverse = order.flip(0)
+        damped = hessian[reverse[:, None], reverse]
+        damped.diagonal().copy_(filled[reverse] + damping * 10**attempt * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         del damped  # as large as the Hessian
         if not failed:
@@ -65,7 +62,7 @@ def factor_hessian(hessian: Tensor, *, damping: float, desc_act: bool, name: str
 
 
 def _invert_lower_triangular(lower: Tensor) -> Tensor:
-    """The inverse of a lower triangle, in its place, some rows at a time."""
+    """Invert a lower triangular matrix in place, some rows at a time."""
     for start in range(0, len(lower), _INVERSE_BLOCK_ROWS):
         rows = lower[start : start + _INVERSE_BLOCK_ROWS]
         end = start + len(rows)
@@ -77,14 +74,14 @@ def _invert_lower_triangular(lower: Tensor) -> Tensor:
 
 
 def round_gptq(weight: Tensor, grid: QuantGrid, hessian_factor: HessianFactor) -> GroupedWeight:
-    """A linear's weight [out, in] on the grid, [out, groups, 1], of groups in the inputs' order.
+    """Round a weight [out, in] on a grid [out, groups, 1].
 
-    Groups stay as they lie in the file whatever the order ("static groups"): files need no g_idx
-    to be read and run as fast as without act-order.
+    Groups follow the order of the inputs, not the rounding order ("static groups"): files need no
+    g_idx and run as fast as without act-order.
     """
     outs, ins = weight.shape
-    columns = weight.t()[hessian_factor.column_order]  # [in, out]: what is worked on lies together
-    work = _GptqState(
+    columns = weight.t()[hessian_factor.column_order]  # [in, out]: each column is contiguous
+    state = _GptqState(
         columns=columns,
         errors=torch.empty_like(columns),
         codes=columns.new_empty(ins, outs, dtype=torch.uint8),
@@ -94,17 +91,16 @@ def round_gptq(weight: Tensor, grid: QuantGrid, hessian_factor: HessianFactor) -
         group_of_column=(hessian_factor.column_order // (ins // grid.scales.shape[1])).tolist(),
         inverse_upper=hessian_factor.inverse_upper,
     )
-    work.round_columns(0, ins)
-    in_file_order = work.codes[torch.argsort(hessian_factor.column_order)]
-    return grouped_weight(grid, in_file_order.t().contiguous())
+    state.round_columns(0, ins)
+    in_file_order = state.codes[torch.argsort(hessian_factor.column_order)]
+    return grid.with_codes(in_file_order.t().contiguous())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GptqState:
-    """A linear's columns, as they change, in the order in which they are gone through.
+    """Columns of a linear in rounding order, updated in place.
 
-    columns, errors, codes: [in, out]. scales, zeros: [groups, out]. group_of_column: of each
-    column.
+    columns, errors, codes: [in, out]. scales, zeros: [groups, out].
     """
 
     columns: Tensor
@@ -117,7 +113,7 @@ class _GptqState:
     inverse_upper: Tensor
 
     def round_columns(self, start: int, end: int) -> None:
-        """By halves: all but the smallest updates are products of large matrices."""
+        """Round recursively by halves, so that most updates are large matrix products."""
         if end - start <= _BLOCK_COLUMNS:
             self._round_block(start, end)
             return
@@ -140,7 +136,7 @@ class _GptqState:
 
 
 def gptq_grid(weight: Tensor, recipe: Recipe) -> QuantGrid:
-    """The grid of a weight [out, in]; clipped by its own error, as that of others is made good."""
+    """The grid of a weight [out, in], clipped by weight error: GPTQ compensates output errors."""
     weights = split_groups(weight, recipe.group_size)
     if recipe.clip:
         return clipped_grid(weights, recipe.bits)

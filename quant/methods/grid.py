@@ -1,4 +1,4 @@
-"""The values that a group of weights can take."""
+"""Grids of the values that grouped weights can take: rounding to them, and finding the best one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.quant.files.quantized_weight import GroupedWeight
+from localgen.quant.files.packing import GroupedWeight
 
-# the least that float16 has: scales are stored in it
+# smallest float16 number: scales are stored as float16
 _MIN_SCALE = 2.0**-24
+# fractions of a group's range to try
+_FINE_SHRINKS = tuple(1.0 - step / 20 for step in range(11))
+_COARSE_SHRINKS = tuple(1.0 - step / 10 for step in range(6))
+# weights searched at a time, so that all copies stay in the processor's cache
+_CHUNK_WEIGHTS = 1 << 18
+_GPU_CHUNK_WEIGHTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantGrid:
     """(code - zero) * scale for codes below 2 ** bits.
 
-    scales: of float16's values, in the weights' dtype. zeros: whole numbers from 1 to
-    2 ** bits - 1. Both of one shape that broadcasts against the weights': [out, groups, 1]
-    against [out, groups, size].
+    scales: values that float16 can hold, in the dtype of the weights. zeros: integers from 1 to
+    2 ** bits - 1. Both broadcast against the weights: [out, groups, 1] for [out, groups, size].
     """
 
     scales: Tensor
@@ -28,21 +33,134 @@ class QuantGrid:
     bits: int
 
     def quantize(self, weights: Tensor) -> Tensor:
-        """Those of the nearest values; whole numbers of the weights' dtype."""
+        """Codes of the nearest values, in the dtype of the weights."""
         # in place: these are the largest tensors of a search
         found = torch.round(weights / self.scales)
         return found.add_(self.zeros).clamp_(0, 2**self.bits - 1)
 
     def fake_quantize(self, weights: Tensor) -> Tensor:
-        """The values that weights are rounded to."""
+        """The nearest values."""
         return self.quantize(weights).sub_(self.zeros).mul_(self.scales)
 
+    def with_codes(self, codes: Tensor) -> GroupedWeight:
+        """The weight of codes [out, in] on this grid of shape [out, groups, 1]."""
+        return GroupedWeight(
+            codes=codes.to(torch.uint8),
+            scales=self.scales.squeeze(-1).float(),
+            zeros=self.zeros.squeeze(-1).to(torch.uint8),
+            bits=self.bits,
+        )
 
-def grid_from_range(low: Tensor, high: Tensor, bits: int) -> QuantGrid:
-    """The grid over a range from low (at most 0) to high (at least 0); 0 itself is on it.
+    def round(self, weights: Tensor) -> GroupedWeight:
+        """Round weights [out, groups, size] to the nearest values."""
+        return self.with_codes(self.quantize(weights).flatten(1))
 
-    GPTQ's first file layout stores zero - 1, so a zero of 0 cannot be told from 2 ** bits in it:
-    the least zero is 1, even where no weight is negative.
+
+def round_to_nearest(weight: Tensor, bits: int, group_size: int | None) -> GroupedWeight:
+    """RTN: round a weight [out, in] on grids over the whole range of each group."""
+    weights = split_groups(weight, group_size)
+    return full_range_grid(weights, bits).round(weights)
+
+
+def split_groups(weight: Tensor, group_size: int | None) -> Tensor:
+    """[out, in] as [out, groups, group_size]; None for one group."""
+    return weight.reshape(len(weight), -1, group_size or weight.shape[1])
+
+
+def full_range_grid(weights: Tensor, bits: int) -> QuantGrid:
+    """The grid over the whole range of each group that has the smallest weight error.
+
+    weights: [out, groups, size]. The grid must contain 0, so its ends rarely match the range.
+    Candidates: steps of (high - low) / (2 ** bits - 1), and the widest grids within the range for
+    the zero points below and above the exact one.
+    """
+    return _concat_grids(_search_full_range(rows, bits) for rows in _row_chunks(weights))
+
+
+def clipped_grid(
+    weights: Tensor, bits: int, gram_blocks: Tensor | None = None, *, coarse: bool = False
+) -> QuantGrid:
+    """The grid over a part of each group's range that has the smallest error.
+
+    weights: [out, groups, size]. Both ends shrink together, then each on its own; coarse: together
+    only, in larger steps. gram_blocks: [groups, size, size], Σ x xᵀ of each group's inputs, to
+    minimize the output error Σ (Δw · x)²; None to minimize the weight error Σ Δw².
+    """
+    return _concat_grids(
+        _search_clipped_range(rows, bits, gram_blocks, coarse) for rows in _row_chunks(weights)
+    )
+
+
+def _row_chunks(weights: Tensor) -> tuple[Tensor, ...]:
+    at_once = _CHUNK_WEIGHTS if weights.device.type == "cpu" else _GPU_CHUNK_WEIGHTS
+    return torch.split(weights, max(1, at_once // weights[0].numel()))
+
+
+def _concat_grids(grids: Iterable[QuantGrid]) -> QuantGrid:
+    parts = list(grids)
+    scales = torch.cat([part.scales for part in parts])
+    return QuantGrid(scales, torch.cat([part.zeros for part in parts]), parts[0].bits)
+
+
+def _search_full_range(weights: Tensor, bits: int) -> QuantGrid:
+    low, high = _range_with_zero(weights)
+    best = _BestRange(weights, bits, None)
+    best.try_range(low, high)
+    top = 2**bits - 1
+    below = torch.floor(-low * top / (high - low)).nan_to_num(0.0)
+    for zero in (below.clamp(1, top - 1), (below + 1).clamp(1, top - 1)):
+        scale = torch.minimum(-low / zero, high / (top - zero))
+        best.try_range(-zero * scale, (top - zero) * scale)
+    return best.grid
+
+
+def _search_clipped_range(
+    weights: Tensor, bits: int, gram_blocks: Tensor | None, coarse: bool
+) -> QuantGrid:
+    low, high = _range_with_zero(weights)
+    best = _BestRange(weights, bits, gram_blocks)
+    for share in _COARSE_SHRINKS if coarse else _FINE_SHRINKS:
+        best.try_range(low * share, high * share)
+    if not coarse:
+        for share in _FINE_SHRINKS:
+            best.try_range(low * share, best.high)
+        for share in _FINE_SHRINKS:
+            best.try_range(best.low, high * share)
+    return best.grid
+
+
+def _range_with_zero(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of the last dimension and 0, [..., 1]."""
+    low, high = weights.aminmax(dim=-1, keepdim=True)
+    return low.clamp_max(0), high.clamp_min(0)
+
+
+class _BestRange:
+    """The range of each group with the smallest error so far: low, high, [out, groups, 1]."""
+
+    def __init__(self, weights: Tensor, bits: int, gram_blocks: Tensor | None) -> None:
+        self._weights, self._bits, self._gram_blocks = weights, bits, gram_blocks
+        self.low = self.high = torch.zeros_like(weights[..., :1])
+        self._min_error = torch.full_like(self.low, torch.inf)
+
+    def try_range(self, low: Tensor, high: Tensor) -> None:
+        values = _grid_from_range(low, high, self._bits).fake_quantize(self._weights)
+        error = _error(values.sub_(self._weights), self._gram_blocks)
+        better = error < self._min_error
+        self._min_error = torch.where(better, error, self._min_error)
+        self.low = torch.where(better, low, self.low)
+        self.high = torch.where(better, high, self.high)
+
+    @property
+    def grid(self) -> QuantGrid:
+        return _grid_from_range(self.low, self.high, self._bits)
+
+
+def _grid_from_range(low: Tensor, high: Tensor, bits: int) -> QuantGrid:
+    """The grid over a range from low (at most 0) to high (at least 0) that contains 0.
+
+    The first version of GPTQ's file layout stores zero - 1, where a zero point of 0 reads as
+    2 ** bits: the smallest zero point is 1, even if no weight is negative.
     """
     top = 2**bits - 1
     scales = torch.maximum((high - low) / top, high / (top - 1))
@@ -51,29 +169,9 @@ def grid_from_range(low: Tensor, high: Tensor, bits: int) -> QuantGrid:
     return QuantGrid(scales, torch.round(-low / scales).clamp_(1, top), bits)
 
 
-def range_with_zero(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest of the last dimension, 0 among them; that dimension stays, as 1."""
-    low, high = weights.aminmax(dim=-1, keepdim=True)
-    return low.clamp_max(0), high.clamp_min(0)
-
-
-def split_groups(weight: Tensor, group_size: int | None) -> Tensor:
-    """[out, in] as [out, groups, group_size]. None: one group."""
-    return weight.reshape(len(weight), -1, group_size or weight.shape[1])
-
-
-def concat_grids(grids: Iterable[QuantGrid]) -> QuantGrid:
-    """Grids of rows that follow each other as one."""
-    parts = list(grids)
-    scales = torch.cat([part.scales for part in parts])
-    return QuantGrid(scales, torch.cat([part.zeros for part in parts]), parts[0].bits)
-
-
-def grouped_weight(grid: QuantGrid, codes: Tensor) -> GroupedWeight:
-    """codes: [out, in], whole numbers on the grid, [out, groups, 1]."""
-    return GroupedWeight(
-        codes=codes.to(torch.uint8),
-        scales=grid.scales.squeeze(-1).float(),
-        zeros=grid.zeros.squeeze(-1).to(torch.uint8),
-        bits=grid.bits,
-    )
+def _error(difference: Tensor, gram_blocks: Tensor | None) -> Tensor:
+    """[out, groups, 1]."""
+    if gram_blocks is None:
+        return difference.square().sum(-1, keepdim=True)
+    spread = torch.bmm(difference.transpose(0, 1), gram_blocks).transpose(0, 1)
+    return (spread * difference).sum(-1, keepdim=True)

@@ -1,136 +1,167 @@
-"""One decoder layer quantized by whichever method a recipe names."""
+"""Quantization of one decoder layer by the method of a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.tensor_names import LayerTensors, linear_shapes
-from localgen.quant.calibrate.input_stats import InputImportance, LayerInputs
-from localgen.quant.calibrate.layer_forward import LayerForward
+from localgen.quant.calibrate.importance import InputImportance
+from localgen.quant.calibrate.input_stats import InputStats
+from localgen.quant.calibrate.layer_forward import CalibrationLayer
 from localgen.quant.calibrate.passes import iter_layer_stats
-from localgen.quant.files.quantized_weight import QuantizedWeight
-from localgen.quant.methods.awq import round_awq
-from localgen.quant.methods.folding import fold_layer
-from localgen.quant.methods.fp8 import round_to_fp8
+from localgen.quant.calibrate.scaling import ScaleMapping, fold_scales
+from localgen.quant.files.packing import QuantizedWeight
+from localgen.quant.methods.awq import round_awq, scaled_blocks, search_awq_scales
 from localgen.quant.methods.gptq import factor_hessian, gptq_grid, round_gptq
-from localgen.quant.methods.rtn import round_to_nearest
-from localgen.quant.methods.smoothquant import round_to_int8
+from localgen.quant.methods.grid import round_to_nearest
+from localgen.quant.methods.w8a8 import round_to_fp8, round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedLayer:
-    """tensors: float32, all that is not quantized, by name within the layer; folded norms included.
+    """tensors: float32, all unquantized tensors by name within the layer, with scales folded in.
 
-    weights: by the name of the linear. importance: likewise, of methods that calibrate.
+    weights: by the name of the linear. importance: likewise; empty for methods without calibration.
     """
 
     tensors: LayerTensors
-    weights: dict[str, QuantizedWeight]
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     importance: dict[str, InputImportance] = field(default_factory=dict)
 
     def dequantize(self) -> LayerTensors:
-        """The whole layer in float32, as LayerForward takes it."""
-        widened = {f"{name}.weight": w.dequantize() for name, w in self.weights.items()}
-        return self.tensors | widened
+        """The whole layer in float32, as for LayerForward."""
+        dequantized = {f"{name}.weight": one.dequantize() for name, one in self.weights.items()}
+        return self.tensors | dequantized
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldedLayer:
+    """A layer with scales folded in, not rounded yet. tensors: the whole layer, float32.
+
+    gram_blocks: for AWQ's clipping, [groups, size, size], Σ x xᵀ by linear; only of linears that
+    got tokens. importance: by linear. Both are of the scaled inputs.
+    """
+
+    tensors: LayerTensors
+    gram_blocks: dict[str, Tensor] = field(default_factory=dict)
+    importance: dict[str, InputImportance] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def quantize_layer(
-    spec: ModelSpec,
-    index: int,
-    tensors: LayerTensors,
-    inputs: LayerInputs,
-    forward: LayerForward,
-    recipe: Recipe,
-) -> QuantizedLayer:
-    """Layer `index` as the recipe wants it. tensors: by name within the layer, as in LayerNames.
+def quantize_layer(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
+    """Quantize all linears of a layer.
 
-    inputs: not asked for unless the recipe calibrates; for the least loss they come out of the
-    quantized layers before. Same inputs, same result, bit for bit, on the same machine and number
-    of threads. LoadFailed: NaN or infinite weights or activations.
+    The same inputs give the same bits on the same machine with the same number of threads. Raises
+    LoadFailed for NaN or infinite weights or activations.
     """
-    check_finite(index, tensors)
+    _check_finite(layer)
     match recipe.method:
         case "gptq":
-            return _quantize_gptq(spec, index, tensors, inputs, forward, recipe)
+            return _quantize_gptq(layer, recipe)
         case "awq" | "smoothquant":
-            return _quantize_with_folded_scales(spec, index, tensors, inputs, forward, recipe)
+            return _quantize_folded(layer, recipe)
         case "fp8":
-            return _quantize_each_linear(spec, tensors, lambda _, weight: round_to_fp8(weight))
+            return _quantize_each_linear(layer, lambda _, weight: round_to_fp8(weight))
         case "rtn":
             return _quantize_each_linear(
-                spec,
-                tensors,
-                lambda _, weight: round_to_nearest(weight, recipe.bits, recipe.group_size),
+                layer, lambda _, weight: round_to_nearest(weight, recipe.bits, recipe.group_size)
             )
 
 
-def check_finite(index: int, tensors: LayerTensors) -> None:
-    """LoadFailed: the first tensor of layer `index` with a NaN or an infinity."""
-    for name, tensor in tensors.items():
+@torch.no_grad()
+def fold_layer(layer: CalibrationLayer, recipe: Recipe) -> FoldedLayer:
+    """Fold the scales of recipe.method, awq or smoothquant, into a copy of the layer's weights.
+
+    Raises LoadFailed for NaN or infinite activations.
+    """
+    folded = FoldedLayer(dict(layer.tensors))
+    for mapping, stats in iter_layer_stats(layer, recipe):
+        # original weights: rows that another mapping has divided are rounded the same
+        weights = [layer.weight(name) for name in mapping.linears]
+        scales = _mapping_scales(mapping, weights, stats[mapping.stats_linear], recipe)
+        fold_scales(layer.spec, folded.tensors, mapping, scales)
+        for linears in mapping.consumers:
+            _record_statistics(folded, linears, stats[linears[0]], scales, recipe)
+    return folded
+
+
+def _mapping_scales(
+    mapping: ScaleMapping, weights: list[Tensor], stats: InputStats, recipe: Recipe
+) -> Tensor:
+    if recipe.method == "awq":
+        return search_awq_scales(mapping, weights, stats, recipe)
+    # the paper smooths the outputs of norms only
+    if not mapping.source_is_norm:
+        return torch.ones_like(stats.max_abs)
+    return smoothquant_scales(stats.max_abs, weights, recipe.alpha)
+
+
+def _record_statistics(
+    folded: FoldedLayer,
+    linears: tuple[str, ...],
+    stats: InputStats,
+    scales: Tensor,
+    recipe: Recipe,
+) -> None:
+    importance = InputImportance(stats.sum_squares / scales.square(), stats.num_tokens)
+    folded.importance.update(dict.fromkeys(linears, importance))
+    if recipe.method == "awq" and stats.num_tokens:
+        size = recipe.group_size or len(scales)
+        blocks = scaled_blocks(stats.diagonal_blocks(size), scales)
+        folded.gram_blocks.update(dict.fromkeys(linears, blocks))
+
+
+def _check_finite(layer: CalibrationLayer) -> None:
+    for name, tensor in layer.tensors.items():
         if not tensor.isfinite().all():
             raise LoadFailed(
-                f"model.layers.{index}.{name} has NaN or infinite values: the checkpoint is "
+                f"{layer.full_name(name)} has NaN or infinite values: the checkpoint is "
                 "damaged, download it again"
             )
 
 
-def _quantize_gptq(
-    spec: ModelSpec,
-    index: int,
-    tensors: LayerTensors,
-    inputs: LayerInputs,
-    forward: LayerForward,
-    recipe: Recipe,
-) -> QuantizedLayer:
+def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
     weights: dict[str, QuantizedWeight] = {}
     importance: dict[str, InputImportance] = {}
-    for mapping, moments in iter_layer_stats(spec, index, tensors, inputs, forward, recipe):
-        for together in mapping.consumers:
-            seen = moments[together[0]]
-            where = f"model.layers.{index}.{together[0]}"
-            shared = factor_hessian(
-                seen.hessian, damping=recipe.damping, desc_act=recipe.desc_act, name=where
+    for mapping, stats in iter_layer_stats(layer, recipe):
+        for linears in mapping.consumers:
+            seen = stats[linears[0]]
+            factor = factor_hessian(
+                seen.hessian,
+                damping=recipe.damping,
+                desc_act=recipe.desc_act,
+                name=layer.full_name(linears[0]),
             )
-            for name in together:
-                weight = tensors[f"{name}.weight"]
-                weights[name] = round_gptq(weight, gptq_grid(weight, recipe), shared)
+            for name in linears:
+                weight = layer.weight(name)
+                weights[name] = round_gptq(weight, gptq_grid(weight, recipe), factor)
                 importance[name] = InputImportance(seen.sum_squares, seen.num_tokens)
-    return QuantizedLayer(_unquantized_tensors(tensors, weights), weights, importance)
+    return QuantizedLayer(_unquantized_tensors(layer.tensors, weights), weights, importance)
 
 
-def _quantize_with_folded_scales(
-    spec: ModelSpec,
-    index: int,
-    tensors: LayerTensors,
-    inputs: LayerInputs,
-    forward: LayerForward,
-    recipe: Recipe,
-) -> QuantizedLayer:
-    folded = fold_layer(spec, index, tensors, inputs, forward, recipe)
+def _quantize_folded(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
+    folded = fold_layer(layer, recipe)
 
     def rounded(name: str, weight: Tensor) -> QuantizedWeight:
         if recipe.method == "smoothquant":
             return round_to_int8(weight)
         return round_awq(weight, folded.gram_blocks.get(name), recipe)
 
-    layer = _quantize_each_linear(spec, folded.tensors, rounded)
-    return QuantizedLayer(layer.tensors, layer.weights, folded.importance)
+    found = _quantize_each_linear(replace(layer, tensors=folded.tensors), rounded)
+    return replace(found, importance=folded.importance)
 
 
 def _quantize_each_linear(
-    spec: ModelSpec, tensors: LayerTensors, round_weight: Callable[[str, Tensor], QuantizedWeight]
+    layer: CalibrationLayer, round_weight: Callable[[str, Tensor], QuantizedWeight]
 ) -> QuantizedLayer:
-    """Every linear by itself."""
-    weights = {name: round_weight(name, tensors[f"{name}.weight"]) for name in linear_shapes(spec)}
-    return QuantizedLayer(_unquantized_tensors(tensors, weights), weights)
+    weights = {name: round_weight(name, layer.weight(name)) for name in linear_shapes(layer.spec)}
+    return QuantizedLayer(_unquantized_tensors(layer.tensors, weights), weights)
 
 
 def _unquantized_tensors(

@@ -1,1 +1,1 @@
-"""What to quantize and how: the request, its recipe, the form of the screen."""
+"""Values that cross the process boundary: the request, its recipe and form, and the events."""

@@ -1,4 +1,4 @@
-"""The types of GGUF files: what llama.cpp can make of a model, by the names people use."""
+"""GGUF file types that llama.cpp can write, by name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
 
-# gguf is imported late: who only lists the types does without it
+# gguf is imported on use: listing the types does not need it
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, LlamaFileType
 
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """file_type_name, weight_type_name: gguf's names of the type and of that of most matrices.
-    needs_imatrix: it is garbage without an importance matrix, and llama.cpp refuses to make it."""
+    """file_type_name, weight_type_name: gguf's names of the file type and of most matrices' type.
+
+    needs_imatrix: unusable without an importance matrix; llama.cpp refuses to write it.
+    """
 
     file_type_name: str
     weight_type_name: str
@@ -29,14 +31,14 @@ class GgufType:
 
     @property
     def weight_type(self) -> GGMLQuantizationType:
-        """Of most matrices."""
+        """Type of most matrices."""
         from gguf import GGMLQuantizationType
 
         return GGMLQuantizationType[self.weight_type_name]
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits a weight of most matrices."""
+        """Bits per weight of most matrices."""
         from gguf import GGML_QUANT_SIZES
 
         values, size = GGML_QUANT_SIZES[self.weight_type]
@@ -79,13 +81,13 @@ GGUF_TYPES = {
     "IQ1_M": GgufType("MOSTLY_IQ1_M", "IQ1_M", needs_imatrix=True),
     "IQ1_S": GgufType("MOSTLY_IQ1_S", "IQ1_S", needs_imatrix=True),
 }
-# those that the converter writes itself; llama.cpp makes the others from 16 bits
+# types that the converter writes itself; llama.cpp makes the others from 16 bits
 DIRECT_TYPES = ("F32", "F16", "BF16", "Q8_0")
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
 def resolve_gguf_type(text: str) -> str:
-    """The name of a type however it is written: q4_k_m, Q4_K. InvalidRequest: there is none."""
+    """Return the name of a type in any spelling: q4_k_m, Q4_K. Raises InvalidRequest if unknown."""
     name = text.upper()
     name = _ALIASES.get(name, name)
     if name not in GGUF_TYPES:

@@ -1,4 +1,4 @@
-"""What to make of a model's weights: the method, its bits and groups, and what calibrates it."""
+"""Recipe: how weights are rounded, and the text that calibrates it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 from localgen.backends.errors import InvalidRequest
 
 QuantizeMethod = Literal["rtn", "awq", "gptq", "smoothquant", "fp8"]
-# what a job does with a layer: as of QuantizeJob
+# what QuantizeJob does with a layer
 LayerMode = Literal["round", "fold", "observe"]
 
-# widths that a method can write, its usual one first
+# bits that each method can write, its default first
 _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
     "rtn": (4, 3, 8),
     "awq": (4, 3, 8),
@@ -20,30 +20,28 @@ _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
     "smoothquant": (8,),
     "fp8": (8,),
 }
-
-
 METHODS = tuple(_SUPPORTED_BITS)
 
 
 def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
-    """Bits that a method can make, its usual ones first."""
+    """Bits that a method can write, its default first."""
     return _SUPPORTED_BITS[method]
 
 
 def default_bits(method: QuantizeMethod) -> int:
-    """What a method usually makes."""
     return _SUPPORTED_BITS[method][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How weights are rounded. group_size: inputs that share a scale and a zero; None: a whole row.
+    """How weights are rounded. group_size: inputs that share a scale and a zero point; None for a
+    whole row.
 
-    Only rtn, awq and gptq have groups; smoothquant and fp8 have one scale a row.
-    clip: whether awq and gptq also search how far each group's range may shrink. desc_act: whether
-    gptq goes through inputs by their weight in the Hessian. damping: share of the Hessian's mean
-    diagonal that gptq adds to it. alpha: how much of the activations' range smoothquant moves
-    into the weights.
+    Only rtn, awq and gptq have groups; smoothquant and fp8 have one scale per row.
+    clip: awq and gptq search a smaller range for each group. desc_act: gptq rounds inputs in
+    descending order of the Hessian's diagonal. damping: fraction of the Hessian's mean diagonal
+    that gptq adds to it. alpha: share of the activations' range that smoothquant moves into the
+    weights.
     """
 
     method: QuantizeMethod
@@ -55,7 +53,7 @@ class Recipe:
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        """InvalidRequest: values that no format can hold, or that exclude each other."""
+        """Raises InvalidRequest for values that no format can hold."""
         widths = _SUPPORTED_BITS[self.method]
         if self.bits not in widths:
             known = " or ".join(map(str, widths))
@@ -67,20 +65,19 @@ class Recipe:
 
     @property
     def has_groups(self) -> bool:
-        """Whether inputs share scales in groups."""
         return self.method in ("rtn", "awq", "gptq")
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it looks at activations."""
+        """Whether the method reads activations."""
         return self.method in ("awq", "gptq", "smoothquant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationConfig:
-    """Text that activations are taken from. path: a user's file; None: what ships with localgen.
+    """Calibration text. path: None for localgen's own.
 
-    samples: most sequences of seq_len tokens, drawn by the seed where the text has more.
+    samples: maximum number of sequences of seq_len tokens; the seed draws them from a longer text.
     """
 
     path: Path | None = None

@@ -10,7 +10,7 @@ from textual.reactive import reactive
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.quant.events import (
+from localgen.quant.request.events import (
     EstimateEvent,
     MethodEstimate,
     QuantizeEvent,

@@ -8,7 +8,8 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.quant.report import EvalRow, eval_table
+from localgen.quant.report import eval_table
+from localgen.quant.request.events import EvalRow
 from localgen.tui.quantize.run import QuantizeRun
 from localgen.tui.widgets.numbers import format_bytes, format_duration_s
 

@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 
 from localgen.backends.errors import LocalgenError
-from localgen.quant.events import (
+from localgen.quant.process import QuantizeWorker
+from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
+    EvalRow,
     FinishedEvent,
     NoteEvent,
     ProgressEvent,
@@ -18,8 +20,6 @@ from localgen.quant.events import (
     StoppedEvent,
     combine_estimates,
 )
-from localgen.quant.process import QuantizeWorker
-from localgen.quant.report import EvalRow
 from localgen.quant.request.form import QuantizeForm
 from localgen.tui.widgets.numbers import format_duration_s, format_percent
 

@@ -1,0 +1,177 @@
+"""Events of a quantization run, as values and as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateEvent:
+    """Resources that a run, or one part of it, will take. description: of the work.
+
+    output_bytes: of the result; None if this part writes none. memory_bytes: peak of the process
+    on the host; None if unknown. states_bytes: activations on disk, part of disk_bytes.
+    """
+
+    model: str
+    description: str
+    output: str
+    source_bytes: int
+    output_bytes: int | None
+    states_bytes: int
+    memory_bytes: int | None
+    free_bytes: int
+    disk_bytes: int
+    disk_free_bytes: int
+
+
+def combine_estimates(first: EstimateEvent | None, second: EstimateEvent) -> EstimateEvent:
+    """Estimate of two parts of a run that follow each other."""
+    if first is None:
+        return second
+    known = [part for part in (first, second) if part.output_bytes is not None] or [second]
+    memory = [part.memory_bytes for part in (first, second) if part.memory_bytes is not None]
+    return replace(
+        known[0],
+        states_bytes=max(first.states_bytes, second.states_bytes),
+        memory_bytes=max(memory, default=None),
+        disk_bytes=max(first.disk_bytes, second.disk_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedEvent:
+    """An unfinished run at the output path that can be resumed, with its finished layers."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class MethodEstimate:
+    """One method for one model. option: arguments of `localgen quantize`.
+
+    need_bytes: memory to run the result with a useful context. place: where it would run; None if
+    it does not fit.
+    """
+
+    option: str
+    size_bytes: int
+    need_bytes: int
+    place: Literal["GPU", "CPU"] | None
+    trade: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendationEvent:
+    """All methods, largest result first. best_option: the recommended one; None if none fits."""
+
+    estimates: tuple[MethodEstimate, ...]
+    best_option: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """Progress of a step. A layer counts when it is finished."""
+
+    step: str
+    done: int
+    total: int
+    unit: Literal["bytes", "layers", "tensors", "steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class NoteEvent:
+    """A notice for the user, one sentence."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The result is complete. layers: None for GGUF files, as all fields after it.
+
+    resumed: layers taken from an earlier run. seconds: of this process, for layers only.
+    peak_bytes: peak memory of the process; estimated_bytes: its estimate before the run.
+    """
+
+    path: str
+    layers: int | None = None
+    resumed: int = 0
+    seconds: float = 0.0
+    layer_s: float = 0.0
+    peak_bytes: int = 0
+    estimated_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRow:
+    """Evaluation of one model. perplexity, kl, tokens_per_s: None if not measured.
+
+    kl: Kullback-Leibler divergence from the first row's model, in nats. bits_per_weight: of all
+    tensors in the files.
+    """
+
+    name: str
+    path: str
+    size_bytes: int
+    bits_per_weight: float
+    perplexity: float | None = None
+    kl: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalEvent:
+    """Evaluation of the original and of the result, in this order."""
+
+    rows: tuple[EvalRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedEvent:
+    """The run was interrupted; its finished layers are kept."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEvent:
+    """The last event of a process that failed. code: as in LocalgenError."""
+
+    message: str
+    code: str
+
+
+QuantizeEvent = (
+    EstimateEvent
+    | UnfinishedEvent
+    | RecommendationEvent
+    | ProgressEvent
+    | NoteEvent
+    | FinishedEvent
+    | EvalEvent
+    | StoppedEvent
+)
+OnEvent = Callable[[QuantizeEvent], None]
+
+_EVENT_TYPES: dict[str, type[QuantizeEvent | FailedEvent]] = {
+    kind.__name__: kind for kind in get_args(QuantizeEvent | FailedEvent)
+}
+
+
+def encode_event(event: QuantizeEvent | FailedEvent) -> str:
+    """One line of JSON, without the line break."""
+    return json.dumps({"event": type(event).__name__, **asdict(event)})
+
+
+def decode_event(line: str | bytes) -> QuantizeEvent | FailedEvent:
+    """The event of a line that `encode_event` wrote."""
+    import msgspec  # not at the top: the build converts the built-in model without it
+
+    record = json.loads(line)
+    return msgspec.convert(record, _EVENT_TYPES[record["event"]])
