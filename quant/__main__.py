@@ -40,7 +40,7 @@ def main(command: str) -> int:
         writer.write(FailedEvent(error.message, error.code))
         return 1
     except MemoryError:
-        message = "the memory is full: end other programs, or choose what needs less"
+        message = "the memory is full: end other programs, or choose a method that needs less"
         writer.write(FailedEvent(message, "out_of_memory"))
         return 1
     except Exception as error:

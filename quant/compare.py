@@ -62,7 +62,7 @@ def evaluate_models(
     folders = [(name, path) for name, path in models if path.is_dir()]
     if not folders:
         raise InvalidRequest(
-            "GGUF files are measured beside the folder that they were made of: name it first",
+            "GGUF files are compared with the folder that they were made from: name it first",
             param="model",
         )
     states = _final_states(folders, eval_set, device, on_event)

@@ -63,7 +63,7 @@ def prepare_gguf_job(
     file_type = resolve_gguf_type(request.gguf)
     if GGUF_TYPES[file_type].needs_imatrix and request.recipe is None:
         raise InvalidRequest(
-            f"{file_type} is garbage without an importance matrix: --calib builtin makes one, "
+            f"{file_type} needs an importance matrix: add --calib builtin, "
             "or use Q2_K, IQ3_S or more bits"
         )
     require_unquantized(folder)
@@ -115,6 +115,6 @@ def _check_output(out: Path) -> None:
     if out.suffix.lower() != ".gguf":
         raise InvalidRequest(f"--out {out}: a GGUF file's name ends in .gguf", param="out")
     if out.exists():
-        raise InvalidRequest(f"{out} is there already: remove it, or give another --out")
+        raise InvalidRequest(f"{out} already exists: remove it, or give another --out")
     if not out.absolute().parent.is_dir():
         raise InvalidRequest(f"--out {out}: there is no folder {out.parent}", param="out")

@@ -48,8 +48,8 @@ from localgen.quant.request.recipe import LayerMode
 from localgen.quant.result_folder import describe_recipe, write_sidecar_files
 
 _MODE_DESCRIPTIONS = {
-    "fold": "awq's scales folded in, and what llama.cpp is to weigh inputs by",
-    "observe": "what llama.cpp is to weigh inputs by",
+    "fold": "awq's scales folded in, and an importance matrix for llama.cpp",
+    "observe": "an importance matrix for llama.cpp",
 }
 
 
@@ -79,7 +79,7 @@ class QuantizeJob:
         )
         if self.estimate.disk_bytes > free + taken:
             raise DiskFull(
-                f"the result and what lies beside it until then take "
+                f"the result and its temporary files take "
                 f"{format_gb(self.estimate.disk_bytes)}, {there} has {format_gb(free)} free: "
                 "make room, or give an --out on another disk"
             )
@@ -155,7 +155,7 @@ class QuantizeJob:
         except torch.OutOfMemoryError:
             raise OutOfMemory(
                 "the GPU's memory is full: --device cpu, or fewer tokens at once with --seq-len; "
-                f"--resume goes on after {self.work_folder.num_done_layers} layers"
+                f"--resume continues after {self.work_folder.num_done_layers} layers"
             ) from None
 
     def input_importance(self) -> dict[str, tuple[NDArray[np.float32], int]]:

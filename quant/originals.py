@@ -23,7 +23,7 @@ def require_packages(find_module: Callable[[str], object] = find_spec) -> None:
     missing = [name for name in _PACKAGES if find_module(name) is None]
     if missing:
         raise LoadFailed(
-            f"quantize computes with {' and '.join(missing)}, not installed here: "
+            f"quantize needs {' and '.join(missing)}, not installed here: "
             "pip install 'localgen[quant]'"
         )
 
@@ -39,7 +39,7 @@ def resolve_original(name: str | None) -> tuple[str, Path]:
     file = _original_file(name)
     if file.is_gguf:
         raise ModelNotFound(
-            f"{name} is a GGUF file, which is rounded or converted already: name the original, a "
+            f"{name} is a GGUF file, which is already quantized or converted: name the original, a "
             "folder with config.json and safetensors",
             param="model",
         )
@@ -68,8 +68,8 @@ def _original_file(name: str) -> ModelFile:
             raise (missing if "localgen pull" in missing.message else error) from None
         if found.is_gguf and "localgen pull" in missing.message:
             raise ModelNotFound(
-                f"of {name} there is only a GGUF file here, which is rounded or converted already: "
-                f"localgen pull {plain}{_SAFETENSORS_TAG} fetches the original",
+                f"only a GGUF file of {name} is here, which is already quantized or converted: "
+                f"localgen pull {plain}{_SAFETENSORS_TAG} downloads the original",
                 param="model",
             ) from None
         return found

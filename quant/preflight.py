@@ -75,8 +75,8 @@ def prepare_quantization(
         longest = source.spec.max_len
         if not 2 <= calibration.seq_len <= longest:
             raise InvalidRequest(
-                f"a sequence of {calibration.seq_len:,} tokens is not between 2 and the "
-                f"{longest:,} that the model was trained for: change --seq-len",
+                f"sequences of {calibration.seq_len:,} tokens do not fit: a sequence has 2 to "
+                f"{longest:,} tokens, the context of the model; change --seq-len",
                 param="seq_len",
             )
         windows = calibration_windows(calibration, tokenizer)
@@ -91,7 +91,7 @@ def require_unquantized(folder: Path) -> None:
     if isinstance(quantization, dict):
         method = quantization.get("quant_method", "some method")
         raise InvalidRequest(
-            f"{folder.resolve().name} is quantized already ({method}): give the original model",
+            f"{folder.resolve().name} is already quantized ({method}): give the original model",
             param="model",
         )
 
@@ -101,7 +101,7 @@ def check_finite_and_checksum(source: LayerwiseCheckpoint, on_event: OnEvent) ->
     done, total, checksum = 0, source.size_bytes, 0
     for name in source.names():
         if source.location(name).dtype not in FLOAT_DTYPES:
-            raise LoadFailed(f"{source.folder}: {name} is no plain weight")
+            raise LoadFailed(f"{source.folder}: {name} is not an unquantized weight")
         for chunk in source.iter_chunks(name):
             if not bool(chunk.isfinite().all()):
                 raise LoadFailed(
@@ -129,7 +129,7 @@ def _check_packing(source: LayerwiseCheckpoint, recipe: Recipe) -> None:
         if outs % multiple or ins % multiple:
             raise InvalidRequest(
                 f"{name} of {ins:,} inputs and {outs:,} outputs cannot be packed in "
-                f"{recipe.bits} bits, {multiple} of which fill whole words: use --fp8",
+                f"{recipe.bits} bits, which needs multiples of {multiple}: use --fp8",
                 param="bits",
             )
 
@@ -144,7 +144,7 @@ def check_group_size(spec: ModelSpec, recipe: Recipe) -> None:
             fitting = [str(g) for g in (256, 128, 64, 32, 16, 8) if not _is_indivisible(spec, g)]
             remedy = f"--group-size {' or '.join(fitting)}" if fitting else "another method"
             raise InvalidRequest(
-                f"{name} has {ins} inputs, which groups of {size} do not divide: use {remedy}",
+                f"{name} has {ins} inputs, not divisible into groups of {size}: use {remedy}",
                 param="group_size",
             )
 

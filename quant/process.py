@@ -49,7 +49,7 @@ class QuantizeProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise LoadFailed(f"no process can be started: {error.strerror or error}") from None
+            raise LoadFailed(f"cannot start a process: {error.strerror or error}") from None
         assert self._process.stdin is not None
         # stays open: the child exits when it is closed
         with contextlib.suppress(OSError):
@@ -98,11 +98,11 @@ class QuantizeProcess:
     def _exit_error(self, status: int) -> LocalgenError:
         if status == -signal.SIGKILL:
             return OutOfMemory(
-                "the process that quantized was killed, as systems do whose memory is full; what "
-                "is done stays"
+                "the quantization process was killed, probably because the memory is full; "
+                "finished layers are kept"
             )
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", "replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no error message")
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return LoadFailed(f"the process that quantized ended {how}: {last}")
+        return LoadFailed(f"the quantization process ended {how}: {last}")

@@ -59,12 +59,10 @@ def describe_recipe(recipe: Recipe) -> str:
 
 def report_backend_notes(folder: Path, on_event: OnEvent) -> None:
     """Emit notices about running a quantized folder on this machine."""
-    reason = detect_hardware().cuda_unavailable_reason
-    if reason is not None:
+    why = detect_hardware().cuda_unavailable_reason
+    if why is not None:
         on_event(
-            NoteEvent(
-                f"it runs on GPUs ({reason} here); --backend cuda --device cpu runs it slowly"
-            )
+            NoteEvent(f"it runs on GPUs ({why} here); --backend cuda --device cpu runs it slowly")
         )
     spec = read_hf_config(folder)
     for note in dequantization_notes(spec.quant, has_experts=spec.moe is not None):

@@ -140,7 +140,7 @@ def quantized(method: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        ("llama", quantized("awq"), "quantized already (awq)"),
+        ("llama", quantized("awq"), "already quantized (awq)"),
         ("gemma2", {"attn_logit_softcapping": None}, "Gemma 2 without soft caps"),
         ("gemma2", {"tie_word_embeddings": False}, "Gemma 2 with a head of its own"),
         ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),

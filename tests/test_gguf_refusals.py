@@ -168,7 +168,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
 def test_numbers_that_are_none_are_found(folder: Path, tmp_path: Path) -> None:
     broken = np.full(256, np.nan, "<f4").tobytes()
     change_tensor(NORM, ("F32", [256], broken))(folder)
-    with pytest.raises(LoadFailed, match=r"output_norm\.weight has values that are no numbers"):
+    with pytest.raises(LoadFailed, match=r"output_norm\.weight has NaN or infinite values"):
         convert_to_gguf(folder, tmp_path / "model.gguf")
     assert list(tmp_path.glob("*.gguf")) == []
 

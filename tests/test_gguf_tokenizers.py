@@ -195,12 +195,12 @@ def unlike(tokenizer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (learned_merges, "ways to make a token are no merges"),
+        (learned_merges, "pairs that make a token are not merges"),
         (no_byte, "has no token <0x41>"),
         (unigram, "only BPE tokenizers can be converted, this is Unigram"),
-        (strip, "would not prepare text by Sequence Prepend Replace Strip and nothing"),
-        (words, "would not prepare text by Sequence Prepend Replace and Whitespace"),
-        (unlike, "would not prepare text by nothing and Metaspace"),
+        (strip, "does not support normalization by Sequence Prepend Replace Strip and nothing"),
+        (words, "does not support normalization by Sequence Prepend Replace and Whitespace"),
+        (unlike, "does not support normalization by nothing and Metaspace"),
     ],
 )
 def test_other_pieces_are_refused(

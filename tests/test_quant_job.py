@@ -142,7 +142,7 @@ def test_other_recipes_do_not_go_on(tmp_path: Path) -> None:
     other = Recipe(method="gptq", bits=3)
     refused(InvalidRequest, lambda: run(other, out, resume=True), "recipe bits", "4, now 3")
     run(GPTQ, out, resume=True)
-    refused(InvalidRequest, lambda: run(GPTQ, out), "is there already")
+    refused(InvalidRequest, lambda: run(GPTQ, out), "already exists")
 
 
 def test_another_model_does_not_go_on(model: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_quantized_model(tmp_path: Path) -> None:
     refused(
         InvalidRequest,
         lambda: job(RTN, tmp_path / "twice", folder=tmp_path / "once"),
-        "once is quantized already (awq)",
+        "once is already quantized (awq)",
         "give the original",
     )
 

@@ -77,7 +77,7 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["tiny"], INVALID, "say how: --awq, --gptq"),
+        (["tiny"], INVALID, "choose a method: --awq, --gptq"),
         (["tiny", "--awq", "--gptq"], INVALID, "--awq and --gptq exclude each other"),
         (["tiny", "--gptq", "--gguf", "Q4_K_M"], INVALID, "--awq goes with it"),
         (["tiny", "--rtn", "--bits", "5"], INVALID, "not 5"),
@@ -85,23 +85,31 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["tiny", "--rtn", "--no-act-order"], INVALID, "go with --gptq"),
         (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "use no calibration text"),
-        (["tiny", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "in its type"),
+        (["tiny", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "the file type sets the bits"),
         (["tiny", "--rtn", "--group-size", "100"], INVALID, "multiple of 8"),
-        (["tiny", "--rtn", "--group-size", "96"], INVALID, "do not divide: use --group-size"),
+        (
+            ["tiny", "--rtn", "--group-size", "96"],
+            INVALID,
+            "groups of 96: use --group-size",
+        ),
         (["tiny", "--gguf", "Q9_X"], INVALID, "Q9_X"),
-        (["tiny", "--gguf", "IQ1_S"], INVALID, "--calib builtin makes one"),
+        (["tiny", "--gguf", "IQ1_S"], INVALID, "add --calib builtin"),
         (["tiny", "--gguf", "Q8_0", "--out", "x.bin"], INVALID, "ends in .gguf"),
         (["tiny", "--gptq", "--calib", "no.txt"], NOT_FOUND, "cannot read the text no.txt"),
         (["tiny", "--gptq", "--seq-len", "9999"], INVALID, "change --seq-len"),
         (["tiny", "--rtn", "--device", "tpu"], INVALID, "must be cuda, cuda:N or cpu"),
         (["tiny", "--rtn", "--device", "cuda"], INVALID, "leave it out, or --device cpu"),
-        (["tiny", "other", "--rtn"], INVALID, "give one model, not 2"),
-        (["no-such-model", "--rtn"], NOT_FOUND, "model 'no-such-model' not found"),
-        ([str(TINY_GGUF), "--rtn"], NOT_FOUND, "is a GGUF file, which is rounded"),
+        (["tiny", "other", "--rtn"], INVALID, "one model at a time, not 2"),
+        (["no-such-model", "--rtn"], NOT_FOUND, "no model 'no-such-model'"),
+        ([str(TINY_GGUF), "--rtn"], NOT_FOUND, "is a GGUF file, which is already quantized"),
         (["--compare"], INVALID, "name the models"),
         (["--compare", "tiny", "--awq"], INVALID, "--compare and --awq exclude each other"),
         (["tiny", "--recommend", "--out", "x"], INVALID, "--recommend and --out exclude"),
-        (["tiny", "--awq", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "in its type"),
+        (
+            ["tiny", "--awq", "--gguf", "Q4_K_M", "--bits", "4"],
+            INVALID,
+            "the file type sets the bits",
+        ),
         (["tiny", "--gguf", "Q4_K_M", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["--compare", str(TINY_GGUF)], INVALID, "name it first"),
     ],
@@ -124,7 +132,7 @@ def test_wrong_input(
 def test_the_result_is_there_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").mkdir()
     assert run_command_line(["quantize", "tiny", "--rtn", "--out", "taken"]) == INVALID
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     (tmp_path / "taken.gguf").touch()
     assert (
         run_command_line(["quantize", "tiny", "--gguf", "Q8_0", "--out", "taken.gguf"]) == INVALID
@@ -151,7 +159,7 @@ def test_without_torch() -> None:
     )
     assert done.returncode == errors.EXIT_STATUS_BY_CODE["load_failed"]
     assert done.stderr == (
-        "localgen: quantize computes with torch and tokenizers, not installed here: "
+        "localgen: quantize needs torch and tokenizers, not installed here: "
         "pip install 'localgen[quant]'\n"
     )
 
@@ -182,7 +190,7 @@ def test_ctrl_c_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "of 6 layers: run the same command with --resume to continue" in err
     again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
     assert run_command_line(again) == INVALID
-    assert "--resume goes on with it" in capsys.readouterr().err
+    assert "--resume continues it" in capsys.readouterr().err
     assert run_command_line([*again, "--resume"]) == 0
     assert run_command_line([*again, "--out", "whole"]) == 0
     assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")

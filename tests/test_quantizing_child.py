@@ -143,7 +143,7 @@ def test_stopped_and_gone_on_with(tmp_path: Path) -> None:
     assert 1 <= stopped.done < stopped.total == 6
     assert the(UnfinishedEvent, followed(GPTQ, looks=True)) == UnfinishedEvent(stopped.done, 6)
     other = replace(GPTQ, recipe=Recipe(method="gptq", bits=3), output=Path("tiny-gptq-4bit"))
-    with pytest.raises(InvalidRequest, match="was begun with another"):
+    with pytest.raises(InvalidRequest, match="was started with another"):
         followed(other, looks=True)
     with pytest.raises(InvalidRequest, match="has an unfinished run"):
         followed(GPTQ)
@@ -201,7 +201,7 @@ def test_errors_keep_their_kind() -> None:
     ("program", "said"),
     [
         ("raise SystemExit('no room')", "ended with status 1: no room"),
-        ("import os; os.abort()", "ended by signal 6: without a word"),
+        ("import os; os.abort()", "ended by signal 6: no error message"),
     ],
 )
 def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
@@ -213,7 +213,7 @@ def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, program: str, said
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "python_command", lambda *_: ["/no/such/program"])
-    with pytest.raises(LoadFailed, match="no process can be started: No such file"):
+    with pytest.raises(LoadFailed, match="cannot start a process: No such file"):
         followed(RTN)
 
 

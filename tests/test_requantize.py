@@ -67,7 +67,7 @@ def test_it_loads_and_answers(
 
 @pytest.mark.parametrize("file_type", NEEDY)
 def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=f"{file_type} is garbage without an imp"):
+    with pytest.raises(InvalidRequest, match=f"{file_type} needs an importance matrix"):
         make_gguf(TINY, tmp_path / "model.gguf", file_type)
     # and llama.cpp itself would refuse it
     convert_to_gguf(TINY, tmp_path / "wide.gguf", "F16")
@@ -213,11 +213,11 @@ Q_PROJ = "model__layers__0__self_attn__q_proj"
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (wrong(), "there is no importance of any linear"),
+        (wrong(), "no linear has an importance"),
         (wrong(**{Q_PROJ: (np.ones(3), 1)}), "q_proj has 256 inputs, the importance is of (3,)"),
-        (wrong(**{Q_PROJ: (np.full(256, np.nan), 1)}), "q_proj is no number"),
-        (wrong(model__norm=(np.ones(256), 1)), "model.norm is no linear of a Llama"),
-        (wrong(model__layers__0__mlp=(np.ones(256), 1)), "mlp is no linear"),
+        (wrong(**{Q_PROJ: (np.full(256, np.nan), 1)}), "q_proj is not finite"),
+        (wrong(model__norm=(np.ones(256), 1)), "model.norm is not a linear of a Llama"),
+        (wrong(model__layers__0__mlp=(np.ones(256), 1)), "mlp is not a linear"),
     ],
 )
 def test_wrong_importance(
@@ -234,8 +234,8 @@ def test_wrong_importance(
     [
         (TINY, "Q9_Z", InvalidRequest, "unknown file type Q9_Z: use one of F32"),
         (TINY, "MXFP4_MOE", InvalidRequest, "rounds experts, this model has none"),
-        (TINY / "nowhere", "Q4_0", ModelNotFound, "is no folder"),
-        (TINY, "Q4_0", LoadFailed, "no importance matrix"),
+        (TINY / "nowhere", "Q4_0", ModelNotFound, "is not a folder"),
+        (TINY, "Q4_0", LoadFailed, "is not an importance matrix"),
     ],
 )
 def test_refusals(

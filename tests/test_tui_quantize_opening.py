@@ -71,7 +71,7 @@ def test_not_for_another_machine(tmp_path: Path) -> None:
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
-        raise LoadFailed("quantize computes with torch: pip install 'localgen[quant]'")
+        raise LoadFailed("quantize needs torch: pip install 'localgen[quant]'")
 
     monkeypatch.setattr("localgen.tui.quantize.runner.require_packages", missing)
     refused(Quantizing(tmp_path), "pip install 'localgen[quant]'")

@@ -61,8 +61,8 @@ def test_every_message_speaks_of_the_screen() -> None:
     ("said", "shown"),
     [
         (
-            "tiny-awq is there already: remove it, or give another --out",
-            "tiny-awq is there already: remove it, or give another name under Result",
+            "tiny-awq already exists: remove it, or give another --out",
+            "tiny-awq already exists: remove it, or give another name under Result",
         ),
         (
             "1 GB are free: make room and run again with --resume",

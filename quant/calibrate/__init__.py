@@ -1,1 +1,1 @@
-"""What calibration measures: inputs of each linear over windows of text."""
+"""Calibration: statistics of the inputs of linears over windows of text."""

@@ -40,11 +40,11 @@ class WorkFolder:
     def check_startable(self, *, resume: bool) -> None:
         """Raise InvalidRequest as in `open`, without comparing manifests."""
         if self.out.exists():
-            raise InvalidRequest(f"{self.out} is there already: remove it, or give another --out")
+            raise InvalidRequest(f"{self.out} already exists: remove it, or give another --out")
         if (self.path / _MANIFEST).is_file() and not resume:
             raise InvalidRequest(
                 f"{self.path} has an unfinished run of {self.num_done_layers} layers: "
-                "--resume goes on with it; or remove it"
+                "--resume continues it; or remove it"
             )
 
     @property
@@ -103,8 +103,8 @@ class WorkFolder:
         if other:
             key = other[0]
             raise InvalidRequest(
-                f"{self.path} was begun with another {key} ({before.get(key)}, now "
-                f"{now.get(key)}): ask for the same, remove it, or give another --out"
+                f"{self.path} was started with another {key} ({before.get(key)}, now "
+                f"{now.get(key)}): use the same, remove it, or give another --out"
             )
 
 

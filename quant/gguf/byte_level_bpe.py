@@ -36,7 +36,7 @@ def detect_pre_tokenizer(path: Path, tokenizer_json: dict[str, Any]) -> str:
     for change in normalizer.get("normalizers", [normalizer]):
         # NFC rarely changes typed text, and llama.cpp omits it for Qwen
         if change["type"] != "NFC":
-            raise LoadFailed(f"{path}: llama.cpp would not apply the normalizer {change['type']}")
+            raise LoadFailed(f"{path}: llama.cpp does not support the normalizer {change['type']}")
     step = tokenizer_json["pre_tokenizer"] or {"type": "none"}
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     names = tuple(_step_name(step) for step in steps)
@@ -44,7 +44,7 @@ def detect_pre_tokenizer(path: Path, tokenizer_json: dict[str, Any]) -> str:
     if pre is None:
         known = ", ".join(_PRE_TOKENIZERS.values())
         raise LoadFailed(
-            f"{path}: unknown pre-tokenizer {' then '.join(names)} (known are those of {known})"
+            f"{path}: unknown pre-tokenizer {' then '.join(names)} (supported are those of {known})"
         )
     return pre
 

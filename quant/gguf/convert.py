@@ -55,7 +55,7 @@ def convert_to_gguf(
             f"unknown file type {file_type}: use one of {', '.join(DIRECT_TYPES)}", param="type"
         )
     if not source.is_dir():
-        raise ModelNotFound(f"{source} is no folder")
+        raise ModelNotFound(f"{source} is not a folder")
     raw = read_json(source / "config.json")
     generation = read_optional_json(source / "generation_config.json")
     spec = read_hf_config(source)

@@ -62,17 +62,17 @@ def _ordered_linears(
     Raises LoadFailed as write_imatrix.
     """
     if not importance:
-        raise LoadFailed(f"{path}: there is no importance of any linear")
+        raise LoadFailed(f"{path}: no linear has an importance")
     for module, (sums, count) in importance.items():
         shape = shapes.get(f"{module}.weight", ())
         if len(shape) != 2:
-            raise LoadFailed(f"{path}: {module} is no linear of a {spec.architecture}")
+            raise LoadFailed(f"{path}: {module} is not a linear of a {spec.architecture}")
         if sums.shape != shape[1:]:
             raise LoadFailed(
                 f"{path}: {module} has {shape[1]} inputs, the importance is of {sums.shape}"
             )
         if not np.isfinite(sums).all() or count < 0:
-            raise LoadFailed(f"{path}: the importance of {module} is no number")
+            raise LoadFailed(f"{path}: the importance of {module} is not finite")
     stacks = {_without_expert_index(module) for module in importance}
     modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
     return [module for module in modules if _without_expert_index(module) in stacks]
@@ -103,7 +103,7 @@ def read_imatrix(path: Path) -> dict[str, Array]:
     try:
         reader = GgufReader(path)
     except LoadFailed as error:
-        raise LoadFailed(f"{path} is no importance matrix (GGUF): {error}") from None
+        raise LoadFailed(f"{path} is not an importance matrix (GGUF): {error}") from None
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     means: dict[str, Array] = {}
     for name, sums in tensors.items():
@@ -117,5 +117,5 @@ def read_imatrix(path: Path) -> dict[str, Array]:
         mean = np.divide(rows, counts, out=np.ones_like(rows), where=counts > 0)
         means[own] = np.ascontiguousarray(mean, np.float32).reshape(-1)
     if not means:
-        raise LoadFailed(f"{path} is no importance matrix: it has no sums of squares")
+        raise LoadFailed(f"{path} is not an importance matrix: it has no sums of squares")
     return means

@@ -23,7 +23,7 @@ def check_convertible(path: Path, spec: ModelSpec) -> None:
     """Raise LoadFailed for a model that llama.cpp cannot compute. path: its config.json."""
     if spec.quant is not None:
         raise LoadFailed(
-            f"{path}: the model is quantized already ({spec.quant.method}): convert the original"
+            f"{path}: the model is already quantized ({spec.quant.method}): convert the original"
         )
     obstacle = _unsupported_feature(spec) or _unsupported_rope_feature(spec)
     if obstacle is not None:

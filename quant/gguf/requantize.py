@@ -50,12 +50,11 @@ def make_gguf(
     name = resolve_gguf_type(file_type)
     if GGUF_TYPES[name].needs_imatrix and imatrix is None:
         raise InvalidRequest(
-            f"{name} is garbage without an importance matrix: calibrate one, or use Q2_K, IQ3_S "
-            "or more bits",
+            f"{name} needs an importance matrix: make one, or use Q2_K, IQ3_S or more bits",
             param="type",
         )
     if not source.is_dir():
-        raise ModelNotFound(f"{source} is no folder")
+        raise ModelNotFound(f"{source} is not a folder")
     if name in DIRECT_TYPES:
         convert_to_gguf(source, target, name, override_folder=override_folder, on_event=on_event)
         return
@@ -127,7 +126,7 @@ def _last_line(errors: IO[bytes]) -> str:
     errors.seek(0)
     lines = errors.read().decode("utf-8", "replace").split("\n")
     shown = (line.strip() for line in reversed(lines) if line.strip())
-    return next(shown, "it ended without a word")
+    return next(shown, "it ended without an error message")
 
 
 def _threads() -> int:

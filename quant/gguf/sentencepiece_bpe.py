@@ -46,7 +46,7 @@ def space_prefix(path: Path, tokenizer: dict[str, Any]) -> SpacePrefix:
         case [only] if no_step and only == _REPLACE:
             return "never"
     raise LoadFailed(
-        f"{path}: llama.cpp would not prepare text by "
+        f"{path}: llama.cpp does not support normalization by "
         f"{_step_types(tokenizer.get('normalizer'))} and "
         f"{_step_types(tokenizer.get('pre_tokenizer'))}"
     )
@@ -72,7 +72,7 @@ def sentencepiece_scores(
     for byte in range(256):
         if f"<0x{byte:02X}>" not in ids:
             raise LoadFailed(
-                f"{path} has no token <0x{byte:02X}>, text with it would end llama.cpp"
+                f"{path} has no token <0x{byte:02X}>, text with this byte would crash llama.cpp"
             )
     merges = [_split_merge(merge) for merge in model["merges"]]
     _check_merges_complete(path, ids, set(merges))
@@ -100,6 +100,6 @@ def _check_merges_complete(path: Path, ids: dict[str, int], merges: set[tuple[st
                 missing += pair not in merges
     if missing > _MAX_MISSING_SHARE * ways:
         raise LoadFailed(
-            f"{path}: {missing:,} of {ways:,} ways to make a token are no merges, llama.cpp would "
-            "take them: only merges made from SentencePiece's scores can be converted"
+            f"{path}: {missing:,} of {ways:,} pairs that make a token are not merges, but "
+            "llama.cpp would merge them: only merges of SentencePiece scores can be converted"
         )

@@ -56,7 +56,7 @@ class GgufOutputTensor:
 
     def _encode_chunk(self, values: Array) -> NDArray[Any]:
         if not np.isfinite(values).all():
-            raise LoadFailed(f"{self.name} has values that are no numbers: the model is damaged")
+            raise LoadFailed(f"{self.name} has NaN or infinite values: the model is damaged")
         with np.errstate(over="ignore"):  # the check below names the tensor
             packed = gguf.quantize(values, self.type)
         if self.type is GGMLQuantizationType.F16 and not np.isfinite(packed).all():

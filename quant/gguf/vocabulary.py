@@ -72,11 +72,11 @@ def read_gguf_vocabulary(
         add_bos = _add_bos(tokenizer, settings)
         strips = any(added.get("rstrip") for added in tokenizer.get("added_tokens", []))
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise LoadFailed(f"{path} is not laid out as a tokenizer: {error!r}") from None
+        raise LoadFailed(f"{path} is not a valid tokenizer: {error!r}") from None
     special = {**config, **generation}
     bos_id = _special_id("bos", settings, ids, special)
     if add_bos and bos_id is None:
-        raise LoadFailed(f"{folder} asks for a first token but tokenizer_config.json names none")
+        raise LoadFailed(f"{folder} adds a BOS token, but tokenizer_config.json names none")
     # "first" has no effect in a chat, which starts with a special token
     prefixed = prefix == "always" or (prefix == "first" and template is None)
     return GgufVocabulary(
@@ -162,9 +162,9 @@ def _eos_ids(
     own = _special_id("eos", settings, ids, {})
     ordered = tuple(dict.fromkeys(([own] if own is not None else []) + end_ids))
     if any(not isinstance(end, int) or end < 0 for end in ordered):
-        raise LoadFailed(f"{folder} names end tokens {end_ids}, which are no token ids")
+        raise LoadFailed(f"{folder} names end tokens {end_ids}, which are not token ids")
     if not ordered:
-        raise LoadFailed(f"{folder} names no end token, an answer would never stop")
+        raise LoadFailed(f"{folder} names no end token: generation would never stop")
     if len(ordered) > 3:
         raise LoadFailed(f"{folder} names {len(ordered)} end tokens, a GGUF file holds 3")
     return ordered

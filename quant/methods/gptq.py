@@ -56,8 +56,8 @@ def factor_hessian(hessian: Tensor, *, damping: float, desc_act: bool, name: str
         if not failed:
             return HessianFactor(order, _invert_lower_triangular(lower).flip(0, 1))
     raise LoadFailed(
-        f"the inputs of {name} cannot be told apart in the calibration text: calibrate with more "
-        "or other text, or raise the damping"
+        f"the Hessian of {name} cannot be factored: its inputs are too similar in the calibration "
+        "text; calibrate with more or other text"
     )
 
 

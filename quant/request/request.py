@@ -72,7 +72,7 @@ class QuantizeRequest:
             desc_act=act_order is not False,
         )
         if calibrate and not recipe.needs_calibration:
-            raise InvalidRequest("--calib: --rtn and --fp8 look at no text")
+            raise InvalidRequest("--calib: --rtn and --fp8 use no calibration text")
         return replace(self, recipe=recipe)
 
 
@@ -84,7 +84,9 @@ def _check_options(
     act_order: bool | None,
 ) -> None:
     if not methods and gguf is None:
-        raise InvalidRequest("say how: --awq, --gptq, --rtn, --fp8, --smoothquant or --gguf TYPE")
+        raise InvalidRequest(
+            "choose a method: --awq, --gptq, --rtn, --fp8, --smoothquant or --gguf TYPE"
+        )
     if len(methods) > 1:
         raise InvalidRequest(f"--{methods[0]} and --{methods[1]} exclude each other")
     if act_order is not None and list(methods) != ["gptq"]:
@@ -92,7 +94,7 @@ def _check_options(
     if group_size is not None and (gguf is not None or methods[0] in ("fp8", "smoothquant")):
         raise InvalidRequest("--group-size goes with --awq, --gptq and --rtn")
     if gguf is not None and bits is not None:
-        raise InvalidRequest("--bits: a GGUF file's are in its type, such as --gguf Q4_K_M")
+        raise InvalidRequest("--bits and --gguf exclude each other: the file type sets the bits")
     if gguf is not None and list(methods) not in ([], ["awq"]):
         raise InvalidRequest(f"--{methods[0]} and --gguf exclude each other; --awq goes with it")
 

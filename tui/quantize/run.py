@@ -63,14 +63,14 @@ class StepEta:
 # the screen has fields and keys for some options; the others are named with their command
 _CLI_TO_TUI = (
     ("run again with --resume", "press Ctrl+R to go on"),
-    ("--resume goes on", "Ctrl+R goes on"),
+    ("--resume continues", "Ctrl+R continues"),
     ("another --out", "another name under Result"),
     ("an --out on another disk", "a folder on another disk under Result"),
     ("--out ", "Result "),
     ("use --group-size ", "use groups of "),
     ("use --fp8", "use fp8"),
     ("--rtn or --fp8 need less", "rtn or fp8 need less"),
-    ("--calib builtin makes one", "Calibrate makes one"),
+    ("add --calib builtin", "set Calibrate"),
     ("--backend cuda --device cpu runs", "localgen tui --backend cuda --device cpu runs"),
     ("change --seq-len", "localgen quantize --seq-len changes it"),
     ("a smaller --seq-len", "localgen quantize with a smaller --seq-len"),
