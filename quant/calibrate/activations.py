@@ -29,7 +29,7 @@ class ActivationFile:
 
     @property
     def exists(self) -> bool:
-        """Whether the layer's file exists and is complete."""
+        """The layer's file exists and is complete."""
         path = self._path(self.layer)
         return path.is_file() and path.stat().st_size == self.num_bytes
 

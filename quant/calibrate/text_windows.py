@@ -29,8 +29,8 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenWindows:
-    """ids: int64 [windows, seq_len]. source: description of the text. digest: of the ids, so equal
-    for equal calibration whatever the file's name."""
+    """ids: int64 [windows, seq_len]. source: description of the text. digest: of the ids, so
+    independent of the file's name."""
 
     ids: Tensor
     source: str

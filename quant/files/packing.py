@@ -137,7 +137,7 @@ def quantization_config(recipe: Recipe, unquantized: list[str]) -> dict[str, Any
             "quant_method": "gptq",
             "bits": recipe.bits,
             "group_size": size,
-            # groups follow the order of the inputs whatever order gptq rounded them in
+            # groups follow the order of the inputs, not the order in which gptq rounds
             "desc_act": False,
             "static_groups": True,
             "sym": False,

@@ -138,7 +138,7 @@ def add_vocabulary_keys(writer: gguf.GGUFWriter, vocabulary: GgufVocabulary) -> 
 
 
 def add_sampling_keys(writer: gguf.GGUFWriter, path: Path, generation: dict[str, Any]) -> None:
-    """Write the model's sampling defaults; do_sample false means greedy, whatever else is set.
+    """Write the model's sampling defaults; do_sample false means greedy, other values are ignored.
 
     generation: contents of generation_config.json. Raises LoadFailed if a value is not a number.
     """

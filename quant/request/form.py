@@ -80,19 +80,19 @@ class QuantizeForm:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a stopped run can be resumed."""
+        """A stopped run can be resumed."""
         return not self.is_gguf or self.needs_calibration
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the run reads a calibration text."""
+        """The run reads a calibration text."""
         if self.is_gguf:
             return self.effective_calibration != "nothing"
         return self.method in ("awq", "gptq", "smoothquant")
 
     @property
     def needs_imatrix(self) -> bool:
-        """Whether the GGUF type is unusable without an importance matrix."""
+        """The GGUF type is unusable without an importance matrix."""
         return GGUF_TYPES[self.gguf].needs_imatrix
 
 
@@ -162,7 +162,7 @@ def with_relative_output(form: QuantizeForm) -> QuantizeForm:
 
 
 def has_unfinished_run(form: QuantizeForm) -> bool:
-    """Whether the form's output path has an unfinished run."""
+    """Return True if the form's output path has an unfinished run."""
     out = form.output_path
     return (out.parent / f"{out.name}.partial" / "plan.json").is_file()
 

@@ -9,7 +9,7 @@ from typing import Literal
 from localgen.backends.errors import InvalidRequest
 
 QuantizeMethod = Literal["rtn", "awq", "gptq", "smoothquant", "fp8"]
-# what QuantizeJob does with a layer
+# processing of a layer by QuantizeJob
 LayerMode = Literal["round", "fold", "observe"]
 
 # bits that each method can write, its default first
@@ -69,7 +69,7 @@ class Recipe:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method reads activations."""
+        """The method reads activations."""
         return self.method in ("awq", "gptq", "smoothquant")
 
 
