@@ -245,7 +245,7 @@ def test_no_rate_where_nothing_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_packages_are_named() -> None:
     from localgen.backends.errors import LoadFailed
 
-    with pytest.raises(LoadFailed, match="with tokenizers, not installed"):
+    with pytest.raises(LoadFailed, match="needs tokenizers, not installed"):
         originals.require_packages(lambda name: None if name == "tokenizers" else name)
 
 

@@ -100,7 +100,7 @@ def test_failed(check: Callable[..., None], size: tuple[int, int]) -> None:
 
 @SIZES
 def test_refused(check: Callable[..., None], size: tuple[int, int]) -> None:
-    refused = InvalidRequest("tiny-awq is already quantized (awq): give the original model")
+    refused = InvalidRequest("tiny-awq is quantized already (awq): give the original model")
     check(nothing, size, ((refused,),))
 
 
