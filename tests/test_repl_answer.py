@@ -267,10 +267,8 @@ def test_what_drafts_did() -> None:
     none = replace(TIMINGS, draft_reason="switched off")
     assert "drafts:     none: switched off" in report.verbose_stats_lines(answer(timings=none), 0.0)
     assert "draft" not in report.completion_line(answer(timings=none))
-    useless = replace(TIMINGS, draft_reason="nothing to expect: the text does not repeat itself")
-    assert "41.2/s (no drafts: nothing to expect) · " in report.completion_line(
-        answer(timings=useless)
-    )
+    useless = replace(TIMINGS, draft_reason="no match: the text does not repeat itself")
+    assert "41.2/s (no drafts: no match) · " in report.completion_line(answer(timings=useless))
 
 
 def test_a_wait_in_the_queue_is_told() -> None:

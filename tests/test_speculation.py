@@ -326,7 +326,7 @@ def test_why_a_small_cache_has_none() -> None:
     speculation = Speculation([Guesser(1.0)], clock=still)
     Steps(speculation, flat).run([decoding()], 1)
     assert not speculation.propose([decoding()], max_outputs=1, max_prefill_tokens=64)
-    assert "samples 1 token" in speculation.stats.reason
+    assert "only 1 token" in speculation.stats.reason
 
 
 def test_a_size_that_plain_steps_never_had_is_measured_first() -> None:

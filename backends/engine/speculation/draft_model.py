@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
     Drafts are sampled with the sequence's settings where the sequence and both runners allow it,
     greedy otherwise. A sequence is left out while the draft model has no room for it, or where it
     has tokens from shared_vocab_size on, which are padding in one of the two vocabularies. If the
-    draft model fails it drafts no more, and the target continues.
+    draft model fails, it is disabled and the target continues.
     """
 
     needs_probing = True
@@ -229,7 +229,7 @@ class ModelDrafter(Drafter):
                 self._evict(copy, keep=False)
             return []
         except StepFailed as error:
-            _log.error("%s drafts no more: %s", self.name, error)
+            _log.error("%s is disabled: %s", self.name, error)
             self.failure = f"failed: {error}"
             return []
         if sample and sum(batch.values()) <= 2 * len(batch):

@@ -21,18 +21,18 @@ from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SpeculationStats
 
-# while drafts pay, one step in so many is plain: gains are measured against plain steps
+# one step in this many is plain while drafts pay: gains are measured against plain steps
 PLAIN_EVERY = 32
 # share of the time for probes, and for looks that find nothing to draft; gains are added to the
-# budget, up to so many plain steps
+# budget, at most the time of this many plain steps
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
 # drafts of a probe, and of estimates that compare drafters
 _FEW_DRAFTS = 4
-_TOO_SLOW = "too dear: drafts would cost more than they save"
+_TOO_SLOW = "too slow: drafts would cost more than they save"
 
 
 class Speculation:
-    """Decides before each step who drafts how much, and measures each step.
+    """Decides before each step how much each drafter drafts, and measures each step.
 
     max_drafts: of one sequence. disabled_reason: shown where there are no drafters. synchronize: as
     in AsyncRunner; None: steps are never launched ahead.
@@ -69,9 +69,9 @@ class Speculation:
     ) -> dict[Sequence, DraftProposal]:
         """Drafts for the next step.
 
-        seqs: all that decode. max_outputs: positions that the step may sample. max_prefill_tokens:
-        of a prompt that a draft model may compute now. with_prompts: the step prefills prompts too,
-        which leaves no arithmetic to spare.
+        seqs: all decoding sequences, a new list. max_outputs: positions that the step may sample.
+        max_prefill_tokens: prompt tokens that a draft model may prefill now. with_prompts: the step
+        prefills prompts too, so it gets no drafts.
         """
         self._has_looked, self._is_synchronized, self._propose_ms = False, False, 0.0
         if not self._drafters:
@@ -79,7 +79,7 @@ class Speculation:
         if seqs != self._seqs:
             self._release_others(seqs)
         if with_prompts:
-            self._reason = "prompts first: one is being read"
+            self._reason = "prompts first: one is being prefilled"
         if with_prompts or not seqs or not self._is_time_to_look(len(seqs)):
             return {}
         started_s = self._clock()
@@ -95,8 +95,8 @@ class Speculation:
         return drafts
 
     def _is_time_to_look(self, count: int) -> bool:
-        """Whether the next step may have drafts: not where a plain step is due or has no price yet,
-        nor before its share of the time has paid for a look that found nothing."""
+        """True unless a plain step is due, plain steps of this size have no price yet, or the last
+        look found nothing and its time has not been made up for."""
         if count not in self._costs or self._steps_since_plain >= PLAIN_EVERY:
             return False
         self._steps_since_look += 1
@@ -116,16 +116,16 @@ class Speculation:
         return max((option for option in found if option.probs), key=rate, default=None)
 
     def _allocate(self, options: Seq[DraftOption | None], limit: int) -> list[int] | None:
-        """Number of drafts of each sequence; None: no drafts, and _reason says why."""
+        """Number of drafts of each sequence, or None for none; _reason says why."""
         if limit < 1:
             outputs = limit + len(options)
-            self._reason = f"no room: a step samples {outputs} tokens here, one of each sequence"
+            self._reason = f"no room: a step can sample only {outputs} tokens, one of each sequence"
             return None
         found = allocate(options, self._costs.ms, max_drafts=limit)
         if found and found.gain >= MIN_GAIN:
             return found.drafts
         is_expected = any(options)
-        self._reason = _TOO_SLOW if is_expected else self._nothing_to_expect()
+        self._reason = _TOO_SLOW if is_expected else self._no_match_reason()
         return self._probe(options, limit)
 
     def _probe(self, options: Seq[DraftOption | None], limit: int) -> list[int] | None:
@@ -166,7 +166,7 @@ class Speculation:
                 drafter.prefill(max_tokens)
 
     def _wait(self) -> None:
-        """For a step launched ahead: what follows is timed without it."""
+        """Wait for a step launched ahead, so that drafting is timed without it."""
         if self._synchronize is not None and not self._is_synchronized:
             self._synchronize()
             self._is_synchronized = True
@@ -219,10 +219,12 @@ class Speculation:
                 drafter.release(seq)
         self._seqs, self._look_ms = seqs, 0.0
 
-    def _nothing_to_expect(self) -> str:
+    def _no_match_reason(self) -> str:
         models = [drafter for drafter in self._drafters if drafter.needs_probing]
-        whys = [f", and {m.name} {m.failure or 'has not read it or is wrong here'}" for m in models]
-        return "nothing to expect: the text does not repeat itself" + "".join(whys)
+        whys = [
+            f", and {m.name} {m.failure or 'has not prefilled it or is wrong here'}" for m in models
+        ]
+        return "no match: the text does not repeat itself" + "".join(whys)
 
     def request_stats(self, seq: Sequence) -> RequestDraftStats:
         """What a sequence has gained so far."""
