@@ -92,7 +92,7 @@ def requantize(
     ftype = int(GGUF_TYPES[file_type].file_type)
     arguments = (source, target, ftype, _threads(), *(() if imatrix is None else (imatrix,)))
     module = "localgen.quant.gguf.requantize_process"
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
