@@ -1,7 +1,7 @@
 """What a step costs behind a filled KV cache, in the shapes that llama.cpp's cache can have.
 
-python -m benchmarks.attention: the figures that docs/architecture.md gives for unified cells,
-parts, copies and blocks of rows. A bare loop over the low-level API, without a scheduler.
+python -m benchmarks.attention: the figures in docs/cpu.md and docs/architecture.md for unified
+cells, parts, copies and blocks of rows. A bare loop over the low-level API, without a scheduler.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RE
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 TOP_LEVEL = "backends|benchmarks|docs|localgen|quant|tests|tui"
 PATH = re.compile(rf"`((?:{TOP_LEVEL})/[\w./-]*)`")
+BARE_FILE = re.compile(r"`(\w+\.py)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#([^)\s]+))?\)")
+# files that programs create
+CREATED = {"localgen/server.sock", "benchmarks/results/gpu-NAME-DATE.json"}
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-# created at run time
-RUNTIME = {"localgen/server.sock"}
 
 
 def heading_anchors(page: Path) -> set[str]:
@@ -26,8 +27,14 @@ def heading_anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_paths_exist(page: Path) -> None:
-    named = set(PATH.findall(page.read_text(encoding="utf-8"))) - RUNTIME
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+    named = PATH.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (path in CREATED or (ROOT / path).exists())] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_named_without_a_folder_exist(page: Path) -> None:
+    known = {path.name for folder in TOP_LEVEL.split("|") for path in (ROOT / folder).rglob("*.py")}
+    assert set(BARE_FILE.findall(page.read_text(encoding="utf-8"))) - known == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
