@@ -68,7 +68,7 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"\ud800": 1}, "?", "surrogate"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "has a json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
