@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from localgen.cli import tables
 from localgen.cli.arguments import JsonFlag, ModelArgument
 from localgen.cli.options import Backend
 
@@ -94,7 +95,7 @@ def command(
     )
     with closing(Client()) as client:
         stats = client.stats() if client.health() else {"models": []}
-    found = plan_model(model, tuple(quant or ()), asked, stats, plan_report.print_notice, measure)
+    found = plan_model(model, tuple(quant or ()), asked, stats, tables.print_notice, measure)
     typer.echo(plan_report.plans_json(found) if json else plan_report.plans_text(found))
     refused = [one.refusal for one in found.plans if one.refusal is not None]
     if len(refused) == len(found.plans):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -59,11 +58,6 @@ def plans_json(result: PlanReport) -> str:
         del loaded["options"]  # may hold a long template; the plans name the others
     plans = [_without_gpu_details(asdict(plan)) | {"fits": plan.fits} for plan in result.plans]
     return tables.json_text({"plans": plans, "loaded": loaded}, indent=2)
-
-
-def print_notice(line: str) -> None:
-    """Print a notice on stderr."""
-    print(one_line(line), file=sys.stderr)
 
 
 def _without_gpu_details(record: dict[str, Any]) -> dict[str, Any]:

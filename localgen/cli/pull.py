@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.backends.errors import ModelNotFound
+from localgen.cli import tables
 from localgen.cli.completion_values import complete_catalog_model
 
 if TYPE_CHECKING:
@@ -42,16 +43,16 @@ def pull_with_progress(model: str) -> None:
     from localgen.hub.resolve import is_installed
 
     try:
-        plan = pull.plan_pull(model, _print_notice)
+        plan = pull.plan_pull(model, tables.print_notice)
     except HubUnavailable as error:
         if not is_installed(model):
             raise
-        _print_notice(f"{model} is installed; cannot check for updates: {error.message}")
+        tables.print_notice(f"{model} is installed; cannot check for updates: {error.message}")
         return
     if plan.quant_reason:
-        _print_notice(plan.quant_reason)
+        tables.print_notice(plan.quant_reason)
     if plan.is_cached:
-        _print_notice(f"{plan.name} is up to date")
+        tables.print_notice(f"{plan.name} is up to date")
         return
     _download(model, plan)
 
@@ -71,7 +72,7 @@ def run_or_offer_pull(
         wanted = draft if error.param == "draft" else model
         if wanted is None or not _is_terminal() or not can_pull(wanted):
             raise
-        _print_notice(error.message)
+        tables.print_notice(error.message)
         if not typer.confirm("Download it now?", default=True, err=True):
             raise typer.Exit(1) from None
         pull_with_progress(wanted)
@@ -88,16 +89,12 @@ def _download(model: str, plan: PullPlan) -> None:
         with transfer:
             pull.run_pull(plan, transfer.update, transfer.notify)
     except KeyboardInterrupt:
-        _print_notice(f"stopped at {transfer.position}: localgen pull {model} resumes the download")
+        tables.print_notice(
+            f"stopped at {transfer.position}: localgen pull {model} resumes the download"
+        )
         raise
-    _print_notice(f"{plan.name} downloaded")
+    tables.print_notice(f"{plan.name} downloaded")
 
 
 def _is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-
-
-def _print_notice(line: str) -> None:
-    from localgen.backends.terminal_text import one_line
-
-    print(one_line(line), file=sys.stderr, flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
 from localgen.backends.errors import ModelNotFound
@@ -101,7 +99,7 @@ def _list_alternatives(
 
     Raises HubUnavailable if the catalog has none either.
     """
-    tell = _print_notice
+    tell = tables.print_notice
     try:
         with forward_warnings(tell):
             return quant_options(list_repo(_gguf_repo(model_ref), tell), model_ref.entry, memory)
@@ -118,7 +116,3 @@ def _list_alternatives(
 
 def _gguf_repo(model_ref: HubReference) -> str:
     return model_ref.entry.gguf.repo if model_ref.entry else model_ref.repo
-
-
-def _print_notice(line: str) -> None:
-    print(one_line(line), file=sys.stderr)

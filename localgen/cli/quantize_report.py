@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -70,7 +69,7 @@ def print_advice(model: str | None, *, as_json: bool) -> None:
         raise OutOfMemory(
             f"no quantization of {name} fits: {least.option} needs {format_size(least.need_bytes)}"
         )
-    print_notice(f"recommended method {best.option}: localgen quantize {name} {best.option}")
+    tables.print_notice(f"recommended method {best.option}: localgen quantize {name} {best.option}")
 
 
 class StepProgress:
@@ -103,7 +102,7 @@ class StepProgress:
             self._bar.update(self._task, completed=done)
         elif now - self._last_line_s >= _LINE_INTERVAL_S or done == total:
             self._last_line_s = now
-            print_notice(
+            tables.print_notice(
                 f"{step}: {_format_amount(done, unit)} of {_format_amount(total, unit)}"
                 f"{self._time_left(done, total)}"
             )
@@ -114,11 +113,6 @@ class StepProgress:
             return ""
         left_s = (time.monotonic() - self._started_s) / done_here * (total - done)
         return f", {format_elapsed(left_s)} left"
-
-
-def print_notice(line: str) -> None:
-    """Print a notice on stderr."""
-    print(one_line(line), file=sys.stderr, flush=True)
 
 
 def verdict_json(rows: Sequence[EvalRow], **extra: Any) -> str:
@@ -159,7 +153,7 @@ class QuantizePrinter:
     ) -> None:
         self._stop_progress()
         if kind is KeyboardInterrupt and self._result is not None:
-            print_notice(
+            tables.print_notice(
                 f"{self._result.path} is complete but not evaluated: "
                 "localgen quantize --compare evaluates it"
             )
@@ -173,13 +167,13 @@ class QuantizePrinter:
             case EstimateEvent():
                 _print_requirements(event)
             case NoteEvent(text):
-                print_notice(text)
+                tables.print_notice(text)
             case FinishedEvent():
                 self._result = event
                 if event.layers is not None:
                     _print_result(event)
             case StoppedEvent(done, total):
-                print_notice(
+                tables.print_notice(
                     f"stopped after {done} of {total} layers: "
                     "run the same command with --resume to continue"
                 )
@@ -215,25 +209,27 @@ def _print_requirements(requirements: EstimateEvent) -> None:
         what += f", {format_size(requirements.source_bytes)} to about {output}"
     if requirements.memory_bytes is None:
         disk = format_size(requirements.disk_bytes)
-        print_notice(f"{requirements.model}: {what}; needs up to {disk} of disk")
+        tables.print_notice(f"{requirements.model}: {what}; needs up to {disk} of disk")
         return
     states = requirements.states_bytes
-    print_notice(
+    tables.print_notice(
         f"{requirements.model}: {what}"
         + (f", activations of {format_size(states)} on disk" if states else "")
     )
-    print_notice(
+    tables.print_notice(
         f"needs about {format_size(requirements.memory_bytes)} of memory "
         f"({format_size(requirements.free_bytes)} free) and "
         f"{format_size(requirements.disk_bytes)} of disk"
     )
     if requirements.memory_bytes > requirements.free_bytes:
-        print_notice("more memory than is free: close other programs, or the system will swap")
+        tables.print_notice(
+            "more memory than is free: close other programs, or the system will swap"
+        )
 
 
 def _print_result(result: FinishedEvent) -> None:
     resumed = f", {result.resumed} from before" if result.resumed else ""
-    print_notice(
+    tables.print_notice(
         f"{result.path}: {result.layers} layers in {format_elapsed(result.seconds)}{resumed}, "
         f"peak memory {format_size(result.peak_bytes)} "
         f"(estimated {format_size(result.estimated_bytes)})"

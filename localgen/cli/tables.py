@@ -1,4 +1,4 @@
-"""Text tables and JSON on standard output."""
+"""Text tables and JSON on standard output, notices on standard error."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
         "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in cells
     ]
+
+
+def print_notice(line: str) -> None:
+    """Print a notice on standard error."""
+    print(one_line(line), file=sys.stderr, flush=True)
 
 
 def print_json(records: Sequence[Any]) -> None:
