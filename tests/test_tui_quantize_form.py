@@ -110,7 +110,7 @@ def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ModelNotFound("no model 'x' here"), LoadFailed("damaged"), ValueError("odd")]
+    "error", [ModelNotFound("model 'x' not found"), LoadFailed("damaged"), ValueError("odd")]
 )
 def test_what_cannot_be_done_is_said(tmp_path: Path, error: Exception) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:

@@ -173,7 +173,7 @@ def test_a_chat_with_the_result(tmp_path: Path) -> None:
         await pilot.press("ctrl+t")
         await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
         # the scripted server has no such model
-        await tui.until(lambda: f"no model '{tmp_path}/tiny-awq-4bit'" in picker_told(tui))
+        await tui.until(lambda: f"model '{tmp_path}/tiny-awq-4bit'" in picker_told(tui))
         await asyncio.sleep(0.1)
         assert "no model" in picker_told(tui)
 
