@@ -150,6 +150,7 @@ def test_no_drafts_where_the_cache_cannot_be_cut_back() -> None:
     run_until_ended(engine, log, 1)
     assert not isinstance(log.ends["a"][0], Failed)
     assert log.stats.speculation.reason == (
-        "impossible: what is computed cannot be taken back (the model's kind, or --no-prefix-cache)"
+        "impossible: computed tokens cannot be removed from the KV cache "
+        "(model architecture, or --no-prefix-cache)"
     )
     assert log.stats.speculation.draft_tokens_total == 0

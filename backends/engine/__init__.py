@@ -1,1 +1,1 @@
-"""Floor 0: scheduling, batching and the loop, the same for every runner."""
+"""Scheduling, batching and the engine loop, shared by all model runners."""

@@ -1,4 +1,4 @@
-"""Vectors of texts, computed in slices between the steps of the answers."""
+"""Embedding requests: scheduled in slices between the steps of generation requests."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 from localgen.backends.types import Embedded, Failed, Timings
 
-# inputs that are computed side by side
+# maximum number of inputs in a batch
 MAX_INPUTS = 16
-# a slice takes at most this share of the inter-token target, so that answers keep it
+# share of the inter-token latency target that a slice may take, so that decoding still meets it
 _ITL_FRACTION = 0.5
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EmbeddingTask:
-    """A request for vectors as tokens, and what is done of it. Times as in backends/types.py.
+    """A tokenized embedding request and its progress. Times as in backends/types.py.
 
-    num_scheduled: how many of its inputs are computed or being computed.
+    num_scheduled: number of inputs computed or in the current batch.
     """
 
     id: str
@@ -49,16 +49,16 @@ class EmbeddingTask:
 
 @dataclass(slots=True, eq=False)
 class _EmbeddingBatch:
-    """Inputs that are computed together: the request of each, in order."""
+    """Inputs computed together. tasks: the request of each input, in order."""
 
     tasks: list[EmbeddingTask]
     slices: Generator[EmbedSlice, None, None]
 
 
 class EmbeddingScheduler:
-    """Requests for vectors of one model, one input of each in turn. For the engine's thread.
+    """Schedules embedding requests round-robin by input. Used by the engine thread only.
 
-    results: what has come to its end since somebody took it from here.
+    results: ended requests that the engine has not fetched yet.
     """
 
     def __init__(self, runner: ModelRunner, *, itl_target_ms: float, max_queue: int) -> None:
@@ -66,18 +66,22 @@ class EmbeddingScheduler:
         self._max_queue = max_queue
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms * _ITL_FRACTION)
         self._tasks: dict[str, EmbeddingTask] = {}
-        self._waiting: deque[EmbeddingTask] = deque()  # those with inputs that nobody computes yet
+        self._waiting: deque[EmbeddingTask] = deque()  # tasks with unscheduled inputs
         self._batch: _EmbeddingBatch | None = None
         self._max_slice_tokens, self._max_batch_inputs = 1, MAX_INPUTS
         self.results: list[Embedded | Failed] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request is unfinished."""
         return bool(self._tasks)
 
     def submit(self, task: EmbeddingTask) -> None:
-        """Let a request wait for its turn. InvalidRequest: no vectors here; QueueFull."""
+        """Queue a request.
+
+        Raises InvalidRequest if the backend cannot compute embeddings, QueueFull if too many
+        requests are waiting.
+        """
         if not isinstance(self._runner, Embedder):
             raise InvalidRequest("this model's backend makes no embeddings", param="model")
         if len(self._tasks) >= self._max_queue:
@@ -89,7 +93,7 @@ class EmbeddingScheduler:
         self._waiting.append(task)
 
     def cancel(self, request_id: str) -> None:
-        """End a request now. Unknown ids are ignored."""
+        """Cancel a request. Unknown ids are ignored."""
         texts = self._tasks.get(request_id)
         if texts is None:
             return
@@ -98,16 +102,16 @@ class EmbeddingScheduler:
             self._close_batch()
 
     def fail_all(self, code: str, message: str) -> None:
-        """End every request with this error."""
+        """Fail all requests with this error."""
         for texts in list(self._tasks.values()):
             self._fail(texts, code, message)
         self._batch = None
 
     def step(self, *, num_decoding: int, max_tokens: int) -> int:
-        """Compute a slice; how many tokens that was.
+        """Compute one slice; return its number of tokens.
 
-        num_decoding: how many answers wait for their next token meanwhile. max_tokens: tokens that
-        a prompt would get beside them. StepFailed.
+        num_decoding: sequences whose next token is delayed by the slice. max_tokens: prefill
+        tokens that a step with them may have. Raises StepFailed.
         """
         if not self.has_work:
             return 0
@@ -133,7 +137,7 @@ class EmbeddingScheduler:
     # -- batches ----------------------------------------------------------------------------
 
     def _next_batch(self, now_s: float) -> _EmbeddingBatch:
-        """As many inputs as fit a slice, or one: of each request one, again and again."""
+        """Build a batch: one input, and more while they fit in a slice, round-robin by request."""
         owners: list[EmbeddingTask] = []
         inputs: list[list[int]] = []
         left = self._max_slice_tokens
@@ -155,8 +159,10 @@ class EmbeddingScheduler:
         return _EmbeddingBatch(owners, self._runner.embed(inputs, lambda: self._max_slice_tokens))
 
     def _requeue(self, batch: _EmbeddingBatch, *, fail_if_single: bool) -> None:
-        """There is no room now: try fewer, then wait for that of an answer; without one that is
-        in vain."""
+        """Return a batch that did not fit in the KV cache to the queue; retry inputs one by one.
+
+        fail_if_single: fail a batch of one input, because no running sequence will free memory.
+        """
         self._close_batch()
         if fail_if_single and len(batch.tasks) == 1:
             error = OutOfMemory("the KV cache has no room for the text")
@@ -201,7 +207,7 @@ class EmbeddingScheduler:
 
 
 def embedded_event(task: EmbeddingTask, now_s: float) -> Embedded:
-    """The good end of a request."""
+    """Return the Embedded event of a request whose inputs are all computed."""
     vectors = np.stack(task.vectors)
     started_s = now_s if task.started_s is None else task.started_s
     counts = tuple(map(len, task.inputs))
@@ -223,7 +229,7 @@ def embedded_event(task: EmbeddingTask, now_s: float) -> Embedded:
 
 
 def l2_normalize(vectors: NDArray[np.floating]) -> EmbeddingArray:
-    """The vectors with length 1, as float32 [n, width]; one of zeros stays as it is."""
+    """Normalize vectors to length 1; zero vectors stay zero. Returns float32 [n, width]."""
     exact = vectors.astype(np.float64)
     lengths = np.linalg.norm(exact, axis=-1, keepdims=True)
     return (exact / np.where(lengths == 0, 1, lengths)).astype(np.float32)
@@ -233,7 +239,7 @@ def l2_normalize(vectors: NDArray[np.floating]) -> EmbeddingArray:
 
 
 def unscheduled_sequences(inputs: list[list[int]]) -> list[Sequence]:
-    """Inputs as sequences that nobody schedules."""
+    """Wrap inputs in sequences for a runner; the scheduler never sees them."""
     return [
         Sequence(
             id=f"text {number}",
@@ -248,8 +254,10 @@ def unscheduled_sequences(inputs: list[list[int]]) -> list[Sequence]:
 
 
 def split_into_slices(seqs: list[Sequence], max_tokens: Callable[[], int]) -> Iterator[list[Chunk]]:
-    """The sequences in order, cut into slices of at most so many tokens; every position is an
-    output."""
+    """Split the sequences, in order, into slices of at most max_tokens() tokens.
+
+    Every position of a chunk is an output.
+    """
     number = start = 0
     while number < len(seqs):
         left, chunks = max(1, max_tokens()), []
@@ -272,6 +280,6 @@ def split_into_slices(seqs: list[Sequence], max_tokens: Callable[[], int]) -> It
 
 
 def is_last_slice(chunks: list[Chunk], seqs: list[Sequence]) -> bool:
-    """Whether nothing follows this slice."""
+    """True if the slice ends with the last token of the last sequence."""
     end = chunks[-1]
     return end.seq is seqs[-1] and end.start + len(end) == len(end.seq.tokens)

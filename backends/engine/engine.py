@@ -1,4 +1,4 @@
-"""The loop: inbox → plan → launch, publish the step before, collect → apply."""
+"""The engine loop: read the inbox, plan, launch, publish the previous step, collect, apply."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ from localgen.backends.types import (
 )
 
 STATS_INTERVAL_S = 0.25
-# while nothing happens, what is said of the last minute ages
+# idle engines publish too, because statistics of the last minute change with time
 IDLE_STATS_INTERVAL_S = 15.0
 _CANNOT_REWIND = (
-    "impossible: what is computed cannot be taken back (the model's kind, or --no-prefix-cache)"
+    "impossible: computed tokens cannot be removed from the KV cache "
+    "(model architecture, or --no-prefix-cache)"
 )
 
 
@@ -61,9 +62,9 @@ _InboxItem = Sequence | EmbeddingTask | _Cancel | Failed | Finished | _Stop
 
 
 class Engine:
-    """Serves requests to one model. submit, cancel and stop may be called from any thread.
+    """Serves requests for one model. The submit methods, cancel and stop are thread-safe.
 
-    publish: called from the loop's thread with everything one step had to say.
+    publish: called from the engine thread with the events of each step.
     """
 
     def __init__(
@@ -95,38 +96,38 @@ class Engine:
         self._stats = StatsRecorder()
         self._stats_at_s = 0.0
         self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
-        self._skip_drafts_once = False  # the step that comes is to be without drafts
+        self._skip_drafts_once = False  # no drafts in the next step
         self._output_processors: dict[str, OutputProcessor] = {}
         self._unpublished: list[SequenceOutput] = []
         self._stopped_in_flight: list[
             Sequence
-        ] = []  # reached a stop string while a step was in flight
+        ] = []  # matched a stop string while a step was in flight
         self._deltas: list[Delta] = []
         self._finished: list[Finished] = []
         self._failed: list[Failed] = []
-        # threads of their own, so that a long prompt delays neither the loop nor a cancel, and
-        # thousands of texts no prompt
+        # separate threads: tokenizing a long prompt must not delay the loop or a cancellation, and
+        # thousands of embedding inputs must not delay prompts
         self._request_executor = ThreadPoolExecutor(1, thread_name_prefix="input-processor")
         self._embedding_executor = ThreadPoolExecutor(1, thread_name_prefix="embedding-input")
         self._preparing_ids: set[str] = set()
         self._preparing_lock = threading.Lock()
 
-    # -- from any thread --------------------------------------------------------------------
+    # -- thread-safe methods ----------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Take a request; it ends in exactly one Finished or Failed."""
+        """Submit a request; it ends with exactly one Finished or Failed event."""
         with self._preparing_lock:
             self._preparing_ids.add(request.id)
         self._request_executor.submit(self._prepare, request)
 
     def submit_embedding(self, request: EmbedRequest) -> None:
-        """Take a request for vectors; it ends in exactly one Embedded or Failed."""
+        """Submit an embedding request; it ends with exactly one Embedded or Failed event."""
         with self._preparing_lock:
             self._preparing_ids.add(request.id)
         self._embedding_executor.submit(self._prepare, request)
 
     def cancel(self, request_id: str) -> None:
-        """End a request within one step. Unknown ids are ignored."""
+        """Cancel a request, effective within one step. Unknown ids are ignored."""
         with self._preparing_lock:
             if request_id in self._preparing_ids:
                 self._preparing_ids.discard(request_id)
@@ -134,7 +135,7 @@ class Engine:
                 self._inbox.put(_Cancel(request_id))
 
     def stop(self) -> None:
-        """Leave `run` after the step in flight."""
+        """Make `run` return after the step in flight."""
         self._inbox.put(_Stop())
 
     def _prepare(self, request: Request | EmbedRequest) -> None:
@@ -146,7 +147,7 @@ class Engine:
                 mail = self._input_processor.prepare_embedding(request)
         except LocalgenError as error:
             mail = Failed(request.id, error.code, error.message, error.param)
-        except Exception as error:  # a request must end, whatever our bug
+        except Exception as error:  # a request must end even if our code has a bug
             mail = Failed(request.id, "internal_error", f"{type(error).__name__}: {error}")
         with self._preparing_lock:
             if request.id not in self._preparing_ids and isinstance(mail, Sequence):
@@ -159,7 +160,10 @@ class Engine:
     # -- the loop ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until stop. StepFailed: every request has failed and the model must be reloaded."""
+        """Serve requests until `stop`.
+
+        Raises StepFailed after failing all requests; the model must then be reloaded.
+        """
         try:
             self._flush(idle=True)
             while self.step(wait=True):
@@ -173,7 +177,10 @@ class Engine:
             self._speculation.close()
 
     def step(self, *, wait: bool) -> bool:
-        """One turn of the loop; wait: sleep while there is nothing to do. False: told to stop."""
+        """Run one iteration of the loop; return False after `stop`.
+
+        wait: block while there is nothing to do.
+        """
         self._end_stopped_sequences()
         if not self._drain_inbox(wait=wait):
             return False
@@ -197,7 +204,7 @@ class Engine:
         return True
 
     def _propose_drafts(self) -> None:
-        """Let sequences have drafts, where that pays."""
+        """Set draft tokens for the next step where speculation is expected to pay."""
         if self._skip_drafts_once:
             self._skip_drafts_once = False
             return
@@ -213,7 +220,7 @@ class Engine:
             self._scheduler.set_drafts(seq, proposal)
 
     def _step_embeddings(self, *, num_decoding: int) -> bool:
-        """Compute a slice of the texts that wait for vectors; whether any waited."""
+        """Compute a slice of the queued embedding requests; return False if there are none."""
         if not self._embedding_scheduler.has_work:
             return False
         most = self._budget.prompt_tokens(num_decoding)
@@ -231,7 +238,7 @@ class Engine:
         self._unpublished += outputs
 
     def _drain_inbox(self, *, wait: bool) -> bool:
-        """Read the inbox; False: told to stop."""
+        """Handle all inbox items; return False after `stop`."""
         busy = self._scheduler.has_work or self._embedding_scheduler.has_work
         idle = not (busy or self._unpublished)
         try:
@@ -291,10 +298,10 @@ class Engine:
                 self._scheduler.end(seq)
         self._stopped_in_flight.clear()
 
-    # -- what cannot be computed ------------------------------------------------------------
+    # -- out of memory, failures ------------------------------------------------------------
 
     def _fail_unschedulable(self) -> None:
-        """Nobody runs and still the next request does not fit: it never will."""
+        """Fail the next request if it does not fit although nothing is running."""
         seq = self._scheduler.next_waiting
         if self._scheduler.running or seq is None:
             return
@@ -307,8 +314,11 @@ class Engine:
         )
 
     def _recover_from_no_room(self, chunks: Seq[Chunk]) -> None:
-        """The backend found no room for a planned step: leave out the drafts, or else preempt one
-        and keep all others."""
+        """Recover from a planned step that did not fit in the KV cache.
+
+        Retry without drafts if there were any, else preempt one sequence. If only one is running,
+        fail it.
+        """
         self._skip_drafts_once = any(chunk.num_drafts for chunk in chunks)
         for chunk in chunks:
             chunk.seq.drafts, chunk.seq.draft_probs = [], ()
@@ -331,7 +341,7 @@ class Engine:
         self._failed.append(Failed(seq.id, code, message))
         self._stats.record_end(seq.id, "error")
 
-    # -- what is said -----------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------
 
     def _finish(self, seq: Sequence, reason: str, stop: str | None, num_tokens: int) -> None:
         drafting = self._speculation.request_stats(seq)
@@ -344,7 +354,7 @@ class Engine:
 
     def _process_output(self, output: SequenceOutput) -> None:
         answer = self._output_processors.get(output.seq.id)
-        if answer is None:  # cancelled since, or past its stop string
+        if answer is None:  # cancelled meanwhile, or ended by a stop string
             return
         delta = answer.process(output)
         if delta:
@@ -359,7 +369,7 @@ class Engine:
                 self._stopped_in_flight.append(output.seq)
 
     def _flush(self, *, idle: bool) -> None:
-        """Publish what is known since the last step, with statistics now and then."""
+        """Publish the events of the previous step, with statistics every STATS_INTERVAL_S."""
         for output in self._unpublished:
             self._process_output(output)
         self._unpublished.clear()
@@ -388,7 +398,7 @@ class Engine:
             self._deltas, self._finished, self._failed = [], [], []
 
     def _drain_embedded(self) -> tuple[Embedded, ...]:
-        """The vectors that are done; what went wrong with others joins the failures."""
+        """Return finished embedding requests; move failed ones to the failed events."""
         ended, self._embedding_scheduler.results = self._embedding_scheduler.results, []
         for end in ended:
             if isinstance(end, Failed):

@@ -1,4 +1,4 @@
-"""Requests that wait, and whose turn it is."""
+"""The queue of waiting requests, ordered by priority and fairness between clients."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from localgen.backends.runner.sequence import Sequence
 
-# a request gains one priority level for each of these, so that none waits for ever
+# waiting this long raises a request by one priority level, so that none starves
 AGING_S = 30.0
-# a generated token costs a step of its own, a prompt token shares one
+# relative cost of a generated token, which needs a step of its own, to a prompt token
 GENERATED_TOKEN_COST = 4.0
 
 
 class FairQueue:
-    """Highest priority first; among equals the client that has been served least.
+    """Orders requests by effective priority, preempted ones first, then by least served client.
 
     Service is counted in tokens (virtual token counter, Sheng et al. 2024, "Fairness in
-    Serving Large Language Models"). A client that was away starts level with the least
-    served one present: idling earns no credit.
+    Serving Large Language Models"). A client without requests earns no credit: when it returns, it
+    starts with the count of the least served active client.
     """
 
     def __init__(self) -> None:
@@ -32,36 +32,36 @@ class FairQueue:
         return iter(self._waiting.values())
 
     def get(self, request_id: str) -> Sequence | None:
-        """The waiting sequence of that id."""
+        """Return the waiting sequence with this id, or None."""
         return self._waiting.get(request_id)
 
     def enter(self, seq: Sequence) -> None:
-        """A new request arrives; its client is present until `leave`."""
+        """Add a new request; it counts as active for its client until `leave`."""
         if not self._num_live.get(seq.client):
             self._tokens_served[seq.client] = min(self._tokens_served.values(), default=0.0)
         self._num_live[seq.client] = self._num_live.get(seq.client, 0) + 1
         self.push(seq)
 
     def push(self, seq: Sequence) -> None:
-        """Wait: new, or preempted and back again."""
+        """Add a new or preempted sequence."""
         self._waiting[seq.id] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """Stop waiting: admitted or ended."""
+        """Remove a sequence that was admitted or has ended."""
         del self._waiting[seq.id]
 
     def leave(self, seq: Sequence) -> None:
-        """The request has ended."""
+        """Unregister a request that has ended."""
         self._num_live[seq.client] -= 1
         if not self._num_live[seq.client]:
             del self._num_live[seq.client], self._tokens_served[seq.client]
 
     def charge(self, seq: Sequence, prompt_tokens: int, generated_tokens: int) -> None:
-        """Count service given to the client of a request that is present."""
+        """Add a step's tokens to the service count of the client."""
         self._tokens_served[seq.client] += prompt_tokens + GENERATED_TOKEN_COST * generated_tokens
 
     def in_turn(self, now_s: float) -> list[Sequence]:
-        """All waiting sequences, the one whose turn it is first."""
+        """Return all waiting sequences, next to be admitted first."""
         return sorted(self._waiting.values(), key=lambda seq: self._key(seq, now_s))
 
     def _key(self, seq: Sequence, now_s: float) -> tuple[float, bool, float, float]:
@@ -74,5 +74,5 @@ class FairQueue:
 
 
 def effective_priority(seq: Sequence, now_s: float) -> int:
-    """Priority, raised by the time since arrival."""
+    """Return the priority, raised by one level per AGING_S since arrival."""
     return seq.priority + int((now_s - seq.arrived_s) / AGING_S)

@@ -1,4 +1,4 @@
-"""From a request to a sequence: template, tokens, limits, checked settings."""
+"""Convert requests to sequences: render the template, tokenize, validate parameters and limits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from localgen.backends.types import EmbedRequest, Request
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
-# more characters than this cannot be a token's share: refuse before spending time on tokenizing
+# upper bound of characters per token: longer text is rejected before it is tokenized
 MAX_CHARS_PER_TOKEN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputProcessor:
-    """Turns requests for one loaded model into sequences. Safe to call from any thread.
+    """Converts requests for one loaded model to sequences. Thread-safe.
 
-    grammar_compiler: without them no request can ask for one. ctx_train: the model's own context,
-    which may be larger than what it was loaded with.
+    grammar_compiler: compiles grammars; None: requests are not constrained by a grammar.
+    ctx_train: the context length the model was trained with, which may exceed the loaded one.
     """
 
     limits: Limits
@@ -45,7 +45,7 @@ class InputProcessor:
         object.__setattr__(self, "_prompt_renderer", dialect)
 
     def prepare(self, request: Request) -> Sequence:
-        """A new sequence. InvalidRequest, ContextExceeded."""
+        """Return the sequence of a request. Raises InvalidRequest or ContextExceeded."""
         started_s = time.monotonic()
         if not self.limits.can_generate:
             raise InvalidRequest(
@@ -86,7 +86,7 @@ class InputProcessor:
         )
 
     def prepare_embedding(self, request: EmbedRequest) -> EmbeddingTask:
-        """The tokens of its inputs. InvalidRequest, ContextExceeded."""
+        """Return a request's tokenized inputs. Raises InvalidRequest or ContextExceeded."""
         started_s = time.monotonic()
         if not request.inputs:
             raise InvalidRequest("input is empty: give a text", param="input")
@@ -103,7 +103,7 @@ class InputProcessor:
         )
 
     def _tokenize_input(self, text_or_tokens: str | tuple[int, ...], param: str) -> list[int]:
-        """The tokens of one input, which is called `param`."""
+        """Return the tokens of one input. param: its name in error messages."""
         most = self.limits.max_len
         if len(text_or_tokens) > most * (
             MAX_CHARS_PER_TOKEN if isinstance(text_or_tokens, str) else 1
@@ -127,7 +127,7 @@ class InputProcessor:
         return tokens
 
     def _resolve_params(self, requested: SamplingParams) -> SamplingParams:
-        """The settings in force, none of them None."""
+        """Validate the requested parameters and fill in defaults, including a random seed."""
         sampling_params.reject_mirostat_conflicts(requested)
         for name in self.limits.unsupported:
             if getattr(requested, name) not in (None, getattr(BASE_SAMPLING, name)):
@@ -169,7 +169,7 @@ class InputProcessor:
         return requested
 
     def _render(self, request: Request) -> RenderedPrompt:
-        """The text of the prompt, and how its answer is read."""
+        """Return the prompt text and how to parse the response."""
         given = [request.messages is not None, request.prompt is not None]
         if sum(given) + (request.prompt_tokens is not None) != 1:
             raise InvalidRequest("give exactly one of messages, prompt and prompt_tokens")
@@ -227,7 +227,7 @@ class InputProcessor:
             )
 
     def _fit_hint(self, ctx: int) -> str:
-        """How else a prompt would fit. ctx: that of the request."""
+        """Return how to raise the context limit, for an error message. ctx: the request's limit."""
         most = self.limits.max_len
         if ctx < most:
             return f", or raise ctx (up to {most:,})"

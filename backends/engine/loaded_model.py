@@ -1,4 +1,4 @@
-"""What goes into loading a model, and what comes out of it."""
+"""Result types of model loading."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from localgen.backends.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraftModel:
-    """A draft model beside the model. shared_vocab_size: ids from here on mean nothing to one of
-    both."""
+    """A draft model loaded next to the target model.
+
+    shared_vocab_size: size of the vocabulary the two models share; larger ids are padding in one.
+    """
 
     info: DraftInfo
     runner: ModelRunner
@@ -23,7 +25,7 @@ class LoadedDraftModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What a backend's loader hands over."""
+    """A model as returned by a backend's loader."""
 
     info: ModelInfo
     runner: ModelRunner
@@ -32,5 +34,5 @@ class LoadedModel:
     draft: LoadedDraftModel | None = None
 
 
-# reads a model, reporting the share done (0 to 1). Raises LocalgenError
+# loads a model, calling its second argument with the progress (0 to 1); raises LocalgenError
 ModelLoader = Callable[[ModelLoadRequest, Callable[[float], None]], LoadedModel]

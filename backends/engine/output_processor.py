@@ -1,7 +1,4 @@
-"""What one request has said so far: tokens to text, thoughts, calls, stop strings, logprobs.
-
-Logprobs are held with their text.
-"""
+"""Convert sampled tokens to deltas: text, reasoning, tool calls, logprobs; match stop strings."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from localgen.backends.types import Delta, PositionLogprobs, ToolCallDelta
 
 
 class OutputProcessor:
-    """The text side of a sequence. `matched_stop`: the stop string that its text has reached."""
+    """Output state of one request."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer) -> None:
         self.seq = seq
@@ -32,16 +29,19 @@ class OutputProcessor:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that was reached, if any."""
+        """The stop string found in the text, if any."""
         return self._stop_matcher.matched
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether it has made a call."""
+        """True if the answer contains a tool call."""
         return self.seq.response_parser is not None and self.seq.response_parser.has_tool_calls
 
     def process(self, output: SequenceOutput) -> Delta | None:
-        """New text of an output; None while it is held back."""
+        """Return the delta for new tokens, or None if there is nothing to emit yet.
+
+        Text is held back while it may be the start of a stop string or an incomplete character.
+        """
         text, before = [], self.num_tokens
         for token in output.tokens:
             if self.matched_stop is not None:
@@ -51,7 +51,7 @@ class OutputProcessor:
                 new = self._detokenizer.feed(self._token_bytes(token))
                 if self.seq.response_parser is not None:
                     new = self._collect(self.seq.response_parser.feed(new))
-                # what comes before min_tokens is no part of a stop string
+                # stop strings only match text generated after min_tokens
                 early = self.num_tokens <= self.seq.params.min_tokens
                 text.append(new if early else self._stop_matcher.feed(new))
         self._logprobs += output.logprobs[: self.num_tokens - before]
@@ -60,7 +60,7 @@ class OutputProcessor:
         return self._make_delta("".join(text))
 
     def flush(self) -> Delta | None:
-        """Text still held back when a request is cancelled."""
+        """Return the text still held back when a request is cancelled."""
         return self._make_delta(self._flush_text())
 
     def _flush_text(self) -> str:
@@ -74,7 +74,7 @@ class OutputProcessor:
         return self.seq.response_parser.control_pieces.get(token) or self._tokenizer.piece(token)
 
     def _collect(self, parsed: ParsedDelta) -> str:
-        """The content among the parts; the others are kept for the next delta."""
+        """Return the content; keep reasoning and tool calls for the next delta."""
         self._reasoning.append(parsed.reasoning)
         self._tool_calls += parsed.tool_calls
         return parsed.content

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: one model, one socket to the server."""
+"""The engine process: one model, connected to the server by one socket."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 def main(fd: int, load: ModelLoader) -> int:
-    """Serve the socket `fd` until its other end closes; the exit status.
+    """Serve requests from the socket `fd` until the server closes it; return the exit status.
 
-    load: reads a model, reporting the share done (0 to 1). Raises LocalgenError.
+    load: loads the model and reports the progress (0 to 1); may raise LocalgenError.
     """
     logging.basicConfig(format="%(asctime)s engine %(process)d %(levelname)s %(message)s")
     sock = socket.socket(fileno=fd)
@@ -42,7 +42,7 @@ class _EngineServer:
         first = next(self._messages, None)
         if not isinstance(first, ModelLoadRequest):
             return 1
-        # from here on a thread reads: the server's end of the socket is our reason to exist
+        # a thread reads from here on, so that the process exits as soon as the server closes
         threading.Thread(target=self._read_requests, args=(self._messages,), daemon=True).start()
         try:
             model = self._load(first, lambda share: self._send(wire.LoadProgress(share)))
@@ -83,7 +83,7 @@ class _EngineServer:
         try:
             self._sock.sendall(wire.encode_message(message))
         except OSError:
-            os._exit(0)  # nobody listens any more
+            os._exit(0)  # the server is gone
 
     def _read_requests(self, messages: Iterator[wire.WireMessage]) -> None:
         try:
@@ -100,5 +100,5 @@ class _EngineServer:
                         raise ValueError(f"unexpected {type(message).__name__}")
         except (OSError, ValueError) as error:
             log.error("the server's socket failed: %s", error)
-        # a step may run for seconds and everything here dies with the process: do not wait
+        # exit without waiting for the step in flight, which may take seconds
         os._exit(0)

@@ -1,7 +1,7 @@
-"""Who computes what in the next step: admission, ragged chunks, preemption, ends.
+"""The scheduler: admission, ragged batches of chunks, preemption, end of sequences.
 
-There is no prefill mode and no decode mode. A sequence owes tokens; a step pays some of
-them. Decoding sequences come first, then prompts share what is left of the token budget.
+There are no separate prefill and decode modes. Every sequence has uncomputed tokens, and a step
+computes some of them: decoding sequences first, then prefill with the remaining token budget.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, StepR
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.types import PositionLogprobs
 
-# waiting for another request's prefix pays from about this many tokens on
+# minimum length of a prefix in flight worth waiting for
 MIN_SHARED_TOKENS = 32
-# how far down the queue admission looks in one step
+# maximum number of queued sequences considered for admission in one step
 MAX_ADMISSION_SCAN = 64
-# room kept for each running sequence when another is admitted, so that it is not evicted at once
+# tokens kept free for each running sequence at admission, so that none is preempted right away
 FREE_TOKENS_PER_SEQ = 32
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What a step gave one sequence. reason: why it ended, if it did (stop or length)."""
+    """New tokens of one sequence. reason: finish reason (stop or length), None while it runs."""
 
     seq: Sequence
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """Owns every Sequence. Between plan and apply a step is in flight and nothing may change."""
+    """Owns all sequences. A step is in flight between plan and apply: no other call is allowed."""
 
     def __init__(
         self,
@@ -65,34 +65,34 @@ class Scheduler:
         self._clock = clock
         self._running: dict[str, Sequence] = {}
         self._admission_paused = (
-            False  # a planned step found no room: admit nobody until somebody ends
+            False  # set when a planned step did not fit; cleared when a sequence ends
         )
         self.queue = FairQueue()
         self.counters = SchedulerCounters()
 
     @property
     def running(self) -> list[Sequence]:
-        """Admitted sequences: highest priority first, then oldest. Preemption takes the last."""
+        """Admitted sequences, highest priority first, then oldest; the last is preempted first."""
         return sorted(self._running.values(), key=lambda s: (-s.priority, s.arrived_s))
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody waits or runs."""
+        """True if any sequence is queued or running."""
         return bool(self._running or len(self.queue))
 
     @property
     def next_waiting(self) -> Sequence | None:
-        """Whose turn it is among those that wait."""
+        """The queued sequence that is admitted next."""
         return next(iter(self.queue.in_turn(self._clock())), None)
 
     def get(self, request_id: str) -> Sequence | None:
-        """The live sequence of that id."""
+        """Return the queued or running sequence with this id, or None."""
         return self._running.get(request_id) or self.queue.get(request_id)
 
     def submit(self, seq: Sequence) -> None:
-        """Let a new sequence wait for its turn. QueueFull. Not while a step is in flight."""
+        """Queue a new sequence. Must not be called while a step is in flight. Raises QueueFull."""
         if len(self.queue) >= self._max_queue:
-            self._admit()  # somebody has ended since, whose place is free
+            self._admit()  # a sequence that ended may have made room for a queued one
         if len(self.queue) >= self._max_queue:
             raise QueueFull(
                 f"{len(self.queue)} requests are waiting, the limit is {self._max_queue}: "
@@ -101,7 +101,7 @@ class Scheduler:
         self.queue.enter(seq)
 
     def end(self, seq: Sequence) -> None:
-        """End a live sequence now; what it computed stays as a prefix for others."""
+        """End a queued or running sequence; its computed tokens stay in the prefix cache."""
         if seq.state is SequenceState.RUNNING:
             del self._running[seq.id]
             self._runner.release(seq, keep=True)
@@ -115,22 +115,25 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Running sequences that owe nothing but their last token."""
+        """Running sequences with only their last generated token left to compute."""
         return [seq for seq in self.running if seq.is_decoding]
 
     def set_drafts(self, seq: Sequence, proposal: DraftProposal) -> None:
-        """How a decoding sequence may go on, to be verified in the next step."""
+        """Set the draft tokens of a decoding sequence, to be verified in the next step."""
         seq.drafts, seq.draft_probs = proposal.tokens, proposal.draft_probs
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next step; empty when nobody waits or runs."""
+        """Admit queued sequences and return the chunks of the next step.
+
+        Returns an empty list if nothing is running or can be admitted.
+        """
         self._admit()
         chunks: list[Chunk] = []
         decoding = self.decoding
         left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
         for behind, seq in zip(reversed(range(len(decoding))), decoding, strict=True):
             if seq.state is SequenceState.RUNNING:
-                # drafts may take what is left once everybody behind has a token
+                # keep one output for each decoding sequence that follows; drafts get the rest
                 chunk = self._decode_chunk(seq, left - behind)
                 if chunk:
                     chunks.append(chunk)
@@ -143,8 +146,11 @@ class Scheduler:
         return chunks + self._prompt_chunks(budget, self._limits.max_outputs - planned)
 
     def _decode_chunk(self, seq: Sequence, max_tokens: int) -> Chunk | None:
-        """The owed token and its drafts, `max_tokens` at most; None if it had to be preempted
-        itself."""
+        """Return the chunk with the last token and its drafts, at most `max_tokens` tokens.
+
+        If the KV cache is full, drafts are dropped first, then sequences are preempted. Returns
+        None if `seq` itself was preempted.
+        """
         drafts = seq.drafts[: max(0, min(max_tokens, seq.max_len - len(seq.tokens)) - 1)]
         while not self._runner.grow(seq, 1 + len(drafts)):
             if drafts:
@@ -164,10 +170,11 @@ class Scheduler:
         )
 
     def _prompt_chunks(self, budget: int, outputs_left: int) -> list[Chunk]:
-        """Prompts under a budget: the oldest if it can be done, or else half of it, and the rest
-        to whoever has least left.
+        """Distribute the prefill budget.
 
-        A long prompt advances in every step, yet a short one behind it need not wait for it.
+        The oldest prompt gets all it needs if that fits in the budget, else half of the budget; the
+        rest goes to the prompts with the fewest uncomputed tokens. So a long prompt advances in
+        every step without blocking short ones.
         """
         prefilling = [seq for seq in self.running if not seq.is_decoding]
         if not prefilling:
@@ -196,10 +203,10 @@ class Scheduler:
         return Chunk(seq=seq, start=seq.num_computed, tokens=tokens, is_sampled=samples)
 
     def _admit(self) -> None:
-        """Take waiting sequences in turn while there is room.
+        """Admit queued sequences in order while they fit.
 
-        Order is kept: what does not fit blocks those behind it, or a large request would
-        starve. Only a request that waits for a prefix being computed lets others pass.
+        A sequence that does not fit blocks those behind it; otherwise a large request would
+        starve. Only one that waits for a prefix in flight lets others pass.
         """
         if not len(self.queue) or (self._admission_paused and self._running):
             return
@@ -210,9 +217,10 @@ class Scheduler:
                 return
 
     def _admit_with_preemption(self, seq: Sequence) -> bool:
-        """Admit `seq`, preempting sequences of lower priority if need be.
+        """Admit `seq`, preempting sequences of lower priority if necessary; return success.
 
-        Age counts here too, or what has at last had its turn would lose it at once.
+        Priorities include aging here as well; otherwise a sequence admitted because of its age
+        could be preempted right away.
         """
         now_s = self._clock()
         while not self._try_admit(seq):
@@ -248,7 +256,7 @@ class Scheduler:
         return True
 
     def _is_prefix_in_flight(self, seq: Sequence) -> bool:
-        """Whether a running request is just computing a prefix that `seq` can share."""
+        """True if a running sequence is computing a prefix that `seq` can share."""
         if not self._limits.can_rewind:
             return False
         usable = seq.tokens[:-1]
@@ -259,7 +267,7 @@ class Scheduler:
         )
 
     def _preempt(self, seq: Sequence) -> None:
-        """Send a running sequence back to the queue; it will recompute what is lost by then."""
+        """Return a running sequence to the queue; tokens evicted meanwhile are recomputed."""
         del self._running[seq.id]
         self._runner.release(seq, keep=True)
         seq.state, seq.num_computed, seq.drafts, seq.draft_probs = SequenceState.QUEUED, 0, [], ()
@@ -272,7 +280,7 @@ class Scheduler:
     def apply(
         self, chunks: list[Chunk], result: StepResult, step_ms: float
     ) -> list[SequenceOutput]:
-        """Enter the results of a step; sequences that came to their end are released."""
+        """Apply the results of a step, end finished sequences, and return the new tokens."""
         now_s = self._clock()
         outputs = []
         decoding = sum(chunk.seq.is_decoding for chunk in chunks)
@@ -293,13 +301,16 @@ class Scheduler:
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
-        if not any(chunk.num_drafts for chunk in chunks):  # or it is not what decoding takes
+        if not any(chunk.num_drafts for chunk in chunks):  # drafts would distort decode times
             self._budget.observe(step_ms, prompt_tokens, decoding)
         self.counters.prompt_tokens += prompt_tokens
         return outputs
 
     def preempt_one(self) -> bool:
-        """The pool turned out too small for a planned step: preempt one; False if none is left."""
+        """Preempt one sequence after a planned step did not fit in the KV cache.
+
+        Returns False if fewer than two sequences are running.
+        """
         if len(self._running) < 2:
             return False
         self._preempt(self.running[-1])
@@ -307,7 +318,7 @@ class Scheduler:
         return True
 
     def _advance(self, chunk: Chunk, num_sampled: int) -> None:
-        """Count what is now in the cache; drafts behind the first mismatch are not."""
+        """Update num_computed; remove rejected draft tokens from the KV cache."""
         seq = chunk.seq
         rejected = chunk.num_drafts + 1 - num_sampled if chunk.is_sampled else 0
         seq.num_computed = chunk.start + len(chunk) - rejected
@@ -322,7 +333,7 @@ class Scheduler:
         logprobs: tuple[PositionLogprobs, ...],
         now_s: float,
     ) -> SequenceOutput:
-        """Append new tokens up to the first that ends the answer."""
+        """Append new tokens, up to the first one that ends the answer."""
         reason = None
         taken = 0
         for token in tokens:
@@ -343,5 +354,5 @@ class Scheduler:
 
 
 def _is_grammar_complete(seq: Sequence) -> bool:
-    """Whether nothing can follow in the grammar that the answer is held to."""
+    """True if the grammar allows no further token."""
     return seq.matcher is not None and seq.matcher.is_done

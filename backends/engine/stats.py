@@ -1,4 +1,4 @@
-"""Counters and clocks of an engine, and the snapshot made of them."""
+"""Engine statistics: counters, latency samples, token rates, and snapshots of them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from localgen.backends.types import (
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
-# sorting more than a few takes time that a step could have
+# sorting more samples than this on every call would delay steps: sort once per interval instead
 MAX_ALWAYS_SORTED = 256
 SORT_INTERVAL_S = 1.0
-# steps are counted by their tokens: up to each of these, and above all
+# histogram of step sizes: upper bounds in tokens, plus one bucket above the last
 STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _NO_DRAFTS = RequestDraftStats()
 
 
 class RecentSamples:
-    """Timed samples of the last minute."""
+    """Samples of the last minute."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
@@ -39,12 +39,15 @@ class RecentSamples:
         self.last = 0.0
 
     def add(self, now_s: float, value: float) -> None:
-        """Remember a sample."""
+        """Record a sample."""
         self.last = value
         self._samples.append((now_s, value))
 
     def values(self, now_s: float) -> list[float]:
-        """Samples that are still recent, sorted; many of them are looked at once a second."""
+        """Return the samples of the last minute, sorted.
+
+        With more than MAX_ALWAYS_SORTED samples the result may be up to SORT_INTERVAL_S old.
+        """
         if len(self._samples) > MAX_ALWAYS_SORTED and now_s < self._sorted_at_s + SORT_INTERVAL_S:
             return self._sorted
         while self._samples and self._samples[0][0] < now_s - WINDOW_S:
@@ -54,7 +57,7 @@ class RecentSamples:
 
 
 class TokenRate:
-    """Tokens over the busy time in which they were computed, recent first."""
+    """Token throughput over compute time, with exponential decay."""
 
     HALF_LIFE_S = 2.0
 
@@ -63,7 +66,7 @@ class TokenRate:
         self._busy_s = 0.0
 
     def add(self, tokens: int, busy_s: float) -> None:
-        """Count the work of one step."""
+        """Record a step."""
         decay = math.exp2(-busy_s / self.HALF_LIFE_S)
         self._tokens = self._tokens * decay + tokens
         self._busy_s = self._busy_s * decay + busy_s
@@ -75,14 +78,14 @@ class TokenRate:
 
 
 def percentile(sorted_values: list[float], fraction: float) -> float:
-    """Nearest-rank percentile of sorted values; 0 of none."""
+    """Nearest-rank percentile of sorted values; 0 if there are none."""
     if not sorted_values:
         return 0.0
     return sorted_values[max(0, math.ceil(fraction * len(sorted_values)) - 1)]
 
 
 class StatsRecorder:
-    """What happened, step by step; cheap to feed, a snapshot when somebody looks."""
+    """Records steps and request ends cheaply; statistics are computed in `snapshot`."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -99,7 +102,10 @@ class StatsRecorder:
     def record_step(
         self, now_s: float, step_ms: float, chunks: list[Chunk], outputs: list[SequenceOutput]
     ) -> None:
-        """Enter a finished step. A step that does both counts its whole time for both rates."""
+        """Record a finished step.
+
+        The full duration of a step with prefill and decode tokens counts for both rates.
+        """
         self._steps += 1
         tokens = sum(map(len, chunks))
         self._step_tokens += tokens
@@ -127,7 +133,7 @@ class StatsRecorder:
         self._last_token_s[seq.id] = now_s
 
     def record_end(self, request_id: str, reason: str) -> None:
-        """A request has come to its end."""
+        """Record the end of a request."""
         self._requests[reason] += 1
         self._last_token_s.pop(request_id, None)
 
@@ -139,7 +145,7 @@ class StatsRecorder:
         token_budget: int,
         speculation: SpeculationStats,
     ) -> EngineStats:
-        """Everything as it is now."""
+        """Return the current statistics."""
         ttft_ms, itl_ms = self._ttft_ms.values(now_s), self._itl_ms.values(now_s)
         widest = max(self._step_sequences, default=0)
         running, counters = scheduler.running, scheduler.counters
@@ -200,12 +206,12 @@ def _elapsed_ms(start_s: float, end_s: float | None) -> float | None:
 
 
 def _queue_ms(seq: Sequence, admitted_s: float) -> float:
-    """Waiting alone: the template was rendered meanwhile."""
+    """Time from arrival to admission, without the time spent rendering the template."""
     return max(0.0, (admitted_s - seq.arrived_s) * 1e3 - seq.template_ms)
 
 
 def request_phases(seq: Sequence, now_s: float) -> RequestPhases:
-    """Where the time of a live sequence has gone so far."""
+    """Return the time spent in each phase of a live sequence so far."""
     admitted_s = now_s if seq.admitted_s is None else seq.admitted_s
     first_s = now_s if seq.first_token_s is None else seq.first_token_s
     prompt_ms = (first_s - admitted_s) * 1e3
@@ -220,7 +226,7 @@ def request_phases(seq: Sequence, now_s: float) -> RequestPhases:
 
 
 def request_timings(seq: Sequence, draft_stats: RequestDraftStats = _NO_DRAFTS) -> Timings:
-    """Where the time of an ended sequence went."""
+    """Return the timings of a finished sequence."""
     admitted_s = seq.admitted_s if seq.admitted_s is not None else seq.arrived_s
     first_s = seq.first_token_s if seq.first_token_s is not None else admitted_s
     last_s = seq.last_token_s if seq.last_token_s is not None else first_s
@@ -257,7 +263,7 @@ def finished_event(
     completion_tokens: int,
     draft_stats: RequestDraftStats = _NO_DRAFTS,
 ) -> Finished:
-    """The good end of a sequence, with what its user should know."""
+    """Return the Finished event of a sequence, with notes for the user."""
     notes = [*seq.notes]
     if seq.num_preemptions:
         notes.append(f"preempted {seq.num_preemptions}× for lack of room, recomputed")
@@ -270,7 +276,7 @@ def finished_event(
         prompt_tokens=seq.num_prompt,
         completion_tokens=completion_tokens,
         ctx=seq.ctx,
-        # by the seed alone one would not get this text again
+        # with sampled drafts the seed alone does not reproduce the text
         seed=None if seq.used_sampled_drafts else seq.params.seed,
         stop=stop,
         notes=tuple(notes),

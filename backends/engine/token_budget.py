@@ -1,18 +1,18 @@
-"""How many prompt tokens a step may carry while others are decoding."""
+"""Limit the prefill tokens of a step while other sequences are decoding."""
 
 from __future__ import annotations
 
 MIN_PROMPT_TOKENS = 16
-# a step may take this many times what its decoding alone takes, or prompts would starve
-# wherever decoding alone already passes the target
+# a mixed step may take this many times its decode-only duration, even beyond the target:
+# otherwise prefill would starve where decoding alone already exceeds the target
 MIN_ALLOWED_SLOWDOWN = 3.0
 _EWMA_WEIGHT = 0.3
 
 
 class TokenBudget:
-    """Keeps mixed steps near the inter-token target, from what steps were measured to cost.
+    """Keeps mixed steps near the inter-token latency target, using measured step times.
 
-    A step takes about base_ms(d) for d decoding sequences and token_ms for each prompt token.
+    Cost model: base_ms(d) for d decoding sequences, plus token_ms for each prompt token.
     """
 
     def __init__(self, max_tokens: int, itl_target_ms: float) -> None:
@@ -22,7 +22,7 @@ class TokenBudget:
         self._prompt_cost = _PromptTokenCost()
 
     def prompt_tokens(self, num_decoding: int) -> int:
-        """Prompt tokens for a step with that many decoding sequences beside them."""
+        """Return the maximum number of prompt tokens in a step with num_decoding sequences."""
         if not num_decoding:
             return self._max
         most = self._max - num_decoding
@@ -33,17 +33,17 @@ class TokenBudget:
         return max(1, min(most, max(MIN_PROMPT_TOKENS, int((target_ms - base_ms) / token_ms))))
 
     def observe(self, step_ms: float, prompt_tokens: int, num_decoding: int) -> None:
-        """Learn from a finished step."""
+        """Update the cost model with a finished step."""
         if not prompt_tokens:
             self._decode_ms_by_size.setdefault(num_decoding, _MovingAverage()).add(step_ms)
             return
         base_ms = self._decode_ms(num_decoding) if num_decoding else 0.0
         if base_ms is not None:
-            # what is small beside the base says little about a token
+            # a remainder that is small against the base is mostly noise: assume at least a tenth
             self._prompt_cost.add(max(step_ms - base_ms, step_ms / 10), prompt_tokens)
 
     def _decode_ms(self, num_decoding: int) -> float | None:
-        """What a step took with the nearest number of decoding sequences that was seen."""
+        """Decode-only step time at the nearest measured number of sequences; None if unknown."""
         if not self._decode_ms_by_size:
             return None
         nearest = min(self._decode_ms_by_size, key=lambda seen: abs(seen - num_decoding))
@@ -51,7 +51,7 @@ class TokenBudget:
 
 
 class _PromptTokenCost:
-    """Milliseconds a token, where a step counts by its tokens: a short one is mostly overhead."""
+    """Average ms per prompt token, weighted by tokens because short steps are mostly overhead."""
 
     def __init__(self) -> None:
         self._ms = self._tokens = 0.0
@@ -66,7 +66,7 @@ class _PromptTokenCost:
 
 
 class _MovingAverage:
-    """A running mean that forgets."""
+    """Exponentially weighted moving average."""
 
     def __init__(self) -> None:
         self.value: float | None = None

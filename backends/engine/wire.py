@@ -1,9 +1,9 @@
-"""Messages between the server and an engine process, over a socket pair.
+"""Wire protocol between the server and an engine process, over a socket pair.
 
-A frame is a 4-byte little-endian length, then msgpack of [tag, body]. The server sends
-ModelLoadRequest once, then Submit, SubmitEmbedding and Cancel; the engine answers LoadProgress…,
-then LoadComplete or LoadError, then one StepEvents a step. End of stream on either side ends the
-engine.
+A frame is a 4-byte little-endian length followed by msgpack of [tag, body]. The server sends one
+ModelLoadRequest, then Submit, SubmitEmbedding and Cancel. The engine sends LoadProgress messages,
+then LoadComplete or LoadError, then StepEvents, at most one per step. The engine process exits when
+either side closes the socket.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ _READ_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request; it ends in exactly one Finished or Failed."""
+    """Submit a request; it ends with exactly one Finished or Failed event."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request now; its Finished (cancelled) follows. Unknown ids are ignored."""
+    """Cancel a request; its final event follows. Unknown ids are ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Share of the weights read so far, 0 to 1."""
+    """Loading progress, 0 to 1."""
 
     progress: float
 
 
 @dataclass(frozen=True, slots=True)
 class LoadComplete:
-    """The model is ready."""
+    """The model is loaded and ready."""
 
     info: ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
 class LoadError:
-    """The model cannot be loaded; the process ends. code as in LocalgenError."""
+    """Loading failed; the engine process exits. code: as in LocalgenError."""
 
     code: str
     message: str
@@ -60,7 +60,7 @@ class LoadError:
 
 @dataclass(frozen=True, slots=True)
 class SubmitEmbedding:
-    """A request for vectors; it ends in exactly one Embedded or Failed, also when cancelled."""
+    """Submit an embedding request; it ends with exactly one Embedded or Failed event."""
 
     request: EmbedRequest
 
@@ -95,19 +95,22 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode_message(message: WireMessage) -> bytes:
-    """The frame of a message."""
+    """Return the frame of a message."""
     body = _ENCODER.encode((_TAGS[type(message)], message))
     return len(body).to_bytes(_HEADER_BYTES, "little") + body
 
 
 class MessageDecoder:
-    """Splits a byte stream into messages; keeps what is not yet whole."""
+    """Incremental decoder; buffers incomplete frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[WireMessage]:
-        """Messages completed by these bytes. ValueError: not our protocol, or a frame too large."""
+        """Yield the messages completed by these bytes.
+
+        Raises ValueError if a frame is too large or not of this protocol.
+        """
         self._buffer += received
         while len(self._buffer) >= _HEADER_BYTES:
             size = int.from_bytes(self._buffer[:_HEADER_BYTES], "little")
@@ -125,7 +128,7 @@ class MessageDecoder:
 
 
 def receive_messages(sock: socket.socket) -> Iterator[WireMessage]:
-    """Messages from a blocking socket until the other side closes it."""
+    """Yield messages from a blocking socket until the peer closes it."""
     decoder = MessageDecoder()
     while received := sock.recv(_READ_BYTES):
         yield from decoder.feed(received)
