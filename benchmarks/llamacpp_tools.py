@@ -19,7 +19,7 @@ from pathlib import Path
 
 import platformdirs
 
-NAMES = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
+NAMES = ("llama-bench", "llama-batched-bench", "llama-server")
 # llama-batched-bench prints from a thread that it does not wait for: its line may be lost
 ATTEMPTS = 10
 # as llama-cpp-python builds its library, less what the tools would add

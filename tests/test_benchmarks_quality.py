@@ -1,4 +1,4 @@
-"""The quality benchmark: its checks, its windows, and a run of one recipe."""
+"""benchmarks.quality runs; its share of recovered loss and its windows are as published."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.measure import ModelLine, Report
-from benchmarks.quality import WINDOW, Loss, chosen, enter, main, windows
+from benchmarks.quality import WINDOW, Loss, enter, main, windows
 
 
 def checks(**perplexities: float) -> dict[str, tuple[float, bool]]:
@@ -41,10 +41,6 @@ def test_windows_overlap_by_the_token_that_follows() -> None:
     found = windows("one two three four five " * 400)
     assert found.shape[1] == WINDOW + 1
     assert torch.equal(found[1:, 0], found[:-1, -1])
-
-
-def test_recipes_are_chosen_by_how_their_names_begin() -> None:
-    assert list(chosen("gptq,rtn-3")) == ["gptq-4", "rtn-3", "gptq-3", "gptq-8"]
 
 
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
