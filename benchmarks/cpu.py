@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks import footprint, llamacpp_tools, random_gguf, speed
+from benchmarks import constrained, footprint, llamacpp_tools, random_gguf, speed
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import ModelLine, Report, command
 from benchmarks.servers import Localgen, private_settings
@@ -26,7 +26,7 @@ from localgen.hub.resolve import BUILT_IN_MODEL, BUILT_IN_PATH
 
 RESULTS = Path(__file__).parent / "results"
 CTX, KV_TOKENS = 8192, 16_384
-TESTS = ("alone", "several", "prefix", "turn", "overhead", "help", "memory")
+TESTS = ("alone", "grammar", "several", "prefix", "turn", "overhead", "help", "memory")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,6 +96,8 @@ def _speed(bench: Bench, only: tuple[str, ...]) -> None:
     if "alone" in only:
         speed.alone(bench, when="empty pool", fresh=True)
         bench.localgen.load()
+    if "grammar" in only:
+        constrained.grammar(bench)
     if "several" in only:
         for count in bench.plan.streams:
             speed.several(bench, count)
