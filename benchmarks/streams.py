@@ -72,13 +72,18 @@ class Speaker(Protocol):
 
 
 class LocalgenSpeaker:
-    """localgen's own client, as chat and run use it."""
+    """localgen's own client, as chat and run use it. json_schema: what answers are held to."""
 
-    def __init__(self, client: Client, model: str | None) -> None:
-        self._client, self._model = client, model
+    def __init__(self, client: Client, model: str | None, json_schema: str | None = None) -> None:
+        self._client, self._model, self._schema = client, model, json_schema
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=self._schema is None,
+            json_schema=self._schema,
+        )
         stream = Stream(sent_s=time.perf_counter())
         for part in self._parts(prompt, params):
             match part:
