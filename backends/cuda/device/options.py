@@ -118,7 +118,7 @@ def resolve_device(requested: LoadOptions) -> torch.device:
         )
     if tp > 1 and device.index is not None:
         raise InvalidRequest(
-            f"--tp {tp} takes the first {tp} GPUs: leave out --device {name}, "
+            f"--tp {tp} uses the first {tp} GPUs: leave out --device {name}, "
             "set CUDA_VISIBLE_DEVICES to select GPUs",
             param="device",
         )
