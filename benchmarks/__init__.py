@@ -1,1 +1,1 @@
-"""Measurements of localgen beside llama.cpp's own tools. Not part of the package."""
+"""Benchmarks of localgen next to other engines and libraries. Not part of the package."""

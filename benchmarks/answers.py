@@ -1,4 +1,4 @@
-"""Answers as whoever asked sees them: text that came, and when."""
+"""Answers of an in-process engine with arrival times, and the rates computed from them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from localgen.backends.types import Failed, Finished
 
 
 class AnswerFailed(Exception):
-    """A request ended otherwise than was asked for; the message says how."""
+    """A request failed or did not end; the message says why."""
 
 
 class NumberTokenizer:
-    """Every token says its own number, so that an answer's text tells which tokens it was."""
+    """Tokenizer whose pieces are the token ids in decimal, so that text shows the tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -34,9 +34,9 @@ class NumberTokenizer:
 
 @dataclass(slots=True)
 class Answer:
-    """One request. arrivals: when text came, and how many tokens there were by then.
+    """The answer to one request. Times in seconds of the session's clock.
 
-    Times are seconds of its session's clock.
+    arrivals: time of each piece of text, and the number of answer tokens received by then.
     """
 
     sent_s: float
@@ -46,14 +46,14 @@ class Answer:
 
     @property
     def finished(self) -> Finished:
-        """Its good end. AnswerFailed: there is none, or a bad one."""
+        """The Finished event. Raises AnswerFailed if the request failed or has not ended."""
         if not isinstance(self.end, Finished):
             raise AnswerFailed("no end" if self.end is None else self.end.message)
         return self.end
 
     @property
     def tokens(self) -> list[int]:
-        """What was said, as NumberTokenizer has it."""
+        """Token ids, parsed from the text of NumberTokenizer."""
         return [int(number) for number in "".join(self.text).split()]
 
     @property
@@ -65,24 +65,24 @@ class Answer:
         return self.arrivals[-1][0]
 
     def tokens_at(self, time_s: float) -> int:
-        """Tokens that had come by then."""
+        """Number of tokens received by that time."""
         return max((tokens for at_s, tokens in self.arrivals if at_s <= time_s), default=0)
 
 
 def decode_tok_s(answers: Sequence[Answer]) -> float:
-    """Tokens a second while all were generating: from the last first token to the first last one.
+    """Tokens/s of all answers while all of them decode.
 
-    AnswerFailed: there was no such time.
+    The interval begins when the last answer gets its first token, and ends when the first answer
+    gets its last token. Raises AnswerFailed if it is empty.
     """
     begin, end = max(a.first_s for a in answers), min(a.last_s for a in answers)
     if end <= begin:
-        raise AnswerFailed("the answers never went on together: ask for longer ones")
+        raise AnswerFailed("the answers never decoded together: request longer ones")
     return sum(a.tokens_at(end) - a.tokens_at(begin) for a in answers) / (end - begin)
 
 
 def served(answers: Sequence[Answer]) -> dict[str, float]:
-    """What those who asked would say of a server: output tok/s from the first request to the last
-    end, and waiting times."""
+    """Serving figures: output tokens/s from first request to last token, TTFT and ITL."""
     took_s = max(a.last_s for a in answers) - min(a.sent_s for a in answers)
     ttft_ms = sorted((a.first_s - a.sent_s) * 1e3 for a in answers)
     itl_ms = sorted(
@@ -98,5 +98,5 @@ def served(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def computed_tokens(answers: Sequence[Answer]) -> int:
-    """Prompt tokens that did not come from the cache."""
+    """Number of prompt tokens that were not found in the prefix cache."""
     return sum(a.finished.timings.prompt_n for a in answers)

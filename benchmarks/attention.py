@@ -1,4 +1,4 @@
-"""What a step costs behind a filled KV cache, in the shapes that llama.cpp's cache can have.
+"""Measure llama.cpp's step time with a filled KV cache, unified and split per sequence.
 
 python -m benchmarks.attention: the figures in docs/cpu.md and docs/architecture.md for unified
 cells, parts, copies and blocks of rows. A bare loop over the low-level API, without a scheduler.
@@ -22,14 +22,14 @@ from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Seq
 from localgen.backends.sampling_params import SamplingParams
 
-CROWDS = ((4, 200), (4, 1000), (4, 4000), (16, 200), (16, 1000))  # sequences × tokens each
+CROWDS = ((4, 200), (4, 1000), (4, 4000), (16, 200), (16, 1000))  # (sequences, tokens of each)
 CONTEXTS = (400, 1600, 3900)
 ROWS = (16, 32, 48, 64, 128)
 _REPEATS = 5
 
 
 class Cache:
-    """A context whose sequences are filled and extended directly."""
+    """A llama.cpp context whose sequences are filled and extended directly."""
 
     def __init__(self, model: LlamaModel, *, tokens: int, sequences: int, unified: bool) -> None:
         size = -(-tokens // 256) * 256
@@ -39,7 +39,7 @@ class Cache:
         self._seq = Seq(id="", tokens=[], num_prompt=0, params=SamplingParams(), ctx=0, max_len=0)
 
     def step(self, sequences: Sequence[int], start: int, rows: int) -> float:
-        """Compute `rows` tokens of each behind `start` others; milliseconds."""
+        """Compute `rows` tokens of each sequence at position `start`; return milliseconds."""
         tokens = [5] * rows
         chunks = [
             Chunk(seq=self._seq, start=start, tokens=tokens, is_sampled=True) for _ in sequences
@@ -50,7 +50,7 @@ class Cache:
         return (time.perf_counter() - begun) * 1e3
 
     def fill(self, length: int) -> None:
-        """The first sequence gets that many tokens."""
+        """Fill the first sequence with `length` tokens."""
         for start in range(0, length, self.context.n_batch):
             self.step([0], start, min(self.context.n_batch, length - start))
 
@@ -68,7 +68,7 @@ def _median(measure: Callable[[], float]) -> float:
 
 
 def crowd(model: LlamaModel, sequences: int, length: int, *, unified: bool) -> tuple[float, float]:
-    """Milliseconds of a decode step of all sequences, and of copying one to another."""
+    """Return the ms of a decode step of all sequences, and of copying one sequence to another."""
     with _cache(model, length, sequences, unified=unified) as cache:
         cache.fill(length)
         copies = []
@@ -88,7 +88,7 @@ def crowd(model: LlamaModel, sequences: int, length: int, *, unified: bool) -> t
 
 
 def rows(model: LlamaModel, length: int) -> list[float]:
-    """Milliseconds of a step of so many ROWS behind `length` tokens."""
+    """Return the ms of a step at position `length`, for each number of rows in ROWS."""
     with _cache(model, length, 1, unified=True) as cache:
         cache.fill(length)
 
@@ -101,7 +101,7 @@ def rows(model: LlamaModel, length: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the tables."""
     model = LlamaModel(
         random_gguf.cached(random_gguf.SHAPES["1b"]),
         resolve_llama_options(LoadOptions()),

@@ -1,6 +1,6 @@
-"""The least that Python can do over llama.cpp: one greedy sequence, one llama_decode a token.
+"""Minimal Python decode loop over llama.cpp: one greedy sequence, one llama_decode per token.
 
-python -m benchmarks.bare_loop MODEL TOKENS THREADS prints the tokens per second.
+python -m benchmarks.bare_loop MODEL TOKENS THREADS prints the tokens/s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ CTX = 512
 
 
 def tokens_per_second(path: str, num_tokens: int, threads: int) -> float:
-    """Speed of `num_tokens` decode steps after a prompt of one token. OSError: cannot load."""
+    """Return the tokens/s of `num_tokens` decode steps after a prompt of one token.
+
+    Raises OSError if the model cannot be loaded or a step fails.
+    """
     silent = C.llama_log_callback(lambda *_: None)
     C.llama_log_set(silent, ctypes.c_void_p(0))
     C.llama_backend_init()

@@ -1,4 +1,4 @@
-"""localgen on a CPU beside llama.cpp's own tools, in one run.
+"""Compare localgen on a CPU with llama.cpp's own tools, in one run.
 
 python -m benchmarks.cpu [--tools DIR | --no-tools] [--quick]
 """
@@ -30,7 +30,7 @@ TESTS = ("alone", "grammar", "several", "prefix", "turn", "overhead", "help", "m
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write; the status is 0 whether or not every target was met."""
+    """Run the benchmark. Returns 0 if it completed, whether or not all targets were met."""
     options = _options(arguments)
     try:
         tools = None if options.no_tools else Tools(options.tools or llamacpp_tools.build())
@@ -52,12 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.cpu")
     peers = parser.add_mutually_exclusive_group()
-    peers.add_argument("--tools", type=Path, help="folder with llama-bench and the others")
-    peers.add_argument("--no-tools", action="store_true", help="measure localgen alone")
+    peers.add_argument("--tools", type=Path, help="folder with llama-bench and the other tools")
+    peers.add_argument("--no-tools", action="store_true", help="measure only localgen")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one short round")
     parser.add_argument("--rounds", type=int, help="rounds of each comparison")
-    parser.add_argument("--threads", type=int, help="threads of every side; localgen's default")
-    parser.add_argument("--only", nargs="+", choices=TESTS, default=TESTS, help="some tests only")
+    parser.add_argument("--threads", type=int, help="threads of every engine (default: localgen's)")
+    parser.add_argument(
+        "--only", nargs="+", choices=TESTS, default=TESTS, help="tests to run (default: all)"
+    )
     parser.add_argument("--output", type=Path, help="result file")
     return parser.parse_args(arguments)
 
@@ -110,7 +112,7 @@ def _speed(bench: Bench, only: tuple[str, ...]) -> None:
 
 
 def _footprint(report: Report, settings: ServerSettings, options: argparse.Namespace) -> None:
-    """The rest is measured with the built-in model, so that the engine takes next to nothing."""
+    """Measure overhead with the built-in model, whose own compute time is negligible."""
     runs = 10 if not options.quick else 3
     if "overhead" in options.only:
         tiny = Localgen(settings, None, LoadOptions(threads=options.threads))

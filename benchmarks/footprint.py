@@ -1,4 +1,4 @@
-"""What localgen adds to the engine: milliseconds to a first token, start-up time, memory."""
+"""Overhead of localgen around the engine: time to first token, start-up time, memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _CHAT_S = 60.0
 
 
 def overhead(report: Report, server: Localgen, loaded: LoadedModel, requests: int) -> None:
-    """TTFT at a client of `server` beside that of the engine alone, for the same small model.
+    """Compare the TTFT of a client of `server` with that of the engine alone.
 
-    loaded: that model once more, in this process, without a server or a socket.
+    loaded: the same model loaded in this process, without server and socket.
     """
     speaker, engine = LocalgenSpeaker(server.client(), server.model), InProcess(loaded)
     at_client, in_engine, alone = [], [], []
@@ -54,7 +54,7 @@ def overhead(report: Report, server: Localgen, loaded: LoadedModel, requests: in
 
 
 class InProcess:
-    """An engine driven from this thread, as in a program that embeds it."""
+    """An engine run by the calling thread."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._first_s: float | None = None
@@ -80,7 +80,7 @@ class InProcess:
         self._ended = self._ended or bool(events.finished)
 
     def ttft_ms(self, prompt: tuple[Message, ...]) -> float:
-        """From submitting a request to its first text."""
+        """Submit a request; return the time to its first text."""
         params = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS, ignore_eos=True)
         self._first_s, self._ended = None, False
         started_s = time.perf_counter()
@@ -94,9 +94,9 @@ class InProcess:
 
 
 def help_time(report: Report, runs: int) -> None:
-    """How long `localgen --help` takes, interpreter start included."""
+    """Measure `localgen --help`, including the interpreter's start."""
     took_ms = []
-    for number in range(-1, runs):  # the first one reads the files in
+    for number in range(-1, runs):  # the first run fills the page cache
         started_s = time.perf_counter()
         subprocess.run(_localgen("--help"), check=True, capture_output=True, env=_environment())
         if number >= 0:
@@ -105,7 +105,10 @@ def help_time(report: Report, runs: int) -> None:
 
 
 def memory(report: Report, server: Localgen) -> None:
-    """Most resident memory of server and `localgen chat` while it answers, the engine apart."""
+    """Measure peak memory of the server and of `localgen chat` while answering.
+
+    The engine process is not included.
+    """
     with server.client() as client:
         health = client.health()
     assert health is not None
@@ -129,7 +132,10 @@ def _raise_peak(peak: dict[str, int], process: psutil.Process) -> None:
 
 
 def _chatting(server: Localgen) -> Iterator[int]:
-    """The process id of a chat, again and again while it answers. StreamFailed: it did not."""
+    """Run a chat; yield its process id every 50 ms while it answers.
+
+    Raises StreamFailed if it exits or does not answer in time.
+    """
     terminal, theirs = pty.openpty()
     options = ["--temp", "0", "--ignore-eos", "-n", str(_CHAT_TOKENS)]
     command = _localgen("chat", *([server.model] if server.model else []), *options)
@@ -141,7 +147,7 @@ def _chatting(server: Localgen) -> Iterator[int]:
     said = bytearray()
     threading.Thread(target=_read_all, args=(terminal, said), daemon=True).start()
     try:
-        time.sleep(2.0)  # let it draw its prompt
+        time.sleep(2.0)  # wait for the prompt
         os.write(terminal, b"Tell me a story.\r")
         deadline = time.monotonic() + _CHAT_S
         while b"TTFT" not in said or _is_answering(server):
@@ -164,7 +170,7 @@ def _read_all(terminal: int, said: bytearray) -> None:
         while piece := os.read(terminal, 4096):
             said += piece
     except OSError:
-        return  # the other end is gone
+        return  # the chat has closed the terminal
 
 
 def _localgen(*arguments: str) -> list[str]:

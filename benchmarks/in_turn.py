@@ -1,4 +1,4 @@
-"""Engines that answer the same side by side, each for a moment in turn."""
+"""Run engines side by side on the same requests, alternating in short turns."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.sampling_params import SamplingParams
 
-# a turn: one step, or as many as fit. An engine on its own computes step after step, and what
-# another side has left (the processor's caches, llama.cpp's graph of another size) would make each
-# of them dearer: those of a token by up to a half in a model of 6 M parameters
+# duration of a turn, at least one step. Alternating after every step would make steps slower than
+# in normal operation (cold processor caches, llama.cpp graphs of another size): one-token steps of
+# a model of 6 M parameters by up to a half
 TURN_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """An engine, and a clock that goes while it works."""
+    """An engine and a clock that only runs while the engine computes."""
 
     session: Session
     clock: OwnTime
 
     @classmethod
     def over(cls, runner: ModelRunner, vocab: int, drafters: Seq[Drafter]) -> Side:
-        """An engine over a runner that others have too, and that must not look ahead: what was
-        computed for one side would be lost with the next one's step."""
+        """Create an engine over a runner shared with other sides.
+
+        The runner must not run ahead: a step launched for one side would be discarded by the next.
+        """
         assert not runner.limits.runs_ahead
         clock = OwnTime()
         session = Session(runner, vocab, itl_target_ms=2000.0, drafters=drafters, clock=clock)
         return cls(session, clock)
 
     def go_on(self, answers: Seq[Answer]) -> None:
-        """A turn, or what is left of these answers."""
+        """Run one turn, shorter if all answers end."""
         until_s = self.clock() + TURN_S
         while self.clock() < until_s and not _are_done(answers):
             with self.clock:
@@ -49,9 +51,13 @@ def ask(
     params: SamplingParams,
     chance: random.Random,
 ) -> list[Seq[Answer]]:
-    """What each side says, all requests at once. Whoever has said least goes on by a turn: what
-    delays the machine for longer delays them all. Of equals any one, for what another's turn has
-    left helps or hinders the next; who reads a prompt first saves the others that. AnswerFailed."""
+    """Submit all prompts to each side and run the sides in turns; return the answers by side.
+
+    The side with the fewest generated tokens runs next, so that disturbances of the machine affect
+    all sides alike. Ties are broken at random, because a turn influences the next one, and because
+    the side that computes a prompt first fills the prefix cache for the others. Raises
+    AnswerFailed.
+    """
     asked = [[side.session.submit(prompt, tokens, params) for prompt in prompts] for side in sides]
     while going := [at for at, answers in enumerate(asked) if not _are_done(answers)]:
         said = {at: _num_said(asked[at]) for at in going}

@@ -1,7 +1,7 @@
-"""llama.cpp's own tools, of the version inside llama-cpp-python.
+"""Build and run llama.cpp's own tools, of the version bundled with llama-cpp-python.
 
-python -m benchmarks.llamacpp_tools builds them from the source package (several minutes)
-into the user's cache folder and prints where they are. Needs cmake and a C++ compiler.
+python -m benchmarks.llamacpp_tools builds them from the source package into the user's cache
+folder (several minutes) and prints their folder. Requires cmake and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 import platformdirs
 
 NAMES = ("llama-bench", "llama-batched-bench", "llama-server")
-# llama-batched-bench prints from a thread that it does not wait for: its line may be lost
+# llama-batched-bench prints from a thread that it does not join: its output may be lost
 ATTEMPTS = 10
-# as llama-cpp-python builds its library, less what the tools would add
+# the flags of llama-cpp-python's build of the library, without optional parts of the tools
 FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
@@ -36,12 +36,12 @@ FLAGS = (
 
 
 class ToolFailed(Exception):
-    """A tool is missing, could not be built or did not run; the message says which and why."""
+    """A tool is missing or failed; the message names it and the reason."""
 
 
 @dataclass(slots=True)
 class Tools:
-    """The tools in a folder. commands: what was run so far, for the record."""
+    """The tools in a folder. commands: the command lines run so far, for the result file."""
 
     folder: Path
     commands: list[str] = field(default_factory=list)
@@ -52,14 +52,14 @@ class Tools:
             raise ToolFailed(f"{self.folder} has no {', '.join(missing)}")
 
     def command(self, name: str, *arguments: str) -> list[str]:
-        """A command line, noted without the folders of this machine."""
+        """Return a command line; record it without folders of this machine."""
         shown = shlex.join([name, *(Path(a).name if "/" in a else a for a in arguments)])
         if shown not in self.commands:
             self.commands.append(shown)
         return [str(self.folder / name), *arguments]
 
     def generation(self, model: Path, tokens: int, threads: int) -> float:
-        """llama-bench's tg: tokens per second of one sequence."""
+        """Run llama-bench; return the decode speed of one sequence in tokens/s."""
         answer = self._json(
             "llama-bench", "-m", str(model), "-p", "0", "-n", str(tokens), "-t", str(threads),
             "-r", "1", "-o", "jsonl",
@@ -69,9 +69,9 @@ class Tools:
     def batched(
         self, model: Path, prompt: int, tokens: int, streams: int, threads: int, *, unified: bool
     ) -> dict[str, float]:
-        """llama-batched-bench's line: speed_pp, speed_tg and speed, in tokens per second.
+        """Run llama-batched-bench; return its record with speed_pp, speed_tg, speed in tokens/s.
 
-        unified: one KV cache that all sequences share instead of a part for each.
+        unified: all sequences share one KV cache.
         """
         ctx = -(-(prompt + tokens) // 256) * 256 * streams
         return self._json(
@@ -81,7 +81,7 @@ class Tools:
         )  # fmt: skip
 
     def _json(self, name: str, *arguments: str) -> dict[str, float]:
-        """The last line of a tool's output that is a JSON object."""
+        """Run a tool; return the last line of its output that is a JSON object."""
         command = self.command(name, *arguments)
         for _ in range(ATTEMPTS):
             done = subprocess.run(command, capture_output=True, text=True)
@@ -96,7 +96,7 @@ class Tools:
 
 
 def build() -> Path:
-    """The folder of the tools for the installed llama-cpp-python, built if need be."""
+    """Return the folder of the tools for the installed llama-cpp-python; build them if missing."""
     wanted = version("llama-cpp-python")
     folder = platformdirs.user_cache_path("localgen", appauthor=False) / f"llama.cpp-{wanted}"
     if not all((folder / "bin" / name).exists() for name in NAMES):
@@ -106,7 +106,7 @@ def build() -> Path:
 
 
 def _sources(wanted: str, target: Path) -> Path:
-    """Download the source package of llama-cpp-python; its llama.cpp folder."""
+    """Download and unpack llama-cpp-python's source package; return its llama.cpp folder."""
     _run(
         [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:",
          "--no-build-isolation", "-d", str(target), f"llama-cpp-python=={wanted}"]
@@ -119,7 +119,7 @@ def _sources(wanted: str, target: Path) -> Path:
 
 
 def _build(sources: Path, folder: Path) -> None:
-    extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))  # what the library was built with
+    extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))  # the flags the library was built with
     _run(["cmake", "-S", str(sources), "-B", str(folder), *FLAGS, *extra])
     jobs = str(os.cpu_count() or 1)
     _run(["cmake", "--build", str(folder), "-j", jobs, "--target", *NAMES])

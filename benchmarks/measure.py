@@ -1,4 +1,4 @@
-"""Series of measurements, ratios taken round by round, tables and result files."""
+"""Measurement series, per-round ratios, tables and result files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIBRARIES = ("llama-cpp-python", "numpy", "fastapi", "uvicorn", "httpx", "msgsp
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One side of one test: a value for each round, in `unit`."""
+    """Values of one side of a test, one per round, in `unit`."""
 
     test: str
     side: str
@@ -43,9 +43,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A figure beside its target. low, high: its extremes over the rounds.
+    """A figure and its target. low, high: its range over the rounds.
 
-    at_least: whether more is better.
+    at_least: the target is a minimum, else a maximum.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Check:
         return self.value >= self.target if self.at_least else self.value <= self.target
 
     def row(self) -> tuple[str, ...]:
-        """Cells of a table: name, target, measured, spread, whether met."""
+        """Table cells: name, target, measured value, range, met."""
         sign, unit = "≥" if self.at_least else "≤", f" {self.unit}" if self.unit else ""
         spread = f"{self.low:.3g}–{self.high:.3g}"
         measured = f"{self.value:.3g}{unit}"
@@ -71,7 +71,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class ModelLine:
-    """The columns with which llama-bench names a model."""
+    """Model columns of a table, as printed by llama-bench."""
 
     name: str
     size_bytes: int
@@ -85,9 +85,10 @@ class ModelLine:
 
 @dataclass(slots=True)
 class Report:
-    """Everything a run found. commands: what was run, without this machine's folders.
+    """Results of a run.
 
-    load_options: what localgen was told beside its defaults.
+    commands: commands that were run, without folders of this machine.
+    load_options: localgen's options that differ from its defaults.
     """
 
     model: ModelLine
@@ -100,25 +101,25 @@ class Report:
     checks: list[Check] = field(default_factory=list)
 
     def add(self, test: str, side: str, unit: str, values: Sequence[float]) -> Series:
-        """Enter one side of a test."""
+        """Add one side of a test."""
         entered = Series(test, side, unit, tuple(values))
         self.series.append(entered)
         return entered
 
     def ratio(self, ours: Series, theirs: Series, target: float, *, at_least: bool) -> None:
-        """Check ours ÷ theirs: the median of the rounds' ratios."""
+        """Check the median of the per-round ratios ours / theirs."""
         pairs = zip(ours.values, theirs.values, strict=True)
         ratios = [mine / other for mine, other in pairs]
         name = f"{ours.test}: {ours.side} ÷ {theirs.side}"
         self._check(name, ratios, target, at_least)
 
     def most(self, series: Series, target: float) -> None:
-        """Check that the median is at most the target."""
+        """Check that the median does not exceed the target."""
         name = f"{series.test}: {series.side}"
         self._check(name, series.values, target, False, series.unit)
 
     def least(self, series: Series, target: float) -> None:
-        """Check that the median is at least the target."""
+        """Check that the median reaches the target."""
         name = f"{series.test}: {series.side}"
         self._check(name, series.values, target, True, series.unit)
 
@@ -130,7 +131,7 @@ class Report:
         )
 
     def text(self) -> str:
-        """The tables: speeds as llama-bench prints them, the rest, then the targets."""
+        """Markdown tables: speeds in llama-bench's format, other figures, targets."""
         rates = [
             (*self.model.cells(), s.side, s.test, f"{s.median:.2f} ± {s.deviation:.2f}")
             for s in self.series
@@ -151,7 +152,7 @@ class Report:
         return "\n".join(tables)
 
     def write(self, path: Path) -> None:
-        """The whole run as JSON."""
+        """Write the results as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         checks = [asdict(check) | {"met": check.met} for check in self.checks]
         series = [asdict(s) | {"median": s.median, "deviation": s.deviation} for s in self.series]
@@ -172,7 +173,7 @@ class Report:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns."""
+    """Format a Markdown table with aligned columns."""
     lines = [tuple(head), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
@@ -181,14 +182,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def command(module: str, arguments: Sequence[str] | None) -> str:
-    """What was run, without this machine's folders. arguments: None: this process's own."""
+    """Command line of a run, without folders of this machine. arguments: default sys.argv."""
     given = sys.argv[1:] if arguments is None else arguments
     shown = [Path(argument).name if "/" in argument else argument for argument in given]
     return shlex.join(["python", "-m", module, *shown])
 
 
 def machine() -> dict[str, Any]:
-    """What the figures hold for."""
+    """Describe the machine."""
     return {
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(logical=False),
@@ -198,7 +199,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that takes part."""
+    """Versions of localgen, Python and the libraries."""
     found = {name: version(name) for name in _LIBRARIES}
     return {"localgen": localgen.__version__, "python": platform.python_version(), **found}
 

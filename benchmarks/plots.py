@@ -1,4 +1,4 @@
-"""What a plot of the gauges takes to be drawn anew, beside what libraries take for the same.
+"""Compare the CPU time of redrawing a gauge's plot with that of plotting libraries.
 
 pip install textual-plotext textual-plot, then python -m benchmarks.plots
 """
@@ -64,7 +64,7 @@ def _sides() -> dict[str, tuple[Callable[[], Any], Redraw]]:
 
 
 class _Frame(App[None]):
-    """One plot on a screen of its size."""
+    """A screen filled by one plot."""
 
     def __init__(self, widget: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Frame(App[None]):
 
 
 async def _redraw_ms(widget: Any, redraw: Redraw) -> float:
-    """CPU milliseconds of a redraw, what an idle screen takes left out."""
+    """Return the CPU ms of a redraw, less those of an idle screen."""
     async with _Frame(widget).run_test(size=(WIDTH, ROWS)) as pilot:
 
         async def took_s(action: Callable[[], object]) -> float:
@@ -95,7 +95,7 @@ async def _redraw_ms(widget: Any, redraw: Redraw) -> float:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Run the benchmark. Returns 1 if the libraries are not installed."""
     try:
         sides = _sides()
     except ImportError as error:

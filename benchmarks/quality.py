@@ -1,4 +1,4 @@
-"""What each way of quantizing the built-in model costs it, in perplexity and KL divergence.
+"""Measure perplexity and KL divergence of the built-in model after quantization by each method.
 
 python -m benchmarks.quality [--only gptq-3,rtn-3] [--swap]
 """
@@ -37,7 +37,7 @@ from localgen.quant.request.recipe import Recipe
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "localgen" / "models" / "tiny"
 WINDOW = 512
-# windows at a time
+# windows per batch
 BATCH = 4
 RECIPES = {
     "rtn-4": Recipe(method="rtn", bits=4),
@@ -54,7 +54,7 @@ RECIPES = {
     "smoothquant, weights only": Recipe(method="smoothquant", bits=8),
     "fp8": Recipe(method="fp8", bits=8),
 }
-# most perplexity: what a plain prototype of each method reached on this text
+# maximum perplexity: what a plain prototype of each method reached on this text
 PERPLEXITY = {
     "rtn-4": 15.72,
     "awq-4, no clipping": 15.63,
@@ -65,22 +65,22 @@ PERPLEXITY = {
     "awq-3": 15.88,
     "gptq-3": 15.81,
 }
-# least of the perplexity that rounding to nearest adds, which is won back
+# minimum share of the perplexity added by round-to-nearest that the method recovers
 WON_BACK = {"awq-4": 0.45, "gptq-4": 0.85, "awq-3": 0.75, "gptq-3": 0.75}
-# most perplexity ÷ the original's
+# maximum perplexity relative to the original's
 EIGHT_BITS = 1.005
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """perplexity, and divergence: mean KL from the original's next tokens, in nats."""
+    """Perplexity, and the mean KL divergence from the original model in nats per token."""
 
     perplexity: float
     divergence: float
 
 
 class Subject:
-    """The built-in model, text to calibrate it with, and other text to try it on."""
+    """The built-in model, its calibration text and its evaluation text."""
 
     def __init__(self, *, swap: bool) -> None:
         lines = (HERE / "data" / "heldout.txt").read_text(encoding="utf-8").splitlines(True)
@@ -90,14 +90,14 @@ class Subject:
         self._checkpoint = NumpyCheckpoint(MODEL)
         self._embedding = self._read("model.embed_tokens.weight")
         self._forward = LayerForward(self.spec, WINDOW)
-        # as the command does it
+        # the same dtype as `localgen quantize` uses
         dtype = calibration_dtype(torch.device("cpu"), self.spec.hidden_size)
         self._calibrating = LayerForward(self.spec, WINDOW, dtype=dtype)
         self._calibration = windows(calibration)[:, :WINDOW]
         self._trial = windows(trial)
 
     def loss(self, recipe: Recipe | None) -> Loss:
-        """What is left after quantization by a recipe; None: of the original."""
+        """Quantize the model with a recipe and evaluate it; None: evaluate the original."""
         layers = [self._layer(index) for index in range(self.spec.num_layers)]
         if recipe is not None:
             layers = self._quantized(layers, recipe)
@@ -116,7 +116,7 @@ class Subject:
         return [self._log_shares(layers, batch) for batch in torch.split(self._trial, BATCH)]
 
     def _quantized(self, layers: list[LayerTensors], recipe: Recipe) -> list[LayerTensors]:
-        """Each calibrated with what comes out of the quantized ones before."""
+        """Quantize layer by layer; each is calibrated with the outputs of the quantized ones."""
         found = []
         hidden = embed_tokens(self.spec, self._embedding, self._calibration)
         for index, layer in enumerate(layers):
@@ -127,7 +127,7 @@ class Subject:
         return found
 
     def _log_shares(self, layers: list[LayerTensors], ids: Tensor) -> Tensor:
-        """log p of every next token: float32 [windows, WINDOW, vocab]."""
+        """Log probabilities of the next tokens, float32 [windows, WINDOW, vocab]."""
         hidden = embed_tokens(self.spec, self._embedding, ids[:, :-1])
         for index, layer in enumerate(layers):
             hidden = self._forward.run(index, layer, hidden)
@@ -144,21 +144,24 @@ class Subject:
 
 
 def windows(text: str) -> Tensor:
-    """Its tokens, WINDOW at a time and the one that follows; what is left over is not used."""
+    """Tokenize a text into windows of WINDOW tokens and the next one; the remainder is dropped.
+
+    Returns int64 [windows, WINDOW + 1].
+    """
     ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids
     starts = range(0, len(ids) - WINDOW, WINDOW)
     return torch.tensor([ids[start : start + WINDOW + 1] for start in starts])
 
 
 def chosen(only: str | None) -> Iterator[str]:
-    """The names of recipes that a comma-separated list begins; None: all."""
+    """Yield the recipes whose names begin with one of a comma-separated list; None: all."""
     for name in RECIPES:
         if only is None or name.startswith(tuple(only.split(","))):
             yield name
 
 
 def enter(report: Report, losses: dict[str, Loss]) -> None:
-    """All figures, and the checks of those that have a target."""
+    """Add all figures to the report, and check those that have a target."""
     found = {name: report.add("perplexity", name, "", [x.perplexity]) for name, x in losses.items()}
     for name, loss in losses.items():
         report.add("KL divergence", name, "mnats", [1e3 * loss.divergence])
@@ -178,7 +181,7 @@ def enter(report: Report, losses: dict[str, Loss]) -> None:
 
 
 def text(report: Report, losses: dict[str, Loss]) -> str:
-    """The losses in a table of their own, then the targets."""
+    """Return the tables of losses and of targets."""
     original = losses["original"].perplexity
     rows = [
         (name, f"{x.perplexity:.3f}", f"{x.perplexity / original - 1:+.2%}", f"{x.divergence:.4f}")
@@ -198,9 +201,9 @@ def text(report: Report, losses: dict[str, Loss]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; 1 if a check is not met."""
+    """Run the benchmark. Returns 1 if a target is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
-    parser.add_argument("--only", help="recipes whose names begin so, separated by commas")
+    parser.add_argument("--only", help="prefixes of recipe names, separated by commas")
     parser.add_argument("--swap", action="store_true", help="calibrate with the other half")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
-"""How long `localgen quantize` takes a layer, and how much memory, beside what it says before.
+"""Measure seconds per layer and peak memory of `localgen quantize`, next to its own estimate.
 
 python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq] [--layers 2]
 
-The model is random, of Llama-3.2-1B's shape, in bfloat16: neither time nor memory depends on what
-the weights are. What its text loses means nothing, so nothing is evaluated. All layers are alike:
-two tell the time of one, all of them what memory grows to.
+The model is random, of Llama-3.2-1B's shape, in bfloat16: time and memory do not depend on the
+weights, and the result is not evaluated. All layers have the same size: two are enough for the time
+per layer, while the full model shows the growth of memory.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ _QUICK = ("--samples", "4", "--seq-len", "64")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. peak_bytes: of the whole process, by the kernel's count, as the command tells it: to
-    who started it the kernel tells no less than that had itself."""
+    """Figures of one run.
+
+    peak_bytes: peak resident memory of the command's process, as the command reports it; the parent
+    cannot measure it, because a child's maximum is never below the parent's own.
+    """
 
     method: str
     layers: int
@@ -56,11 +59,13 @@ class Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, to check that the benchmark runs"
+    )
     parser.add_argument("--methods", default=_METHODS)
     parser.add_argument("--samples", default="128")
     parser.add_argument("--seq-len", default="512")
-    parser.add_argument("--layers", type=int, help="of the model; usually 16")
+    parser.add_argument("--layers", type=int, help="layers of the model (default: 16)")
     parser.add_argument("--output", type=Path, help="result file")
     asked = parser.parse_args()
     shape = SHAPES["quick" if asked.quick else "1b"]
@@ -78,7 +83,7 @@ def main() -> None:
 
 
 def measured(method: str, model: Path, more: tuple[str, ...]) -> Figures:
-    """Run the command in a process of its own. RuntimeError: it failed."""
+    """Run `localgen quantize` in a separate process. Raises RuntimeError if it fails."""
     out = model.with_name(f"{model.name}-{method}")
     asked = [str(model), f"--{method}", "--out", str(out), "--no-eval", "--json", *more]
     command = python_command("localgen.cli.main", "quantize", *asked)
@@ -97,7 +102,7 @@ def measured(method: str, model: Path, more: tuple[str, ...]) -> Figures:
 
 
 def random_folder(shape: Shape, place: Path) -> Path:
-    """A folder as Hugging Face has it, with the built-in model's tokenizer."""
+    """Write a Hugging Face model folder with random weights and the built-in model's tokenizer."""
     folder = place / f"random-{shape.name}"
     folder.mkdir()
     for path in BUILT_IN_PATH.with_suffix("").glob("*token*.json"):
@@ -108,7 +113,7 @@ def random_folder(shape: Shape, place: Path) -> Path:
 
 
 def config_of(shape: Shape) -> dict[str, object]:
-    """Its config.json."""
+    """Return the contents of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -118,7 +123,7 @@ def config_of(shape: Shape) -> dict[str, object]:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
-        # the tokenizer's tokens must be in it
+        # at least the size of the tokenizer's vocabulary
         "vocab_size": max(shape.vocab, 4096),
         "max_position_embeddings": shape.ctx,
         "rms_norm_eps": 1e-5,
@@ -129,7 +134,7 @@ def config_of(shape: Shape) -> dict[str, object]:
 
 
 def entries(shape: Shape) -> dict[str, StreamedTensor]:
-    """All tensors, made as they are written."""
+    """Return all tensors by name; their values are generated while they are written."""
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     linears = {
         "self_attn.q_proj": (queries, shape.hidden),

@@ -1,6 +1,7 @@
-"""Random models of real shapes in Q4_K_M, written in seconds: speed needs no trained weights.
+"""Random Q4_K_M models of real shapes, for speed measurements, which need no trained weights.
 
-python -m benchmarks.random_gguf [--shape 1b|quick] prints the path of the cached file.
+python -m benchmarks.random_gguf [--shape 1b|draft|quick] writes one to the user's cache folder in
+seconds and prints its path.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from benchmarks.random_vocabulary import (
     random_vocabulary,
 )
 
-REVISION = 1  # of what is written: part of the cached file's name
+REVISION = 1  # of the file's contents; part of the cached file's name
 BLOCK_WEIGHTS = 256
 Q4_K, Q6_K, F32 = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K, GGMLQuantizationType.F32
-# the q of a block is uniform: its spread, and the mean scale below, set d
+# the q values of a block are uniform; d follows from their standard deviation and the scales below
 _Q4_SPREAD, _Q6_SPREAD = np.sqrt((16**2 - 1) / 12), np.sqrt((64**2 - 1) / 12)
 _Q4_SCALES, _Q6_SCALES = range(16, 64), range(32, 128)
 EMBEDDING_STD = 0.02
@@ -35,7 +36,7 @@ EMBEDDING_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama architecture with tied embeddings."""
+    """Sizes of a Llama model with tied embeddings."""
 
     name: str
     layers: int
@@ -57,7 +58,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of the file. shape: rows, then weights in a row, as numpy has it."""
+    """A tensor of the file. shape: [rows, weights per row], or [size] of a norm."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,7 +66,7 @@ class Tensor:
 
 
 def cached(shape: Shape) -> Path:
-    """The model's file in the user's cache folder, written if it is not there yet."""
+    """Return the path of the model in the user's cache folder; write it if missing."""
     folder = platformdirs.user_cache_path("localgen", appauthor=False) / "benchmarks"
     path = folder / f"random-{shape.name}-q4_k_m-r{REVISION}.gguf"
     if not path.exists():
@@ -75,7 +76,7 @@ def cached(shape: Shape) -> Path:
 
 
 def write(shape: Shape, target: Path, *, seed: int = 0) -> None:
-    """Write a random model; `target` appears only when it is complete."""
+    """Write a random model to a temporary file, then rename it to `target`."""
     vocabulary = random_vocabulary(shape.vocab)
     planned = list(tensors(shape))
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
@@ -106,7 +107,7 @@ def write(shape: Shape, target: Path, *, seed: int = 0) -> None:
 
 
 def tensors(shape: Shape) -> Iterator[Tensor]:
-    """The tensors of the file, with the types that llama.cpp's Q4_K_M gives them."""
+    """Yield the tensors of the file, with their types in llama.cpp's Q4_K_M."""
     keys, values = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     yield Tensor("token_embd.weight", (shape.vocab, shape.hidden), Q6_K)
     for layer in range(shape.layers):
@@ -125,13 +126,13 @@ def tensors(shape: Shape) -> Iterator[Tensor]:
 
 
 def _more_bits(layer: int, layers: int) -> bool:
-    """Whether Q4_K_M stores attn_v and ffn_down of this layer in Q6_K."""
+    """True if Q4_K_M stores attn_v and ffn_down of this layer in Q6_K."""
     first = layers // 8
     return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Size of the tensor in the file."""
+    """Return the size of the tensor in the file."""
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     return int(np.prod(tensor.shape)) // per_block * block_bytes
 
@@ -139,7 +140,7 @@ def num_bytes(tensor: Tensor) -> int:
 def _random(
     rng: np.random.Generator, tensor: Tensor, vocabulary: RandomVocabulary
 ) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """The tensor's contents: uint8 [rows, bytes of a row], or float32 ones for a norm."""
+    """Return the tensor's contents: uint8 [rows, bytes per row], or float32 ones for a norm."""
     if tensor.type is F32:
         return np.ones(tensor.shape, np.float32)
     rows, width = tensor.shape
@@ -148,7 +149,7 @@ def _random(
         blocks = q6_k(rng, num_blocks, EMBEDDING_STD).reshape(rows, -1)
         silent = np.ones(rows, np.bool_)
         silent[list(vocabulary.spoken)] = False
-        # logit 0, far below the best of the others: never the answer of a greedy choice
+        # their logit is 0, far below the largest: greedy sampling never selects them
         blocks[silent] = 0
         return blocks
     make = q4_k if tensor.type is Q4_K else q6_k
@@ -156,10 +157,10 @@ def _random(
 
 
 def q4_k(rng: np.random.Generator, num_blocks: int, std: float) -> NDArray[np.uint8]:
-    """Random Q4_K blocks, uint8 [num_blocks, 144]: weights of mean 0 and about that deviation.
+    """Return random Q4_K blocks, uint8 [num_blocks, 144], of weights with mean 0 and about `std`.
 
-    A block is f16 d, f16 dmin, eight 6-bit scales and minima in 12 bytes, 256 4-bit q;
-    a weight is d·scale·q − dmin·minimum. Minimum = scale and dmin = 7.5·d centre it.
+    A block has f16 d, f16 dmin, eight 6-bit scales and minima in 12 bytes, 256 4-bit q;
+    a weight is d·scale·q − dmin·minimum. Minimum = scale and dmin = 7.5·d center it.
     """
     blocks = rng.integers(0, 256, (num_blocks, 144), np.uint8)
     d = std / (_Q4_SPREAD * _rms(_Q4_SCALES))
@@ -173,9 +174,9 @@ def q4_k(rng: np.random.Generator, num_blocks: int, std: float) -> NDArray[np.ui
 
 
 def q6_k(rng: np.random.Generator, num_blocks: int, std: float) -> NDArray[np.uint8]:
-    """Random Q6_K blocks, uint8 [num_blocks, 210]: weights of mean about 0 and that deviation.
+    """Return random Q6_K blocks, uint8 [num_blocks, 210], of weights with mean about 0 and `std`.
 
-    A block is 256 6-bit q (192 bytes), sixteen int8 scales, f16 d; a weight is
+    A block has 256 6-bit q (192 bytes), sixteen int8 scales, f16 d; a weight is
     d·scale·(q − 32).
     """
     blocks = rng.integers(0, 256, (num_blocks, 210), np.uint8)
@@ -222,7 +223,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: RandomVocabulary) -> No
 
 
 def main() -> None:
-    """Print the path of a cached random model."""
+    """Write a random model if it is not cached, and print its path."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     print(cached(SHAPES[parser.parse_args().shape]))

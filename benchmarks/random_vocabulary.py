@@ -1,7 +1,7 @@
-"""A byte-level BPE vocabulary made of pronounceable nothing, in any size.
+"""A byte-level BPE vocabulary of invented words, of any size.
 
-Every text round-trips, because all 256 bytes are there. What a random model says comes back
-as the same tokens, because it only ever says whole words (see RandomVocabulary.spoken).
+Every text round-trips, because all 256 bytes are tokens. The output of a random model is tokenized
+to the same tokens again, because it consists of whole words (see RandomVocabulary.spoken).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NUM_SPECIAL = 256
-# tokens of the smallest vocabulary: bytes, words of two letters, control tokens
+# size of the smallest vocabulary: bytes, two-letter words, control tokens
 LEAST = 256 + 26**2 * 2 + 26 + NUM_SPECIAL
 SPACE = "Ġ"  # a space, in GPT-2's printable bytes
 _SPECIAL = {
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 class RandomVocabulary:
     """Tokens by id: 256 bytes, merged pieces, then NUM_SPECIAL control tokens as in Llama 3.
 
-    spoken: ids of the pieces that begin with a space, and so are a word of their own.
+    spoken: ids of the pieces that begin with a space and thus are whole words.
     """
 
     tokens: tuple[str, ...]
@@ -43,12 +43,15 @@ class RandomVocabulary:
     spoken: tuple[int, ...]
 
     def special_id(self, name: str) -> int:
-        """The id of a control token."""
+        """Return the id of a control token."""
         return self.tokens.index(name, len(self.tokens) - NUM_SPECIAL)
 
 
 def random_vocabulary(size: int) -> RandomVocabulary:
-    """A vocabulary of `size` tokens, the same each time. ValueError: no room for the basics."""
+    """Return the vocabulary of `size` tokens; it is always the same.
+
+    Raises ValueError if the size is too small or too large.
+    """
     if size < LEAST:
         raise ValueError(f"{size} tokens are too few, two-letter words alone need {LEAST:,}")
     num_merged = size - 256 - NUM_SPECIAL
@@ -66,20 +69,20 @@ def random_vocabulary(size: int) -> RandomVocabulary:
 
 
 def random_words(count: int, seed: str) -> str:
-    """A text of exactly `count` tokens after a space or at the start, the same for one seed."""
+    """Return a text of exactly `count` tokens at the start of a text or after a space."""
     draw = random.Random(seed)
     return " ".join("".join(draw.choices(string.ascii_lowercase, k=2)) for _ in range(count))
 
 
 def _byte_pieces() -> list[str]:
-    """GPT-2's printable character for each byte."""
+    """Return GPT-2's printable character for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = itertools.count(0x100)
     return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
 
 
 def _pairs() -> Iterator[tuple[str, str]]:
-    """Merges: `a b`, `Ġ a`, `Ġ ab`, `ab c`, `Ġ abc`, `Ġab cd`; most useful first."""
+    """Yield merges: `a b`, `Ġ a`, `Ġ ab`, `ab c`, `Ġ abc`, `Ġab cd`; most useful first."""
     letters = string.ascii_lowercase
     two = ["".join(pair) for pair in itertools.product(letters, repeat=2)]
     yield from itertools.product(letters, letters)

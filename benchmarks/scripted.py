@@ -17,7 +17,8 @@ from localgen.backends.runner.interface import (
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import SamplingParams
 
-# the target says this for ever where the acceptance is scripted: what it says must be known
+# the logit bias makes the target model generate only this token, so that drafts can be made right
+# or wrong on purpose
 SAID = 100
 _CERTAIN = 1000.0
 SCRIPTED = SamplingParams(temperature=0.0, logit_bias={SAID: _CERTAIN})
@@ -30,8 +31,9 @@ class _Step:
 
 
 class Scripted:
-    """A draft model that computes as it would, and then says `right` with probability `alpha`, or
-    else another token. Closing it leaves the model as it is: the next one takes it over.
+    """Wraps a draft model: it computes as usual, but its tokens are replaced.
+
+    A token is `right` with probability `alpha`, else a wrong one. Closing leaves the model open.
     """
 
     def __init__(self, runner: ModelRunner, right: int, alpha: float, *, seed: int = 0) -> None:
@@ -67,4 +69,4 @@ class Scripted:
         return self._runner.usage()
 
     def close(self) -> None:
-        """The model is not ours."""
+        """The model belongs to the caller."""

@@ -1,4 +1,4 @@
-"""The servers that are compared, each started for the run and ended with it."""
+"""Start and stop the compared servers: localgen and llama-server."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from localgen.config import ServerSettings
 from localgen.hub.resolve import BUILT_IN_MODEL
 
 _START_S = 120.0
-# a server left behind by a benchmark that was killed ends by itself
+# lets a server exit that a killed benchmark left running
 _KEEP_ALIVE_S = 900.0
 
 
 @contextlib.contextmanager
 def private_settings() -> Iterator[ServerSettings]:
-    """Settings under which no other server of this user is met; what runs there ends with it."""
+    """Settings of a private server in a temporary folder, shut down at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="localgen-bench-") as folder:
         settings = ServerSettings(
             runtime_dir=Path(folder) / "run",
@@ -41,7 +41,7 @@ def private_settings() -> Iterator[ServerSettings]:
 
 
 class Localgen:
-    """localgen's server with one model loaded; a new Client is what a new terminal would be."""
+    """localgen's server with one model loaded. Each client corresponds to a terminal."""
 
     def __init__(self, settings: ServerSettings, model: Path | None, options: LoadOptions) -> None:
         self.settings = settings
@@ -51,18 +51,18 @@ class Localgen:
         self.info = self.load()
 
     def load(self) -> ModelInfo:
-        """Load the model with the options of this run, unless it is loaded."""
+        """Load the model with the options of this run, unless it is already loaded."""
         with Client(self.settings) as client:
             client.connect()
             return client.load(self.model, self._options)
 
     def unload(self) -> None:
-        """Give the model's memory back."""
+        """Unload the model."""
         with Client(self.settings) as client:
             client.unload(self.model or BUILT_IN_MODEL)
 
     def client(self) -> Client:
-        """A client, closed at the end of the run."""
+        """Return a new client; `close` closes it."""
         return self._clients.enter_context(Client(self.settings))
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Localgen:
 def llama_server(
     tools: Tools, model: Path, *, slots: int, slot_ctx: int, threads: int
 ) -> Iterator[httpx.Client]:
-    """llama-server with its defaults: prompt cache on, each slot with a context of its own."""
+    """Run llama-server with its defaults: prompt cache on, a separate context per slot."""
     port = _free_port()
     command = tools.command(
         "llama-server", "-m", str(model), "-np", str(slots), "-c", str(slots * slot_ctx),

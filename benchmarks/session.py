@@ -1,4 +1,4 @@
-"""The real engine, driven from the benchmark's own thread."""
+"""The real engine, run by the benchmark's thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class OwnTime:
-    """A clock, in seconds, that goes within `with` only."""
+    """A clock, in seconds, that only runs within its `with` blocks."""
 
     def __init__(self) -> None:
         self._gone_s = 0.0
@@ -37,9 +37,9 @@ class OwnTime:
 
 
 class Session:
-    """A context manager: an engine to which requests are handed directly. It closes the runner.
+    """An in-process engine. As a context manager it closes the runner at the end.
 
-    clock: seconds, of answers' times.
+    clock: returns seconds; used for the times of answers.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Session:
         self.runner.close()
 
     def stop(self) -> None:
-        """End the engine; the runner stays, for another one."""
+        """Stop the engine; the runner stays usable by another one."""
         self.engine.stop()
-        # leaves the loop at once, and ends the thread that prepares requests
+        # returns immediately, and shuts down the threads that prepare requests
         self.engine.run()
 
     def _take(self, events: StepEvents) -> None:
@@ -102,7 +102,7 @@ class Session:
     def submit(
         self, prompt: Sequence[int], max_tokens: int, params: SamplingParams = GREEDY
     ) -> Answer:
-        """Hand in a request for an answer of exactly so many tokens."""
+        """Submit a request for an answer of exactly `max_tokens` tokens."""
         answer = Answer(self._clock())
         self._count += 1
         name = f"r{self._count}"
@@ -115,11 +115,11 @@ class Session:
         return answer
 
     def step(self) -> None:
-        """One turn of the engine's loop; it waits for something to do."""
+        """Run one iteration of the engine loop; blocks while there is nothing to do."""
         self.engine.step(wait=True)
 
     def run(self, answers: Sequence[Answer]) -> Sequence[Answer]:
-        """Step until these have ended. AnswerFailed."""
+        """Step until these answers have ended. Raises AnswerFailed."""
         while any(answer.end is None for answer in answers):
             self.step()
         for answer in answers:
@@ -132,12 +132,12 @@ class Session:
         max_tokens: int | Sequence[int],
         params: SamplingParams = GREEDY,
     ) -> Sequence[Answer]:
-        """All of them at once, and to their ends. AnswerFailed."""
+        """Submit all prompts together and run them to their ends. Raises AnswerFailed."""
         counts = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         return self.run([self.submit(p, n, params) for p, n in zip(prompts, counts, strict=True)])
 
     def cancel(self, answers: Sequence[Answer]) -> None:
-        """End these now."""
+        """Cancel these answers."""
         names = {id(answer): name for name, answer in self._answers.items()}
         for answer in answers:
             if answer.end is None:

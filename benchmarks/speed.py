@@ -1,4 +1,4 @@
-"""Tokens per second and time to first token, beside llama.cpp's own tools."""
+"""Tokens/s and time to first token, compared with llama.cpp's own tools."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from localgen.backends.llamacpp.slots import BLOCK_ROWS
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message
 
-NEAR = 0.97  # of llama.cpp's own loop
+NEAR = 0.97  # target: share of the speed of llama.cpp's own loop
 SHARED_PREFIX = 0.35
 LOCALGEN, PARTS = "localgen", "localgen -np N -c C"
 BARE, BENCH = "bare loop", "llama-bench"
 BATCHED, UNIFIED, SERVER = "llama-batched-bench", "llama-batched-bench -kvu", "llama-server"
-# tokens that a chat turn may add beside its words: the template's, and the last of the answer,
-# which was sampled but never computed
+# tokens that a chat turn may add to its words: those of the template, and the last token of the
+# previous answer, whose KV was never computed
 TURN_TOKENS = 32
 
-# the figures of one side in one round, by name
+# figures of one engine ("side") in one round, by name
 Figures = dict[str, float]
 Side = Callable[[int], Figures]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. All sizes but rounds and streams are in tokens."""
+    """Sizes of the tests, in tokens except rounds and streams."""
 
     rounds: int
     alone: int
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def slot_ctx(self) -> int:
-        """A context in which every request of the plan fits, in llama.cpp's steps of 256."""
+        """Context length that fits every request of the plan, rounded up to 256 as in llama.cpp."""
         longest = max(self.prompt + self.answer, self.system + 64, self.history + 2 * self.answer)
         return -(-(longest + self.question + 2 * TURN_TOKENS) // 256) * 256
 
@@ -71,7 +71,7 @@ QUICK = Plan(1, 64, 32, 256, (4,), 400, 300, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What the tests share. tools: None leaves llama.cpp's own out."""
+    """State shared by the tests. tools: None skips llama.cpp's tools."""
 
     plan: Plan
     rounds_wanted: int
@@ -83,7 +83,7 @@ class Bench:
 
     @contextlib.contextmanager
     def in_parts(self, slots: int) -> Iterator[Localgen]:
-        """A second localgen, loaded as llama-server is: a part of the cache for each request."""
+        """Start a second localgen with a separate KV cache per slot, as llama-server has."""
         options = LoadOptions(ctx=self.plan.slot_ctx, parallel=slots, threads=self.threads)
         with private_settings() as settings:
             server = Localgen(settings, self.model, options)
@@ -92,7 +92,7 @@ class Bench:
 
     @contextlib.contextmanager
     def llama_server(self, slots: int) -> Iterator[httpx.Client | None]:
-        """llama-server for the block; None without tools."""
+        """Run llama-server in the block; yields its HTTP client, or None without tools."""
         if self.tools is None:
             yield None
             return
@@ -106,7 +106,7 @@ class Bench:
             yield http
 
     def rounds(self, sides: Mapping[str, Side]) -> dict[str, list[Figures]]:
-        """Run every side once a round, in alternating order; the figures by side."""
+        """Run every side once per round, in alternating order; return the figures by side."""
         found: dict[str, list[Figures]] = {name: [] for name in sides}
         for number in range(self.rounds_wanted):
             for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
@@ -117,7 +117,7 @@ class Bench:
     def enter(
         self, test: str, unit: str, found: Mapping[str, list[Figures]], figure: str
     ) -> dict[str, Series]:
-        """Enter one figure of every side that has it."""
+        """Add one figure to the report, for every side that has it."""
         return {
             side: self.report.add(test, side, unit, [figures[figure] for figures in rounds])
             for side, rounds in found.items()
@@ -127,7 +127,7 @@ class Bench:
     def ratios(
         self, entered: Mapping[str, Series], other: str, target: float, *, at_least: bool
     ) -> None:
-        """Compare both of localgen's caches with another side, if that was measured."""
+        """Compare both cache layouts of localgen with another side, if it was measured."""
         for side in (LOCALGEN, PARTS):
             if other in entered:
                 self.report.ratio(entered[side], entered[other], target, at_least=at_least)
@@ -142,17 +142,17 @@ def _shown(figures: Figures) -> str:
 
 
 def alone(bench: Bench, *, when: str, fresh: bool) -> None:
-    """One stream's generation speed. when: names the state of localgen's pool.
+    """Measure the decode speed of one stream. when: name of the state of localgen's KV cache.
 
-    fresh: every side loads the model anew and is alone in memory. Where memory lies can be
-    worth a tenth of the speed: beside another process all sides were seen to run faster.
+    fresh: every side reloads the model and is alone in memory. Memory placement can change the
+    speed by a tenth: all sides ran faster while another process held the model.
     """
     tokens, (speaker,) = bench.plan.alone, _speakers(bench.localgen, 1)
 
     def localgen(number: int) -> Figures:
         bench.localgen.load()
-        speaker.ask("ab", 8)  # warm-up; the tools have their own
-        # tokens + 1, because the first comes out of the prompt step
+        speaker.ask("ab", 8)  # warm-up; the tools do their own
+        # tokens + 1, because the first token is sampled by the prefill step
         return {"rate": decode_rate([speaker.ask("ab", tokens + 1)])}
 
     def peer(measure: Callable[[], Figures]) -> Side:
@@ -174,7 +174,7 @@ def alone(bench: Bench, *, when: str, fresh: bool) -> None:
 
 
 def _bare(bench: Bench, tokens: int) -> Figures:
-    # a process of its own: its threads must not outlive the measurement
+    # in a separate process, because its threads must not outlive the measurement
     command = ["benchmarks.bare_loop", str(bench.model), str(tokens), str(bench.threads)]
     done = subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, check=True
@@ -183,9 +183,9 @@ def _bare(bench: Bench, tokens: int) -> Figures:
 
 
 def several(bench: Bench, count: int) -> None:
-    """Several streams, each with a prompt of its own, sent at the same moment.
+    """Measure several concurrent streams with different prompts, submitted together.
 
-    Every side loads the model anew each round and is alone in memory, as in `alone`.
+    Every side reloads the model in each round and is alone in memory, as in `alone`.
     """
 
     def localgen(number: int) -> Figures:
@@ -230,7 +230,7 @@ def _streams(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
         random_words(plan.prompt, f"{len(speakers)} streams, round {number}, stream {i}")
         for i in range(len(speakers))
     ]
-    together(speakers, ["ab"] * len(speakers), 8)  # warm-up; llama-batched-bench has its own
+    together(speakers, ["ab"] * len(speakers), 8)  # warm-up; llama-batched-bench does its own
     streams = together(speakers, prompts, plan.answer)
     return {
         "decode": decode_rate(streams),
@@ -249,7 +249,7 @@ def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figure
 
 
 def shared_prefix(bench: Bench, count: int = 4) -> None:
-    """Cold requests that arrive together over one system prompt: time to the last first token."""
+    """Measure the time until concurrent requests with one new system prompt all have a token."""
     with bench.in_parts(count) as in_parts, bench.llama_server(count) as http:
         ours, parts = _speakers(bench.localgen, count), _speakers(in_parts, count)
         sides: dict[str, Side] = {
@@ -276,7 +276,7 @@ def _cold(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
 
 
 def second_turn(bench: Bench) -> None:
-    """A long chat goes on: time to first token, and how much of the prompt was computed."""
+    """Measure the second turn of a long chat: time to first token, prompt tokens computed."""
     with bench.in_parts(4) as in_parts, bench.llama_server(4) as http:
         (ours,), (parts,) = _speakers(bench.localgen, 1), _speakers(in_parts, 1)
         sides: dict[str, Side] = {

@@ -1,4 +1,4 @@
-"""Answers streamed to several clients at once, with the time at which each token arrived."""
+"""Streamed answers of concurrent clients, with the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from localgen.backends.types import Message
 from localgen.client import Client, Completion, TextDelta
 from localgen.client.protocol import message_fields
 
-# llama-server now and then closes a new connection before it has read the request
+# llama-server occasionally closes a new connection before it reads the request
 ATTEMPTS = 5
 Prompt = str | tuple[Message, ...]
 
 
 class StreamFailed(Exception):
-    """An answer did not come as asked for; the message says what came."""
+    """A server did not deliver the requested answer; the message says what it sent."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as its client saw it, in seconds of one clock.
+    """One answer as seen by its client; times in seconds of one clock.
 
-    arrivals: when text came, and how many tokens of the answer there were by then.
+    arrivals: time of each piece of text, and the number of answer tokens received by then.
     """
 
     sent_s: float = 0.0
@@ -61,18 +61,18 @@ class Stream:
         return (self.first_s - self.sent_s) * 1e3
 
     def tokens_at(self, time_s: float) -> int:
-        """Tokens that had arrived by that time."""
+        """Number of tokens received by that time."""
         return max((tokens for at_s, tokens in self.arrivals if at_s <= time_s), default=0)
 
 
 class Speaker(Protocol):
-    """A client of some server. ask: one greedy answer of exactly max_tokens tokens."""
+    """Interface of a client. ask: return a greedy answer of exactly max_tokens tokens."""
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream: ...
 
 
 class LocalgenSpeaker:
-    """localgen's own client, as chat and run use it. json_schema: what answers are held to."""
+    """localgen's own client, as used by `chat` and `run`. json_schema: constrains answers."""
 
     def __init__(self, client: Client, model: str | None, json_schema: str | None = None) -> None:
         self._client, self._model, self._schema = client, model, json_schema
@@ -103,7 +103,7 @@ class LocalgenSpeaker:
 
 
 class HttpSpeaker:
-    """llama-server through httpx; each event of its stream carries one token."""
+    """An httpx client of llama-server; each event of its stream carries one token."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -125,7 +125,7 @@ class HttpSpeaker:
         for _ in range(ATTEMPTS):
             with contextlib.suppress(httpx.RemoteProtocolError):
                 return _ended(self._stream(path, body), max_tokens)
-        raise StreamFailed(f"llama-server hung up on {ATTEMPTS} requests")
+        raise StreamFailed(f"llama-server closed the connection of {ATTEMPTS} requests")
 
     def _stream(self, path: str, body: dict[str, object]) -> Stream:
         stream = Stream(sent_s=time.perf_counter())
@@ -153,14 +153,14 @@ def _take_event(stream: Stream, event: dict[str, object]) -> None:
 def _ended(stream: Stream, max_tokens: int) -> Stream:
     stream.ended_s = time.perf_counter()
     if stream.completion_tokens != max_tokens or not stream.arrivals:
-        raise StreamFailed(f"{stream.completion_tokens} tokens came, {max_tokens} were asked for")
+        raise StreamFailed(f"received {stream.completion_tokens} tokens, requested {max_tokens}")
     return stream
 
 
 def together(
     speakers: Sequence[Speaker], prompts: Sequence[Prompt], max_tokens: int
 ) -> list[Stream]:
-    """Each speaker asks its prompt, all at the same moment; the streams in that order."""
+    """Submit one prompt per speaker, all at the same time; return the streams in this order."""
     barrier = threading.Barrier(len(prompts))
 
     def ask(speaker: Speaker, prompt: Prompt) -> Stream:
@@ -172,24 +172,27 @@ def together(
 
 
 def decode_rate(streams: Sequence[Stream]) -> float:
-    """Tokens per second while every stream was generating: from the last to receive its first
-    token to the first to receive its last. StreamFailed: there was no such time."""
+    """Tokens/s of all streams while all of them decode.
+
+    The interval begins when the last stream gets its first token, and ends when the first stream
+    gets its last token. Raises StreamFailed if it is empty.
+    """
     begin = max(stream.first_s for stream in streams)
     end = min(stream.last_s for stream in streams)
     if end <= begin:
-        raise StreamFailed("the streams never generated together: ask for longer answers")
+        raise StreamFailed("the streams never generated together: request longer answers")
     tokens = sum(stream.tokens_at(end) - stream.tokens_at(begin) for stream in streams)
     return tokens / (end - begin)
 
 
 def output_rate(streams: Sequence[Stream]) -> float:
-    """Output tokens per second from the first request sent to the last answer ended."""
+    """Output tokens/s from the first request sent to the end of the last answer."""
     took_s = max(s.ended_s for s in streams) - min(s.sent_s for s in streams)
     return sum(stream.completion_tokens for stream in streams) / took_s
 
 
 def longest_gap_ms(streams: Sequence[Stream]) -> float:
-    """The longest that any of them waited between two pieces of its text."""
+    """Longest gap between two pieces of text in any stream."""
     times = [[at_s for at_s, _ in stream.arrivals] for stream in streams]
     return max(late - early for at in times for early, late in pairwise(at)) * 1e3
 

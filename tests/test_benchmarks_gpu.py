@@ -198,7 +198,7 @@ def test_rates_and_waits_of_answers() -> None:
     figures = served([early, late])
     assert figures["tok_s"] == pytest.approx(14 / 9)
     assert (figures["ttft_p50_ms"], figures["itl_p50_ms"], figures["itl_p99_ms"]) == (1e3, 1e3, 5e3)
-    with pytest.raises(AnswerFailed, match="never went on together"):
+    with pytest.raises(AnswerFailed, match="never decoded together"):
         decode_tok_s([early, _answer((5.0, 1), (6.0, 2))])
     with pytest.raises(AnswerFailed, match="no end"):
         _ = Answer(0.0).finished
