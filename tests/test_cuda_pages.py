@@ -121,7 +121,7 @@ def test_these_schedules_preempt_evict_share_and_reject() -> None:
 
 
 class Play:
-    """A PagedCache called in any order, as no scheduler would: forks, and rewinds to anywhere."""
+    """A PagedCache called in any order, as no scheduler would: rewinds to anywhere."""
 
     def __init__(self, rng: random.Random, num_pages: int, share: bool) -> None:
         self.rng = rng
@@ -162,13 +162,6 @@ class Play:
             seq.num_computed += n
         self.grown.clear()
 
-    def fork(self) -> None:
-        seq = self.rng.choice(self.live)
-        self.grown.pop(seq, None)
-        new = sequence("", [*seq.tokens[: seq.num_computed], *self.some(20)])
-        new.num_computed = self.cache.fork(seq, new)
-        self.live.append(new)
-
     def rewind(self) -> None:
         seq = self.rng.choice(self.live)
         self.grown.pop(seq, None)
@@ -184,8 +177,8 @@ class Play:
         self.cache.release(seq, keep=self.rng.random() < 0.7)
 
     def anything(self) -> None:
-        calls = [self.grow, self.step, self.fork, self.rewind, self.release]
-        call = self.rng.choices(calls, [6, 4, 1, 1, 1])[0]
+        calls = [self.grow, self.step, self.rewind, self.release]
+        call = self.rng.choices(calls, [6, 4, 2, 1])[0]
         if not self.live or self.rng.random() < 0.1:
             call = self.begin
         call()
@@ -245,59 +238,6 @@ def test_the_same_text_computed_twice_is_stored_once() -> None:
     assert cache.usage().used == (2 + 1 + 1 + 1) * PAGE_TOKENS
     assert cache.page_table(one)[:2].tolist() == cache.page_table(two)[:2].tolist()
     cache.check()
-
-
-def test_a_fork_copies_a_page_when_one_of_them_writes() -> None:
-    cache = PagedCache(10, prefix_cache=True)
-    one, two = sequence("a", range(20)), sequence("b", range(20))
-    cache.admit(one, spare=0)
-    one.num_computed = 20
-    two.num_computed = cache.fork(one, two)
-    assert cache.page_table(one).tolist() == cache.page_table(two).tolist()
-    assert cache.grow(two, 1)
-    assert cache.pop_pending_copies() == [(cache.page_table(one)[1], cache.page_table(two)[1])]
-    assert cache.page_table(one)[0] == cache.page_table(two)[0]
-    assert cache.grow(one, 13)
-    assert cache.pop_pending_copies() == [], "the other has its own by now"
-    cache.check()
-
-
-def test_a_fork_of_a_fork_in_one_step_copies_what_is_there_already() -> None:
-    cache = PagedCache(10, prefix_cache=False)
-    one, two, three = (sequence(name, range(20)) for name in "abc")
-    cache.admit(one, spare=0)
-    one.num_computed = 20
-    two.num_computed = cache.fork(one, two)
-    assert cache.grow(two, 1)
-    three.num_computed = cache.fork(two, three)
-    assert cache.grow(three, 1)
-    written, second, third = (int(cache.page_table(seq)[1]) for seq in (one, two, three))
-    assert sorted(cache.pop_pending_copies()) == sorted([(written, second), (written, third)])
-
-
-def test_a_fork_uses_the_known_pages_that_its_origin_uses() -> None:
-    cache = PagedCache(10, prefix_cache=True)
-    one, two, other = (sequence(name, range(40)) for name in "abc")
-    other.tokens[PAGE_TOKENS:] = [99] * 24
-    for seq in (one, other):
-        cache.admit(seq, spare=0)
-    one.num_computed = other.num_computed = 40
-    two.num_computed = cache.fork(one, two)
-    for seq in (other, one):
-        cache.release(seq, keep=True)
-        cache.check()
-    assert cache.page_table(two)[:2].tolist() == cache._tree.match(range(32))
-
-
-def test_a_sequence_with_room_for_its_prompt_keeps_it_when_it_is_forked() -> None:
-    cache = PagedCache(10, prefix_cache=True)
-    one, two = sequence("a", range(60)), sequence("b", range(60))
-    cache.admit(one, spare=0)
-    one.num_computed = 20
-    two.num_computed = cache.fork(one, two)
-    assert cache.grow(one, 1)
-    assert len(cache.page_table(one)) == 4
-    assert len(cache.page_table(two)) == 2
 
 
 def test_the_least_recently_used_prefix_goes_first_and_what_is_in_use_stays() -> None:

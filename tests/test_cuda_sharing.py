@@ -1,4 +1,4 @@
-"""The decoder's logits equal transformers' when pages are shared: prefix hit, fork, preemption."""
+"""The decoder's logits equal transformers' when pages are shared: prefix hit, preemption."""
 
 from __future__ import annotations
 
@@ -97,28 +97,6 @@ def test_a_prefix_that_another_left(house: House) -> None:
     assert second.num_computed == 50 // PAGE_TOKENS * PAGE_TOKENS
     house.compute(second)
     house.room.release(second, keep=False)
-
-
-@pytest.mark.parametrize("length", [16, 41])
-def test_forks_go_their_own_ways(house: House, length: int) -> None:
-    stem = house.admit(random_text(seed=3, length=length))
-    house.compute(stem)
-    branch = Sequence(
-        id="b",
-        tokens=list(stem.tokens),
-        num_prompt=length,
-        params=BASE_SAMPLING,
-        ctx=MAX_LEN,
-        max_len=MAX_LEN,
-    )
-    branch.num_computed = house.room.fork(stem, branch)
-    assert branch.num_computed == length
-    for seed in range(4):
-        stem.tokens += random_text(seed=10 + seed, length=9)
-        branch.tokens += random_text(seed=20 + seed, length=5)
-        house.compute(stem, branch)
-    house.room.release(stem, keep=False)
-    house.room.release(branch, keep=False)
 
 
 def test_preempted_and_computed_again(house: House) -> None:

@@ -27,7 +27,6 @@ from localgen.hub.hf_client import (
 # enough for the GGUF metadata before the vocabulary (a few kilobytes), and for a config.json
 _HEAD_BYTES = 256 << 10
 _REQUEST_TIMEOUT_S = 15.0
-_REQUEST_TIMEOUT_S = 15.0
 _MAX_ATTEMPTS = 5
 # files needed to run a safetensors model; no code and no pickles
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".model", ".txt"}

@@ -103,19 +103,6 @@ class PagedCache:
         # the source may itself be the target of a pending copy; an older copy to `target` is void
         self._pending_copies[target] = self._pending_copies.get(source, source)
 
-    def fork(self, seq: Sequence, new: Sequence) -> int:
-        """Start `new` with all computed tokens of `seq`, sharing their pages. Returns their number.
-
-        Call grow for either sequence before computing it further.
-        """
-        done = seq.num_computed
-        assert new.tokens[:done] == seq.tokens[:done]
-        self._publish(seq)  # else publishing one later could replace pages of only one table
-        self._page_tables[new] = self._page_tables[seq][: pages_for(done)]
-        self._pool.acquire(self._page_tables[new])
-        self._num_published[new] = self._num_published[seq]
-        return done
-
     def rewind(self, seq: Sequence, length: int) -> None:
         table, kept = self._page_tables[seq], pages_for(length)
         self._num_published[seq] = min(self._num_published[seq], length // PAGE_TOKENS)
