@@ -25,7 +25,6 @@ from test_cuda_sharing import (  # noqa: F401  the same tests, with the fixture 
     PAGES,
     House,
     test_a_prefix_that_another_left,
-    test_forks_go_their_own_ways,
     test_preempted_and_computed_again,
 )
 from torch import Tensor

@@ -84,7 +84,7 @@ class OptionalDraftLoader:
         except LocalgenError as error:
             if not self._request.optional:
                 raise
-            self._failures.append(f"drafts come from the text alone: {error.message}")
+            self._failures.append(f"using the n-gram drafter: {error.message}")
             return None
 
     def notes(
