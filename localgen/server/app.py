@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -51,7 +50,6 @@ from localgen.server.stats.server_state import ServerState
 
 STATS_PERIOD_S = 0.25
 _PROGRESS_PERIOD_S = 0.1
-_log = logging.getLogger("localgen.server")
 
 
 def create_app(
