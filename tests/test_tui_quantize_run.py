@@ -105,7 +105,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         await tui.beat(pilot)
         shown = tui.screen_text()
         assert "2 of 6 layers are done" in shown
-        assert "Resume (Ctrl+R)" in shown
+        assert "Go on (Ctrl+R)" in shown
         await tui.begin(pilot)
         await tui.ended(pilot)
         assert [asked.resume for asked in tui.asked_runs] == [False, True]

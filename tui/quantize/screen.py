@@ -316,7 +316,7 @@ class QuantizeScreen(Screen[str | None]):
             self._result_panel.show_run(run)
         self._estimate_panel.display = not is_running and not (has_verdict and self._has_result)
         reckoning = self._estimate_panel.estimate
-        label = "Resume" if reckoning.unfinished is not None else "Run"
+        label = "Go on" if reckoning.unfinished is not None else "Run"
         self._run_button.label = f"{label} (Ctrl+R)"
         self._run_button.display = self._estimate_panel.display
         self._run_button.disabled = not reckoning.can_run
