@@ -17,7 +17,7 @@ import httpx
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 from localgen.client import Client, Completion, TextDelta
-from localgen.client.protocol import message_fields
+from localgen.client.request_body import message_fields
 
 # llama-server occasionally closes a new connection before it reads the request
 ATTEMPTS = 5

@@ -117,7 +117,7 @@ def test_another_localgen_by_its_stats() -> None:
 @pytest.mark.parametrize(
     ("found", "kind", "says"),
     [
-        ({}, InvalidRequest, "has no /metrics: llama-server has it with --metrics"),
+        ({}, InvalidRequest, "has no /metrics: llama-server needs --metrics"),
         ({"metrics": (200, "text/html", "<h1>hi</h1>")}, EndpointUnavailable, "web page"),
         ({"metrics": (200, "text/plain", "nonsense 1")}, ServerUnavailable, "no figures of vLLM"),
         ({"metrics": (500, "text/plain", "broken")}, LocalgenError, "500"),

@@ -355,7 +355,7 @@ def test_what_the_environment_says_of_our_own_server_is_let_be(
         (["run", "--url", "http://h", "--api-key-env", "a-b", "m", "x"], INVALID, "of a variable"),
         (["run", "--url", "{url}", "x y"], INVALID, "has 2 models, name one: big, small"),
         (["chat", "--url", "http://127.0.0.1:9/v1", "m"], INVALID, "no prompt"),
-        (["run", "--url", "http://127.0.0.1:9/v1", "m", "x"], UNAVAILABLE, "nothing listens"),
+        (["run", "--url", "http://127.0.0.1:9/v1", "m", "x"], UNAVAILABLE, "connection refused"),
         (["run", "--url", "{url}/else", "m", "x"], UNAVAILABLE, "check the path"),
         (["ps", "--url", "http://h"], errors.USAGE_ERROR, "--url"),
         (["stop", "--url", "http://h"], errors.USAGE_ERROR, "--url"),
@@ -380,4 +380,4 @@ def test_a_model_that_is_not_there_is_not_pulled(
     server.refuse = lambda body: error(404, "no such model")
     status, message = failure(capsys, "run", "--url", server.url, "llama-8b", "x")
     assert status == errors.EXIT_STATUS_BY_CODE["model_not_found"]
-    assert message == f"no model llama-8b at {server.url}: there is big"
+    assert message == f"no model llama-8b at {server.url}, models are big"

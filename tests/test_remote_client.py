@@ -28,9 +28,8 @@ from localgen.backends.types import Message, ToolCall
 from localgen.client import Completion, RemoteClient, TextDelta
 from localgen.client.connection import parse_retry_after
 from localgen.client.endpoints import Endpoint
-from localgen.client.errors import EndpointUnavailable
-from localgen.client.sse import iter_sse_data
-from localgen.client.stream import CompletionStreamParser, TimedChunks
+from localgen.client.errors import EndpointErrors, EndpointUnavailable
+from localgen.client.stream import CompletionStreamParser, TimedChunks, iter_sse_data
 from localgen.config import BadSetting
 from localgen.hub.hf_client import AccessDenied
 
@@ -157,7 +156,7 @@ def test_tool_calls_and_results_go_along(server: PlainServer) -> None:
 
 
 def test_a_schema_that_is_not_json(server: PlainServer) -> None:
-    assert "is not JSON" in Asking(server).failure(json_schema="{").message
+    assert "is not valid JSON" in Asking(server).failure(json_schema="{").message
     assert server.asked == []
 
 
@@ -261,7 +260,7 @@ def test_tool_calls_of_a_server_are_told_of(server: PlainServer) -> None:
     ]
     text, end = Asking(server).answer()
     assert (text, end.finish_reason) == ("", "tool_calls")
-    assert end.notes == ("the model wants to call add: nothing here does that",)
+    assert end.notes == ("the model called add, but tools are not supported here",)
 
 
 def test_counts_that_a_server_gives(server: PlainServer) -> None:
@@ -286,7 +285,7 @@ def read(events: Sequence[tuple[float, bytes]]) -> Completion:
             yield event
 
     arrivals = TimedChunks(arriving(), lambda: now[0])
-    reader = CompletionStreamParser("big", Endpoint("http://h/v1"), 100.0, arrivals)
+    reader = CompletionStreamParser(arrivals, 100.0, EndpointErrors(Endpoint("http://h/v1")))
     *_, end = reader.parse(iter_sse_data(arrivals))
     assert isinstance(end, Completion)
     return end
@@ -360,7 +359,7 @@ def test_one_of_several_models_has_to_be_named() -> None:
             Asking(server).load()
         assert Asking(server).load("small").name == "small"
         assert [card.name for card in Asking(server).client.models()] == ["big", "small"]
-        assert any("not listed there" in note for note in Asking(server).load("huge").notes)
+        assert any("not in the server's list" in note for note in Asking(server).load("huge").notes)
 
 
 def test_no_models_and_no_list(server: PlainServer) -> None:
@@ -406,7 +405,7 @@ def test_a_key_comes_from_the_environment(
     server.key = KEY
     monkeypatch.setenv("BIG_KEY", f" {KEY}\n")
     assert Asking(server, "BIG_KEY").answer()[0] == "re: one two "
-    with pytest.raises(AccessDenied, match=r"wants a key \(401\): --api-key-env"):
+    with pytest.raises(AccessDenied, match=r"requires an API key \(401\): --api-key-env"):
         Asking(server).load()
 
 
@@ -415,7 +414,7 @@ def test_an_error_does_not_repeat_a_key(
 ) -> None:
     server.key = "another"
     monkeypatch.setenv("BIG_KEY", KEY)
-    with pytest.raises(AccessDenied, match=r"refuses the key in BIG_KEY \(401\)") as raised:
+    with pytest.raises(AccessDenied, match=r"rejects the API key in BIG_KEY \(401\)") as raised:
         Asking(server, "BIG_KEY").load()
     assert "Incorrect API key" in raised.value.message
     assert KEY not in raised.value.message
@@ -437,7 +436,7 @@ def test_a_key_in_the_open_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) ->
     client = RemoteClient(there, said.append)
     client.connect()
     client.connect()
-    assert said == ["the key goes to far.example unencrypted: https:// would hide it"]
+    assert said == ["the API key is sent to far.example unencrypted: use https://"]
     for near in ("http://localhost:1/v1", "http://[::1]:1/v1", "https://far.example/v1"):
         RemoteClient(Endpoint(near, key_env="K"), said.append).connect()
     assert len(said) == 1
@@ -449,13 +448,17 @@ def test_a_key_in_the_open_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("response", "kind", "message"),
     [
-        (error(403, "no"), AccessDenied, "wants a key (403): --api-key-env names the variable"),
-        (error(404, "no such model"), ModelNotFound, "no model nix at {url}: there is big"),
-        (Response(404, b"not found"), ModelNotFound, "no model nix at {url}: there is big"),
-        (error(400, "too odd"), InvalidRequest, "{url} refuses the request (400): too odd"),
-        (error(400, "x", code=400), InvalidRequest, "refuses the request (400): x"),
+        (
+            error(403, "no"),
+            AccessDenied,
+            "requires an API key (403): --api-key-env names the variable",
+        ),
+        (error(404, "no such model"), ModelNotFound, "no model nix at {url}, models are big"),
+        (Response(404, b"not found"), ModelNotFound, "no model nix at {url}, models are big"),
+        (error(400, "too odd"), InvalidRequest, "{url} rejects the request (400): too odd"),
+        (error(400, "x", code=400), InvalidRequest, "rejects the request (400): x"),
         (error(400, "too long", code="context_length_exceeded"), ContextExceeded, "too long"),
-        (error(429, "no quota"), QueueFull, "takes no more requests at present (429): no quota"),
+        (error(429, "no quota"), QueueFull, "accepts no more requests for now (429): no quota"),
         (Response(500, b""), EndpointUnavailable, "{url} failed with status 500"),
         (Response(502, b"Bad\n gateway"), EndpointUnavailable, "status 502: Bad gateway"),
         (page(503), EndpointUnavailable, "{url} failed with status 503"),
@@ -469,7 +472,7 @@ def test_a_key_in_the_open_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) ->
         (
             Response(308, headers={"Location": "https://new/v1"}),
             EndpointUnavailable,
-            "sends on to https://new/v1: give that URL",
+            "redirects to https://new/v1: use that URL",
         ),
     ],
 )
@@ -500,7 +503,7 @@ def test_a_stream_that_is_cut(server: PlainServer, cut: bool) -> None:
     server.events = answer("a", "b")[:2]
     failed = Asking(server).failure()
     assert type(failed) is EndpointUnavailable
-    assert "broke off" in failed.message
+    assert ("broke off" if cut else "in the middle of the answer") in failed.message
 
 
 @pytest.mark.parametrize(
@@ -524,7 +527,7 @@ def test_a_web_page(server: PlainServer) -> None:
 @pytest.mark.parametrize("body", [b"{}", b"[1]", b'"x"', b"no", b'{"data": [{}]}'])
 def test_a_list_that_is_none(server: PlainServer, body: bytes) -> None:
     server.listing = Response(200, body)
-    with pytest.raises(EndpointUnavailable, match="is no OpenAI server"):
+    with pytest.raises(EndpointUnavailable, match="is not an OpenAI-compatible server"):
         Asking(server).load()
 
 
@@ -567,8 +570,8 @@ def test_retry_after(header: str, seconds: float | None) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://127.0.0.1:{closed}/v1", "nothing listens there (connection refused)"),
-        ("http://nowhere.invalid/v1", "no host nowhere.invalid is known"),
+        ("http://127.0.0.1:{closed}/v1", ": connection refused"),
+        ("http://nowhere.invalid/v1", "unknown host nowhere.invalid"),
         ("https://127.0.0.1:{port}/v1", "no TLS connection"),
     ],
 )
@@ -615,7 +618,9 @@ def test_a_proxy_of_the_environment(server: PlainServer, monkeypatch: pytest.Mon
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     # to this machine, never through a proxy
     assert Asking(server).load("big").name == "big"
-    with pytest.raises(EndpointUnavailable, match="by the proxy of the environment: nothing"):
+    with pytest.raises(
+        EndpointUnavailable, match="through the proxy of the environment: connection"
+    ):
         RemoteClient(Endpoint("http://far.example/v1")).load("big", OPTIONS)
     monkeypatch.setenv("HTTP_PROXY", "nonsense://x")
     with pytest.raises(BadSetting, match="HTTPS_PROXY"):
@@ -629,5 +634,5 @@ def test_an_error_that_is_compressed(server: PlainServer) -> None:
 
 
 def test_figures_of_the_server_itself_are_not_to_be_had(server: PlainServer) -> None:
-    with pytest.raises(InvalidRequest, match="does not say what it is doing"):
+    with pytest.raises(InvalidRequest, match="does not report statistics"):
         Asking(server).client.stats()

@@ -131,7 +131,7 @@ def test_what_holds_an_answer_reaches_it(client: RemoteClient, field: str, value
 def test_its_errors_have_their_classes(client: RemoteClient) -> None:
     with pytest.raises(ContextExceeded, match="context is 1000"):
         ask(client, "word " * 1001)
-    with pytest.raises(ModelNotFound, match=r"no model nix at .*: there is .*tiny"):
+    with pytest.raises(ModelNotFound, match=r"no model nix at .*, models are .*tiny"):
         ask(client, "x", model="nix")
 
 

@@ -14,8 +14,6 @@ import pytest
 from fake_engine import vector_of
 from serving import House, house, in_thread, wait_until
 
-from localgen.backends.errors import LocalgenError
-
 
 @pytest.fixture
 def served() -> Iterator[House]:
@@ -182,15 +180,3 @@ def test_figures_and_the_log_count_it(served: House) -> None:
         line for line in served.settings.log_path.read_text().splitlines() if " request id=" in line
     ]
     assert any("outcome=embedded" in line and "new_tokens=7" in line for line in lines)
-
-
-def test_the_client(served: House) -> None:
-    client = served.client()
-    found = client.embed(served.model(), ["hello", "hi"])
-    assert found.model == "echo"
-    for vector, text in zip(found.vectors, ("hello", "hi"), strict=True):
-        assert list(vector) == pytest.approx(vector_of(text))
-    assert found.prompt_tokens == 7
-    assert len(client.embed(served.model(), ["abc"], dimensions=2).vectors[0]) == 2
-    with pytest.raises(LocalgenError, match="input must be a string"):
-        client.embed(served.model(), [])

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from localgen.client.remote_client import RemoteClient
     from localgen.client.responses import (
         Completion,
-        EmbeddingResult,
         Health,
         ModelCard,
         RunningModel,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Client",
     "Completion",
-    "EmbeddingResult",
     "Health",
     "ModelCard",
     "ModelClient",

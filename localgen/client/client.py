@@ -1,11 +1,9 @@
-"""A client of the server of this user; it starts one if there is none."""
+"""The client of the local server, which it starts if necessary."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,42 +17,26 @@ from localgen import PROTOCOL
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Message
+from localgen.client.connection import LocalConnection, ServerResponse
+from localgen.client.errors import CONNECT_TIMEOUT_S, ErrorResponse
 from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_shutdown
-from localgen.client.protocol import (
-    encode_json,
-    message_fields,
-    parse_completion_stream,
-    parse_error_response,
-    parse_health,
-    raise_for_error,
-    sampling_fields,
-)
-from localgen.client.responses import (
-    Completion,
-    EmbeddingResult,
-    Health,
-    ModelCard,
-    RunningModel,
-    TextDelta,
-)
-from localgen.client.sockets import AbortableSockets
-from localgen.client.sse import DONE, iter_sse_data
+from localgen.client.model_client import ModelClient
+from localgen.client.request_body import GenerationRequest, OpenAICompat, encode_json
+from localgen.client.responses import Completion, Health, ModelCard, RunningModel, TextDelta
+from localgen.client.stream import DONE, iter_sse_data
 from localgen.config import ServerSettings
 from localgen.hub.resolve import draft_for_server, installed_models, name_for_server
 
-_HEALTH_TIMEOUT_S = 10.0
-_JSON_HEADERS = {"Content-Type": "application/json"}
+# not below /v1
+_HEALTH_URL = "http://localgen/health"
+_HEALTH_TIMEOUT_S = CONNECT_TIMEOUT_S
 
 
-class Client:
-    """One session. notify: gets one line when something happens that a user should know.
+class Client(ModelClient):
+    """The client of the local server over its Unix socket, with operations on the server itself.
 
-    Methods raise LocalgenError: what the server reports, or ServerUnavailable.
-    server_command: what starts a server.
+    notify: called with a line when the user should know something. server_command: starts a server.
     """
-
-    url = ""
 
     def __init__(
         self,
@@ -64,11 +46,9 @@ class Client:
         server_command: Sequence[str] = SERVER_COMMAND,
     ) -> None:
         self._settings = settings or ServerSettings.from_environment()
-        self._notify = notify
         self._server_command = server_command
-        self._session_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._sockets = AbortableSockets()
-        self._http = self._create_http_client()
+        compat = OpenAICompat(owned_by="localgen", is_local=True)
+        super().__init__(LocalConnection(self._settings), compat, notify)
 
     def __enter__(self) -> Client:
         return self
@@ -76,32 +56,27 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close the connections; a request that runs on one is cancelled."""
-        self._http.close()
-
-    def abort(self) -> None:
-        """From another thread: what runs ends with a LocalgenError, as does all that follows."""
-        self._sockets.abort()
-
     def connect(self) -> None:
-        """See to it that a server of our version runs."""
+        """Start a server if none runs; restart an idle one of an older version."""
         self._settings.create_dirs()
-        found = self.health()
-        if found is None:
+        health = self.health()
+        if health is None:
             self._start_server()
-        elif found.protocol != PROTOCOL or found.version != localgen.__version__:
-            self._handle_version_mismatch(found)
+        elif health.protocol != PROTOCOL or health.version != localgen.__version__:
+            self._handle_version_mismatch(health)
 
     def health(self) -> Health | None:
-        """Who answers, at work or still loading its first model; None: no server, or one that
-        leaves."""
+        """The server's health, ready or loading; None if none runs or it is shutting down."""
         try:
-            reply = self._http.get("/health", timeout=_HEALTH_TIMEOUT_S)
-        except httpx.TransportError:
+            with self._connection.get(_HEALTH_URL, _HEALTH_TIMEOUT_S) as reply:
+                if isinstance(reply, ServerResponse):
+                    status, body = 200, reply.http.read()
+                else:
+                    status, body = reply.status, reply.body
+        except ServerUnavailable:
             return None
-        found = parse_health(reply.status_code, reply.content)
-        return None if found.status == "stopping" else found
+        health = self._parse_health(status, body)
+        return None if health.status == "stopping" else health
 
     def load(
         self,
@@ -110,10 +85,7 @@ class Client:
         on_progress: Callable[[float], None] = lambda share: None,
         keep_alive: str | None = None,
     ) -> ModelInfo:
-        """Load a model unless it is loaded; on_progress gets the share done, 0 to 1.
-
-        keep_alive: how long it stays when idle, as `30s`; None: as the server thinks fit.
-        """
+        """Load a model unless it is loaded; see ModelClient.load."""
         body = {
             "model": name_for_server(model),
             "options": _load_options_body(options),
@@ -121,121 +93,67 @@ class Client:
         }
         if keep_alive is not None:
             body["keep_alive"] = keep_alive
-        for event in self._events("/v1/models/load", body):
-            if event == DONE:
-                break
-            reply = raise_for_error(msgspec.json.decode(event))
-            if "model" in reply:
-                return msgspec.json.decode(event, type=_LoadResponse).model
-            on_progress(reply["progress"])
-        raise ServerUnavailable(f"the server went away while loading: see {self._log_path}")
-
-    def chat(
-        self,
-        model: str | None,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        *,
-        ctx: int | None = None,
-        priority: int = 0,
-    ) -> Generator[TextDelta | Completion, None, None]:
-        """Text as it is generated, then one Completion. Closing the generator cancels the
-        request."""
-        turns = [message_fields(message) for message in messages]
-        body = {"messages": turns, **sampling_fields(params, chat=True)}
-        return self._generate("/v1/chat/completions", body, model, ctx, priority)
+        with self._open_stream("models/load", encode_json(body)) as response:
+            for event in self._events(response):
+                if "model" in event:
+                    return msgspec.convert(event["model"], ModelInfo, str_keys=True)
+                on_progress(event["progress"])
+        raise ServerUnavailable(
+            f"the server ended while loading the model: see {self._settings.log_path}"
+        )
 
     def complete(
-        self,
-        model: str | None,
-        prompt: str,
-        params: SamplingParams,
-        *,
-        ctx: int | None = None,
-        priority: int = 0,
+        self, model: str | None, prompt: str, params: SamplingParams
     ) -> Generator[TextDelta | Completion, None, None]:
-        """As chat, for text that is continued as it stands."""
-        body = {"prompt": prompt, **sampling_fields(params, chat=False)}
-        return self._generate("/v1/completions", body, model, ctx, priority)
-
-    def embed(
-        self, model: str | None, texts: Sequence[str], *, dimensions: int | None = None
-    ) -> EmbeddingResult:
-        """Vectors of texts. dimensions: elements of each; None: as many as the model has."""
-        body: dict[str, Any] = {"model": name_for_server(model), "input": list(texts)}
-        if dimensions is not None:
-            body["dimensions"] = dimensions
-        reply = self._post("/v1/embeddings", body)
-        vectors = tuple(tuple(entry["embedding"]) for entry in reply["data"])
-        return EmbeddingResult(reply["model"], vectors, reply["usage"]["prompt_tokens"])
+        """Stream the continuation of a text, as chat() streams an answer."""
+        return self._generate(GenerationRequest(model, prompt, params))
 
     def models(self) -> list[ModelCard]:
-        """Every model that can be named, and those loaded; starts no server."""
+        """Installed and loaded models. Does not start a server."""
         if self.health() is None:
             return [
                 ModelCard(file.name, str(file.path), file.size_bytes, "available", file.source)
                 for file in installed_models()
             ]
-        cards = self._get("/v1/models")["data"]
+        cards = self._get("models")["data"]
         return [msgspec.convert(card | {"name": card["id"]}, ModelCard) for card in cards]
 
     def running_models(self) -> list[RunningModel]:
-        """Models in memory; none without a server."""
+        """The loaded models; none without a server."""
         if self.health() is None:
             return []
         return [msgspec.convert(model, RunningModel) for model in self.stats()["models"]]
 
     def stats(self) -> dict[str, Any]:
-        """Server and models at this moment. ServerUnavailable: no server."""
-        return self._get("/v1/stats")
+        """Server and models at this moment. Raises ServerUnavailable if no server runs."""
+        return self._get("stats")
 
     def stream_stats(self) -> Iterator[dict[str, Any]]:
-        """stats() again and again, a few times a second, until closed or the server leaves."""
-        path, silence = "/v1/stats?stream=true", httpx.Timeout(_HEALTH_TIMEOUT_S)
-        with self._translate_errors(), self._http.stream("GET", path, timeout=silence) as reply:
-            self._raise_for_status(reply)
-            for event in iter_sse_data(reply.iter_raw()):
-                if event == DONE:
-                    return
-                yield raise_for_error(msgspec.json.decode(event))
+        """Yield stats() several times a second until closed, or until the server shuts down."""
+        with self._connection.get("stats?stream=true", _HEALTH_TIMEOUT_S) as reply:
+            yield from self._events(self._accepted(reply))
 
     def cancel(self, request_id: str) -> bool:
-        """End a request of any client of this server; False: it has ended. Starts no server."""
-        path = f"/v1/requests/{quote(request_id, safe='')}/cancel"
-        return bool(self._post(path, {})["cancelled"])
+        """Cancel a request of any client; False if it has ended. Does not start a server."""
+        return bool(self._post(f"requests/{quote(request_id, safe='')}/cancel", {})["cancelled"])
 
     def unload(self, model: str) -> bool:
-        """Unload a model, in use or not; False: it was not loaded."""
+        """Unload a model, even one in use; False if it was not loaded."""
         if self.health() is None:
             return False
-        return bool(self._post("/v1/models/unload", {"model": name_for_server(model)})["unloaded"])
+        return bool(self._post("models/unload", {"model": name_for_server(model)})["unloaded"])
 
     def shutdown(self) -> bool:
-        """End the server and wait until it has left; False: there was none."""
+        """Shut the server down and wait for its end; False if none runs."""
         if self.health() is None:
             return False
-        self._post("/v1/shutdown", {})
+        self._post("shutdown", {})
         if not wait_for_shutdown(self._settings, self._is_aborted):
-            raise ServerUnavailable(f"the server does not end: see {self._log_path}")
+            raise ServerUnavailable(f"the server does not end: see {self._settings.log_path}")
         return True
 
-    @property
-    def _log_path(self) -> str:
-        return str(self._settings.log_path)
-
     def _is_aborted(self) -> bool:
-        return self._sockets.is_aborted
-
-    def _create_http_client(self) -> httpx.Client:
-        # the socket is on this machine: no proxy, and an answer takes as long as it takes
-        return httpx.Client(
-            base_url="http://localgen",
-            transport=httpx.HTTPTransport(uds=str(self._settings.socket_path)),
-            timeout=httpx.Timeout(None, connect=_HEALTH_TIMEOUT_S),
-            headers={"X-Localgen-Session": self._session_id},
-            event_hooks={"request": [self._sockets.track_request]},
-            trust_env=False,
-        )
+        return self._connection.is_aborted
 
     def _start_server(self) -> None:
         def answers() -> bool:
@@ -264,77 +182,73 @@ class Client:
         else:
             raise ServerUnavailable(
                 f"{theirs} and busy, {ours} does not speak its protocol: wait, "
-                f"or end it (process {health.pid})"
+                f"or end process {health.pid}"
             )
 
-    def _generate(
-        self, path: str, body: dict[str, Any], model: str | None, ctx: int | None, priority: int
-    ) -> Generator[TextDelta | Completion, None, None]:
-        asked = {"stream": True, "stream_options": {"include_usage": True}, "priority": priority}
-        with contextlib.closing(
-            self._events(path, body | asked | {"model": name_for_server(model), "ctx": ctx})
-        ) as events:
-            yield from parse_completion_stream(events)
-
-    def _events(self, path: str, body: dict[str, Any]) -> Generator[bytes, None, None]:
-        """The events that answer a request; closing the generator disconnects, which cancels."""
-        with self._translate_errors(), self._open_stream(path, encode_json(body)) as reply:
-            yield from iter_sse_data(reply.iter_raw())
+    def _open(
+        self, request: GenerationRequest
+    ) -> contextlib.AbstractContextManager[ServerResponse]:
+        name = name_for_server(request.model)
+        return self._open_stream(request.path, request.body(name, self._compat))
 
     @contextlib.contextmanager
-    def _open_stream(self, path: str, body: bytes) -> Iterator[httpx.Response]:
+    def _open_stream(self, path: str, body: bytes) -> Iterator[ServerResponse]:
+        """Send a request; start a new server if the old one was about to exit."""
         with contextlib.ExitStack() as stack:
             try:
-                reply = stack.enter_context(self._post_stream(path, body))
-            except (httpx.NetworkError, httpx.RemoteProtocolError, ServerUnavailable):
-                if self._sockets.is_aborted:
+                response = stack.enter_context(self._open_once(path, body))
+            except ServerUnavailable as error:
+                if self._is_aborted() or isinstance(error.__cause__, httpx.TimeoutException):
                     raise
-                # it was idle and left, or is about to: nothing was answered, so ask another one
-                self._http.close()  # these connections lead to the one that leaves
-                self._http = self._create_http_client()
+                # the server was idle and shut down: it has not answered, so the request is safe
+                # to repeat, on new connections
+                self._connection.reopen()
                 self.connect()
-                reply = stack.enter_context(self._post_stream(path, body))
-            yield reply
+                response = stack.enter_context(self._open_once(path, body))
+            yield response
 
     @contextlib.contextmanager
-    def _post_stream(self, path: str, body: bytes) -> Iterator[httpx.Response]:
-        with self._http.stream("POST", path, content=body, headers=_JSON_HEADERS) as reply:
-            self._raise_for_status(reply)
-            yield reply
+    def _open_once(self, path: str, body: bytes) -> Iterator[ServerResponse]:
+        with self._connection.post(path, body) as reply:
+            yield self._accepted(reply)
+
+    def _events(self, response: ServerResponse) -> Iterator[dict[str, Any]]:
+        """The decoded events of a stream. Raises the error that one of them reports."""
+        for event in iter_sse_data(response.http.iter_bytes()):
+            if event == DONE:
+                return
+            decoded = _decode_object(event)
+            if "error" in decoded:
+                raise self._connection.errors.stream_error(event)
+            yield decoded
 
     def _get(self, path: str) -> dict[str, Any]:
-        with self._translate_errors():
-            return self._decode_json(self._http.get(path))
+        with self._connection.get(path, None) as reply:
+            return _decode_object(self._accepted(reply).http.read())
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        with self._translate_errors():
-            return self._decode_json(
-                self._http.post(path, content=encode_json(body), headers=_JSON_HEADERS)
-            )
+        with self._open_once(path, encode_json(body)) as response:
+            return _decode_object(response.http.read())
 
-    def _decode_json(self, reply: httpx.Response) -> dict[str, Any]:
-        self._raise_for_status(reply)
-        whole: dict[str, Any] = msgspec.json.decode(reply.content)
-        return whole
+    def _accepted(self, reply: ServerResponse | ErrorResponse) -> ServerResponse:
+        if isinstance(reply, ErrorResponse):
+            raise self._connection.errors.refusal(reply)
+        return reply
 
-    def _raise_for_status(self, reply: httpx.Response) -> None:
-        if reply.status_code != 200:
-            raise parse_error_response(reply.status_code, reply.read())
-
-    @contextlib.contextmanager
-    def _translate_errors(self) -> Iterator[None]:
+    def _parse_health(self, status: int, body: bytes) -> Health:
+        """Parse the reply of /health: 200, or 503 from a server that is not ready."""
         try:
-            yield
-        except httpx.ConnectError as error:
-            raise ServerUnavailable(f"no server answers on {self._settings.socket_path}") from error
-        except httpx.HTTPError as error:
-            raise ServerUnavailable(
-                f"the server went away in mid-answer: see {self._log_path}"
-            ) from error
+            reply = _decode_object(body)
+            if status in (200, 503) and "status" in reply:
+                # protocol: the first versions did not report it
+                return msgspec.convert({"protocol": 0} | reply, Health)
+        except msgspec.MsgspecError:
+            pass
+        raise self._connection.errors.refusal(ErrorResponse(status, body))
 
 
-class _LoadResponse(msgspec.Struct):
-    model: ModelInfo
+def _decode_object(body: bytes) -> dict[str, Any]:
+    return msgspec.json.decode(body, type=dict[str, Any])
 
 
 def _load_options_body(options: LoadOptions) -> dict[str, Any]:

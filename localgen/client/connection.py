@@ -1,10 +1,13 @@
-"""Requests to one server: opened, waited for where it asks to wait, or refused."""
+"""HTTP connections to one server, over TCP or a Unix socket."""
 
 from __future__ import annotations
 
 import contextlib
 import email.utils
+import os
 import time
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,81 +18,93 @@ from localgen.client.endpoints import Endpoint
 from localgen.client.errors import (
     CONNECT_TIMEOUT_S,
     LIST_TIMEOUT_S,
-    EndpointErrorResponse,
-    connection_error,
+    EndpointErrors,
+    ErrorResponse,
+    LocalErrors,
+    ServerErrors,
 )
 from localgen.client.sockets import AbortableSockets
-from localgen.config import BadSetting
+from localgen.config import BadSetting, ServerSettings
 
-# a server that asks to wait longer than this means: come back another time
+# a longer Retry-After means: try again another day
 MAX_RETRY_AFTER_S = 60.0
 MAX_RETRIES = 3
 _MAX_ERROR_BYTES = 1 << 16
+# an answer takes as long as it takes
+_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointResponse:
-    """A response with status 200, its body still to be read. sent_s: on the monotonic clock.
+class ServerResponse:
+    """A response with status 200 whose body is not read yet.
 
-    wait_notes: a line for each time that the server asked to wait before.
+    sent_s: when the request was sent, on the monotonic clock. wait_notes: a line for each
+    Retry-After that was waited for.
     """
 
-    response: httpx.Response
+    http: httpx.Response
     sent_s: float
     wait_notes: tuple[str, ...]
 
     @property
     def media_type(self) -> str:
-        """Its media type, as `text/event-stream`."""
-        kind: str = self.response.headers.get("content-type", "")
+        """The media type without parameters, e.g. `text/event-stream`."""
+        kind: str = self.http.headers.get("content-type", "")
         return kind.partition(";")[0].strip().lower()
 
 
-class EndpointConnection:
-    """One server. notify: gets a line when it asks to wait.
+class Connection(ABC):
+    """Sends requests to one server; abort() ends them from another thread.
 
-    sleep: waits that many seconds; None: or until abort().
+    get() and post() yield an ErrorResponse for every status but 200. They raise
+    errors.connection_error() if there is no response, or if reading it inside the block fails.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        key: str | None,
-        notify: Callable[[str], None],
-        sleep: Callable[[float], None] | None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._notify = notify
+    def __init__(self, errors: ServerErrors) -> None:
+        self.errors = errors
         self._sockets = AbortableSockets()
-        self._sleep = sleep or self._sockets.sleep
-        self._http = _create_http_client(endpoint, key, self._sockets)
+        self._http = self._create_http_client()
+
+    @abstractmethod
+    def _create_http_client(self) -> httpx.Client:
+        """Create a client whose request hook is self._sockets.track_request."""
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._sockets.is_aborted
 
     def abort(self) -> None:
-        """From another thread: end what runs."""
+        """End all requests, now and in future, with an error."""
         self._sockets.abort()
 
     def close(self) -> None:
         self._http.close()
 
+    def reopen(self) -> None:
+        """Drop the open connections; the next request opens a new one."""
+        self._http.close()
+        self._http = self._create_http_client()
+
     @contextlib.contextmanager
-    def get(self, path: str) -> Iterator[EndpointResponse | EndpointErrorResponse]:
-        """What is behind a path. EndpointUnavailable: no answer, or not soon enough."""
-        # a list is quick, whatever the model is doing
-        timeout = httpx.Timeout(LIST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    def get(
+        self, path: str, timeout_s: float | None = LIST_TIMEOUT_S
+    ) -> Iterator[ServerResponse | ErrorResponse]:
+        """Send a GET request. path: relative to the base URL, or a whole URL."""
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         with self._send(self._http.build_request("GET", path, timeout=timeout)) as reply:
             yield reply
 
     @contextlib.contextmanager
-    def post(self, path: str, body: bytes) -> Iterator[EndpointResponse | EndpointErrorResponse]:
-        """The answer to a body of JSON, however long it takes. EndpointUnavailable: none."""
-        # compressed, a stream could come in lumps
+    def post(self, path: str, body: bytes) -> Iterator[ServerResponse | ErrorResponse]:
+        """Send JSON in a POST request; the response may take any time."""
+        # a compressed stream might be delivered in large blocks
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        asked = self._http.build_request("POST", path, content=body, headers=headers)
-        with self._send(asked) as reply:
+        request = self._http.build_request("POST", path, content=body, headers=headers)
+        with self._send(request) as reply:
             yield reply
 
     @contextlib.contextmanager
-    def _send(self, request: httpx.Request) -> Iterator[EndpointResponse | EndpointErrorResponse]:
+    def _send(self, request: httpx.Request) -> Iterator[ServerResponse | ErrorResponse]:
         waits: list[str] = []
         try:
             while True:
@@ -97,60 +112,101 @@ class EndpointConnection:
                 response = self._http.send(request, stream=True)
                 with contextlib.closing(response):
                     if response.status_code == 200:
-                        yield EndpointResponse(response, sent_s, tuple(waits))
+                        yield ServerResponse(response, sent_s, tuple(waits))
                         return
                     refusal = _error_response(response)
-                is_over = self._sockets.is_aborted or len(waits) == MAX_RETRIES
-                if is_over or not _should_retry(refusal):
+                wait = None if self.is_aborted else self._wait_before_retry(refusal, len(waits))
+                if wait is None:
                     yield refusal
                     return
-                waits.append(self._wait_before_retry(refusal))
+                waits.append(wait)
         except httpx.HTTPError as error:
-            raise connection_error(error, self._endpoint) from error
+            raise self.errors.connection_error(error) from error
 
-    def _wait_before_retry(self, error: EndpointErrorResponse) -> str:
-        """Wait as long as the server asks for; what to tell of it afterwards."""
-        assert error.retry_after_s is not None
-        why = (
-            f"{self._endpoint.display_name} asks to wait {error.retry_after_s:,.0f} s "
-            f"({error.status})"
-        )
-        self._notify(f"{why}; Ctrl+C stops")
-        self._sleep(error.retry_after_s)
-        return f"{why}, so it was asked again"
+    def _wait_before_retry(self, refusal: ErrorResponse, num_retries: int) -> str | None:
+        """Wait if the request should be sent again. Returns a note on the wait, or None."""
+        return None
 
 
-def _create_http_client(
-    endpoint: Endpoint, key: str | None, sockets: AbortableSockets
-) -> httpx.Client:
-    headers = {"User-Agent": f"localgen/{localgen.__version__}"}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    # no proxy leads to this machine, whatever the environment says of others
-    mounts = {f"all://{endpoint.url_host}": None} if endpoint.is_loopback else None
-    try:
+class LocalConnection(Connection):
+    """Connections to the local server's Unix socket."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._socket_path = str(settings.socket_path)
+        self._session_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        super().__init__(LocalErrors(settings))
+
+    def _create_http_client(self) -> httpx.Client:
         return httpx.Client(
-            base_url=endpoint.url,
-            headers=headers,
-            mounts=mounts,
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            event_hooks={"request": [sockets.track_request]},
+            base_url="http://localgen/v1",
+            transport=httpx.HTTPTransport(uds=self._socket_path),
+            timeout=_TIMEOUT,
+            headers={"X-Localgen-Session": self._session_id},
+            event_hooks={"request": [self._sockets.track_request]},
+            trust_env=False,  # no proxies
         )
-    except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
-        # a proxy or a file of certificates that the environment names
-        raise BadSetting(
-            f"cannot connect to {endpoint.display_name} as the environment says ({error}): "
-            "see HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE"
-        ) from error
 
 
-def _error_response(response: httpx.Response) -> EndpointErrorResponse:
+class EndpointConnection(Connection):
+    """TCP connections to an endpoint. Retries a busy server after its Retry-After.
+
+    notify: called with a line before each wait. sleep: waits that many seconds; default: until
+    abort() at most. Raises BadSetting if the API key or a proxy setting is invalid.
+    """
+
+    errors: EndpointErrors
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        notify: Callable[[str], None],
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._notify = notify
+        super().__init__(EndpointErrors(endpoint))
+        self._sleep = sleep or self._sockets.sleep
+
+    def _create_http_client(self) -> httpx.Client:
+        endpoint, key = self._endpoint, self._endpoint.api_key()
+        headers = {"User-Agent": f"localgen/{localgen.__version__}"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        # never use a proxy for this machine, whatever the environment says
+        mounts = {f"all://{endpoint.url_host}": None} if endpoint.is_loopback else None
+        try:
+            return httpx.Client(
+                base_url=endpoint.url,
+                headers=headers,
+                mounts=mounts,
+                timeout=_TIMEOUT,
+                event_hooks={"request": [self._sockets.track_request]},
+            )
+        except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
+            raise BadSetting(
+                f"cannot connect to {endpoint.display_name} with the settings of the environment "
+                f"({error}): check HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE"
+            ) from error
+
+    def _wait_before_retry(self, refusal: ErrorResponse, num_retries: int) -> str | None:
+        wait_s = refusal.retry_after_s
+        if refusal.status not in (429, 503) or num_retries == MAX_RETRIES:
+            return None
+        if wait_s is None or wait_s > MAX_RETRY_AFTER_S:
+            return None
+        reason = f"{self.errors.name} asks to wait {wait_s:,.0f} s ({refusal.status})"
+        self._notify(f"{reason}; Ctrl+C stops")
+        self._sleep(wait_s)
+        return f"{reason}, so the request was sent again"
+
+
+def _error_response(response: httpx.Response) -> ErrorResponse:
     body = b""
     for chunk in response.iter_bytes():
         body += chunk
         if len(body) >= _MAX_ERROR_BYTES:
             break
-    return EndpointErrorResponse(
+    return ErrorResponse(
         response.status_code,
         body[:_MAX_ERROR_BYTES],
         is_html="html" in response.headers.get("content-type", ""),
@@ -160,14 +216,9 @@ def _error_response(response: httpx.Response) -> EndpointErrorResponse:
 
 
 def parse_retry_after(retry_after: str, now_s: float) -> float | None:
-    """Seconds of a Retry-After header, a number or a date; None: it says nothing. now_s: Unix."""
+    """Seconds of a Retry-After header, a number or a date; None if invalid. now_s: Unix time."""
     with contextlib.suppress(ValueError, OverflowError):
         if retry_after.strip().isdecimal():
             return float(retry_after)
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - now_s)
     return None
-
-
-def _should_retry(error: EndpointErrorResponse) -> bool:
-    is_busy = error.status in (429, 503)
-    return is_busy and error.retry_after_s is not None and error.retry_after_s <= MAX_RETRY_AFTER_S

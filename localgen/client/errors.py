@@ -1,9 +1,10 @@
-"""What can go wrong at another server, in one sentence that says what to do."""
+"""Errors of a server as one sentence that states the problem and the fix."""
 
 from __future__ import annotations
 
 import socket
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,11 @@ from localgen.backends.errors import (
     LocalgenError,
     ModelNotFound,
     QueueFull,
+    ServerUnavailable,
     error_from_code,
 )
 from localgen.client.endpoints import Endpoint
+from localgen.config import ServerSettings
 from localgen.hub.hf_client import AccessDenied
 
 CONNECT_TIMEOUT_S = 10.0
@@ -29,17 +32,14 @@ _MAX_LISTED_NAMES = 20
 
 
 class EndpointUnavailable(LocalgenError):
-    """Another server cannot be reached, fails, or does not speak OpenAI's protocol."""
+    """A remote server cannot be reached, fails, or does not speak OpenAI's protocol."""
 
     code = "endpoint_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointErrorResponse:
-    """A response that is no answer.
-
-    body: how it starts. retry_after_s: how long it asks to wait.
-    """
+class ErrorResponse:
+    """A response whose status is not 200. body: its first bytes; retry_after_s: its Retry-After."""
 
     status: int
     body: bytes
@@ -52,120 +52,212 @@ class EndpointErrorResponse:
         return self.body.decode(errors="replace")
 
 
-def error_message(body: bytes, endpoint: Endpoint) -> str:
-    """What an error body says, in any of the shapes that servers give it; may be empty."""
-    try:
-        sentence = _message_text(msgspec.json.decode(body))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        sentence = body.decode(errors="replace")
-    return _redact_key(" ".join(sentence.split()), endpoint)[:_MAX_MESSAGE_CHARS]
+class ServerErrors(ABC):
+    """Translates the failures of one server. name: the server in messages."""
+
+    name: str
+    unavailable: type[LocalgenError]
+
+    @abstractmethod
+    def connection_error(self, error: httpx.HTTPError) -> LocalgenError:
+        """The error of a connection that could not be opened, or broke."""
+
+    @abstractmethod
+    def refusal(self, response: ErrorResponse) -> LocalgenError:
+        """The error of a response whose status is not 200."""
+
+    @abstractmethod
+    def stream_error(self, event: bytes) -> LocalgenError:
+        """The error that an event of a stream reports."""
+
+    def incomplete_stream(self) -> LocalgenError:
+        """The error of a stream without an end."""
+        return self.unavailable(f"{self.name} closed the connection in the middle of the answer")
+
+    def malformed_event(self, event: bytes, error: Exception) -> LocalgenError:
+        """The error of an event that cannot be decoded."""
+        # it may be an error message in plain text
+        start = event[:80].decode(errors="replace")
+        return self.unavailable(
+            f"{self.name} sent what is not OpenAI's protocol: {start!r} ({error})"
+        )
+
+    def not_openai(self, media_type: str) -> LocalgenError:
+        """The error of a successful response that is not of OpenAI's protocol."""
+        what = "a web page" if "html" in media_type else media_type or "an unknown content type"
+        return self.unavailable(
+            f"{self.name} is not an OpenAI-compatible server, it answers with {what}: "
+            "check the path, it often ends in /v1"
+        )
+
+
+class LocalErrors(ServerErrors):
+    """Errors of the local server, which are LocalgenErrors serialized as JSON."""
+
+    name = "the server"
+    unavailable = ServerUnavailable
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+
+    def connection_error(self, error: httpx.HTTPError) -> LocalgenError:
+        if isinstance(error, httpx.ConnectError):
+            return ServerUnavailable(f"no server answers on {self._settings.socket_path}")
+        return ServerUnavailable(
+            f"the server went away in mid-answer: see {self._settings.log_path}"
+        )
+
+    def refusal(self, response: ErrorResponse) -> LocalgenError:
+        try:
+            return self.stream_error(response.body)
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return ServerUnavailable(f"the server answered with status {response.status}")
+
+    def stream_error(self, event: bytes) -> LocalgenError:
+        error = msgspec.json.decode(event)["error"]
+        return error_from_code(error["code"], error["message"], error["param"])
+
+
+class EndpointErrors(ServerErrors):
+    """Errors of a remote server, in the various forms that servers use."""
+
+    unavailable = EndpointUnavailable
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self.name = endpoint.display_name
+
+    def connection_error(self, error: httpx.HTTPError) -> LocalgenError:
+        where = self.name
+        match error:
+            case httpx.ConnectTimeout():
+                problem = f"{where} does not answer within {CONNECT_TIMEOUT_S:.0f} s"
+            case httpx.ReadTimeout():
+                problem = f"{where} does not list its models within {LIST_TIMEOUT_S:.0f} s"
+            case httpx.ProxyError():
+                problem = f"the proxy to {where} fails: {error}"
+            case httpx.ConnectError():
+                proxy = " through the proxy of the environment" if self._uses_proxy() else ""
+                problem = f"cannot reach {where}{proxy}: {self._connect_failure_reason(error)}"
+            case _:
+                detail = f" ({error})" if str(error) else ""
+                problem = f"the connection to {where} broke off{detail}"
+        return EndpointUnavailable(problem)
+
+    def refusal(
+        self,
+        response: ErrorResponse,
+        model: str | None = None,
+        listed_models: Sequence[str] | None = None,
+        nonstandard: Sequence[str] = (),
+    ) -> LocalgenError:
+        """The error of a response whose status is not 200.
+
+        model: the requested model. listed_models: the server's models, if known. nonstandard: the
+        request's fields that OpenAI's protocol does not have.
+        """
+        message = self._message(response.body)
+        detail = f": {message}" if message and not response.is_html else ""
+        where, status = self.name, response.status
+        match status:
+            case 401 | 403:
+                return AccessDenied(self._access_denied_message(status) + detail)
+            case 404 | 405:
+                return self._not_found_error(response, detail, model, listed_models)
+            case 429:
+                wait_s = response.retry_after_s
+                wait = "" if wait_s is None else f", it asks to wait {wait_s:,.0f} s"
+                return QueueFull(f"{where} accepts no more requests for now (429){wait}{detail}")
+            case 400 | 413 | 422:
+                fields = ", ".join(nonstandard)
+                odd = f" (not in OpenAI's protocol: {fields})" if fields else ""
+                return _invalid_request_error(
+                    response, f"{where} rejects the request ({status}){detail}{odd}"
+                )
+        if 300 <= status < 400:
+            to = f" to {response.location}: use that URL" if response.location else f" ({status})"
+            return EndpointUnavailable(f"{where} redirects{to}")
+        return EndpointUnavailable(f"{where} failed with status {status}{detail}")
+
+    def stream_error(self, event: bytes) -> LocalgenError:
+        return EndpointUnavailable(f"{self.name} ended the answer: {self._message(event)}")
+
+    def _message(self, body: bytes) -> str:
+        """The message of an error body in any of the usual forms; may be empty."""
+        try:
+            sentence = _message_text(msgspec.json.decode(body))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            sentence = body.decode(errors="replace")
+        return self._redact_key(" ".join(sentence.split()))[:_MAX_MESSAGE_CHARS]
+
+    def _redact_key(self, message: str) -> str:
+        # a server may repeat the key that it received
+        try:
+            key = self._endpoint.api_key()
+        except LocalgenError:
+            key = None
+        return message.replace(key, "…") if key else message
+
+    def _access_denied_message(self, status: int) -> str:
+        key_env = self._endpoint.key_env
+        if key_env is None:
+            return (
+                f"{self.name} requires an API key ({status}): "
+                "--api-key-env names the variable that holds it"
+            )
+        return f"{self.name} rejects the API key in {key_env} ({status})"
+
+    def _not_found_error(
+        self,
+        response: ErrorResponse,
+        detail: str,
+        model: str | None,
+        listed_models: Sequence[str] | None,
+    ) -> LocalgenError:
+        where = self.name
+        if model is not None and listed_models and model not in listed_models:
+            return ModelNotFound(
+                f"no model {model} at {where}, models are {format_model_names(listed_models)}"
+            )
+        if model is not None and (listed_models or "model" in response.text.lower()):
+            return ModelNotFound(f"no model {model} at {where}{detail}")
+        return EndpointUnavailable(
+            f"{where} does not speak OpenAI's protocol ({response.status}): "
+            "check the path, it often ends in /v1"
+        )
+
+    def _connect_failure_reason(self, error: httpx.ConnectError) -> str:
+        for cause in _exception_chain(error):
+            match cause:
+                case socket.gaierror():
+                    return f"unknown host {self._endpoint.host}: check the URL and the network"
+                case ConnectionRefusedError():
+                    return "connection refused"
+                case ssl.SSLCertVerificationError():
+                    return (
+                        f"its certificate is not trusted ({cause.verify_message}): "
+                        "set SSL_CERT_FILE to a file with your certificate authority"
+                    )
+                case ssl.SSLError():
+                    return f"no TLS connection ({cause.reason}): try http:// instead of https://"
+                case OSError() if cause.strerror:
+                    return cause.strerror
+        return str(error) or "no connection"
+
+    def _uses_proxy(self) -> bool:
+        proxies = getproxies()
+        scheme = self._endpoint.url.partition(":")[0]
+        return not self._endpoint.is_loopback and (scheme in proxies or "all" in proxies)
 
 
 def format_model_names(models: Sequence[str]) -> str:
-    """Models for a sentence, the first few of them."""
+    """The first 20 model names, and the number of others."""
     more = len(models) - _MAX_LISTED_NAMES
     shown = ", ".join(models[:_MAX_LISTED_NAMES])
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def endpoint_error(
-    response: EndpointErrorResponse,
-    endpoint: Endpoint,
-    model: str | None = None,
-    listed_models: Sequence[str] | None = None,
-    nonstandard: Sequence[str] = (),
-) -> LocalgenError:
-    """The error of a refusal. listed_models: the models that there are; nonstandard: unusual fields
-    sent."""
-    message = error_message(response.body, endpoint)
-    told = f": {message}" if message and not response.is_html else ""
-    where, status = endpoint.display_name, response.status
-    match status:
-        case 401 | 403:
-            return AccessDenied(_access_denied_message(endpoint, status) + told)
-        case 404 | 405:
-            return _not_found_error(response, where, told, model, listed_models)
-        case 429:
-            wait = (
-                ""
-                if response.retry_after_s is None
-                else f", it asks to wait {response.retry_after_s:,.0f} s"
-            )
-            return QueueFull(f"{where} takes no more requests at present (429){wait}{told}")
-        case 400 | 413 | 422:
-            odd = f" (not in OpenAI's protocol: {', '.join(nonstandard)})" if nonstandard else ""
-            return _invalid_request_error(
-                response, f"{where} refuses the request ({status}){told}{odd}"
-            )
-    if 300 <= status < 400:
-        there = f" to {response.location}: give that URL" if response.location else ": it has moved"
-        return EndpointUnavailable(f"{where} sends on{there}")
-    return EndpointUnavailable(f"{where} failed with status {status}{told}")
-
-
-def not_openai_error(endpoint: Endpoint, media_type: str) -> EndpointUnavailable:
-    """A good answer of a kind that no OpenAI server gives."""
-    what = (
-        "a web page"
-        if "html" in media_type
-        else f"{media_type or 'something'} that is not its protocol"
-    )
-    return EndpointUnavailable(
-        f"{endpoint.display_name} is no OpenAI server, it answers with {what}: "
-        "check the path, it often ends in /v1"
-    )
-
-
-def connection_error(error: httpx.HTTPError, endpoint: Endpoint) -> EndpointUnavailable:
-    """The error of a connection that did not come about, or broke."""
-    where = endpoint.display_name
-    match error:
-        case httpx.ConnectTimeout():
-            return EndpointUnavailable(f"{where} does not answer within {CONNECT_TIMEOUT_S:.0f} s")
-        case httpx.ReadTimeout():
-            return EndpointUnavailable(
-                f"{where} does not list its models within {LIST_TIMEOUT_S:.0f} s"
-            )
-        case httpx.ProxyError():
-            return EndpointUnavailable(f"the proxy on the way to {where} fails: {error}")
-        case httpx.ConnectError():
-            way = " by the proxy of the environment" if _uses_proxy(endpoint) else ""
-            return EndpointUnavailable(
-                f"cannot reach {where}{way}: {_connect_failure_reason(error, endpoint)}"
-            )
-    detail = f" ({error})" if str(error) else ""
-    return EndpointUnavailable(f"the connection to {where} broke off{detail}")
-
-
-def _access_denied_message(endpoint: Endpoint, status: int) -> str:
-    if endpoint.key_env is None:
-        return (
-            f"{endpoint.display_name} wants a key ({status}): "
-            "--api-key-env names the variable with it"
-        )
-    return f"{endpoint.display_name} refuses the key in {endpoint.key_env} ({status})"
-
-
-def _not_found_error(
-    response: EndpointErrorResponse,
-    where: str,
-    detail: str,
-    model: str | None,
-    listed_models: Sequence[str] | None,
-) -> LocalgenError:
-    if model is not None and listed_models and model not in listed_models:
-        return ModelNotFound(
-            f"no model {model} at {where}: there is {format_model_names(listed_models)}"
-        )
-    if model is not None and (listed_models or "model" in response.text.lower()):
-        return ModelNotFound(f"{where} has no model {model}{detail}")
-    return EndpointUnavailable(
-        f"{where} does not know OpenAI's protocol ({response.status}): "
-        "check the path, it often ends in /v1"
-    )
-
-
-def _invalid_request_error(response: EndpointErrorResponse, message: str) -> LocalgenError:
+def _invalid_request_error(response: ErrorResponse, message: str) -> LocalgenError:
     try:
         error = msgspec.json.decode(response.body)["error"]
         code, param = error.get("code"), error.get("param")
@@ -176,7 +268,7 @@ def _invalid_request_error(response: EndpointErrorResponse, message: str) -> Loc
 
 
 def _message_text(value: Any) -> str:
-    """The message in an error object, however deep it lies."""
+    """The message of a decoded error body, at any depth."""
     match value:
         case str():
             return value
@@ -189,42 +281,8 @@ def _message_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _connect_failure_reason(error: httpx.ConnectError, endpoint: Endpoint) -> str:
-    for cause in _exception_chain(error):
-        match cause:
-            case socket.gaierror():
-                return f"no host {endpoint.host} is known: check the URL and the network"
-            case ConnectionRefusedError():
-                return "nothing listens there (connection refused)"
-            case ssl.SSLCertVerificationError():
-                return (
-                    f"its certificate is not trusted ({cause.verify_message}): "
-                    "SSL_CERT_FILE may name a file of authorities of your own"
-                )
-            case ssl.SSLError():
-                return f"no TLS connection ({cause.reason}): is it http:// rather than https://?"
-            case OSError() if cause.strerror:
-                return cause.strerror
-    return str(error) or "no connection"
-
-
-def _uses_proxy(endpoint: Endpoint) -> bool:
-    found = getproxies()
-    scheme = endpoint.url.partition(":")[0]
-    return not endpoint.is_loopback and (scheme in found or "all" in found)
-
-
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _redact_key(message: str, endpoint: Endpoint) -> str:
-    # a server may repeat what it was sent
-    try:
-        key = endpoint.api_key()
-    except LocalgenError:
-        key = None
-    return message.replace(key, "…") if key else message

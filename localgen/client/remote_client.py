@@ -1,8 +1,9 @@
-"""A client of any server that speaks OpenAI's protocol."""
+"""The client of any server that speaks OpenAI's protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,31 +12,26 @@ import msgspec
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Message
-from localgen.client.connection import EndpointConnection, EndpointResponse
+from localgen.client.connection import EndpointConnection, ServerResponse
 from localgen.client.endpoints import Endpoint
-from localgen.client.errors import (
-    EndpointErrorResponse,
-    endpoint_error,
-    format_model_names,
-    not_openai_error,
-)
-from localgen.client.openai_body import OpenAICompat, chat_body, nonstandard_fields
-from localgen.client.protocol import encode_json
-from localgen.client.responses import Completion, ModelCard, TextDelta
-from localgen.client.sse import DONE, iter_sse_data
-from localgen.client.stream import CompletionStreamParser, TimedChunks
+from localgen.client.errors import ErrorResponse, format_model_names
+from localgen.client.model_client import ModelClient
+from localgen.client.request_body import GenerationRequest, OpenAICompat, nonstandard_fields
+from localgen.client.responses import Completion, ModelCard
 
 _CLIENT_TIMING_NOTE = "TTFT and tokens/s are measured here, the network included"
-# a server need not have a list, and a key need not be good for it
+# a server may have no model list, or the key no access to it
 _NO_MODEL_LIST_STATUSES = (403, 404, 405, 501)
 
 
-class RemoteClient:
-    """One session. notify: gets one line when something happens that a user should know.
+class RemoteClient(ModelClient):
+    """The client of a server at a URL.
 
-    sleep: waits that many seconds; None: or until abort().
+    notify: called with a line when the user should know something. sleep: waits that many seconds;
+    default: until abort() at most. Raises BadSetting if the API key is not set.
     """
+
+    _connection: EndpointConnection
 
     def __init__(
         self,
@@ -44,32 +40,21 @@ class RemoteClient:
         *,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
+        super().__init__(EndpointConnection(endpoint, notify, sleep), OpenAICompat(), notify)
         self.url = endpoint.url
         self._endpoint = endpoint
-        self._notify = notify
-        self._connection = EndpointConnection(endpoint, endpoint.api_key(), notify, sleep)
-        self._compat = OpenAICompat()
         self._model_infos: dict[str | None, ModelInfo] = {}
         self._listed_models: list[str] = []
         self._warned_unencrypted = False
         self._warned_fields: set[str] = set()
 
-    def close(self) -> None:
-        """Close the connections; a request that runs on one is cancelled."""
-        self._connection.close()
-
-    def abort(self) -> None:
-        """From another thread: what runs ends with a LocalgenError, as does all that follows."""
-        self._connection.abort()
-
     def connect(self) -> None:
-        """Warn, once, of a key that others can read on its way. Connections come with requests."""
-        seen = self._endpoint.is_loopback or self._endpoint.is_encrypted or self._warned_unencrypted
-        if self._endpoint.key_env is not None and not seen:
+        """Warn once if the API key is sent unencrypted. Requests open their own connections."""
+        there = self._endpoint
+        is_safe = there.key_env is None or there.is_loopback or there.is_encrypted
+        if not is_safe and not self._warned_unencrypted:
             self._warned_unencrypted = True
-            self._notify(
-                f"the key goes to {self._endpoint.host} unencrypted: https:// would hide it"
-            )
+            self._notify(f"the API key is sent to {there.host} unencrypted: use https://")
 
     def load(
         self,
@@ -78,83 +63,63 @@ class RemoteClient:
         on_progress: Callable[[float], None] = lambda share: None,
         keep_alive: str | None = None,
     ) -> ModelInfo:
-        """What is known of a model; without a name, of the only one that the server has.
+        """Look a model up in the server's list, once for each name. Loads nothing.
 
-        The server is asked once for each name. It alone decides what is loaded, and how.
+        model: None for the only model of the server.
         """
-        assert options == LoadOptions(), "other servers take no load options"
-        assert keep_alive is None, "other servers settle that themselves"
+        assert options == LoadOptions(), "remote servers take no load options"
+        assert keep_alive is None, "remote servers have their own keep-alive time"
         if model not in self._model_infos:
             self._model_infos[model] = self._fetch_info(model)
         return self._model_infos[model]
 
-    def chat(
-        self,
-        model: str | None,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        *,
-        ctx: int | None = None,
-        priority: int = 0,
-    ) -> Generator[TextDelta | Completion, None, None]:
-        """Text as it is generated, then one Completion. Closing the generator cancels the
-        request."""
-        assert ctx is None, "other servers settle their context themselves"
-        assert priority == 0, "other servers have no priorities"
-        info = self.load(model, LoadOptions())
-        while True:
-            body = encode_json(chat_body(info.name, messages, params, self._compat))
-            with self._connection.post("chat/completions", body) as reply:
-                if isinstance(reply, EndpointResponse):
-                    yield from self._stream_completion(reply, info, params)
-                    return
-            self._compat = self._adapted_compat(reply, info.name, params)
-
     def models(self) -> list[ModelCard]:
-        """What the server lists. ModelNotFound: it has no list."""
+        """The models that the server lists. Raises ModelNotFound if it has no list."""
         cards = self._fetch_cards()
         if cards is None:
             raise ModelNotFound(f"{self._endpoint.display_name} does not list its models")
         return [ModelCard(card["id"], self._endpoint.url, 0, "", "url") for card in cards]
 
     def stats(self) -> dict[str, Any]:
-        """InvalidRequest: it has nothing like it."""
-        raise InvalidRequest(f"{self._endpoint.display_name} does not say what it is doing")
+        """Raises InvalidRequest: the protocol has no statistics."""
+        raise InvalidRequest(f"{self._endpoint.display_name} does not report statistics")
 
-    def _stream_completion(
-        self, response: EndpointResponse, info: ModelInfo, params: SamplingParams
-    ) -> Iterator[TextDelta | Completion]:
-        arrivals = TimedChunks(response.response.iter_bytes())
-        reader = CompletionStreamParser(info.name, self._endpoint, response.sent_s, arrivals)
-        for part in reader.parse(self._sse_events(response.media_type, arrivals)):
-            if isinstance(part, Completion):
-                notes = (*response.wait_notes, *part.notes, *self._nonstandard_notes(params))
-                part = replace(part, ctx=part.ctx or info.ctx or None, notes=notes)
-            yield part
-
-    def _sse_events(self, media_type: str, body: Iterable[bytes]) -> Iterator[bytes]:
-        match media_type:
-            case "application/json":  # it does not stream
-                yield from (b"".join(body), DONE)
-            case "text/event-stream" | "":
-                yield from iter_sse_data(body)
-            case _:
-                raise not_openai_error(self._endpoint, media_type)
+    @contextlib.contextmanager
+    def _open(self, request: GenerationRequest) -> Iterator[ServerResponse]:
+        """Send a request; after an error about its form, again in another form."""
+        name = self.load(request.model, LoadOptions()).name
+        while True:
+            body = request.body(name, self._compat)
+            with self._connection.post(request.path, body) as reply:
+                if isinstance(reply, ServerResponse):
+                    yield reply
+                    return
+            self._compat = self._adapted_compat(reply, name, request.params)
 
     def _adapted_compat(
-        self, error: EndpointErrorResponse, name: str, params: SamplingParams
+        self, refusal: ErrorResponse, name: str, params: SamplingParams
     ) -> OpenAICompat:
-        """How to put it otherwise. LocalgenError: it is not about how it was put."""
-        other = self._compat.adapt_to_error(error.text) if error.status in (400, 422) else None
-        if other is None:
+        """The dialect to retry with. Raises the error if it is not about the request's form."""
+        about_form = refusal.status in (400, 422)
+        adapted = self._compat.adapt_to_error(refusal.text) if about_form else None
+        if adapted is None:
             sent = nonstandard_fields(params, self._compat)
-            raise endpoint_error(error, self._endpoint, name, self._listed_models, sent)
-        return other
+            raise self._connection.errors.refusal(refusal, name, self._listed_models, sent)
+        return adapted
+
+    def _with_context(self, completion: Completion, request: GenerationRequest) -> Completion:
+        info = self.load(request.model, LoadOptions())
+        return replace(
+            completion,
+            model=completion.model or info.name,
+            ctx=completion.ctx or info.ctx or None,
+            notes=(*completion.notes, *self._nonstandard_notes(request.params)),
+        )
 
     def _nonstandard_notes(self, params: SamplingParams) -> Iterator[str]:
-        """A note on settings that a server may have left aside without a word; once for each."""
+        """A note on parameters that the server may have ignored; once for each."""
         if self._compat.owned_by == "localgen":
-            return  # it refuses what it does not know
+            return  # it rejects unknown parameters
         new = [
             field
             for field in nonstandard_fields(params, self._compat)
@@ -169,15 +134,14 @@ class RemoteClient:
         self._listed_models = list(cards)
         name = self._sole_model() if model is None else model
         card = cards.get(name, {})
-        # a server may know more names than it lists
-        makers = {str(each.get("owned_by", "")) for each in ([card] if card else cards.values())}
-        family = makers.pop() if len(makers) == 1 else ""
-        self._compat = replace(self._compat, owned_by=family)
-        notes = [] if family == "localgen" else [_CLIENT_TIMING_NOTE]
+        # a server may accept names that it does not list
+        owners = {str(each.get("owned_by", "")) for each in ([card] if card else cards.values())}
+        owned_by = owners.pop() if len(owners) == 1 else ""
+        self._compat = replace(self._compat, owned_by=owned_by)
+        notes = [] if owned_by == "localgen" else [_CLIENT_TIMING_NOTE]
         if cards and not card:
-            notes.append(
-                f"{name} is not listed there, {format_model_names(self._listed_models)} is"
-            )
+            listed = format_model_names(self._listed_models)
+            notes.append(f"{name} is not in the server's list: {listed}")
         return _model_info(name, self._endpoint, _context_length(card), tuple(notes))
 
     def _sole_model(self) -> str:
@@ -191,30 +155,27 @@ class RemoteClient:
         )
 
     def _fetch_cards(self, *, required: bool = False) -> list[dict[str, Any]] | None:
-        """What the server lists; None: it has no list. LocalgenError: it does not get that far.
-
-        required: whether it is an error that there is none.
-        """
+        """The server's model list; None if it has none, which is an error if required."""
         with self._connection.get("models") as reply:
-            if isinstance(reply, EndpointErrorResponse):
+            if isinstance(reply, ErrorResponse):
                 if reply.status in _NO_MODEL_LIST_STATUSES and not required:
                     return None
-                raise endpoint_error(reply, self._endpoint)
-            body = reply.response.read()
+                raise self._connection.errors.refusal(reply)
+            body = reply.http.read()
         try:
             found = msgspec.json.decode(body)
             listed = found["data"] if isinstance(found, dict) else found
             return [card for card in listed if isinstance(card["id"], str)]
         except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise not_openai_error(self._endpoint, reply.media_type) from error
+            raise self._connection.errors.not_openai(reply.media_type) from error
 
 
 def _context_length(card: dict[str, Any]) -> int:
-    """The longest sequence as vLLM and SGLang, OpenRouter, or llama-server tell it; 0: untold."""
+    """The context length as vLLM and SGLang, OpenRouter, or llama-server report it; 0: unknown."""
     meta = card.get("meta")
     inner = meta.get("n_ctx") if isinstance(meta, dict) else None
-    told = (card.get("max_model_len"), card.get("context_length"), inner)
-    return next((ctx for ctx in told if isinstance(ctx, int) and ctx > 0), 0)
+    reported = (card.get("max_model_len"), card.get("context_length"), inner)
+    return next((ctx for ctx in reported if isinstance(ctx, int) and ctx > 0), 0)
 
 
 def _model_info(name: str, endpoint: Endpoint, ctx: int, notes: tuple[str, ...]) -> ModelInfo:

@@ -50,15 +50,6 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingResult:
-    """Vectors of texts, in their order, each of length 1. prompt_tokens: of all texts."""
-
-    model: str
-    vectors: tuple[tuple[float, ...], ...]
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModelCard:
     """A model that can be run.
 

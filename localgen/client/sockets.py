@@ -1,4 +1,4 @@
-"""The sockets of a client, so that another thread can end what waits on them."""
+"""The sockets of an httpx client, so that another thread can end the requests on them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _CONNECT_EVENTS = ("connect_tcp.complete", "connect_unix_socket.complete", "star
 
 
 class AbortableSockets:
-    """Every connection that a client of httpx opens, as its `trace` extension tells of them.
+    """Tracks the sockets that an httpx client opens, by its `trace` extension.
 
-    A thread that reads from a socket does not notice that another one closes it; it does notice
-    that the connection is shut down.
+    Closing a socket does not wake a thread that reads from it; shutting it down does.
     """
 
     def __init__(self) -> None:
@@ -26,19 +25,18 @@ class AbortableSockets:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether abort() was called."""
         return self._aborted.is_set()
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long, or until abort()."""
+        """Sleep; abort() ends it."""
         self._aborted.wait(seconds)
 
     def track_request(self, request: httpx.Request) -> None:
-        """To be called with every request before it is sent."""
+        """Request hook of the httpx client."""
         request.extensions["trace"] = self._on_trace
 
     def abort(self) -> None:
-        """End every connection there is or will be."""
+        """Shut down every socket, open now or later."""
         with self._lock:
             self._aborted.set()
             for each in self._open_sockets:
@@ -57,6 +55,6 @@ class AbortableSockets:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended already
-        # not the method of a TLS socket, which would pull the cipher away from under the reader
+    with contextlib.suppress(OSError):  # already closed
+        # not SSLSocket.shutdown, which removes the TLS layer while another thread reads
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

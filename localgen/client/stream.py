@@ -1,4 +1,4 @@
-"""An answer of another server, from the events of its stream, timed here."""
+"""Read the server-sent events of one answer, and time their arrival."""
 
 from __future__ import annotations
 
@@ -9,12 +9,54 @@ from typing import Any
 import msgspec
 
 from localgen.backends.types import Timings
-from localgen.client.endpoints import Endpoint
-from localgen.client.errors import EndpointUnavailable, error_message
+from localgen.client.connection import ServerResponse
+from localgen.client.errors import ServerErrors
 from localgen.client.responses import Completion, TextDelta
-from localgen.client.sse import DONE
 
-_CONTENT_FILTER_NOTE = "the server's content filter ended the answer"
+DONE = b"[DONE]"
+
+
+def iter_sse_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the data of each event; comments and other fields are ignored.
+
+    Only LF and CRLF end a line: text may contain other line breaks. An event without its blank
+    line was cut off and is dropped, except for a final DONE.
+    """
+    parts: list[bytes] = []
+    for line in _iter_lines(chunks):
+        if line.startswith(b"data:"):
+            parts.append(line[5:].removeprefix(b" "))
+        if parts and (not line or parts == [DONE]):
+            yield b"\n".join(parts)
+            parts = []
+
+
+def _iter_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+    if rest:
+        yield rest
+
+
+def read_completion(
+    response: ServerResponse, errors: ServerErrors
+) -> Iterator[TextDelta | Completion]:
+    """Yield the text of a response as it arrives, then one Completion.
+
+    Raises an error if the server reports one, or if the response ends early or is malformed.
+    """
+    chunks = TimedChunks(response.http.iter_bytes())
+    parser = CompletionStreamParser(chunks, response.sent_s, errors, response.wait_notes)
+    match response.media_type:
+        case "application/json":  # the server does not stream
+            return parser.parse(iter((b"".join(chunks), DONE)))
+        case "text/event-stream" | "":
+            return parser.parse(iter_sse_data(chunks))
+        case media_type:
+            raise errors.not_openai(media_type)
 
 
 class _Function(msgspec.Struct):
@@ -26,7 +68,7 @@ class _ToolCall(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct):
-    """New text. Servers disagree on what reasoning is called."""
+    """New text. Servers use different names for reasoning."""
 
     content: str | None = None
     refusal: str | None = None
@@ -38,6 +80,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     message: _Delta | None = None
+    text: str | None = None
     finish_reason: str | None = None
 
 
@@ -57,7 +100,7 @@ class _Usage(msgspec.Struct):
 
 
 class _LocalgenFields(msgspec.Struct):
-    """What localgen adds: tokens so far with each piece, the rest at the end."""
+    """localgen's extensions: tokens so far in each chunk, the rest in the last one."""
 
     num_tokens: int | None = None
     ctx: int | None = None
@@ -76,10 +119,10 @@ class _Chunk(msgspec.Struct):
 
 
 class TimedChunks:
-    """The pieces of a body as the network delivers them. last_arrival_s: when the last of them
-    came.
+    """Iterates over the chunks of a body as the network delivers them.
 
-    What comes together has one time: how fast it is then read says nothing of the server.
+    last_arrival_s: when the current chunk arrived. All events of a chunk have this time: how fast
+    they are parsed says nothing about the server.
     """
 
     def __init__(
@@ -96,16 +139,24 @@ class TimedChunks:
 
 
 class CompletionStreamParser:
-    """Reads one answer. endpoint: whose it is. sent_s: when its request was sent.
+    """Parses one answer of any OpenAI-compatible server.
 
-    chunks: what the events are read from, on the same clock.
+    chunks: the body that the events are read from. sent_s: when the request was sent, on the same
+    clock. notes: first notes of the Completion.
     """
 
-    def __init__(self, model: str, endpoint: Endpoint, sent_s: float, chunks: TimedChunks) -> None:
-        self._model = model
-        self._endpoint = endpoint
-        self._sent_s = sent_s
+    def __init__(
+        self,
+        chunks: TimedChunks,
+        sent_s: float,
+        errors: ServerErrors,
+        notes: tuple[str, ...] = (),
+    ) -> None:
         self._chunks = chunks
+        self._sent_s = sent_s
+        self._errors = errors
+        self._notes = notes
+        self._model = ""
         self._first_delta_s = self._last_delta_s = sent_s
         self._num_deltas = self._num_first_deltas = 0
         self._has_reasoning = False
@@ -116,35 +167,24 @@ class CompletionStreamParser:
         self._localgen = _LocalgenFields()
 
     def parse(self, events: Iterator[bytes]) -> Iterator[TextDelta | Completion]:
-        """Its text, then its end. LocalgenError: the server tells of one, or breaks off."""
-        ended = False
+        """Yield the text, then the Completion. Raises as read_completion()."""
         for event in events:
             if event == DONE:
-                ended = True
                 break
             yield from self._parse_chunk(self._decode(event))
-        # some say why they stop, then hang up without the closing event
-        if not ended and self._finish_reason is None:
-            raise EndpointUnavailable(
-                f"the answer of {self._endpoint.display_name} broke off in the middle"
-            )
+        else:
+            # some servers close the connection after the finish reason, without DONE
+            if self._finish_reason is None:
+                raise self._errors.incomplete_stream()
         yield self._completion()
 
     def _decode(self, event: bytes) -> _Chunk:
         try:
             chunk = msgspec.json.decode(event, type=_Chunk)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            # as this may be a plain sentence of the server, show how it starts
-            start = event[:80].decode(errors="replace")
-            raise EndpointUnavailable(
-                f"{self._endpoint.display_name} sends what is not OpenAI's protocol: "
-                f"{start!r} ({error})"
-            ) from error
+            raise self._errors.malformed_event(event, error) from error
         if chunk.error is not None:
-            raise EndpointUnavailable(
-                f"{self._endpoint.display_name} ended the answer: "
-                f"{error_message(event, self._endpoint)}"
-            )
+            raise self._errors.stream_error(event)
         return chunk
 
     def _parse_chunk(self, chunk: _Chunk) -> Iterator[TextDelta]:
@@ -154,9 +194,8 @@ class CompletionStreamParser:
         self._localgen = chunk.localgen or self._localgen
         for choice in chunk.choices or ():
             self._finish_reason = choice.finish_reason or self._finish_reason
-            delta = choice.delta or choice.message
-            if delta is not None:
-                yield from self._parse_delta(delta)
+            delta = choice.delta or choice.message or _Delta(choice.text)
+            yield from self._parse_delta(delta)
 
     def _parse_delta(self, delta: _Delta) -> Iterator[TextDelta]:
         text = delta.content or delta.refusal or ""
@@ -178,7 +217,7 @@ class CompletionStreamParser:
         usage, served = self._usage, self._localgen
         details = usage.prompt_tokens_details
         cached = details.cached_tokens if details is not None else None
-        ours = served.ctx is not None
+        is_localgen = served.ctx is not None
         cached = self._timings.get("cache_n") if cached is None else cached
         return Completion(
             model=self._model,
@@ -186,15 +225,17 @@ class CompletionStreamParser:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=cached,
             completion_tokens=self._completion_tokens,
-            timings=msgspec.convert(self._timings, Timings)
-            if ours
-            else self._client_timings(cached),
+            timings=(
+                msgspec.convert(self._timings, Timings)
+                if is_localgen
+                else self._client_timings(cached)
+            ),
             ctx=served.ctx,
             seed=served.seed,
             stop=served.stop,
-            notes=(*served.notes, *self._notes()),
+            notes=(*self._notes, *served.notes, *self._answer_notes()),
             estimated=usage.completion_tokens is None,
-            client_measured=not ours,
+            client_measured=not is_localgen,
         )
 
     @property
@@ -203,10 +244,10 @@ class CompletionStreamParser:
         return self._num_deltas if counted is None else counted
 
     def _client_timings(self, cached_tokens: int | None) -> Timings:
-        """TTFT and speed as they were seen here, the network included."""
+        """TTFT and speed as measured by this client, including the network."""
         span_s = self._last_delta_s - self._first_delta_s
         tokens = self._completion_tokens - self._hidden_reasoning_tokens()
-        # the first arrival is where the measuring starts: its tokens do not count
+        # the time span starts at the first arrival, so its tokens do not count
         later = self._num_deltas - self._num_first_deltas
         timed = tokens * later / self._num_deltas if self._num_deltas else 0.0
         return Timings(
@@ -219,14 +260,15 @@ class CompletionStreamParser:
         )
 
     def _hidden_reasoning_tokens(self) -> int:
-        """Tokens of reasoning that were counted and never sent."""
+        """Reasoning tokens that the server counted but did not send."""
         details = self._usage.completion_tokens_details
         if self._has_reasoning or details is None:
             return 0
         return details.reasoning_tokens or 0
 
-    def _notes(self) -> Iterator[str]:
+    def _answer_notes(self) -> Iterator[str]:
         if self._finish_reason == "content_filter":
-            yield _CONTENT_FILTER_NOTE
+            yield "the server's content filter ended the answer"
         if self._tool_names:
-            yield f"the model wants to call {', '.join(self._tool_names)}: nothing here does that"
+            names = ", ".join(self._tool_names)
+            yield f"the model called {names}, but tools are not supported here"
