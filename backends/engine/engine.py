@@ -99,9 +99,8 @@ class Engine:
         self._skip_drafts_once = False  # no drafts in the next step
         self._output_processors: dict[str, OutputProcessor] = {}
         self._unpublished: list[SequenceOutput] = []
-        self._stopped_in_flight: list[
-            Sequence
-        ] = []  # matched a stop string while a step was in flight
+        # matched a stop string while a step was in flight
+        self._stopped_in_flight: list[Sequence] = []
         self._deltas: list[Delta] = []
         self._finished: list[Finished] = []
         self._failed: list[Failed] = []
@@ -344,11 +343,9 @@ class Engine:
     # -- events -----------------------------------------------------------------------------
 
     def _finish(self, seq: Sequence, reason: str, stop: str | None, num_tokens: int) -> None:
-        drafting = self._speculation.request_stats(seq)
+        drafts = self._speculation.request_stats(seq)
         self._finished.append(
-            finished_event(
-                seq, reason, stop=stop, completion_tokens=num_tokens, draft_stats=drafting
-            )
+            finished_event(seq, reason, stop=stop, completion_tokens=num_tokens, draft_stats=drafts)
         )
         self._stats.record_end(seq.id, reason)
 
@@ -386,15 +383,8 @@ class Engine:
             )
             self._stats_at_s = now_s
         if self._deltas or self._finished or self._failed or snapshot or embedded:
-            self._publish(
-                StepEvents(
-                    tuple(self._deltas),
-                    tuple(self._finished),
-                    tuple(self._failed),
-                    snapshot,
-                    embedded,
-                )
-            )
+            ends = tuple(self._finished), tuple(self._failed)
+            self._publish(StepEvents(tuple(self._deltas), *ends, snapshot, embedded))
             self._deltas, self._finished, self._failed = [], [], []
 
     def _drain_embedded(self) -> tuple[Embedded, ...]:
@@ -403,11 +393,8 @@ class Engine:
         for end in ended:
             if isinstance(end, Failed):
                 self._failed.append(end)
-                self._stats.record_end(end.request_id, _outcome(end))
+                reason = "cancelled" if end.code == "cancelled" else "error"
+                self._stats.record_end(end.request_id, reason)
             else:
                 self._stats.record_end(end.request_id, "embedded")
         return tuple(end for end in ended if isinstance(end, Embedded))
-
-
-def _outcome(failed: Failed) -> str:
-    return failed.code if failed.code == "cancelled" else "error"

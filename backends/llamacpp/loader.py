@@ -29,7 +29,7 @@ from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, ModelInfo, ModelLoadRequest
-from localgen.backends.sampling_params import SAMPLERS, model_sampling_defaults
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
 from localgen.backends.text.template import ChatTemplate
 
 
@@ -64,13 +64,7 @@ def load_llamacpp_model(
         draft = attempt.run(partial(companion.start_runner, options, size, context.executor))
     share = can_rewind and options.prefix_cache
     runner = build_llama_runner(model, context, vocab, options, ctx=size.ctx, share_prefixes=share)
-    sampling_defaults, sampling_notes = model_sampling_defaults(
-        {
-            sampler.name: model.metadata_number(f"general.sampling.{sampler.gguf_key}")
-            for sampler in SAMPLERS
-            if sampler.gguf_key
-        }
-    )
+    sampling_defaults, sampling_notes = _default_sampling(model)
     info = ModelInfo(
         name=request.name,
         path=str(path),
@@ -249,6 +243,17 @@ def _load_template(
         if options.chat_template:
             raise
         raise LoadFailed(f"cannot load {model.path}: {error}") from error
+
+
+def _default_sampling(model: LlamaModel) -> tuple[SamplingParams, tuple[str, ...]]:
+    """Sampling defaults from the model's metadata, and a note if they are invalid."""
+    return model_sampling_defaults(
+        {
+            sampler.name: model.metadata_number(f"general.sampling.{sampler.gguf_key}")
+            for sampler in SAMPLERS
+            if sampler.gguf_key
+        }
+    )
 
 
 def _gpu_layer_fraction(model: LlamaModel, options: LlamaOptions) -> float:

@@ -19,6 +19,41 @@ _DAY_S = 86_400.0
 APPLICATION_ID = 0x6C676368
 _BUSY_TIMEOUT_S = 5.0
 
+# each entry upgrades the database by one version
+SESSIONS_SCHEMA = (
+    """
+    CREATE TABLE sessions (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL,
+        model TEXT,
+        system TEXT,
+        params TEXT NOT NULL,
+        ctx INTEGER,
+        revision INTEGER NOT NULL DEFAULT 0,
+        changed_s REAL NOT NULL,
+        deleted_s REAL
+    );
+    CREATE TABLE turns (
+        session INTEGER NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
+        place INTEGER NOT NULL,
+        prompt TEXT NOT NULL,
+        answer TEXT NOT NULL,
+        reasoning TEXT NOT NULL,
+        stopped INTEGER NOT NULL,
+        served TEXT NOT NULL,
+        writer TEXT,
+        PRIMARY KEY (session, place)
+    );
+    CREATE TABLE drafts (
+        session INTEGER NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
+        writer TEXT NOT NULL,
+        text TEXT NOT NULL,
+        PRIMARY KEY (session, writer)
+    )
+    """,
+    "ALTER TABLE sessions ADD COLUMN server TEXT NOT NULL DEFAULT ''",
+)
+
 
 class WriterLock:
     """A lock file that tells other processes whether this one is still running.

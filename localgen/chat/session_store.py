@@ -13,45 +13,11 @@ import msgspec
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.conversation import Conversation, Turn
-from localgen.chat.database import Database, StoreFailed, WriterLock
+from localgen.chat.database import SESSIONS_SCHEMA, Database, StoreFailed, WriterLock
 
 INTERRUPTED_SUMMARY = "broken off: the program ended"
 _DELETED_RETENTION_S = 30 * 86_400.0
 _EMPTY_CONVERSATION = Conversation()
-
-_SCHEMA = (
-    """
-    CREATE TABLE sessions (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        name TEXT NOT NULL,
-        model TEXT,
-        system TEXT,
-        params TEXT NOT NULL,
-        ctx INTEGER,
-        revision INTEGER NOT NULL DEFAULT 0,
-        changed_s REAL NOT NULL,
-        deleted_s REAL
-    );
-    CREATE TABLE turns (
-        session INTEGER NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
-        place INTEGER NOT NULL,
-        prompt TEXT NOT NULL,
-        answer TEXT NOT NULL,
-        reasoning TEXT NOT NULL,
-        stopped INTEGER NOT NULL,
-        served TEXT NOT NULL,
-        writer TEXT,
-        PRIMARY KEY (session, place)
-    );
-    CREATE TABLE drafts (
-        session INTEGER NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
-        writer TEXT NOT NULL,
-        text TEXT NOT NULL,
-        PRIMARY KEY (session, writer)
-    )
-    """,
-    "ALTER TABLE sessions ADD COLUMN server TEXT NOT NULL DEFAULT ''",
-)
 
 
 class SessionGone(InvalidRequest):
@@ -108,7 +74,7 @@ class SessionStore:
     def __init__(
         self, path: Path, writer: WriterLock, clock: Callable[[], float] = time.time
     ) -> None:
-        self._database = Database(path, _SCHEMA)
+        self._database = Database(path, SESSIONS_SCHEMA)
         self._writer = writer
         self._clock = clock
         with self._database.write_transaction() as sqlite:
