@@ -1,4 +1,4 @@
-"""localgen on a GPU: checks, ceilings, workloads and peers in one run, and one table of it all.
+"""Check and measure localgen on a GPU: kernels, workloads, hardware ceilings and other engines.
 
 python -m benchmarks.gpu [--quick] [--only PART,...] [--output FILE]
 """
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def checks(bench: Bench, budget: Budget) -> None:
-    """Is what will be measured right at all?"""
+    """Check that kernels and decoder compute correct results."""
     seed = bench.report.seed
     for check in kernels(bench.device, bench.plan.checked, seed):
         bench.check(check)
@@ -42,12 +42,12 @@ def checks(bench: Bench, budget: Budget) -> None:
 
 
 def ceilings(bench: Bench, budget: Budget) -> None:
-    """What the device can do at best."""
+    """Measure memory bandwidth and matrix throughput of the device."""
     assert bench.ceilings
 
 
 def step(bench: Bench, budget: Budget) -> None:
-    """What happens within a decoding step."""
+    """Profile decode steps."""
     plan, shape = bench.plan, bench.plan.plain
     for batch in plan.step_batches:
         if not budget.fits(f"{batch} sequences"):
@@ -60,7 +60,7 @@ def step(bench: Bench, budget: Budget) -> None:
 
 
 def products(bench: Bench, budget: Budget) -> None:
-    """Kernels beside torch's own."""
+    """Compare kernels with torch's."""
     plan = bench.plan
     tester = Tester(bench.device, bench.ceilings, bench.report, bench.inputs)
     models = [bench.model(shape) for shape in (plan.plain, plan.int4, plan.fp8)]
@@ -69,10 +69,10 @@ def products(bench: Bench, budget: Budget) -> None:
 
 
 Part = Callable[[Bench, Budget], None]
-# with the most seconds that each may take, the most important first
+# in order of importance, with the maximum seconds of each
 PARTS: dict[str, tuple[Part, float]] = {
     "checks": (checks, 130.0),
-    "peers": (lambda bench, budget: None, 75.0),  # put in place once they have been started
+    "peers": (lambda bench, budget: None, 75.0),  # replaced in _run once the peers are started
     "ceilings": (ceilings, 10.0),
     "single": (workloads.single, 80.0),
     "step": (step, 25.0),
@@ -88,12 +88,12 @@ PARTS: dict[str, tuple[Part, float]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write; 1 if a check failed, or a part did not come to its end."""
+    """Run the benchmark. Returns 1 if a check or a part failed, 2 without a GPU."""
     options = _options(arguments)
     plan = QUICK if options.quick else FULL
     device = Device.found(gpu=not options.quick)
     if not options.quick and not device.is_gpu:
-        print("error: no GPU that torch can use: --quick runs on a CPU", file=sys.stderr)
+        print("error: torch finds no GPU: --quick runs on a CPU", file=sys.stderr)
         return 2
     clock = Clock(plan.total_s)
     report = Report(
@@ -115,7 +115,7 @@ def _run(bench: Bench, only: tuple[str, ...], clock: Clock, target: Path) -> Non
     with ExitStack() as stack:
         parts = {name: PARTS[name] for name in PARTS if name in only}
         if "peers" in parts:
-            # they load and compile while localgen is checked
+            # peers load and compile while localgen is checked
             peers = stack.enter_context(Peers(quick=bench.report.quick))
 
             def others(bench: Bench, budget: Budget) -> None:
@@ -127,7 +127,7 @@ def _run(bench: Bench, only: tuple[str, ...], clock: Clock, target: Path) -> Non
             budget = clock.part(name, most_s)
             if budget is not None:
                 _one(bench, name, part, budget)
-                # what is known so far outlives whatever comes next
+                # keep the results so far if a later part crashes
                 bench.report.write(target)
 
 
@@ -136,7 +136,7 @@ def _one(bench: Bench, name: str, part: Part, budget: Budget) -> None:
     begun_s = time.monotonic()
     try:
         part(bench, budget)
-    except Exception as error:  # the other parts are worth measuring
+    except Exception as error:  # run the other parts
         bench.check(Check(f"part {name}", 0.0, 0.0, said(error)))
     bench.report.part_s[name] = time.monotonic() - begun_s
     bench.device.free()
@@ -144,10 +144,10 @@ def _one(bench: Bench, name: str, part: Part, budget: Budget) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.gpu")
-    parser.add_argument("--quick", action="store_true", help="the same on a CPU at toy size")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, on a CPU")
     parser.add_argument("--only", type=_parts, default=tuple(PARTS), help=", ".join(PARTS))
-    parser.add_argument("--seed", type=int, help="of the random inputs; another one every time")
-    parser.add_argument("--output", type=Path, help="result file; a table is written beside it")
+    parser.add_argument("--seed", type=int, help="seed of the random inputs (default: random)")
+    parser.add_argument("--output", type=Path, help="result file; a Markdown table is also written")
     return parser.parse_args(arguments)
 
 

@@ -167,7 +167,7 @@ def test_unknown_parts_and_a_missing_gpu(
     assert "no part 'singel', only checks, peers" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 2
-    assert "no GPU that torch can use" in capsys.readouterr().err
+    assert "torch finds no GPU" in capsys.readouterr().err
 
 
 def test_it_runs_where_only_torch_and_its_companions_are() -> None:

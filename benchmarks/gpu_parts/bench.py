@@ -1,4 +1,4 @@
-"""What the parts of a run share: device, plan, report, and models that stay loaded."""
+"""State shared by the parts of a run: device, plan, report, loaded models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Side = Callable[[], Figures]
 
 
 class Bench:
-    """One run. seed: of every random number in it, but the weights'."""
+    """One run. All random numbers but the weights derive from the report's seed."""
 
     def __init__(self, device: Device, plan: Plan, report: Report) -> None:
         self.device, self.plan, self.report = device, plan, report
@@ -33,12 +33,12 @@ class Bench:
         self._begun_s = time.monotonic()
 
     def peers_ready_s(self) -> float:
-        """Seconds that peers still have to get ready, since the run began."""
+        """Seconds left until all peers must be ready; negative if the time is over."""
         return self._begun_s + self.plan.peer_ready_s - time.monotonic()
 
     @property
     def ceilings(self) -> Ceilings:
-        """Measured when first asked for."""
+        """Ceilings of the device, measured on first use."""
         if self._ceilings is None:
             self._ceilings = ceilings.measure(
                 *(self.device, self.report),
@@ -54,7 +54,7 @@ class Bench:
         return Inputs(generator, DTYPE)
 
     def model(self, shape: Shape) -> Loaded:
-        """Its weights, made once."""
+        """Return the model with random weights; created on first use."""
         if shape.name not in self._loaded:
             loaded = self._loaded[shape.name] = Loaded(shape, self.device)
             self.report.models.append(
@@ -68,12 +68,12 @@ class Bench:
         return self._loaded[shape.name]
 
     def drop(self, shape: Shape) -> None:
-        """Give its memory back."""
+        """Free the model's memory."""
         self._loaded.pop(shape.name, None)
         self.device.free()
 
     def prompt(self, shape: Shape, tokens: int) -> list[int]:
-        """Random tokens, never the same twice, so that no cache helps."""
+        """Return a new random prompt, so that the prefix cache does not help."""
         return self.random.choices(range(shape.spec.vocab_size), k=tokens)
 
     def prompts(self, shape: Shape, lengths: Sequence[int]) -> list[list[int]]:
@@ -82,7 +82,7 @@ class Bench:
     def rounds(
         self, part: str, test: str, sides: Mapping[str, Side], wanted: int, budget: Budget
     ) -> None:
-        """Run every side once a round, in alternating order, and enter what was found."""
+        """Run every side once per round, in alternating order, and add the results."""
         found: dict[str, list[Figures]] = {name: [] for name in sides}
         for number in budget.rounds(wanted, test):
             for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
@@ -92,12 +92,12 @@ class Bench:
             progress(" | ".join(row.cells()))
 
     def check(self, check: Check) -> None:
-        """Enter a check, and say so if it failed."""
+        """Add a check to the report; print it if it failed."""
         self.report.checks.append(check)
         if not check.passed:
             progress(f"FAILED {check.line()}")
 
 
 def progress(line: str) -> None:
-    """What happens, for who waits."""
+    """Print a progress line."""
     print(f"  {line}", file=sys.stderr, flush=True)

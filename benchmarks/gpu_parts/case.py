@@ -1,4 +1,4 @@
-"""A kernel on given inputs beside its twin, and how far apart they may be."""
+"""Kernel checks: a kernel and its reference implementation ("twin") on the same inputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 BF16 = 1e-2
-# rows are rounded to FP8, which leaves three bits behind the point
+# activations are rounded to FP8, which has three mantissa bits
 ROUNDED_ROWS = 6e-2
-# a digit of eight bits more or less, wherever a value lies between two
+# 8-bit values may differ by one step where the exact value lies between two
 EIGHT_BITS = {torch.int8: 2e-2, torch.float8_e4m3fn: 4e-2}
 
 Tensors = Sequence[Tensor]
@@ -20,7 +20,7 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """found: the kernel's outputs. wanted: its twin's. most: relative error that is allowed."""
+    """found: computes the kernel's outputs. wanted: the twin's. most: maximum relative error."""
 
     kernel: str
     variant: str
@@ -41,8 +41,10 @@ def beside(
     exact: tuple[Any, ...],
     most: float = BF16,
 ) -> Case:
-    """Two functions, each of which gives a tensor or several: a kernel on `given`, its twin on
-    `exact`."""
+    """Return the case of a kernel called with `given` and its twin called with `exact`.
+
+    sides: kernel and twin; each returns a tensor or several.
+    """
 
     def outputs(side: Callable[..., Any], arguments: tuple[Any, ...]) -> Tensors:
         found = side(*arguments)
@@ -56,7 +58,7 @@ def beside(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """hidden, intermediate: of a model. long: tokens of a long sequence. rows: of a wide step."""
+    """hidden, intermediate: model sizes. long: tokens of long sequences. rows: of a large batch."""
 
     hidden: int
     intermediate: int

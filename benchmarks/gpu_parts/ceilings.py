@@ -1,4 +1,4 @@
-"""What the device can do at best: reading, copying, and multiplying matrices in bfloat16."""
+"""Hardware ceilings: bandwidth of reading and copying, throughput of bfloat16 matrix products."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.gpu_parts.report import Report
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes a second of a copy, counting both directions, and by the datasheet if that is known."""
+    """Bytes/s of a copy, reads plus writes, and of the datasheet (None if unknown)."""
 
     copy_bytes_s: float
     datasheet_bytes_s: float | None
 
     def shares(self, bytes_s: float) -> dict[str, float]:
-        """Figures of a report: parts of both."""
+        """Return a bandwidth as shares of both ceilings, as figures of a report."""
         found = {"share_copy": bytes_s / self.copy_bytes_s}
         if self.datasheet_bytes_s:
             found["share_datasheet"] = bytes_s / self.datasheet_bytes_s
@@ -27,7 +27,7 @@ class Ceilings:
 
 
 def measure(device: Device, report: Report, *, size: int, side: int) -> Ceilings:
-    """size: of the buffers, in bytes. side: of the square matrices."""
+    """Measure the ceilings. size: bytes of the buffers. side: of the square matrices."""
     source = torch.randn(size // 4, device=device.torch)
     target = torch.empty_like(source)
     copy_s = device.median_s([lambda: target.copy_(source)])
@@ -37,7 +37,7 @@ def measure(device: Device, report: Report, *, size: int, side: int) -> Ceilings
     for name, bytes_s in (("read", source.nbytes / read_s), ("copy", found.copy_bytes_s)):
         figures = {"gb_s": bytes_s / 1e9} | found.shares(bytes_s)
         report.add("ceilings", f"{name} of {size / 1e9:.2g} GB", "torch", [figures])
-    # random, not zeros: those multiply faster than any real data
+    # random values, because zeros multiply faster than real data
     one, other = (
         torch.randn(side, side, device=device.torch, dtype=torch.bfloat16) for _ in range(2)
     )
@@ -52,6 +52,6 @@ def measure(device: Device, report: Report, *, size: int, side: int) -> Ceilings
 
 
 def _readers(x: torch.Tensor) -> list[Callable[[], object]]:
-    """Ways to read all of x; which of them torch does fastest differs from GPU to GPU."""
+    """Return ways to read all of x; the fastest one depends on the GPU."""
     rows = x.view(1024, -1)
     return [lambda: x.sum(), lambda: rows.sum(1), lambda: rows.amax(1)]

@@ -1,4 +1,4 @@
-"""A Llama of random numbers as a folder that transformers could have written."""
+"""Write a Llama checkpoint with random weights in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STD = 0.02
 
 
 def write_checkpoint(folder: Path, spec: ModelSpec, device: Device) -> int:
-    """Plain weights in bfloat16, in shards, and a tokenizer; how many bytes the weights are."""
+    """Write sharded bfloat16 weights and a tokenizer; return the bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(spec, "bfloat16")), encoding="utf-8")
     _write_tokenizer(folder, spec.vocab_size)
@@ -31,7 +31,7 @@ def write_checkpoint(folder: Path, spec: ModelSpec, device: Device) -> int:
     written = held = 0
     for name, shape in shapes(spec):
         values = torch.empty(shape, device=device.torch, dtype=torch.bfloat16)
-        # norms around 1, as a model's are
+        # norm weights around 1, as in trained models
         values.normal_(mean=float(len(shape) == 1), std=_STD, generator=generator)
         shard[name] = values.cpu()
         held += values.nbytes
@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, spec: ModelSpec, device: Device) -> int:
 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:
-    """A byte-level BPE of that size, so that reading it takes as long as with a real model."""
+    """Write a byte-level BPE of this size, which loads as slowly as a real one."""
     words = random_vocabulary(max(vocab, LEAST))
     tokens = {token: number for number, token in enumerate(words.tokens[:vocab])}
     merges = [(left, right) for left, right in map(str.split, words.merges)]
@@ -65,7 +65,7 @@ def _write(folder: Path, shard: dict[str, Tensor], number: int) -> dict[str, str
 
 
 def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama's tensors."""
+    """Yield names and shapes of a Llama's tensors."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield "model.embed_tokens.weight", (spec.vocab_size, hidden)

@@ -1,4 +1,4 @@
-"""Time that a run and its parts may take, and what they left out because of it."""
+"""Time budgets of a run and its parts, and the list of tests skipped because of them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 
 class Budget:
-    """What one part may take, in seconds, until `end_s` of the monotonic clock."""
+    """Time budget of one part, until `end_s` of the monotonic clock. cut: see Clock."""
 
     def __init__(self, name: str, end_s: float, cut: list[str]) -> None:
         self._name, self._end_s, self._cut = name, end_s, cut
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left; negative once it is overdrawn."""
+        """Seconds left; negative if the budget is exceeded."""
         return self._end_s - time.monotonic()
 
     def rounds(self, wanted: int, what: str) -> Iterator[int]:
-        """Numbers of the rounds: all that are wanted, if another one of the same length fits.
+        """Yield round numbers while another round of the same duration fits, at least one.
 
-        There is always one. Rounds that did not fit are noted.
+        Adds skipped rounds to `cut`.
         """
         for number in range(wanted):
             begun_s = time.monotonic()
@@ -31,7 +31,7 @@ class Budget:
                 return
 
     def fits(self, what: str, needed_s: float = 0.0) -> bool:
-        """Whether so much is left; if not, `what` is noted as left out."""
+        """Return True if needed_s are left; otherwise add `what` to `cut`."""
         if needed_s <= self.left_s:
             return True
         self._cut.append(f"{self._name}: {what}")
@@ -39,14 +39,14 @@ class Budget:
 
 
 class Clock:
-    """The budget of a run, of which every part gets one of its own. cut: what was left out."""
+    """Time budget of a run. cut: descriptions of the tests that were skipped for lack of time."""
 
     def __init__(self, total_s: float) -> None:
         self._end_s = time.monotonic() + total_s
         self.cut: list[str] = []
 
     def part(self, name: str, most_s: float) -> Budget | None:
-        """At most so many seconds of what is left; None, and noted, if nothing is."""
+        """Return a budget of at most most_s; None, and an entry in `cut`, if no time is left."""
         now_s = time.monotonic()
         if now_s >= self._end_s:
             self.cut.append(f"{name}: all of it")

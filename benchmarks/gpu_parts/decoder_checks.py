@@ -1,4 +1,4 @@
-"""The decoder and the engine around it, beside twins in float64: logits, then greedy tokens."""
+"""Check decoder and engine against a float64 twin: logits, then greedy tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from benchmarks.gpu_parts.shapes import CHECKED, Shape
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-# relative error of the logits of a few layers in bfloat16. Random digits of 4 bits have a mean that
-# cancels in the end; FP8 rounds the rows of prompts too; and of two experts that are as good as
-# equal, rounding decides which of them a row gets
+# maximum relative error of the logits of a few layers in bfloat16. ROUGH_LOGITS: random 4-bit
+# values have a mean that cancels out; FP8 also rounds activations of prompts; and in MoE layers
+# rounding may select another one of two experts with nearly equal scores
 LOGITS = 4e-2
 ROUGH_LOGITS = 0.15
-# how far below the best a greedy token may be, in deviations of a row's logits: of a thousand
-# random logits the best two are a third of one apart, and a wrong one is some three below
+# maximum distance of a greedy token's logit from the largest one, in standard deviations of the
+# row: of a thousand random logits the largest two differ by about 1/3, and a wrong token's is about
+# 3 below
 NEARLY_BEST = 0.5
 _PROMPTS = (90, 33, 150, 5)
 _ANSWER, _SHARED = 14, 64
@@ -32,7 +33,7 @@ _ANSWER, _SHARED = 14, 64
 
 @dataclass(slots=True)
 class Subject:
-    """A small model, and its twin."""
+    """A small model, its float64 twin, and prompts."""
 
     name: str
     spec: ModelSpec
@@ -54,14 +55,14 @@ class Subject:
         return cls(shape.name, spec, weights, twin, texts)
 
     def below_best(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        """How far the worst token of an answer is below its twin's best, in deviations."""
+        """Largest distance of an answer token from the twin's best, in standard deviations."""
         logits = self.twin.text([*prompt, *answer[:-1]])[len(prompt) - 1 :]
         said = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
         return float(((logits.amax(-1) - said) / logits.std(-1)).max())
 
 
 def decoders(device: Device, seed: int) -> Iterator[Check]:
-    """Every kind of model through prompts, parts of them, decoding, graphs, and the engine."""
+    """Check models of every kind: chunked prefill, decoding, CUDA graphs, the whole engine."""
     for shape in CHECKED:
         try:
             subject = Subject.of(shape, device, seed)
@@ -85,7 +86,7 @@ def decoders(device: Device, seed: int) -> Iterator[Check]:
 
 
 def _logits(subject: Subject, device: Device) -> tuple[float, float]:
-    """Two texts at once: one whole, the other in two parts; then each token by token."""
+    """Prefill two texts together, one of them in two chunks, then decode 8 tokens of each."""
     probe = Probe(subject.spec, subject.weights, max_len=512, sequences=2)
     one, other = subject.texts[0], subject.texts[2]
     middle, end = len(other) // 2, len(other) - 8
@@ -110,7 +111,7 @@ def _most(spec: ModelSpec) -> float:
 
 
 def _graphs(subject: Subject, device: Device) -> tuple[float, float]:
-    """The same decoding step thrice: eager in a padded shape, captured, and replayed."""
+    """Compare an eager decode step with the same step captured and replayed as a CUDA graph."""
     texts = subject.texts[:3]
     found = []
     for graphs in (False, True):
@@ -125,7 +126,7 @@ def _graphs(subject: Subject, device: Device) -> tuple[float, float]:
 def _answers(
     subject: Subject, device: Device, *, graphs: bool, ahead: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and greedy answers; the last prompt comes when its prefix is known."""
+    """Return prompts with greedy answers; the last prompt finds its prefix in the cache."""
     runner = watched_runner(
         subject.spec, subject.weights, device, kv_tokens=4096, graphs=graphs, ahead=ahead
     )
@@ -137,6 +138,6 @@ def _answers(
 
 
 def _greedy(subject: Subject, device: Device, *, graphs: bool, ahead: bool) -> tuple[float, float]:
-    """Every token is one that the twin could have said after the same text."""
+    """Check that every greedy token is nearly the best of the twin after the same text."""
     pairs = _answers(subject, device, graphs=graphs, ahead=ahead)
     return max(subject.below_best(*pair) for pair in pairs), NEARLY_BEST

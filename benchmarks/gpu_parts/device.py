@@ -1,4 +1,4 @@
-"""Where the benchmark runs, and how time is taken there: events on a GPU, else a host clock."""
+"""The benchmark's device and its timing: CUDA events on a GPU, else a host clock."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ import localgen
 from benchmarks.measure import machine
 
 REPEATS = 5
-# a call is repeated until a measurement takes about so long
+# calls are repeated until a measurement takes about this long
 _MEASURED_S = 2e-3
 _LIBRARIES = ("torch", "triton", "transformers", "numpy", "safetensors")
-# bytes a second by the vendors' datasheets, by a part of the name that torch gives
+# memory bandwidth in bytes/s from the vendors' datasheets, by a part of torch's device name
 _DATASHEET = {
     "H200": 4.8e12,
     "H100 80GB HBM3": 3.35e12,
@@ -41,13 +41,13 @@ _DATASHEET = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or the CPU, on which the same code runs to show that it does."""
+    """A GPU, or the CPU for tests of the benchmark."""
 
     torch: torch.device
 
     @classmethod
     def found(cls, *, gpu: bool) -> Device:
-        """gpu: take the GPU if there is one."""
+        """Return the first GPU if `gpu` is set and there is one, else the CPU."""
         return cls(torch.device("cuda", 0) if gpu and torch.cuda.is_available() else _CPU)
 
     @property
@@ -56,21 +56,21 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As torch calls it."""
+        """Device name as reported by torch."""
         return torch.cuda.get_device_name(self.torch) if self.is_gpu else "cpu"
 
     @property
     def datasheet_bytes_s(self) -> float | None:
-        """Memory bandwidth that the vendor states; None where it is not known here."""
+        """Memory bandwidth of the datasheet; None if unknown."""
         return next((value for part, value in _DATASHEET.items() if part in self.name), None)
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait until the device has finished all work."""
         if self.is_gpu:
             torch.cuda.synchronize(self.torch)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """What one run takes, by events on the device, or by a clock."""
+        """Return the duration of a run."""
         if not self.is_gpu:
             begun_s = time.perf_counter()
             run()
@@ -83,10 +83,10 @@ class Device:
         return float(begin.elapsed_time(end)) / 1e3
 
     def median_s(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Median seconds of a call. calls: the same work on different memory, taken in turn, so
-        that no call finds its input in a cache.
+        """Return the median duration of a call.
 
-        On a GPU they are replayed from a CUDA graph, so that launching takes no time.
+        calls: the same work on different memory, run in turn so that inputs are not cached. On a
+        GPU they are replayed from a CUDA graph, so that launches take no time.
         """
 
         def all_of_them() -> None:
@@ -107,8 +107,8 @@ class Device:
         return statistics.median(took) / times / len(calls)
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The same as a replay of a graph; as it is where it cannot be captured."""
-        run()  # compiles, and creates handles
+        """Return the replay of a CUDA graph of `run`, or `run` itself if it cannot be captured."""
+        run()  # compile kernels and create library handles
         if not self.is_gpu:
             return run
         graph = torch.cuda.CUDAGraph()
@@ -121,24 +121,24 @@ class Device:
         return graph.replay
 
     def reset_peak(self) -> None:
-        """Forget the peak of memory so far."""
+        """Reset the peak memory statistics."""
         if self.is_gpu:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def peak_gb(self) -> float:
-        """The most memory that tensors held since reset_peak; of a CPU, what is resident now."""
+        """Peak memory of tensors since reset_peak; on a CPU, the resident memory now."""
         if self.is_gpu:
             return torch.cuda.max_memory_allocated(self.torch) / 1e9
         return float(psutil.Process().memory_info().rss) / 1e9
 
     def free(self) -> None:
-        """Give memory that no tensor holds back to the driver."""
-        gc.collect()  # an engine and who listens to it hold one another
+        """Return unused cached memory to the driver."""
+        gc.collect()  # engines and their publish callbacks form reference cycles
         if self.is_gpu:
             torch.cuda.empty_cache()
 
     def describe(self) -> dict[str, Any]:
-        """The machine that the figures hold for."""
+        """Describe the machine and the GPU."""
         found: dict[str, Any] = machine()
         if not self.is_gpu:
             return found | {"gpu": None}
@@ -158,7 +158,7 @@ _CPU = torch.device("cpu")
 
 
 def _nvidia_smi() -> str:
-    """Driver, clocks and power limit in nvidia-smi's words; empty where it does not answer."""
+    """Driver, clocks and power limit as printed by nvidia-smi; empty if it fails."""
     query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit"
     try:
         done = subprocess.run(
@@ -174,7 +174,7 @@ def _nvidia_smi() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that takes part and is there."""
+    """Versions of localgen, Python, CUDA and the installed libraries."""
     found = {"localgen": localgen.__version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -186,7 +186,7 @@ def versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch hands out inside is full of NaN, or of the largest integer."""
+    """Fill memory that torch allocates in the block with NaN or the largest integer."""
     deterministic: Any = torch.utils.deterministic
     filled, was = (
         deterministic.fill_uninitialized_memory,
@@ -202,7 +202,7 @@ def poisoned() -> Iterator[None]:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖; infinite for NaN, or for another shape."""
+    """‖found − wanted‖ / ‖wanted‖; infinite if it is NaN or the shapes differ."""
     if found.shape != wanted.shape:
         return math.inf
     exact = wanted.double()

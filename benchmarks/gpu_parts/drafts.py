@@ -1,4 +1,4 @@
-"""What a smaller model's drafts gain a larger one, at acceptances that are set."""
+"""Measure the speed-up from a draft model with scripted acceptance rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
 def drafts(bench: Bench, budget: Budget) -> None:
-    """Both models at batch 1, beside the target alone."""
+    """Compare decoding of one sequence with and without the draft model."""
     plan = bench.plan
     kv_tokens = plan.alone.prompt + plan.alone.answer + 4096
 
@@ -29,7 +29,7 @@ def drafts(bench: Bench, budget: Budget) -> None:
             loaded.spec, loaded.weights, bench.device, kv_tokens=kv_tokens, ahead=ahead
         )
 
-    # what comes after a draft is the target's to say
+    # the draft model must not run ahead: the target decides which token follows a draft
     target, draft = runner(plan.plain, ahead=True), runner(plan.small, ahead=False)
     prompt = bench.prompt(plan.plain, plan.alone.prompt)
     vocab = plan.plain.spec.vocab_size
@@ -44,7 +44,7 @@ def drafts(bench: Bench, budget: Budget) -> None:
             for name, session in sessions.items()
         }
         for side in sides.values():
-            side()  # compiles, captures, and lets the engine find out what steps take
+            side()  # warm-up: compile, capture, and let the engine measure step times
         bench.rounds("drafts", f"acceptance {alpha:g}", sides, plan.rounds, budget)
         for session in sessions.values():
             session.stop()

@@ -1,7 +1,8 @@
-"""A process that loads a checkpoint and says a token: python -m benchmarks.gpu_parts.first_token
-FOLDER STARTED [--cpu]
+"""Measure the time from process start to the first token, in a new process.
 
-STARTED: when it was started, on the monotonic clock. It prints how long everything took, as JSON.
+python -m benchmarks.gpu_parts.first_token FOLDER STARTED [--cpu]
+
+STARTED: start time of the process on the monotonic clock. Prints the seconds of each phase as JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 
 _BEGUN_S = time.monotonic()
 
-import argparse  # noqa: E402 - from here on, importing counts
+import argparse  # noqa: E402 - import time is measured from here on
 import json  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -25,7 +26,7 @@ _PROMPT, _ANSWER = 32, 40
 
 
 def main() -> None:
-    """Load as the engine process does, answer, print."""
+    """Load the model as the engine process does, generate, print the durations."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("started", type=float)
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def _over_usual_s(answer: Answer) -> float:
-    """What the first tokens took longer than the later ones do: compiling and capturing."""
+    """Extra time of the first half of the tokens over the second: compiling and capturing."""
     times = [at_s for at_s, _ in answer.arrivals]
     half = len(times) // 2
     usual_s = (times[-1] - times[half]) / (len(times) - 1 - half)

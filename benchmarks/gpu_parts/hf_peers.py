@@ -1,4 +1,4 @@
-"""transformers over the same weights: generate with a static cache, and continuous batching."""
+"""transformers as a peer, with the same weights: static-cache generate, continuous batching."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from localgen.backends.cuda.model.linear import DenseLinear, Linear
 from localgen.backends.cuda.model.weights import DecoderWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-# of the memory that is free beside the weights: others are on the device, too
+# share of the memory left by the weights, because other processes use the device too
 _KV_SHARE = 0.2
 
 
 def hf_model(spec: ModelSpec, weights: DecoderWeights, device: Device) -> Any:
-    """A transformers model whose parameters are these very tensors, or parts of them."""
+    """Return a transformers model whose parameters share memory with these weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{k: v for k, v in config_of(spec, "bfloat16").items() if k != "dtype"})
@@ -37,7 +37,7 @@ def hf_model(spec: ModelSpec, weights: DecoderWeights, device: Device) -> Any:
 
 
 def named(spec: ModelSpec, weights: DecoderWeights) -> list[tuple[str, Tensor]]:
-    """The tensors under their names in a checkpoint."""
+    """Return the tensors with their names in a checkpoint."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     found = [("model.embed_tokens.weight", weights.embed), ("model.norm.weight", weights.norm)]
     if not spec.tied_embeddings:
@@ -78,12 +78,12 @@ class StaticGenerate:
 
     @torch.inference_mode()
     def prompt(self, tokens: Sequence[int]) -> Tensor:
-        """Logits after the last one, [vocab]."""
+        """Logits after the last token, [vocab]."""
         given = torch.tensor([tokens], device=self._device.torch)
         return self._model(given).logits[0, -1]  # type: ignore[no-any-return]
 
     def decode_s(self, tokens: Sequence[int], count: int) -> float:
-        """Seconds for `count` tokens after this prompt, less those for the first alone."""
+        """Seconds to generate `count` tokens after this prompt, less those of the first token."""
         return self._generate_s(tokens, count) - self._generate_s(tokens, 1)
 
     def _generate_s(self, tokens: Sequence[int], count: int) -> float:
@@ -106,19 +106,19 @@ class StaticGenerate:
 
 
 class ContinuousBatching:
-    """generate_batch(), which keeps its cache and its graphs from round to round."""
+    """generate_batch() with a persistent manager, which keeps cache and graphs between rounds."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, device: Device) -> None:
         self._model, self._device = hf_model(spec, weights, device), device
 
     @torch.inference_mode()
     def prompt(self, tokens: Sequence[int]) -> Tensor:
-        """Logits after the last one, [vocab]."""
+        """Logits after the last token, [vocab]."""
         given = torch.tensor([tokens], device=self._device.torch)
         return self._model(given).logits[0, -1]  # type: ignore[no-any-return]
 
     def serve_s(self, prompts: Sequence[Sequence[int]], count: int) -> float:
-        """Seconds for `count` tokens of each. RuntimeError: not all of them came."""
+        """Seconds to generate `count` tokens per prompt. Raises RuntimeError if any are missing."""
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -135,5 +135,5 @@ class ContinuousBatching:
         took_s = time.perf_counter() - begun_s
         said = sum(len(answer.generated_tokens) for answer in found.values())
         if said != len(prompts) * count:
-            raise RuntimeError(f"{said} tokens came, {len(prompts) * count} were asked for")
+            raise RuntimeError(f"received {said} tokens, requested {len(prompts) * count}")
         return took_s

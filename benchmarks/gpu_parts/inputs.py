@@ -1,4 +1,4 @@
-"""Fresh random inputs of kernels, never zeros."""
+"""Random kernel inputs, never zeros."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """dtype: of everything that is a plain float."""
+    """Generates random tensors. dtype: of unquantized tensors."""
 
     generator: torch.Generator
     dtype: torch.dtype
@@ -24,14 +24,14 @@ class Inputs:
         return self.generator.device
 
     def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Normally distributed numbers."""
+        """Normally distributed values."""
         values = torch.empty(shape, device=self.device, dtype=torch.float32)
         return values.normal_(std=std, generator=self.generator).to(dtype or self.dtype)
 
     def integers(
         self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64
     ) -> Tensor:
-        """Whole numbers from low to high - 1."""
+        """Integers from low to high - 1."""
         given = {"generator": self.generator, "device": self.device, "dtype": torch.int64}
         return torch.randint(low, high, shape, **given).to(dtype)  # type: ignore[call-overload, no-any-return]
 
@@ -40,7 +40,7 @@ class Inputs:
         return torch.randperm(count, generator=self.generator, device=self.device)
 
     def cache(self, pages: int, kv_heads: int, size: int, kind: torch.dtype) -> LayerKV:
-        """A layer of a cache that is full. kind: what it is kept in."""
+        """A full KV cache of one layer. kind: its dtype."""
         shape = (pages, kv_heads, PAGE_TOKENS, size)
         keys, values = self.normal(*shape), self.normal(*shape)
         if kind not in QUANTIZED_MAX:
@@ -52,7 +52,7 @@ class Inputs:
         return LayerKV(k, v, k_scales, v_scales)
 
     def ragged(self, rows: list[int], lengths: list[int], pages: int) -> AttentionMetadata:
-        """Sequences of so many new rows each, that end at these lengths, on pages in any order."""
+        """Metadata of sequences with these numbers of new rows and lengths, on shuffled pages."""
         width = max(map(pages_for, lengths))
         assert width * len(lengths) <= pages
         tables = self.permutation(pages)[: width * len(lengths)].view(len(lengths), width)
@@ -67,18 +67,18 @@ class Inputs:
 
 
 def doubled(x: Tensor) -> Tensor:
-    """In float64, if it is a float of 16 bits or more; eight bits stay as they are."""
+    """Convert floats of 16 bits or more to float64; 8-bit values stay unchanged."""
     return x.double() if x.is_floating_point() and x.dtype.itemsize > 1 else x
 
 
 def doubled_cache(cache: LayerKV) -> LayerKV:
-    """A copy in float64; in eight bits, a copy as it is."""
+    """Copy a cache, converted to float64 unless it is 8-bit."""
     keys, values, *scales = (doubled(part).clone() for part in cache.tensors)
     return LayerKV(keys, values, *scales)
 
 
 def exact_cache(cache: LayerKV) -> LayerKV:
-    """The values that a cache stands for, in float64."""
+    """Return the dequantized values of a cache in float64."""
     keys, values = doubled(cache.keys), doubled(cache.values)
     if cache.key_scales is None or cache.value_scales is None:
         return LayerKV(keys, values)

@@ -1,6 +1,6 @@
-"""Norms, gates, rotations and attention on random inputs of real models' sizes.
+"""Cases of norms, gated activations, RoPE and attention, with the sizes of real models.
 
-Kernels are called as the decoder calls them: by their public name, which takes the Triton kernel on
+Kernels are called as in the decoder, by their public function, which selects the Triton kernel on
 a GPU and the twin on a CPU.
 """
 
@@ -39,7 +39,7 @@ def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
                 r: Tensor | None = residual,
                 offset: bool = offset,
             ) -> Tensors:
-                # the norm is that of the sum as it is stored
+                # normalize the sum after rounding, as it is stored
                 summed = x if r is None else (x.float() + r.float()).to(x.dtype)
                 normed, _ = norm.rms_norm_reference(
                     summed.double(), w.double(), 1e-5, offset=offset, residual=None
@@ -93,7 +93,7 @@ def _rotation(
     cache = make.cache(pages, kv_heads, size, kind)
 
     def stored(into: LayerKV, queries: Tensor) -> Tensors:
-        # the cache as values: what was there before must still be there
+        # dequantize the whole cache: other slots must be unchanged
         keys = dequantize_kv(into.keys, into.key_scales)
         return queries, keys, dequantize_kv(into.values, into.value_scales)
 
@@ -102,8 +102,7 @@ def _rotation(
         return stored(into, rope.rope_and_store_kv(qkv, positions, table, weights, into, slots))
 
     def wanted() -> Tensors:
-        # rows keep their type, or what is stored would be rounded from something else; the twin
-        # computes in float32 or better, and rounds once
+        # the twin computes and stores in float64; only 8-bit caches are rounded, once
         into = doubled_cache(cache)
         norms = weights and rope.QKNorm(
             weights.q_weight.double(), weights.k_weight.double(), weights.eps, weights.offset
@@ -119,7 +118,7 @@ def _rotation(
 
 
 def attentions(make: Inputs, sizes: Sizes) -> Iterator[Case]:
-    """Decoding, a whole prompt, a part of one behind others, and both at once."""
+    """Decoding, a whole prompt, chunks behind cached tokens, and mixed steps."""
     long = sizes.long
     steps = {
         "one": ([1], [long]),

@@ -1,4 +1,4 @@
-"""Runs the cases: is every kernel what its twin in float64 is?"""
+"""Run the kernel cases: compare every kernel with its float64 twin."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GROUPS: tuple[Callable[[Inputs, Sizes], Iterator[Case]], ...] = (
 
 
 def kernels(device: Device, sizes: Sizes, seed: int) -> Iterator[Check]:
-    """A check for every case; an exception fails that one alone, or the rest of its group."""
+    """Yield a check per case; an exception fails only its case, or the rest of its group."""
     generator = torch.Generator(device.torch).manual_seed(seed)
     make = Inputs(generator, torch.bfloat16)
     for group in GROUPS:
         try:
             for case in group(make, sizes):
                 yield _checked(case, device)
-        except Exception as error:  # whatever it is, the other kernels are worth checking
+        except Exception as error:  # check the other kernels
             yield Check(f"cases of {group.__name__}", 0.0, 0.0, said(error))
 
 
@@ -37,7 +37,7 @@ def _checked(case: Case, device: Device) -> Check:
     try:
         wanted = case.wanted()
         with poisoned(), warnings.catch_warnings():
-            # torch warns of what is not deterministic; that is not the question here
+            # ignore torch's warnings of nondeterministic operations, which poisoned() enables
             warnings.simplefilter("ignore")
             found = case.found()
         device.synchronize()

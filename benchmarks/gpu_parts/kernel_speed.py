@@ -1,4 +1,4 @@
-"""Kernels beside what torch has for the same: cuBLAS for products, SDPA for attention."""
+"""Kernel speed, compared with torch: cuBLAS for matrix products, SDPA for attention."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 PART, SDPA = "kernels", "torch SDPA"
 _NAMES = ("qkv", "attention_out", "gate_up", "down")
-# layers whose weights are read in turn: together they are many times a cache
+# layers whose weights are read in turn: together many times the size of the L2 cache
 _LAYERS = 16
-# bytes of keys and values that are read in turn
+# bytes of different keys and values that are read in turn
 _ROTATED_BYTES = 200e6
 
 
 @dataclass(frozen=True, slots=True)
 class Tester:
-    """What both tests need."""
+    """State shared by both tests."""
 
     device: Device
     ceilings: Ceilings
@@ -41,7 +41,7 @@ class Tester:
 
 
 def products(tester: Tester, models: Sequence[Loaded], rows: Sequence[int], budget: Budget) -> None:
-    """The four products of a layer: of every model, and cuBLAS over the first, which is dense."""
+    """Measure the four matrix products of a layer: all models, and cuBLAS for the first (dense)."""
     for count in rows:
         test = f"a layer's products, {count} rows"
         if not budget.fits(test):
@@ -89,7 +89,7 @@ def _linear(layer: LayerWeights, name: str) -> Linear:
 
 
 def _layer_bytes(model: Loaded) -> float:
-    """Weights of one layer, about: norms are next to nothing."""
+    """Approximate bytes of one layer's weights; norms are negligible."""
     head = (
         0
         if model.spec.tied_embeddings
@@ -101,7 +101,7 @@ def _layer_bytes(model: Loaded) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Sequences of so many tokens each, of which the last `rows` are new."""
+    """A batch of sequences with `tokens` tokens each, of which the last `rows` are new."""
 
     sequences: int
     tokens: int
@@ -109,7 +109,7 @@ class Crowd:
 
 
 def attention(tester: Tester, spec: ModelSpec, crowds: Sequence[Crowd], budget: Budget) -> None:
-    """One layer's attention; torch's has its keys and values without pages."""
+    """Measure one layer's attention; for SDPA keys and values are contiguous, not paged."""
     for crowd in crowds:
         what = "decoding" if crowd.rows == 1 else f"{crowd.rows} new"
         test = f"attention, {crowd.sequences} × {crowd.tokens:,}, {what}"
@@ -118,7 +118,7 @@ def attention(tester: Tester, spec: ModelSpec, crowds: Sequence[Crowd], budget: 
         _attend(tester, test, "localgen", spec, crowd, _paged)
         try:
             _attend(tester, test, SDPA, spec, crowd, _sdpa)
-        except RuntimeError as error:  # not every build has a kernel for every shape
+        except RuntimeError as error:  # not every torch build supports every shape
             tester.report.skipped.append((f"{SDPA}, {test}", said(error)))
 
 

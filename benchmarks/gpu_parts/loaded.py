@@ -1,4 +1,4 @@
-"""Models with random weights on the device, and the real engine over them."""
+"""Models with random weights, and the real engine and runner for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEED = 0
 
 
 class Loaded:
-    """Weights on the device, and what a step must read of them."""
+    """Weights on the device, and the bytes that a step reads."""
 
     def __init__(self, shape: Shape, device: Device) -> None:
         self.name, self.spec = shape.name, shape.spec
@@ -39,24 +39,24 @@ class Loaded:
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a step reads: all but an embedding of which it takes a few rows."""
+        """Bytes of weights that a step reads: all but an untied embedding, of which few rows."""
         embed = 0 if self.spec.tied_embeddings else self.weights.embed.nbytes
         return self.weights.num_bytes - embed
 
     def kv_bytes(self, tokens: float) -> float:
-        """Keys and values of so many tokens."""
+        """Bytes of the keys and values of this many tokens."""
         return tokens * sizing.kv_bytes_per_token(self.spec, DTYPE)
 
 
 class WatchedRunner(CudaRunner):
-    """Counts the time in which the host waits for the device."""
+    """A CudaRunner that measures how long the host waits for the device."""
 
     waited_s = 0.0
 
     def collect(self, ticket: CudaStepTicket) -> StepResult:
         if ticket.done_event is not None:
             begun_s = time.perf_counter()
-            with contextlib.suppress(RuntimeError):  # CudaRunner says what it means
+            with contextlib.suppress(RuntimeError):  # CudaRunner.collect reports it
                 ticket.done_event.synchronize()
             self.waited_s += time.perf_counter() - begun_s
         return super().collect(ticket)
@@ -72,7 +72,7 @@ def watched_runner(
     ahead: bool = True,
     dtype: torch.dtype = DTYPE,
 ) -> WatchedRunner:
-    """A runner as the loader makes it, over a pool of `kv_tokens`."""
+    """Create a runner as the loader does, with a KV cache of `kv_tokens`."""
     settings, tokenizer = CudaOptions(), NumberTokenizer(spec.vocab_size)
     pages = pages_for(kv_tokens)
     cache = KVCache.zeros(spec, pages, device=device.torch, dtype=dtype)
@@ -94,12 +94,12 @@ def watched_runner(
 
 
 def over(runner: CudaRunner, vocab: int, drafters: Sequence[Drafter] = ()) -> Session:
-    """An engine with the loader's defaults."""
+    """Create an engine with the loader's defaults."""
     return Session(runner, vocab, itl_target_ms=CudaOptions().itl_target_ms, drafters=drafters)
 
 
 def serving(loaded: Loaded, device: Device, *, kv_tokens: int) -> Session:
-    """As a user would have it: with graphs, and looking ahead."""
+    """Create an engine as users run it: with CUDA graphs, launching steps ahead."""
     return over(
         watched_runner(loaded.spec, loaded.weights, device, kv_tokens=kv_tokens),
         loaded.spec.vocab_size,

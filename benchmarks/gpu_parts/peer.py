@@ -1,7 +1,8 @@
-"""A peer in a process of its own: python -m benchmarks.gpu_parts.peer NAME LOGITS [--quick]
+"""The process of a peer: python -m benchmarks.gpu_parts.peer NAME LOGITS [--quick]
 
-It loads, warms up, writes its logits of a fixed prompt to the file LOGITS and says that it is
-ready; then it measures a round for every line it reads, and answers with the figures in a line.
+It loads the model, warms up, writes the logits of a fixed prompt to the file LOGITS, and prints an
+empty JSON object when it is ready. Then it measures one round per input line, and prints the
+figures as a JSON line.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOM = 16
 
 
 def asked_prompt(plan: Plan) -> list[int]:
-    """What every peer and localgen compute the logits of."""
+    """Return the prompt whose logits are compared between peers and localgen."""
     return random.Random(0).choices(range(plan.plain.spec.vocab_size), k=plan.alone.prompt)
 
 
@@ -58,7 +59,7 @@ def _hf_batching(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
         took_s = peer.serve_s(_prompts(plan, crew.requests, crew.prompt), crew.answer)
         return {"tok_s": crew.requests * crew.answer / took_s}
 
-    # before, because it changes how the model attends
+    # before the first batch, which changes the model's attention implementation
     logits = peer.prompt(asked_prompt(plan))
     run()
     return logits, run
@@ -74,7 +75,7 @@ def _decoding(plan: Plan, peer: StaticDecode | StaticGenerate) -> Round:
     return run
 
 
-# alone: one request at a time, as much as localgen's; batch: several
+# ALONE: peers measured with one request at a time. BATCH: with several
 STATIC, HF_STATIC = "torch.compile, static cache", "transformers, static cache"
 HF_BATCHING = "transformers, continuous batching"
 ALONE, BATCH = (STATIC, HF_STATIC), (HF_BATCHING,)
@@ -86,13 +87,13 @@ _PEERS: dict[str, Callable[[Plan, Device], tuple[torch.Tensor, Round]]] = {
 
 
 def main() -> None:
-    """Until nothing more comes to read."""
+    """Serve rounds until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=[*_PEERS])
     parser.add_argument("logits", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    # whatever a library prints goes elsewhere
+    # redirect what libraries print to stderr
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     plan = QUICK if options.quick else FULL

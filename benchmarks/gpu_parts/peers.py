@@ -1,4 +1,4 @@
-"""Other engines in the same run: started beside the checks, measured in turn with localgen."""
+"""Other engines in the same run: started during the checks, measured in turn with localgen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.gpu_parts.report import Check, Figures
 from benchmarks.gpu_parts.workloads import alone, at_once
 
 ROOT = Path(__file__).parents[2]
-# two ways of rounding through all layers of a large model in bfloat16
+# maximum relative error: bfloat16 rounding differs in all layers of a large model
 LOGITS = 0.1
 _ROUND_S = 60.0
 _ROUNDS = 3
@@ -39,7 +39,7 @@ class PeerFailed(Exception):
 
 
 class Peer:
-    """A process of benchmarks.gpu_parts.peer, in which one peer is loaded."""
+    """A process of benchmarks.gpu_parts.peer with one peer."""
 
     def __init__(self, name: str, folder: Path, *, quick: bool) -> None:
         self.name = name
@@ -66,28 +66,28 @@ class Peer:
         self._lines.put("")
 
     def answer(self, timeout_s: float) -> dict[str, float]:
-        """Its next line. PeerFailed: it has ended, or takes too long."""
+        """Wait for the next line. Raises PeerFailed if the process ended or takes too long."""
         try:
             line = self._lines.get(timeout=max(0.1, timeout_s))
         except queue.Empty:
-            raise PeerFailed(self.name, f"no answer after another {timeout_s:.0f} s") from None
+            raise PeerFailed(self.name, f"no answer within {timeout_s:.0f} s") from None
         if not line:
             lines = self._errors.read_text(errors="replace").strip().splitlines()
-            why = lines[-1][:300] if lines else "it ended without a word"
+            why = lines[-1][:300] if lines else "it exited without a message"
             raise PeerFailed(self.name, why)
         return json.loads(line)  # type: ignore[no-any-return]
 
     def round(self) -> Figures:
-        """One more measurement. PeerFailed."""
+        """Measure one round. Raises PeerFailed."""
         assert self._process.stdin is not None
         try:
             print("round", file=self._process.stdin, flush=True)
         except OSError as error:
-            raise PeerFailed(self.name, f"it has ended: {error}") from None
+            raise PeerFailed(self.name, f"it exited: {error}") from None
         return self.answer(_ROUND_S)
 
     def close(self) -> None:
-        """End the process, and with it what it holds of the device."""
+        """Kill the process, which frees its device memory."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -97,7 +97,7 @@ class Peer:
 
 
 class Peers:
-    """A context manager: all of them, starting."""
+    """Starts all peers; as a context manager it ends them."""
 
     def __init__(self, *, quick: bool) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -116,14 +116,14 @@ class Peers:
         self.close()
 
     def close(self) -> None:
-        """End those that still run."""
+        """End all peers."""
         for one in self.all:
             one.close()
         self._folder.cleanup()
 
 
 def compare(bench: Bench, peers: Peers, budget: Budget) -> None:
-    """Those that are ready in time and compute the same logits, in turn with localgen."""
+    """Compare localgen with the peers that are ready in time and compute the same logits."""
     ready = [one for one in peers.all if _is_ready(bench, one)]
     if not ready:
         return
@@ -144,13 +144,13 @@ def compare(bench: Bench, peers: Peers, budget: Budget) -> None:
         )
         for test, run, names in tests:
             theirs: dict[str, Side] = {one.name: one.round for one in ready if one.name in names}
-            for _ in range(2):  # compiles, and captures
+            for _ in range(2):  # warm-up: compile and capture
                 run()
             while theirs and budget.fits(test):
                 try:
                     bench.rounds("peers", test, {ours: run, **theirs}, _ROUNDS, budget)
                     break
-                except PeerFailed as error:  # the others again, without it
+                except PeerFailed as error:  # repeat the rounds without it
                     _skip(bench, error)
                     del theirs[error.name]
 
@@ -161,7 +161,7 @@ def _skip(bench: Bench, error: PeerFailed) -> None:
 
 
 def _is_ready(bench: Bench, one: Peer) -> bool:
-    """Whether it has loaded, warmed up, and computes what localgen computes."""
+    """Wait until a peer has warmed up; return True if its logits equal localgen's."""
     try:
         one.answer(bench.peers_ready_s())
     except PeerFailed as error:

@@ -1,4 +1,4 @@
-"""How much is measured: in full on a GPU, or a little of everything on a CPU."""
+"""Sizes of all tests: FULL for a GPU, QUICK for a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu_parts.shapes import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """Requests that are handed in at once: prompt and answer of so many tokens."""
+    """Requests submitted together. prompt, answer: tokens of each."""
 
     requests: int
     prompt: int
@@ -23,12 +23,13 @@ class Crew:
 class Plan:
     """Sizes in tokens, buffers in bytes, times in seconds.
 
-    plain, int4, fp8: the same model in three forms; small: another; large: measured alone only.
-    alone: a request by itself. depths: what lies before it. batches: sequences of the curve, each
-    as `each`. rush: more requests than run at once. mixed: requests of lowest to highest tokens, in
-    and out. lognormal: requests of a mean of so many tokens. prefix: shared by requests like
-    `behind`. chats: `turns` of a question and an answer, `behind` one another.
-    peer: requests that engines with batches get. compiler: torch.compile's backend for peers.
+    plain, int4, fp8: one model in three formats; small: another model; large: for part `large`.
+    alone: a single request. depths: context lengths of single requests. batches: batch sizes of
+    part `curve`, with requests like `each`. rush: more requests than can run at once.
+    mixed_tokens: minimum and maximum of prompts and answers. lognormal: mean lengths.
+    prefix: length of the prefix shared by requests like `behind`. chats: number of concurrent
+    chats, with `turns` turns each. peer: requests for peers with batching. compiler: backend of
+    torch.compile for peers.
     """
 
     plain: Shape
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def models(self) -> tuple[Shape, ...]:
-        """Those that stay loaded, each once."""
+        """The models that stay loaded, without duplicates."""
         return tuple(dict.fromkeys((self.plain, self.int4, self.fp8, self.small)))
 
 

@@ -1,4 +1,4 @@
-"""A decoder with a cache of its own, stepped directly: the logits of every token."""
+"""A decoder with its own KV cache, run step by step, for the logits of every token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Part = TypeVar("Part")
 
 
 class Probe:
-    """Sequences 0 to `sequences` - 1 of at most `max_len` tokens each, on pages in any order."""
+    """Holds sequences 0 to `sequences` - 1 of at most `max_len` tokens, on shuffled pages."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class Probe:
         for layer in cache.layers:
             for tensor in (layer.keys, layer.values):
                 if kind.itemsize > 1:
-                    tensor.fill_(torch.nan)  # nothing may be read before it is written
+                    tensor.fill_(torch.nan)  # detects reads of unwritten slots
         self._pages = np.random.default_rng(0).permutation(count).astype(np.int32)
         self._names = [_sequence(i, max_len) for i in range(sequences)]
         length = min(spec.max_len, self._each * PAGE_TOKENS)
         self._steps = DeviceExecutor(Decoder(spec, weights, length), cache, use_cuda_graphs=graphs)
 
     def step(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
-        """Logits after every token of each part (sequence, start, tokens): [tokens, vocab]."""
+        """Run a step; return the logits [tokens, vocab] of each part (sequence, start, tokens)."""
         logits = self._steps.run(self.inputs(parts))
         return list(torch.split(logits.clone(), [len(tokens) for _, _, tokens in parts]))
 
     def inputs(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> StepInputs:
-        """The step that computes these."""
+        """Return the inputs of a step with these parts."""
         chunks = [
             Chunk(
                 seq=self._names[number],
@@ -74,7 +74,7 @@ class Probe:
         return self._pages[first : first + self._each]
 
     def text(self, tokens: Sequence[int], *, rows: int = 1024) -> Tensor:
-        """Logits after every token of one text: [tokens, vocab]."""
+        """Return the logits after every token of a text, [tokens, vocab]; rows: per step."""
         return torch.cat(
             [
                 self.step([(0, start, tokens[start : start + rows])])[0]
@@ -90,12 +90,12 @@ def _sequence(number: int, max_len: int) -> Seq:
 
 
 def exact(weights: DecoderWeights) -> DecoderWeights:
-    """The same weights in float64 on the CPU, where only twins compute."""
+    """Copy weights to the CPU in float64, where only twins run."""
     return _changed(weights, lambda tensor: doubled(tensor.cpu()))
 
 
 def livened(weights: DecoderWeights, generator: torch.Generator) -> DecoderWeights:
-    """With norms that are not all ones, where mistakes would not show."""
+    """Randomize the norm weights, because norms of ones would hide errors."""
 
     def other(norm: Tensor | None) -> Tensor | None:
         if norm is None:
@@ -115,7 +115,7 @@ def livened(weights: DecoderWeights, generator: torch.Generator) -> DecoderWeigh
 
 
 def _changed(part: Part, change: Any) -> Part:
-    """A value made of dataclasses, lists and tuples, with other tensors."""
+    """Apply `change` to all tensors in nested dataclasses, lists and tuples."""
     found: Any = part
     if isinstance(part, Tensor):
         found = change(part)

@@ -1,4 +1,4 @@
-"""Products with weights of every kind, and mixtures of experts, on random inputs."""
+"""Cases of matrix products with all weight formats, and of mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 
 def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
-    """Rows, inputs and outputs."""
+    """Yield rows, input features and output features."""
     for rows in (1, 2, 5, 8, 16, 33, 64, sizes.rows):
         yield rows, sizes.hidden, sizes.hidden + 64
     for rows in (1, 7):

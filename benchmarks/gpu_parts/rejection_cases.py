@@ -1,4 +1,4 @@
-"""Drafts that were drawn, on random logits: what is kept, and what replaces the rest."""
+"""Cases of rejection sampling with sampled drafts, on random logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _probabilities(make: Inputs, rows: int, vocab: int) -> Case:
 
 def _verify(make: Inputs, rows: int, vocab: int) -> Case:
     drawn, asked, every = _drawn(make, rows, vocab)
-    # near the target's own distribution, so that many are kept and many are not
+    # close to the target's distribution, so that many drafts are accepted and many rejected
     nearby = drawn.logits + make.normal(rows, vocab, std=0.5, dtype=torch.float32)
     q = rejection.sampling_probs_reference(replace(drawn, logits=nearby), asked, every)
     tokens = q.multinomial(1)[:, 0].to(torch.int32)
@@ -47,14 +47,14 @@ def _verify(make: Inputs, rows: int, vocab: int) -> Case:
     def found() -> Tensors:
         exact = replace(drawn, logits=drawn.logits.double())
         wanted = rejection.rejection_sample_reference(exact, asked, drafts)
-        # the kernel writes into what it is given
+        # the kernel writes to its inputs
         given = replace(drawn, tokens=drawn.tokens.clone())
         return ((rejection.rejection_sample(given, asked, drafts) == wanted).double(),)
 
     def wanted() -> Tensors:
         return (torch.ones(rows, dtype=torch.float64, device=drawn.logits.device),)
 
-    # as for sampling: the share of rows that may differ
+    # as in sampling_cases: the share of rows that may differ
     return Case("rejection_sample", f"{rows} × {vocab}", found, wanted, math.sqrt(DIFFERENT))
 
 

@@ -1,4 +1,4 @@
-"""What a run on a GPU found: one table, and a file with every value."""
+"""Results of a GPU run: a Markdown table, and a JSON file with all values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from benchmarks.measure import table
 
-# the figures of one side in one round, by name; names end in their unit
+# figures of one side in one round, by name; names end with the unit
 Figures = Mapping[str, float]
 HEAD = (
     *("part", "test", "side", "rate", "TTFT p50/p99 ms", "ITL p50/p99 ms"),
-    *("of datasheet", "of copy", "besides"),
+    *("of datasheet", "of copy", "other figures"),
 )
-# the first of these that a row has is its rate
+# the rate of a row is the first of these figures that it has
 RATES = {
     "decode_tok_s": "tok/s",
     "tok_s": "tok/s",
@@ -34,7 +34,7 @@ _PLACED = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One side of one test: for each figure its value in every round."""
+    """Values of one side of a test, by figure and round."""
 
     part: str
     test: str
@@ -42,12 +42,12 @@ class Row:
     figures: Mapping[str, tuple[float, ...]]
 
     def median(self, name: str) -> float | None:
-        """The median of a figure over the rounds; None: this row does not have it."""
+        """Median of a figure over the rounds; None if the row does not have it."""
         values = self.figures.get(name)
         return statistics.median(values) if values else None
 
     def cells(self) -> tuple[str, ...]:
-        """Of HEAD: medians, and of the rate its lowest and highest value."""
+        """Cells of the columns in HEAD: medians; the rate also with its minimum and maximum."""
         rate = next((name for name in RATES if name in self.figures), None)
         rest = [name for name in self.figures if name not in (*_PLACED, rate)]
         besides = ", ".join(f"{name} {_number(self.median(name))}" for name in rest)
@@ -72,8 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Whether something is right. error: how far off, to be at most `most`; problem: an exception,
-    or what else is wrong."""
+    """A correctness check. error: must not exceed `most`. problem: error message; empty: none."""
 
     name: str
     error: float
@@ -85,13 +84,13 @@ class Check:
         return not self.problem and self.error <= self.most  # NaN is not
 
     def line(self) -> str:
-        """For the list of what failed."""
+        """Describe a failed check in one line."""
         return f"{self.name}: {self.problem or f'off by {self.error:.3g}, allowed {self.most:.3g}'}"
 
 
 @dataclass(slots=True)
 class Report:
-    """Everything that a run found. skipped: name and reason. cut: what there was no time for."""
+    """Results of a run. skipped: name and reason. cut: tests skipped for lack of time."""
 
     quick: bool
     seed: int
@@ -106,7 +105,7 @@ class Report:
     part_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, part: str, test: str, side: str, rounds: Sequence[Figures]) -> Row:
-        """Enter one side of a test: its figures in each round, all with the same names."""
+        """Add one side of a test: its figures in each round, all with the same names."""
         names = rounds[0].keys()
         figures = {name: tuple(figures[name] for figures in rounds) for name in names}
         row = Row(part, test, side, figures)
@@ -118,7 +117,7 @@ class Report:
         return [check for check in self.checks if not check.passed]
 
     def text(self) -> str:
-        """Everything as Markdown."""
+        """The results as Markdown."""
         passed = len(self.checks) - len(self.failed)
         parts = [
             f"# {self.machine.get('gpu') or self.machine['cpu']}"
@@ -133,7 +132,7 @@ class Report:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def write(self, path: Path) -> None:
-        """Everything as JSON, and the text beside it."""
+        """Write the results as JSON, and as Markdown to the same path with suffix .md."""
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = asdict(self) | {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -148,7 +147,7 @@ class Report:
 
 
 def said(error: BaseException) -> str:
-    """An exception in one line."""
+    """Format an exception in one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 

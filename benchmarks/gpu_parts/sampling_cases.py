@@ -1,4 +1,4 @@
-"""Sampling on random logits: the kernel has to draw the very tokens that its twin draws."""
+"""Cases of sampling on random logits: the kernel must sample the same tokens as its twin."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from localgen.backends.cuda.kernels.sampling import sample
 from localgen.backends.cuda.kernels.sampling.gumbel import hash_seed
 from localgen.backends.cuda.kernels.sampling.sample import SamplingTensors
 
-# rows that may differ: two tokens can be as good as equal
+# share of rows that may differ, because two tokens can be nearly equal
 DIFFERENT = 0.02
-_EDITS = 3  # changed logits of a row
+_EDITS = 3  # edited logits per row
 
 
 def draws(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -39,7 +39,7 @@ def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
     def wanted() -> Tensors:
         return (torch.ones(rows, dtype=torch.float64, device=logits.device),)
 
-    # of zeros and ones, the relative error is the root of the share that differs
+    # the relative error of zeros and ones is the square root of the share that differs
     return Case("sample_tokens", f"{rows} × {vocab}, {kind}", found, wanted, math.sqrt(DIFFERENT))
 
 
@@ -71,7 +71,7 @@ def settings_of(make: Inputs, rows: int, vocab: int, kind: str) -> SamplingTenso
     return replace(
         settings,
         edit_rows=torch.arange(edits, device=make.device, dtype=torch.int32) // _EDITS,
-        # each token once in a row
+        # each token at most once per row
         edit_tokens=make.permutation(vocab)[:_EDITS].repeat(rows).to(torch.int32),
         edit_counts=make.integers(0, 4, edits).float(),
         edit_biases=make.normal(edits, dtype=torch.float32),

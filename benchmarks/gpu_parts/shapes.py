@@ -1,4 +1,4 @@
-"""Models as shapes alone: those of Llama, plain and quantized, and one small enough for a CPU."""
+"""Model shapes: Llama models, unquantized and quantized, and small models for checks and CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FP8 = QuantizationConfig(method="fp8", bits=8)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model to measure with random weights."""
+    """A model to measure, with random weights."""
 
     name: str
     spec: ModelSpec
@@ -38,7 +38,7 @@ def llama(
     tied: bool = False,
     quant: QuantizationConfig | None = None,
 ) -> ModelSpec:
-    """A Llama 3. stretch: the factor of its rope scaling."""
+    """Return the spec of a Llama 3. stretch: factor of the RoPE scaling."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
         num_layers=layers,
@@ -78,7 +78,7 @@ def llama(
 
 
 def config_of(spec: ModelSpec, dtype: str) -> dict[str, Any]:
-    """The config.json of such a Llama, as transformers writes it. dtype: bfloat16, for example."""
+    """Return config.json as transformers writes it. dtype: for example bfloat16."""
     scaling = spec.rope.scaling
     assert isinstance(scaling, Llama3Scaling)
     return {
@@ -138,7 +138,7 @@ PLAIN_TINY = Shape("tiny bf16", _TINY)
 INT4_TINY = Shape("tiny int4-g128", replace(_TINY, quant=INT4))
 FP8_TINY = Shape("tiny fp8", replace(_TINY, quant=FP8))
 
-# every turn that the decoder can take, small enough to be computed in float64
+# small enough for float64; the variants below cover all code paths of the decoder
 SMALL = replace(
     llama(
         layers=3,
@@ -150,11 +150,11 @@ SMALL = replace(
         vocab=1000,
         max_len=2048,
     ),
-    attn_scale=1.0,  # random weights attend to everything alike otherwise
+    attn_scale=1.0,  # otherwise attention with random weights is nearly uniform
 )
 CHECKED = (
     Shape("llama", SMALL),
-    # random digits have a mean, so that scores are larger
+    # random 4-bit values have a non-zero mean, which makes attention scores larger
     Shape("llama int4", replace(SMALL, quant=INT4, attn_scale=0.125)),
     Shape("llama fp8", replace(SMALL, quant=FP8)),
     Shape(
@@ -164,7 +164,7 @@ CHECKED = (
             norm_offset=True,
             sandwich_norms=True,
             qk_norm=True,
-            attn_scale=0.125,  # of normed heads, whose products are larger
+            attn_scale=0.125,  # products of normalized heads are larger
             activation="gelu_tanh",
             local_rope=Rope(theta=10_000.0, dim=64),
             sliding_windows=(48, None, 48),

@@ -1,4 +1,4 @@
-"""From the start of a process to the first token of a model whose files are in the page cache."""
+"""Measure the time from process start to the first token, with model files in the page cache."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.report import Figures
 
 PART = "startup"
-# room beside the checkpoint, on the disk and in memory
+# free disk and memory required, relative to the size of the checkpoint
 _SPARE = 1.3
 _TIMEOUT_S = 120
 
 
 def startup(bench: Bench, budget: Budget) -> None:
-    """A start as usual, and the first one ever, which compiles its kernels."""
+    """Measure a usual start, and a first start, which compiles its kernels."""
     shape = bench.plan.plain
     with tempfile.TemporaryDirectory(prefix="localgen-benchmark-") as name:
         folder, needed = Path(name), 2 * shape.spec.num_params
         free = min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
         if free < _SPARE * needed:
-            reason = f"{free / 1e9:.0f} GB are free, it takes {_SPARE * needed / 1e9:.0f}"
+            reason = f"{free / 1e9:.0f} GB are free, {_SPARE * needed / 1e9:.0f} are needed"
             bench.report.skipped.append((PART, reason))
             return
         begun_s = time.monotonic()
@@ -50,7 +50,7 @@ def startup(bench: Bench, budget: Budget) -> None:
 
 
 def _start(bench: Bench, folder: Path, *, fresh: bool) -> Figures:
-    """fresh: with an empty cache of compiled kernels. RuntimeError: it failed."""
+    """Run first_token in a process. fresh: with an empty Triton cache. Raises RuntimeError."""
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(dir=folder) as empty:
         if fresh:

@@ -1,7 +1,7 @@
-"""The peer in the manner of gpt-fast: a static cache, torch.compile, one CUDA graph for a token.
+"""A peer similar to gpt-fast: static KV cache, torch.compile, one CUDA graph per token.
 
-A bare loop for one sequence: no scheduler, no pages, no sampler but argmax. Layers are compiled one
-by one (they are all alike), which takes seconds where the whole model would take minutes.
+A minimal loop for one sequence: no scheduler, no pages, argmax sampling. One compiled function is
+used for all layers, which takes seconds to compile where the whole model would take minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 
 class StaticDecode:
-    """A Llama. compiler: torch.compile's backend."""
+    """Decodes one sequence with a Llama. compiler: torch.compile's backend."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class StaticDecode:
         self._step: Callable[[], None] = self._one
 
     def warm_up(self) -> None:
-        """Compile, then capture."""
+        """Compile the layer; on a GPU, capture the step."""
         with torch.inference_mode():
             for _ in range(3):
                 self._one()
@@ -62,7 +62,7 @@ class StaticDecode:
 
     @torch.inference_mode()
     def prompt(self, tokens: Sequence[int]) -> Tensor:
-        """Logits after the last one, [vocab]; what comes next is decoded from it."""
+        """Prefill a prompt for decoding; return the logits of its last token, [vocab]."""
         given = torch.tensor(tokens, device=self._device.torch)
         logits = self._forward(given, torch.arange(len(tokens), device=self._device.torch), _layer)
         self.token.copy_(logits[-1:].argmax(-1))
@@ -70,7 +70,7 @@ class StaticDecode:
         return logits[-1]
 
     def decode_s(self, tokens: Sequence[int], count: int) -> float:
-        """Seconds for `count` tokens after this prompt, without the first."""
+        """Seconds to generate `count` tokens after this prompt, without the first token."""
         self.prompt(tokens)
         self._device.synchronize()
         begun_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What happens within a step: launches, idle time, what the host does, and what graphs cost."""
+"""Profile decode steps: kernels, launches, idle time, host time, cost of graph capture."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.loaded import WatchedRunner
 from benchmarks.session import Session
 
-# gaps longer than this are those in which the device waits for the host
+# in longer gaps the device waits for the host
 LONG_GAP_US = 10.0
-# calls with which the host gives the device something to do
+# parts of the names of host calls that launch work on the device
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Of some steps. kernels: done by the device, copies included. launches: asked for by the host.
+    """Device activity during some steps.
 
-    busy_s: with at least one kernel running. waits_s: in gaps of more than LONG_GAP_US.
+    kernels: number of kernels and copies on the device. launches: number of launch calls of the
+    host. busy_s: time with at least one kernel running. waits_s: time in gaps of more than
+    LONG_GAP_US.
     """
 
     kernels: int
@@ -36,7 +38,7 @@ class Activity:
 
 
 def activity(device: Device, run: Callable[[], None]) -> Activity:
-    """What the profiler sees of a run. On a CPU, torch's operators stand for kernels."""
+    """Profile a run. On a CPU, torch operators count as kernels."""
     kinds = torch.profiler.ProfilerActivity
     wanted = [kinds.CPU, kinds.CUDA] if device.is_gpu else [kinds.CPU]
     with torch.profiler.profile(activities=wanted) as profile:
@@ -55,7 +57,7 @@ def activity(device: Device, run: Callable[[], None]) -> Activity:
 
 
 def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Time covered by at least one span, and that of the long gaps between them."""
+    """Return the time covered by at least one span, and the sum of long gaps (microseconds)."""
     busy = waits = 0.0
     end: float | None = None
     for begin, stop in sorted(spans):
@@ -72,7 +74,7 @@ def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 @contextmanager
 def decoding(session: Session, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
-    """All of them decode inside; yields how long each step took so far, in seconds."""
+    """Decode all prompts in the block; yields the seconds of each of the first steps."""
     answers: list[Answer] = [session.submit(prompt, tokens) for prompt in prompts]
     while not all(answer.arrivals for answer in answers):
         session.step()
@@ -80,7 +82,7 @@ def decoding(session: Session, prompts: Sequence[Sequence[int]], tokens: int) ->
     session.cancel(answers)
 
 
-# by then the shape is captured and replayed
+# after these the batch shape is captured and replayed
 _FIRST_STEPS = 12
 
 
@@ -93,7 +95,7 @@ def _step_s(session: Session) -> float:
 def measured(
     device: Device, session: Session, prompts: Sequence[Sequence[int]], *, steps: int
 ) -> dict[str, float]:
-    """Figures of a decoding step of so many sequences, averaged over `steps` of them."""
+    """Return the figures of a decode step of these prompts, from `steps` steps."""
     device.reset_peak()
     runner = session.runner
     assert isinstance(runner, WatchedRunner)
@@ -107,7 +109,7 @@ def measured(
             for _ in range(steps):
                 session.step()
 
-        activity(device, session.step)  # the profiler's own first time
+        activity(device, session.step)  # the profiler's own warm-up
         seen = activity(device, some)
     step_s = statistics.median(each_s)
     return {

@@ -1,5 +1,4 @@
-"""Requests as KERNELS have them, through the real engine: alone, in batches, of mixed lengths, over
-one prefix, as chats."""
+"""Workloads of the real engine: single requests, batches, mixed lengths, shared prefix, chats."""
 
 from __future__ import annotations
 
@@ -18,26 +17,26 @@ from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.session import GREEDY, Session
 from localgen.backends.sampling_params import SamplingParams
 
-# the standard deviation of the logarithm of lengths, about that of chats people shared
+# standard deviation of the logarithm of lengths, about that of published chat data sets
 _SPREAD = 1.0
 _SAMPLED = SamplingParams(temperature=0.8, seed=1)
 _CURVE_ROUNDS = 3
-_ROOM = 64  # tokens of a pool besides those needed
+_ROOM = 64  # extra tokens of the KV cache
 
 
 def single(bench: Bench, budget: Budget) -> None:
-    """One request at a time, of all models in turn: with nothing before it, and far into a text."""
+    """Single requests, models in turn: with a short prompt, and behind a long context."""
     plan, answer = bench.plan, bench.plan.alone.answer
     longest = max(plan.depths, default=0) + plan.alone.prompt + 2 * answer + _ROOM
     with ExitStack() as stack:
         sessions = {
-            # a deep text that only warms up, and the one that is measured
+            # room for two long texts: one for warm-up and the measured one
             shape: stack.enter_context(_session(bench, shape, 2 * longest))
             for shape in plan.models
         }
         test = f"{plan.alone.prompt} in/{answer} out"
         for shape, session in sessions.items():
-            for params in (GREEDY, _SAMPLED):  # compiles, and captures
+            for params in (GREEDY, _SAMPLED):  # warm-up: compile and capture
                 session.ask([bench.prompt(shape, plan.alone.prompt)], answer, params)
         sides = {shape.name: _alone(bench, session, shape) for shape, session in sessions.items()}
         first = plan.plain
@@ -50,7 +49,7 @@ def single(bench: Bench, budget: Budget) -> None:
 
 
 def large(bench: Bench, budget: Budget) -> None:
-    """One request at a time of a model that fills most of the device."""
+    """Single requests to a model that fills most of the device's memory."""
     shape, crew = bench.plan.large, bench.plan.alone
     test = f"{crew.prompt} in/{crew.answer} out"
     with _session(bench, shape, 4 * (crew.prompt + crew.answer + _ROOM)) as session:
@@ -69,33 +68,35 @@ def _alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams 
 
 
 def alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Figures:
-    """One request by itself."""
+    """Measure a single request."""
     crew = bench.plan.alone
     answers = session.ask([bench.prompt(shape, crew.prompt)], crew.answer, params)
     return _decoding(bench, bench.model(shape), answers, crew.prompt)
 
 
 def at_once(bench: Bench, session: Session, shape: Shape, crew: Crew) -> Figures:
-    """Requests that come together."""
+    """Measure requests submitted together."""
     return served(_crew(bench, session, shape, crew))
 
 
 def _deep(
     bench: Bench, sessions: dict[Shape, Session], test: str, depth: int, budget: Budget
 ) -> None:
-    """The time to the first token is that of a text never seen; then the same text from the cache
-    is what decodes, so that rounds do not spend their time on prompts."""
+    """Measure TTFT of a new long text once, then decoding behind the same text in the cache.
+
+    So the rounds spend no time on prefill.
+    """
     crew = bench.plan.alone
     texts: dict[Shape, list[int]] = {}
     for shape, session in sessions.items():
-        session.ask([bench.prompt(shape, depth)], 4)  # compiles
+        session.ask([bench.prompt(shape, depth)], 4)  # warm-up: compile
         texts[shape] = bench.prompt(shape, depth)
         (answer,) = session.ask([texts[shape]], 4)
         ttft_ms = (answer.first_s - answer.sent_s) * 1e3
         figures = {"ttft_p50_ms": ttft_ms, "ttft_p99_ms": ttft_ms}
         figures["prompt_tok_s"] = depth / ttft_ms * 1e3
         bench.report.add("single", f"{test}, cold", shape.name, [figures])
-        session.ask([texts[shape]], 8)  # captures
+        session.ask([texts[shape]], 8)  # warm-up: capture
 
     def side(shape: Shape, session: Session) -> Side:
         def run() -> Figures:
@@ -113,7 +114,7 @@ def _deep(
 def _decoding(
     bench: Bench, model: Loaded, answers: Sequence[Answer], prompt: int
 ) -> dict[str, float]:
-    """Figures of sequences that decode together, with the bandwidth that their steps come to."""
+    """Figures of sequences that decode together, with the memory bandwidth of their steps."""
     rate = decode_tok_s(answers)
     tokens = prompt + answers[0].finished.completion_tokens / 2
     step_bytes = model.step_bytes + len(answers) * model.kv_bytes(tokens)
@@ -122,7 +123,7 @@ def _decoding(
 
 
 def curve(bench: Bench, budget: Budget) -> None:
-    """How fast sequences decode together, by their number."""
+    """Decode throughput by batch size."""
     plan = bench.plan
     shapes = (plan.plain, plan.int4, plan.fp8)
     room = max(plan.batches) * (plan.each.prompt + plan.each.answer + _ROOM)
@@ -158,7 +159,7 @@ def _batch(bench: Bench, session: Session, shape: Shape, batch: int) -> Side:
 
 
 def load(bench: Bench, budget: Budget) -> None:
-    """More at once than one would ask for alone: output of the whole, and how long all wait."""
+    """Throughput and latency of many requests submitted together."""
     plan = bench.plan
     low, high = plan.mixed_tokens
     rush, chats = plan.rush, plan.lognormal
@@ -198,21 +199,21 @@ def _loaded(
             answers = session.ask(bench.prompts(shape, ins), outs)
             return {**served(answers), "peak_gb": bench.device.peak_gb()}
 
-        few = max(1, len(ins) // 8)  # compiles, and captures the smaller shapes
+        few = max(1, len(ins) // 8)  # warm-up: compile, and capture the smaller batch shapes
         session.ask(bench.prompts(shape, ins[:few]), [min(n, 32) for n in outs[:few]])
         bench.rounds("load", test, {shape.name: run}, 2, budget)
     bench.device.free()
 
 
 def _lognormal(bench: Bench, mean: int, count: int) -> list[int]:
-    """Lengths of a lognormal distribution of this mean."""
+    """Sample lengths from a lognormal distribution with this mean; outliers are clipped."""
     middle = math.log(mean) - _SPREAD**2 / 2
     drawn = [bench.random.lognormvariate(middle, _SPREAD) for _ in range(count)]
     return [min(max(int(length), 4), 8 * mean) for length in drawn]
 
 
 def prefix(bench: Bench, budget: Budget) -> None:
-    """Cold requests that arrive together over one long prefix, which is computed once."""
+    """Requests submitted together with one new long prefix, which is computed once."""
     plan, shape, crew = bench.plan, bench.plan.plain, bench.plan.behind
     test = f"{crew.requests} × {crew.prompt} in/{crew.answer} out over {plan.prefix:,}"
     with _session(bench, shape, plan.kv_tokens) as session:
@@ -230,7 +231,7 @@ def prefix(bench: Bench, budget: Budget) -> None:
 
 
 def chats(bench: Bench, budget: Budget) -> None:
-    """Chats that go on side by side: each turn sends all that was said, and a question more."""
+    """Concurrent chats: each turn sends the whole conversation and a new question."""
     plan, shape, turn = bench.plan, bench.plan.plain, bench.plan.turn
     test = f"{plan.chats} chats × {plan.turns} turns of {turn.prompt} in/{turn.answer} out"
     with _session(bench, shape, plan.kv_tokens) as session:
@@ -244,7 +245,7 @@ def chats(bench: Bench, budget: Budget) -> None:
 
 
 def _talk(bench: Bench, session: Session, shape: Shape) -> list[Answer]:
-    """Every chat's next question comes when its answer is complete."""
+    """Run all chats; each sends its next question when its answer is complete."""
     plan, turn = bench.plan, bench.plan.turn
     texts = bench.prompts(shape, [turn.prompt] * plan.chats)
     current = [session.submit(text, turn.answer) for text in texts]
