@@ -233,7 +233,7 @@ def reject_mirostat_conflicts(requested: SamplingParams) -> None:
 
 
 def uses_adaptive_p(params: SamplingParams) -> bool:
-    """Whether adaptive-p sampling is enabled."""
+    """True if adaptive-p sampling is enabled."""
     return params.adaptive_target is not None and params.adaptive_target >= 0
 
 

@@ -168,7 +168,7 @@ def _tokens(tokenizer: TokenizerVocabulary) -> list[bytes]:
 
 
 def _bos(tokenizer: TokenizerVocabulary) -> str:
-    """What encoding puts before every text, whatever the vocabulary calls it."""
+    """Tokens that encoding puts before every text, as text."""
     return b"".join(map(tokenizer.id_to_token, tokenizer.encode(""))).decode("utf-8", "replace")
 
 

@@ -92,7 +92,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the last generated token is left to compute."""
+        """True if only the last generated token is left to compute."""
         return self.num_generated > 0 and self.num_uncomputed == 1
 
 

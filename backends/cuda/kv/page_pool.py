@@ -44,7 +44,7 @@ class PagePool:
         return len(self._idle)
 
     def can_write(self, page: int) -> bool:
-        """Whether a page has exactly one user and is not in the prefix tree."""
+        """True if a page has exactly one user and is not in the prefix tree."""
         return self._ref_counts[page] == 1 and page not in self._cached
 
     def allocate(self, count: int) -> list[int]:

@@ -40,7 +40,7 @@ class _DraftSequence:
 
     @property
     def is_active(self) -> bool:
-        """Whether the draft model's cache holds it."""
+        """True while the draft model's cache holds it."""
         return self.seq.state is SequenceState.RUNNING
 
     def append(self, sampled: SampledTokens) -> None:

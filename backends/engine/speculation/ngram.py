@@ -1,4 +1,4 @@
-"""N-gram drafter: what followed the last time the text read like this (prompt lookup)."""
+"""N-gram drafter: tokens that followed an earlier occurrence of the same n-gram (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _NgramIndex:
         self._indexed = 1  # pairs that end before this position are in _positions
 
     def acceptance_probs(self, max_drafts: int) -> list[float]:
-        """Of what followed the longest match; the match grows with each accepted token."""
+        """Of the tokens after the longest match, which grows with each accepted token."""
         length, _ = self._longest_match(len(self._tokens))
         if not length:
             return []
@@ -72,7 +72,7 @@ class _NgramIndex:
         return [known[bucket] for bucket in buckets]
 
     def continuation(self, count: int) -> list[int]:
-        """What followed the longest match; a repetition continues beyond the end."""
+        """Tokens after the longest match; a repetition continues beyond the end."""
         tokens, end = self._tokens, len(self._tokens)
         length, follows = self._longest_match(end)
         if not length:

@@ -227,7 +227,7 @@ class Speculation:
         return "no match: the text does not repeat itself" + "".join(whys)
 
     def request_stats(self, seq: Sequence) -> RequestDraftStats:
-        """What a sequence has gained so far."""
+        """Speculation statistics of a sequence so far."""
         own = self._by_sequence.get(seq, SequenceDraftStats())
         names = tuple(name for name, _ in own.tokens_by_drafter.most_common())
         reason = "" if 2 * own.drafting_steps >= max(1, own.steps) else self._reason

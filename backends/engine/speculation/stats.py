@@ -1,4 +1,4 @@
-"""Speculation statistics: acceptance that drafters estimate, and what users see."""
+"""Speculation statistics: acceptance rates for drafters, and gains for users."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AcceptanceEstimator:
 
 @dataclass(slots=True)
 class SequenceDraftStats:
-    """What one sequence gained. ms: of its steps; plain_ms: of plain steps for as many tokens."""
+    """Gains of one sequence. ms: of its steps. plain_ms: of plain steps for as many tokens."""
 
     steps: int = 0
     drafting_steps: int = 0

@@ -103,7 +103,7 @@ def _num_cache_layers(keys: _ArchitectureMetadata, layers: int) -> int:
 
 
 def _is_recurrent(keys: _ArchitectureMetadata, layer: int, layers: int) -> bool:
-    """Whether a layer has a recurrent state, with or without attention."""
+    """True if a layer has a recurrent state, with or without attention."""
     listed = keys.get("attention.recurrent_layers")
     if isinstance(listed, list) and layer < len(listed):
         return bool(listed[layer])
