@@ -111,13 +111,14 @@ class Guesser(Drafter):
 
 
 class Unprefilled(Guesser):
-    """A draft model that has to prefill a long prompt. prefilled: tokens that it was let."""
+    """A draft model that has to prefill a long prompt. prefilled: tokens so far; ms_per_token: what
+    each takes on its clock."""
 
     is_ready = False
 
-    def __init__(self, alpha: float, *, prior: float = 0.5) -> None:
+    def __init__(self, alpha: float, *, prior: float = 0.5, ms_per_token: float = 0.0) -> None:
         super().__init__(alpha, prior=prior)
-        self.prior, self.prefilled = prior, 0
+        self.prior, self.ms_per_token, self.prefilled, self.now_s = prior, ms_per_token, 0, 0.0
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         return super().acceptance_probs(seq, max_drafts) if self.is_ready else []
@@ -127,6 +128,10 @@ class Unprefilled(Guesser):
 
     def prefill(self, max_tokens: int) -> None:
         self.prefilled += max_tokens
+        self.now_s += max_tokens * self.ms_per_token / 1e3
+
+    def clock(self) -> float:
+        return self.now_s
 
 
 class Steps:
@@ -166,4 +171,4 @@ class Steps:
             self.ms += ms + draft_ms * max((len(one.tokens) for one in drafts.values()), default=0)
             self.steps += 1
             self.lengths.append(sum(len(one.tokens) for one in drafts.values()))
-            self.speculation.observe(chunks, ms)
+            self.speculation.observe(chunks, ms + self.speculation.waited_ms)

@@ -12,6 +12,7 @@ from test_engine import Log, expected_text, make, request, run_until_ended
 
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.engine.speculation.speculation import Speculation
 from localgen.backends.runner.interface import Chunk, SampledTokens, StepFailed
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import Finished
@@ -75,6 +76,57 @@ def test_a_long_prompt_is_prefilled_in_pieces() -> None:
     assert drafter.prefill_acceptance() == 0.0
     (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
+
+
+def test_a_small_batch_is_enough() -> None:
+    runner = FakeRunner(kv_tokens=1024, batch=32)
+    drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
+    seq.tokens = [1 + i % 90 for i in range(45)]
+    assert not drafter.acceptance_probs(seq, 4)
+    drafter.prefill(256)
+    assert drafter.acceptance_probs(seq, 4)
+    (drafts,) = proposed(drafter, [(seq, 2)])
+    assert drafts == fake_runner.generate(seq.tokens, 47, ends=False)
+
+
+def test_a_draft_model_is_tried_again_after_useless_text() -> None:
+    # text that it cannot guess, then text that it can: each time behind a long prompt
+    runner = FakeRunner(kv_tokens=4096, batch=512)
+    drafter = ModelDrafter(runner, "draft", clock=lambda: 0.0)
+    speculation = Speculation([drafter], clock=lambda: 0.0)
+    for useful in (False, True):
+        drafted = 0
+        for number in range(6):
+            seq = decoding(f"{useful} {number}", limit=4096)
+            seq.tokens = [1 + (number + i) % 90 for i in range(300)]
+            seq.num_prompt = 299
+            for _ in range(300):
+                drafted += _step(speculation, seq, useful)
+            speculation.propose([], max_outputs=0, max_prefill_tokens=0)
+    assert drafted > 500
+    runner.check()
+
+
+def _step(speculation: Speculation, seq: Sequence, useful: bool) -> int:
+    """A step of the target, which says what the draft model would where that is useful. Returns the
+    number of drafts."""
+    found = speculation.propose([seq], max_outputs=64, max_prefill_tokens=256)
+    drafts = found[seq].tokens if seq in found else []
+    chunk = Chunk(
+        seq=seq,
+        start=len(seq.tokens) - 1,
+        tokens=[seq.tokens[-1], *drafts],
+        num_drafts=len(drafts),
+        is_sampled=True,
+    )
+    for draft in [*drafts, None]:
+        token = fake_runner.next_token(seq.tokens)
+        token = token if useful else 7 if token != 7 else 8
+        seq.tokens.append(token)
+        if token != draft:
+            break
+    speculation.observe([chunk], 4.0 + 0.02 * len(chunk))
+    return len(drafts)
 
 
 def test_the_shortest_prompt_is_prefilled_first() -> None:

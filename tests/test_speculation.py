@@ -426,27 +426,28 @@ def test_one_step_in_so_many_is_plain() -> None:
     assert steps.lengths[PLAIN_EVERY:].count(0) == pytest.approx(39, abs=3)
 
 
-@pytest.mark.parametrize(("prior", "prefills"), [(0.9, True), (0.01, False)])
-def test_a_draft_model_prefills_where_drafts_would_pay(prior: float, prefills: bool) -> None:
-    drafter = Unprefilled(1.0, prior=prior)
-    steps = Steps(Speculation([drafter], clock=still), flat)
+def test_a_draft_model_prefills_where_drafts_would_pay() -> None:
+    drafter = Unprefilled(1.0, prior=0.9, ms_per_token=1.0)
+    steps = Steps(Speculation([drafter], clock=drafter.clock), flat)
     steps.run([decoding()], 4)
-    assert bool(drafter.prefilled) == prefills
-    before, drafter.is_ready = drafter.prefilled, True
+    assert drafter.prefilled == 3 * 64, "in each step whose price is known"
+    drafter.is_ready = True
     steps.run([decoding()], 4)
-    assert drafter.prefilled == before, "there is nothing left to prefill"
+    assert drafter.prefilled == 3 * 64, "there is nothing left to prefill"
 
 
-def test_no_prefill_where_steps_have_no_spare_arithmetic() -> None:
-    drafter = Unprefilled(1.0, prior=0.9)
-    speculation = Speculation([drafter], clock=still)
-    steps, seq = Steps(speculation, full), decoding()
-    for _ in range(8):  # sizes beyond one are known to cost as much each
-        drafter.is_ready = True
-        steps.run([seq], 8)
-    drafter.prefilled, drafter.is_ready = 0, False
-    steps.run([seq], 8)
-    assert drafter.prefilled == 0
+@pytest.mark.parametrize(("step_ms", "prior"), [(flat, 0.01), (full, 0.9)])
+def test_a_prefill_that_would_not_pay_takes_little(
+    step_ms: Callable[[int], float], prior: float
+) -> None:
+    drafter = Unprefilled(1.0, prior=prior, ms_per_token=0.01)
+    speculation = Speculation([drafter], clock=drafter.clock)
+    steps = Steps(speculation, step_ms)
+    drafter.is_ready = True  # what larger steps take is found out first
+    steps.run([decoding()], 200)
+    drafter.is_ready, drafter.now_s, steps.ms = False, 0.0, 0.0
+    steps.run([decoding()], 400)  # prices are forgotten later
+    assert 0 < drafter.now_s * 1e3 <= 0.006 * steps.ms + 40 * step_ms(1)
 
 
 def test_a_step_that_was_waited_for_before_is_no_price() -> None:

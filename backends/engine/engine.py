@@ -230,7 +230,7 @@ class Engine:
 
     def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
         now_s = time.monotonic()
-        step_ms = (now_s - started_s) * 1e3
+        step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
         outputs = self._scheduler.apply(chunks, result, step_ms)
         self._stats.record_step(now_s, step_ms, chunks, outputs)
         self._speculation.observe(chunks, step_ms)

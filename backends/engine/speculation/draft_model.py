@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
     """Drafts of a model, for many sequences in each step.
 
     Drafts are sampled with the sequence's settings where the sequence and both runners allow it,
-    greedy otherwise. A sequence is left out while the draft model has no room for it, or where it
+    greedy otherwise. A sequence is left out if the draft model has no room for it, or if it
     has tokens from shared_vocab_size on, which are padding in one of the two vocabularies. If the
     draft model fails, it is disabled and the target continues.
     """
@@ -80,10 +80,11 @@ class ModelDrafter(Drafter):
         # of greedy and of sampled drafts
         self._shared = [AcceptanceRate(_PRIOR, _PRIOR_WEIGHT) for _ in range(2)]
         self._round_ms: deque[float] = deque(maxlen=5)
+        self._max_uncomputed = min(_MAX_UNCOMPUTED, runner.limits.max_batch_tokens)
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         copy = self._synced_copy(seq)
-        if copy is None or copy.seq.num_uncomputed > _MAX_UNCOMPUTED:
+        if copy is None or copy.seq.num_uncomputed > self._max_uncomputed:
             return []
         room = self._runner.limits.max_len - len(seq.tokens)
         return [copy.acceptance.probability(copy.is_sampled)] * max(0, min(max_drafts, room))
@@ -93,7 +94,7 @@ class ModelDrafter(Drafter):
 
     def _unprefilled(self) -> list[_DraftSequence]:
         copies = self._copies.values() if not self.failure else ()
-        return [c for c in copies if c.is_active and c.seq.num_uncomputed > _MAX_UNCOMPUTED]
+        return [c for c in copies if c.is_active and c.seq.num_uncomputed > self._max_uncomputed]
 
     def prefill_acceptance(self) -> float:
         probs = [copy.acceptance.probability(copy.is_sampled) for copy in self._unprefilled()]

@@ -106,7 +106,9 @@ def allocate(
     heap = [(-option.probs[0], i) for i, option in enumerate(options) if option and option.probs]
     heapify(heap)
     best: Allocation | None = None
-    total, tokens, drafting_ms = 0, float(count), 0.0
+    total, tokens = 0, float(count)
+    # all sequences of a drafter take part in each of its rounds
+    rounds: dict[Drafter, int] = {}
     while heap and total < max_drafts:
         i = heappop(heap)[1]
         option = options[i]
@@ -116,13 +118,12 @@ def allocate(
         tokens += reached[i]
         drafts[i] += 1
         total += 1
-        # all sequences of a drafter take part in each of its rounds
-        drafting_ms = max(drafting_ms, drafts[i] * option.drafter.draft_ms())
+        rounds[option.drafter] = max(rounds.get(option.drafter, 0), drafts[i])
         if drafts[i] < len(option.probs):
             heappush(heap, (-reached[i] * option.probs[drafts[i]] / expected[i], i))
         if heap and total < max_drafts and not _fills_tiles(count + total):
             continue
-        ms = step_ms(count + total) + drafting_ms
+        ms = step_ms(count + total) + sum(n * drafter.draft_ms() for drafter, n in rounds.items())
         gain = tokens * plain_ms / (count * ms) if ms else inf
         if (best is None or gain > best.gain) and min(expected) * max_slowdown * plain_ms >= ms:
             best = Allocation(list(drafts), tokens, ms, gain, ms - tokens / count * plain_ms)

@@ -23,8 +23,8 @@ from localgen.backends.types import SpeculationStats
 
 # one step in this many is plain while drafts pay: gains are measured against plain steps
 PLAIN_EVERY = 32
-# share of the time for probes, and for looks that find nothing to draft; gains are added to the
-# budget, at most the time of this many plain steps
+# share of the time for probes and prefills that may not pay, and as much for looks that find
+# nothing to draft; gains are added to the budget, at most the time of this many plain steps
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
 # drafts of a probe, and of estimates that compare drafters
 _FEW_DRAFTS = 4
@@ -35,7 +35,8 @@ class Speculation:
     """Decides before each step how much each drafter drafts, and measures each step.
 
     max_drafts: of one sequence. disabled_reason: shown where there are no drafters. synchronize: as
-    in AsyncRunner; None: steps are never launched ahead.
+    in AsyncRunner; None: steps are never launched ahead. waited_ms: part of the next step, launched
+    ahead, that propose has waited for.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Speculation:
         self._steps_since_plain = self._steps_since_look = 0
         # of the step to come
         self._has_looked = self._is_synchronized = False
-        self._propose_ms = 0.0
+        self._propose_ms = self._prefill_ms = self.waited_ms = 0.0
 
     def propose(
         self,
@@ -73,7 +74,8 @@ class Speculation:
         max_prefill_tokens: prompt tokens that a draft model may prefill now. with_prompts: the step
         prefills prompts too, so it gets no drafts.
         """
-        self._has_looked, self._is_synchronized, self._propose_ms = False, False, 0.0
+        self._has_looked = self._is_synchronized = False
+        self._propose_ms = self._prefill_ms = self.waited_ms = 0.0
         if not self._drafters:
             return {}
         if seqs != self._seqs:
@@ -91,7 +93,9 @@ class Speculation:
         self._look_ms = 0.0 if counts else self._ms_since(started_s)
         drafts = self._draft(seqs, options, counts) if counts else {}
         self._prefill(len(seqs), max_prefill_tokens)
-        self._propose_ms = self._ms_since(started_s)
+        if drafts:  # the step launched ahead was in vain
+            self.waited_ms = 0.0
+        self._propose_ms = self._ms_since(started_s) - self.waited_ms
         return drafts
 
     def _is_time_to_look(self, count: int) -> bool:
@@ -156,20 +160,26 @@ class Speculation:
         return drafts
 
     def _prefill(self, count: int, max_tokens: int) -> None:
-        """Let draft models compute prompts that the target has computed, where drafts would pay."""
+        """Let draft models prefill what the target has computed, if drafts would pay or the budget
+        lets it try."""
         for drafter in self._drafters:
             acceptance = drafter.prefill_acceptance()
+            if not acceptance:
+                continue
             option = DraftOption(drafter, [acceptance] * _FEW_DRAFTS)
             found = allocate([option] * count, self._costs.ms, max_drafts=count * _FEW_DRAFTS)
-            if acceptance and found and found.gain >= MIN_GAIN:
+            if self._budget_ms > 0 or (found and found.gain >= MIN_GAIN):
                 self._wait()
+                started_s = self._clock()
                 drafter.prefill(max_tokens)
+                self._prefill_ms += self._ms_since(started_s)
 
     def _wait(self) -> None:
         """Wait for a step launched ahead, so that drafting is timed without it."""
         if self._synchronize is not None and not self._is_synchronized:
+            started_s = self._clock()
             self._synchronize()
-            self._is_synchronized = True
+            self._is_synchronized, self.waited_ms = True, self._ms_since(started_s)
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
@@ -177,18 +187,17 @@ class Speculation:
     def observe(self, chunks: Seq[Chunk], step_ms: float) -> None:
         """Record a finished step whose tokens are in their sequences.
 
-        step_ms: from the launch to the result.
+        step_ms: from the launch to the result, with waited_ms.
         """
         decoding = [chunk for chunk in chunks if _is_decoding(chunk)]
         if not self._drafters or not decoding:
             return
         count, drafts = len(decoding), sum(chunk.num_drafts for chunk in decoding)
         is_decode_step = count == len(chunks)
-        if is_decode_step and (drafts or not self._is_synchronized):
+        if is_decode_step:
             self._costs.observe(count + drafts, step_ms)
         if is_decode_step or drafts:
-            has_price = is_decode_step and (drafts or self._is_synchronized)
-            plain_step_ms = self._costs.ms(count) if has_price else step_ms
+            plain_step_ms = self._costs.ms(count) if is_decode_step and drafts else step_ms
             self._record(decoding, drafts, step_ms + self._propose_ms, plain_step_ms)
         for chunk in decoding if self._has_looked else ():
             new_tokens = chunk.seq.tokens[-_num_new_tokens(chunk) :]
@@ -205,7 +214,7 @@ class Speculation:
         for chunk, num_new in zip(decoding, new, strict=True):
             self._stats_of(chunk.seq).add(chunk.num_drafts, step_ms, num_new * plain_step_ms)
         self._steps_since_plain = self._steps_since_plain + 1 if drafts else 0
-        gain_ms = plain_ms - step_ms if drafts else 0.0
+        gain_ms = plain_ms - step_ms if drafts else -self._prefill_ms
         limit_ms = BUDGET_STEPS * plain_step_ms
         budget_ms = self._budget_ms + BUDGET_SHARE * step_ms + gain_ms
         self._budget_ms = max(-limit_ms, min(budget_ms, limit_ms))
