@@ -93,7 +93,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         await pilot.press("ctrl+c")
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
-        assert "can be resumed" in tui.screen_text()
+        assert "can be resumed" in " ".join(tui.screen_text().replace("│", "").split())
         await pilot.press("n")
         await pilot.pause()
         assert tui.runner.is_running
@@ -124,7 +124,7 @@ def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
         await pilot.press("ctrl+c")
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.pause()
-        assert "begun anew the next time" in " ".join(tui.screen_text().replace("│", "").split())
+        assert "cannot be resumed" in " ".join(tui.screen_text().replace("│", "").split())
         await pilot.press("y")
         await tui.ended(pilot)
         await tui.until(lambda: "Nothing was kept" in tui.screen_text())
