@@ -18,7 +18,6 @@ SPACE, NAME = Placeholder.SPACE, Placeholder.NAME
 SyntaxSpec = tuple[str | Placeholder, ...]
 
 # function names; all of these characters are safe in every notation
-TOOL_NAME_PATTERN = r"[A-Za-z0-9_.\-]{1,64}"
 _PLACEHOLDER_REGEX = {SPACE: r"\s*", NAME: r"([A-Za-z0-9_.\-]*)"}
 
 

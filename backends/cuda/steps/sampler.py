@@ -73,10 +73,6 @@ class SamplingRow:
     draft_token: int = 0
     draft_probs: Tensor | None = None
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.params.temperature == 0
-
 
 def sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Sample one token per row, int64 [rows]. logits: float32 [rows, vocab], not modified."""
