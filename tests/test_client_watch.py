@@ -119,14 +119,14 @@ def test_another_localgen_by_its_stats() -> None:
     [
         ({}, InvalidRequest, "has no /metrics: llama-server needs --metrics"),
         ({"metrics": (200, "text/html", "<h1>hi</h1>")}, EndpointUnavailable, "web page"),
-        ({"metrics": (200, "text/plain", "nonsense 1")}, ServerUnavailable, "no figures of vLLM"),
+        ({"metrics": (200, "text/plain", "nonsense 1")}, ServerUnavailable, "no metrics of vLLM"),
         ({"metrics": (500, "text/plain", "broken")}, LocalgenError, "500"),
         ({"v1_stats": (401, "application/json", "{}")}, AccessDenied, "key"),
         ({"v1_stats": (200, "application/json", "[1]")}, InvalidRequest, "no /metrics"),
         (
             {"v1_stats": (200, "application/json", '{"server": {"version": 3}, "models": 1}')},
             ServerUnavailable,
-            "localgen 3 there tells its figures otherwise",
+            "cannot read the statistics of localgen 3",
         ),
     ],
 )

@@ -184,14 +184,17 @@ def test_a_name_that_only_an_editor_can_remove() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["add", "a.b", "http://h"], "'a.b' cannot be a name"),
-        (["add", "a/b", "http://h"], "'a/b' cannot be a name"),
-        (["add", "old", "http://other"], "old is http://h/v1 already: localgen endpoint rm old"),
-        (["add", "x", "h:8000"], "'h:8000' is no URL of a server"),
+        (["add", "a.b", "http://h"], "invalid name 'a.b'"),
+        (["add", "a/b", "http://h"], "invalid name 'a/b'"),
+        (
+            ["add", "old", "http://other"],
+            "endpoint old already exists (http://h/v1): remove it with localgen endpoint rm old",
+        ),
+        (["add", "x", "h:8000"], "'h:8000' is not the URL of a server"),
         (["add", "x", "http://h", "--key-env", "sk-1"], "the name of a variable"),
         (["add", "x", "http://h", "--model", " "], "--model: give a model name"),
         (["add", "x", "http://h", "--model", "a\nb"], "--model: give a model name"),
-        (["rm", "x"], "no endpoint x: there is old"),
+        (["rm", "x"], "no endpoint x, endpoints are old"),
     ],
 )
 def test_names_that_cannot_be(
@@ -210,9 +213,12 @@ def test_names_that_cannot_be(
         ("[a", "correct it or remove it"),
         ("a = 1", "a: not a table"),
         ("['a b']\nurl = 'http://h'", "a b: not a table with a name"),
-        ("[a]\n", "a: '' is no URL"),
-        ("[a]\nurl = 5", "a: give texts"),
-        ("[a]\nurl = 'http://h'\nkey = 'sk'", "a: no field key: there is url, key_env, model"),
+        ("[a]\n", "a: '' is not the URL"),
+        ("[a]\nurl = 5", "a: the values must be strings"),
+        (
+            "[a]\nurl = 'http://h'\nkey = 'sk'",
+            "a: unknown field key, fields are url, key_env, model",
+        ),
         ("[a]\nurl = 'http://h'\nkey_env = 'sk-SECRET'", "a: give the name of a variable"),
         ("\xff", "correct it or remove it"),
     ],
@@ -348,9 +354,9 @@ def test_what_the_environment_says_of_our_own_server_is_let_be(
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run", "--url", "nix", "m", "x"], INVALID, "no endpoint nix: none has a name yet"),
-        (["run", "--url", "localhost:80", "m", "x"], INVALID, "is no URL of a server"),
-        (["run", "--url", "", "m", "x"], INVALID, "is no URL of a server"),
+        (["run", "--url", "nix", "m", "x"], INVALID, "no endpoint nix: none is defined"),
+        (["run", "--url", "localhost:80", "m", "x"], INVALID, "is not the URL of a server"),
+        (["run", "--url", "", "m", "x"], INVALID, "is not the URL of a server"),
         (["run", "--api-key-env", "K", "m", "x"], INVALID, "give --url as well"),
         (["run", "--url", "http://h", "--api-key-env", "a-b", "m", "x"], INVALID, "of a variable"),
         (["run", "--url", "{url}", "x y"], INVALID, "has 2 models, name one: big, small"),

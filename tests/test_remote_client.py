@@ -512,7 +512,7 @@ def test_a_stream_that_is_cut(server: PlainServer, cut: bool) -> None:
 )
 def test_a_stream_of_something_else(server: PlainServer, event: bytes) -> None:
     server.events = [event]
-    assert "not OpenAI's protocol" in Asking(server).failure().message
+    assert "outside of OpenAI's protocol" in Asking(server).failure().message
 
 
 def test_a_web_page(server: PlainServer) -> None:

@@ -1,6 +1,6 @@
-"""The way into the server that every command takes, and into other servers.
+"""Clients of the local server and of remote servers.
 
-Clients are imported when they are asked for: a screen that only needs values paints sooner.
+Imported lazily: a screen that needs only values paints sooner without httpx.
 """
 
 from __future__ import annotations

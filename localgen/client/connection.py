@@ -172,7 +172,7 @@ class EndpointConnection(Connection):
         headers = {"User-Agent": f"localgen/{localgen.__version__}"}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        # never use a proxy for this machine, whatever the environment says
+        # never use a proxy for this machine, even if the environment sets one
         mounts = {f"all://{endpoint.url_host}": None} if endpoint.is_loopback else None
         try:
             return httpx.Client(

@@ -1,4 +1,4 @@
-"""The servers that the user gave names to: one table each, in `endpoints.toml`."""
+"""Remote servers, and those with a name: one table each in `endpoints.toml`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FIELDS = ("url", "key_env", "model")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server of OpenAI's protocol. url: as normalize_base_url() gives it.
+    """A server that speaks OpenAI's protocol. url: its base URL from normalize_base_url().
 
-    name: what the user calls it, if anything. key_env: the variable that holds the key; the key
-    itself is nowhere but in the environment. model: the one meant where none is named.
+    name: the user's name for it, or empty. key_env: the environment variable with the API key; the
+    key itself is never stored. model: the default model.
     """
 
     url: str
@@ -36,7 +36,7 @@ class Endpoint:
 
     @property
     def display_name(self) -> str:
-        """The server as messages call it."""
+        """Name and URL, for messages."""
         return f"{self.name} ({self.url})" if self.name else self.url
 
     @property
@@ -45,12 +45,12 @@ class Endpoint:
 
     @property
     def url_host(self) -> str:
-        """The host as a URL has it: an IPv6 address in brackets."""
+        """The host as in a URL: an IPv6 address is in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine."""
+        """True if the server is on this machine."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -61,126 +61,128 @@ class Endpoint:
         return self.url.startswith("https:")
 
     def api_key(self) -> str | None:
-        """The key; None: this server gets none. BadSetting: the variable does not hold one."""
+        """The API key, or None. Raises BadSetting if the variable does not hold a valid one."""
         if self.key_env is None:
             return None
         key = os.environ.get(self.key_env, "").strip()
         if not key:
             raise BadSetting(
-                f"{self.key_env} is not set: it has to hold the key of {self.display_name}"
+                f"{self.key_env} is not set: set it to the API key of {self.display_name}"
             )
         if not (key.isascii() and key.isprintable() and " " not in key):
-            raise BadSetting(f"what {self.key_env} holds is no key: it has blanks or odd letters")
+            raise BadSetting(
+                f"{self.key_env} is not a valid API key: it has spaces or special characters"
+            )
         return key
 
 
 def normalize_base_url(text: str) -> str:
-    """The URL that `/models` and `/chat/completions` come behind; `/v1` where there is no path.
+    """The URL that precedes `/models` and `/chat/completions`; adds `/v1` if there is no path.
 
-    InvalidRequest: it is not such a URL, or it holds a secret.
+    Raises InvalidRequest if the URL is invalid or may contain a secret.
     """
     parts = _split_url(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidRequest(f"{text!r} is no URL of a server: give one such as {_EXAMPLE_URL}")
+        raise InvalidRequest(f"{text!r} is not the URL of a server, e.g. {_EXAMPLE_URL}")
     if parts.username or parts.password or parts.query or parts.fragment:
-        # it may be a key: so the URL is not shown either
+        # the URL may contain an API key, so the message does not repeat it
         raise InvalidRequest(
-            "give the URL without user, password, query and fragment: "
-            "a key belongs into a variable, which --api-key-env or --key-env names"
+            "the URL must not contain a user, password, query or fragment: "
+            "put the API key into a variable and name it with --api-key-env or --key-env"
         )
     path = parts.path.rstrip("/")
     if path.endswith(("/chat/completions", "/completions", "/models")):
-        raise InvalidRequest(f"{text}: give the part before it, such as {_EXAMPLE_URL}")
+        raise InvalidRequest(f"{text}: give the base URL without the method, e.g. {_EXAMPLE_URL}")
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
 def validate_env_var_name(text: str) -> str:
-    """The name of a variable. InvalidRequest: it cannot be one; as it may be a key, unnamed."""
+    """Return the name of a variable. Raises InvalidRequest, without the text: it may be a key."""
     if not _ENV_VAR_NAME.fullmatch(text):
         raise InvalidRequest(
-            "give the name of a variable that holds the key, such as CLUSTER_KEY, not the key"
+            "give the name of a variable that holds the API key, e.g. CLUSTER_KEY, not the key"
         )
     return text
 
 
 def _split_url(text: str) -> SplitResult:
-    odd = not text.isprintable() or " " in text
+    is_valid = text.isprintable() and " " not in text
     try:
         parts = urlsplit(text)
-        odd = odd or parts.port == 0
-    except ValueError:  # a bracket that is not closed, or a port that is no number
-        odd = True
-    if odd:
-        raise InvalidRequest(f"{text!r} is no URL: give one such as {_EXAMPLE_URL}")
+        is_valid = is_valid and parts.port != 0
+    except ValueError:  # an unclosed bracket or an invalid port
+        is_valid = False
+    if not is_valid:
+        raise InvalidRequest(f"{text!r} is not a URL, e.g. {_EXAMPLE_URL}")
     return parts
 
 
 def endpoints_path() -> Path:
-    """The file; it need not exist."""
+    """Path of the file, which may not exist."""
     return config_dir() / "endpoints.toml"
 
 
 def load_endpoints() -> dict[str, Endpoint]:
-    """The servers by name. BadSetting: the file is damaged, or others may change it."""
+    """Endpoints by name. Raises BadSetting if the file is invalid or writable by other users."""
     path = endpoints_path()
     return {name: _parse_endpoint(path, name, table) for name, table in _read_tables(path).items()}
 
 
 def resolve_endpoint(text: str) -> Endpoint:
-    """The server of a URL or of a name. InvalidRequest: neither."""
+    """The endpoint of a URL or a name. Raises InvalidRequest if there is none."""
     if not _NAME.fullmatch(text):
         return Endpoint(normalize_base_url(text))
     known = load_endpoints()
     if text not in known:
-        names = f"there is {', '.join(known)}" if known else "none has a name yet"
+        names = f"endpoints are {', '.join(known)}" if known else "none is defined"
         raise InvalidRequest(
             f"no endpoint {text}: {names} (localgen endpoint add NAME URL), "
-            "or give a URL such as http://host:8000/v1"
+            f"or give a URL, e.g. {_EXAMPLE_URL}"
         )
     return known[text]
 
 
 def add_endpoint(endpoint: Endpoint) -> None:
-    """Keep a server under its name. InvalidRequest: it cannot be a name, or is one."""
+    """Save an endpoint. Raises InvalidRequest if its name is invalid or taken."""
     if not _NAME.fullmatch(endpoint.name):
-        raise InvalidRequest(f"{endpoint.name!r} cannot be a name: use letters, digits, - and _")
+        raise InvalidRequest(f"invalid name {endpoint.name!r}: use letters, digits, - and _")
     path = endpoints_path()
     known = load_endpoints()
     if endpoint.name in known:
         raise InvalidRequest(
-            f"{endpoint.name} is {known[endpoint.name].url} already: "
-            f"localgen endpoint rm {endpoint.name} frees the name"
+            f"endpoint {endpoint.name} already exists ({known[endpoint.name].url}): "
+            f"remove it with localgen endpoint rm {endpoint.name}"
         )
-    kept = _read_text(path)
-    gap = "" if not kept else "\n" if kept.endswith("\n") else "\n\n"
-    given = [(field, getattr(endpoint, field)) for field in _FIELDS]
-    lines = [f"{field} = {_toml_string(value)}\n" for field, value in given if value]
-    _write(path, f"{kept}{gap}[{endpoint.name}]\n{''.join(lines)}")
+    before = _read_text(path)
+    gap = "" if not before else "\n" if before.endswith("\n") else "\n\n"
+    values = [(field, getattr(endpoint, field)) for field in _FIELDS]
+    lines = [f"{field} = {_toml_string(value)}\n" for field, value in values if value]
+    _write(path, f"{before}{gap}[{endpoint.name}]\n{''.join(lines)}")
 
 
 def remove_endpoint(name: str) -> None:
-    """Forget a server. InvalidRequest: there is none, or only an editor can do it."""
+    """Remove an endpoint. Raises InvalidRequest if there is none, or its table is not separate."""
     path = endpoints_path()
     known = _read_tables(path)
     if name not in known:
-        raise InvalidRequest(f"no endpoint {name}: there is {', '.join(known) or 'none'}")
+        raise InvalidRequest(f"no endpoint {name}, endpoints are {', '.join(known) or 'none'}")
     left = _without_table(_read_text(path), name)
     try:
         parsed = tomllib.loads(left)
     except tomllib.TOMLDecodeError:
         parsed = known
     if parsed != {other: table for other, table in known.items() if other != name}:
-        raise InvalidRequest(f"{path} does not have {name} as a table of its own: edit it by hand")
+        raise InvalidRequest(f"{path} has no separate table for {name}: edit it by hand")
     _write(path, left)
 
 
 def _toml_string(text: str) -> str:
-    # a JSON string is a TOML string, but for how it escapes what lies outside the basic plane
+    # a JSON string is a TOML string, except for escaped surrogate pairs
     return json.dumps(text, ensure_ascii=False)
 
 
 def _without_table(text: str, name: str) -> str:
-    """The text without the lines from `[name]` to the next table."""
+    """Remove the lines from `[name]` to the next table."""
     kept, inside = [], False
     for line in text.splitlines(keepends=True):
         if line.startswith("["):
@@ -192,9 +194,9 @@ def _without_table(text: str, name: str) -> str:
 
 def _read_tables(path: Path) -> dict[str, Any]:
     try:
-        # whoever may change it decides where keys go
+        # a user who can change the file can redirect API keys
         if path.exists() and path.stat().st_mode & 0o022:
-            raise BadSetting(f"others may write to {path}: chmod 600 it")
+            raise BadSetting(f"{path} is writable by other users: chmod 600 it")
         return tomllib.loads(_read_text(path))
     except (OSError, ValueError) as error:
         raise BadSetting(f"{path}: {error}: correct it or remove it") from error
@@ -205,9 +207,9 @@ def _parse_endpoint(path: Path, name: str, table: Any) -> Endpoint:
         if not _NAME.fullmatch(name) or not isinstance(table, dict):
             raise InvalidRequest("not a table with a name of letters, digits, - and _")
         if unknown := sorted(set(table) - set(_FIELDS)):
-            raise InvalidRequest(f"no field {unknown[0]}: there is {', '.join(_FIELDS)}")
+            raise InvalidRequest(f"unknown field {unknown[0]}, fields are {', '.join(_FIELDS)}")
         if not all(isinstance(value, str) and value for value in table.values()):
-            raise InvalidRequest("give texts that are not empty")
+            raise InvalidRequest("the values must be strings that are not empty")
         key_env = validate_env_var_name(table["key_env"]) if "key_env" in table else None
         return Endpoint(normalize_base_url(table.get("url", "")), name, key_env, table.get("model"))
     except InvalidRequest as error:
@@ -220,7 +222,7 @@ def _read_text(path: Path) -> str:
 
 def _write(path: Path, text: str) -> None:
     make_private_dir(path.parent, "LOCALGEN_CONFIG_DIR")
-    # whole or not at all: another command may be reading it
+    # atomically: another command may be reading the file
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.touch(mode=0o600)

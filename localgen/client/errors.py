@@ -79,7 +79,7 @@ class ServerErrors(ABC):
         # it may be an error message in plain text
         start = event[:80].decode(errors="replace")
         return self.unavailable(
-            f"{self.name} sent what is not OpenAI's protocol: {start!r} ({error})"
+            f"{self.name} sent a response outside of OpenAI's protocol: {start!r} ({error})"
         )
 
     def not_openai(self, media_type: str) -> LocalgenError:
@@ -170,9 +170,9 @@ class EndpointErrors(ServerErrors):
                 return QueueFull(f"{where} accepts no more requests for now (429){wait}{detail}")
             case 400 | 413 | 422:
                 fields = ", ".join(nonstandard)
-                odd = f" (not in OpenAI's protocol: {fields})" if fields else ""
+                hint = f" (not in OpenAI's protocol: {fields})" if fields else ""
                 return _invalid_request_error(
-                    response, f"{where} rejects the request ({status}){detail}{odd}"
+                    response, f"{where} rejects the request ({status}){detail}{hint}"
                 )
         if 300 <= status < 400:
             to = f" to {response.location}: use that URL" if response.location else f" ({status})"

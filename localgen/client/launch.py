@@ -1,4 +1,4 @@
-"""Starting a server that outlives the client, once however many clients start at the same time."""
+"""Start the local server, once even if several clients start at the same time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Predicate = Callable[[], bool]
 def start_server(
     settings: ServerSettings, command: Sequence[str], is_ready: Predicate, is_aborted: Predicate
 ) -> None:
-    """Start a server and wait until it answers.
+    """Start a server that outlives the client, and wait until it answers.
 
-    ServerUnavailable: with the reason it gave; or nobody waits for it any more, and it goes on.
+    Raises ServerUnavailable with the reason if it does not start, or if the client is aborted; then
+    the server keeps running.
     """
     log_bytes = settings.log_path.stat().st_size if settings.log_path.exists() else 0
     with open(settings.log_path, "ab") as log:
@@ -42,7 +43,7 @@ def start_server(
 
     def is_there() -> bool:
         has_ended = process.poll() is not None
-        if is_ready():  # it may have ended because another one was faster
+        if is_ready():  # it may have exited because another server was faster
             return True
         if has_ended:
             raise ServerUnavailable(
@@ -59,7 +60,7 @@ def start_server(
 
 @contextlib.contextmanager
 def start_lock(settings: ServerSettings, is_aborted: Predicate) -> Iterator[None]:
-    """Hold the lock under which servers are started; others wait, then find ours."""
+    """Hold the lock for starting a server; other clients wait, then find the server running."""
     with open(settings.start_lock_path, "a") as lock:
         os.fchmod(lock.fileno(), 0o600)
         if not _wait_until(lambda: _try_lock(lock.fileno()), _START_TIMEOUT_S, is_aborted):
@@ -68,7 +69,7 @@ def start_lock(settings: ServerSettings, is_aborted: Predicate) -> Iterator[None
 
 
 def wait_for_shutdown(settings: ServerSettings, is_aborted: Predicate) -> bool:
-    """Wait until no server holds its lock; False if one still does after a while."""
+    """Wait until no server holds its lock; False after a timeout of 20 s."""
 
     def has_ended() -> bool:
         with open(settings.server_lock_path, "a") as lock:
@@ -78,14 +79,14 @@ def wait_for_shutdown(settings: ServerSettings, is_aborted: Predicate) -> bool:
 
 
 def _wait_until(predicate: Predicate, timeout_s: float, is_aborted: Predicate) -> bool:
-    """Wait until it is so; False: it was not in time. ServerUnavailable: nobody waits any more."""
+    """Wait for a condition; False after the timeout. Raises ServerUnavailable on abort."""
     deadline = time.monotonic() + timeout_s
     while True:
-        is_so = predicate()
-        if is_aborted():  # what a client that was cut sees means nothing
-            raise ServerUnavailable("stopped while the server was started")
-        if is_so or time.monotonic() > deadline:
-            return is_so
+        is_true = predicate()
+        if is_aborted():  # an aborted client cannot see the server, so is_true means nothing
+            raise ServerUnavailable("stopped while the server was starting")
+        if is_true or time.monotonic() > deadline:
+            return is_true
         time.sleep(_POLL_INTERVAL_S)
 
 
@@ -98,9 +99,9 @@ def _try_lock(fd: int) -> bool:
 
 
 def _last_log_line(settings: ServerSettings, offset: int) -> str:
-    """The last line that a server wrote before it ended."""
+    """The last line that the server logged after `offset`, without `error: `."""
     with open(settings.log_path, "rb") as log:
         log.seek(offset)
         lines = log.read().decode(errors="replace").split("\n")
-    said = next((line for line in reversed(lines) if line.strip()), "")
-    return said.removeprefix("error: ") or f"it left without a word, see {settings.log_path}"
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return last.removeprefix("error: ") or f"it exited without a message, see {settings.log_path}"

@@ -1,22 +1,22 @@
-"""Where other servers' Prometheus figures are, under the names that they give them."""
+"""Names of the Prometheus metrics of vLLM, SGLang, llama-server and localgen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# of each step on average, where a server tells it so
+# average sequences of a step, where there is no total
 BUSY_SLOTS_PER_STEP = "llamacpp:n_busy_slots_per_decode"
-# a figure whose labels say how large vLLM's cache is
+# its labels hold the size of vLLM's KV cache
 VLLM_CACHE_INFO = "vllm:cache_config_info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricNames:
-    """server_type: of server; prefix: of all its figures. Of several names for the same, the first
-    that is there counts: they have changed between versions.
+    """The metric names of one kind of server, all of which start with `prefix`.
 
-    model_label: the label with the model's name. rank_label: the label of those that all say the
-    same, of whom the first is heard. counters: by the fields of ModelCounters.
+    The first name present counts: names have changed between versions. model_label: the label with
+    the model's name. rank_label: the label of ranks that report the same values; only rank 0 is
+    read. counters: names by the fields of ModelCounters.
     """
 
     server_type: str
@@ -35,7 +35,7 @@ class MetricNames:
 
 
 def _vllm_metric_names(prefix: str, kind: str) -> MetricNames:
-    """localgen's own names are vLLM's with another prefix."""
+    """vLLM's names; localgen uses the same with its own prefix."""
     return MetricNames(
         server_type=kind,
         prefix=prefix,

@@ -51,7 +51,7 @@ class ModelClient(ABC):
         on_progress: Callable[[float], None] = lambda share: None,
         keep_alive: str | None = None,
     ) -> ModelInfo:
-        """Load a model if the server allows it, and return what is known about it.
+        """Load a model if the server allows it, and return its metadata.
 
         model: None for the default. on_progress: called with values from 0 to 1. keep_alive: how
         long an idle model stays loaded, e.g. `30s`; None: the server's default.
@@ -85,12 +85,12 @@ class ModelClient(ABC):
     ) -> Generator[TextDelta | Completion, None, None]:
         with self._open(request) as response:
             for part in read_completion(response, self._connection.errors):
-                yield self._with_context(part, request) if isinstance(part, Completion) else part
+                yield self._annotated(part, request) if isinstance(part, Completion) else part
 
     @abstractmethod
     def _open(self, request: GenerationRequest) -> AbstractContextManager[ServerResponse]:
         """Send a generation request, again in another form if necessary."""
 
-    def _with_context(self, completion: Completion, request: GenerationRequest) -> Completion:
-        """Add to a completion what the client knows and the server did not report."""
+    def _annotated(self, completion: Completion, request: GenerationRequest) -> Completion:
+        """Add what the client knows and the server did not report."""
         return completion

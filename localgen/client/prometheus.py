@@ -1,4 +1,4 @@
-"""A server's figures from its /metrics, whoever made it."""
+"""Parse the /metrics page of any known server."""
 
 from __future__ import annotations
 
@@ -19,43 +19,46 @@ from localgen.client.metric_names import (
 )
 from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
 
-# percentiles are of the answers of this time
+# for percentiles
 PERCENTILE_WINDOW_S = 60.0
 
 
 @dataclass(slots=True)
 class _ModelSamples:
-    """What a server says of one model: values by name, histograms' buckets by their bounds."""
+    """The samples of one model: values by name, histogram buckets by name and bound.
+
+    counts: how many samples were added up for each value.
+    """
 
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(dict))
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def total(self, names: Iterable[str]) -> float | None:
-        """The sum of whatever has the first name that is there."""
+        """Sum of all samples of the first name present; None if none is."""
         return next((self.values[name] for name in names if name in self.values), None)
 
     def mean(self, names: Iterable[str]) -> float | None:
-        """The same, averaged over those that say it."""
+        """Mean of all samples of the first name present; None if none is."""
         found = next((name for name in names if name in self.values), None)
         return None if found is None else self.values[found] / self.counts[found]
 
 
 @dataclass(frozen=True, slots=True)
 class _Histogram:
-    """Cumulative counts by upper bounds in seconds, as Prometheus has them."""
+    """A Prometheus histogram. buckets: cumulative counts by upper bound in seconds."""
 
     buckets: dict[float, float]
     sum_s: float
     count: float
 
     def since(self, earlier: _Histogram) -> _Histogram:
-        """What has come since."""
+        """The observations made after `earlier`."""
         buckets = {le: n - earlier.buckets.get(le, 0.0) for le, n in self.buckets.items()}
         return _Histogram(buckets, self.sum_s - earlier.sum_s, self.count - earlier.count)
 
     def quantile_ms(self, quantile: float) -> float | None:
-        """Within its bucket as if all lay evenly; above the last bound, that bound."""
+        """Interpolated within a bucket, at most the largest finite bound; None if empty."""
         if self.count <= 0:
             return None
         rank, below, low = quantile * self.count, 0.0, 0.0
@@ -70,17 +73,17 @@ class _Histogram:
 
 
 class _LatencyWindow:
-    """A histogram's last minute."""
+    """The last minute of a histogram."""
 
     def __init__(self) -> None:
         self._history: deque[tuple[float, _Histogram]] = deque()
         self._last_ms: float | None = None
 
     def update(self, now_s: float, histogram: _Histogram) -> LatencyStats:
-        """Enter what it is now."""
+        """Add the current histogram and return the statistics of the window."""
         if self._history:
             new = histogram.since(self._history[-1][1])
-            if new.count < 0:  # the server has started anew
+            if new.count < 0:  # the server was restarted
                 self._history.clear()
             elif new.count > 0:
                 self._last_ms = new.sum_s / new.count * 1e3
@@ -96,24 +99,29 @@ class _LatencyWindow:
 
 
 class MetricsParser:
-    """Reads one server's pages, one after another: a minute's percentiles need the earlier ones."""
+    """Parses successive pages of one server; percentiles of a minute need the earlier pages."""
 
     def __init__(self) -> None:
         self._latency_windows: dict[tuple[str, str], _LatencyWindow] = defaultdict(_LatencyWindow)
 
     def parse(self, text: str, now_s: float) -> ServerSnapshot:
-        """What a page says. ServerUnavailable: no figures of a server that we know, or damaged."""
+        """Parse a page. now_s: monotonic clock.
+
+        Raises ServerUnavailable if the page is invalid or not from a known server.
+        """
         try:
             families = list(text_string_to_metric_families(text))
-        except Exception as error:  # the parser raises whatever happens to it
-            raise ServerUnavailable(f"/metrics there is no Prometheus text: {error}") from error
+        except Exception as error:  # the parser does not document its errors
+            raise ServerUnavailable(
+                f"/metrics is not in the Prometheus text format: {error}"
+            ) from error
         named = [family.name for family in families]
         names = next(
             (each for each in KNOWN_SERVERS if any(n.startswith(each.prefix) for n in named)), None
         )
         if names is None:
             raise ServerUnavailable(
-                "/metrics there has no figures of vLLM, SGLang, llama-server or localgen"
+                "/metrics has no metrics of vLLM, SGLang, llama-server or localgen"
             )
         by_model: dict[str, _ModelSamples] = defaultdict(_ModelSamples)
         caches: dict[str, str] = {}
@@ -193,7 +201,7 @@ def _round(value: float | None) -> int | None:
 
 
 def _with_cache_size(model: ModelSnapshot, labels: dict[str, str]) -> ModelSnapshot:
-    """With the size of vLLM's cache, which it tells in labels."""
+    """Add the size of vLLM's KV cache, which it reports in labels."""
     blocks, each = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
     if not (blocks.isdecimal() and each.isdecimal()):
         return model

@@ -1,4 +1,4 @@
-"""Models of the hub, for those who talk to a server only: what there is, and fetching one."""
+"""Models of the hub for the model picker: list and download them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PullableModel:
-    """A model that can be pulled. size_bytes: of the default; None: not known without asking."""
+    """A model with an alias. size_bytes: of the default quantization; None: unknown."""
 
     name: str
     title: str
@@ -18,7 +18,7 @@ class PullableModel:
 
 
 def pullable_models() -> list[PullableModel]:
-    """What has a short name, here or not."""
+    """The catalog's models, installed or not."""
     from localgen.hub import catalog
 
     return [
@@ -28,22 +28,22 @@ def pullable_models() -> list[PullableModel]:
 
 
 def can_pull(name: str) -> bool:
-    """Whether a name means a model of the hub that is not here."""
+    """True if the name is that of a model on the hub which is not installed."""
     from localgen.hub.aliases import load_aliases
     from localgen.hub.reference import resolve_reference
     from localgen.hub.resolve import is_installed, is_path
 
-    meant = load_aliases().get(name, name)
-    return not is_path(meant) and resolve_reference(meant) is not None and not is_installed(name)
+    target = load_aliases().get(name, name)
+    return not is_path(target) and resolve_reference(target) is not None and not is_installed(name)
 
 
 def pull_model(
     name: str, on_progress: Callable[[int, int], None], notify: Notify = lambda line: None
 ) -> str:
-    """Fetch a model as `localgen pull` does; what it is called afterwards.
+    """Download a model as `localgen pull` does and return its name.
 
-    on_progress: gets how much of how many bytes is here, from time to time; what it raises ends the
-    download, and the next one goes on from there. LocalgenErrors as hub.pull raises them.
+    on_progress: called with downloaded and total bytes. An exception that it raises stops the
+    download; the next one resumes it. Raises the errors of hub.pull.
     """
     from localgen.hub import pull
 

@@ -107,7 +107,7 @@ class RemoteClient(ModelClient):
             raise self._connection.errors.refusal(refusal, name, self._listed_models, sent)
         return adapted
 
-    def _with_context(self, completion: Completion, request: GenerationRequest) -> Completion:
+    def _annotated(self, completion: Completion, request: GenerationRequest) -> Completion:
         info = self.load(request.model, LoadOptions())
         return replace(
             completion,

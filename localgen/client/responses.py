@@ -1,4 +1,4 @@
-"""What a client gets from the server."""
+"""Values that clients return."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from localgen.backends.types import Timings
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of an answer, of which num_tokens are now generated in all.
+    """New text of an answer. num_tokens: tokens generated so far.
 
-    reasoning: new text of what the model thinks before it answers.
-    estimated: whether num_tokens counts the pieces that came, as nobody counts tokens.
+    reasoning: new reasoning text. estimated: num_tokens is the number of chunks, because the server
+    reports no token counts.
     """
 
     text: str
@@ -23,11 +23,11 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of an answer. The fields are those of Finished; None: the server does not say.
+    """The end of an answer. Fields as in Finished; None: not reported by the server.
 
-    estimated: whether completion_tokens counts pieces of text. client_measured: whether timings are
-    this client's, the network included; then only ttft_ms, predicted_ms, predicted_per_second and
-    the counts of tokens are known.
+    estimated: completion_tokens is the number of chunks. client_measured: timings are measured by
+    the client, including the network; then only ttft_ms, predicted_ms, predicted_per_second and
+    the token counts are known.
     """
 
     model: str
@@ -45,15 +45,15 @@ class Completion:
 
     @property
     def total_tokens(self) -> int | None:
-        """Tokens of prompt and answer."""
+        """Prompt and completion tokens; None if the prompt's are unknown."""
         return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model that can be run.
+    """A model that can be requested.
 
-    state: available, loading or loaded. source: built-in, file or cache.
+    state: available, loading or loaded. source: built-in, file or cache; url on a remote server.
     """
 
     name: str
@@ -65,9 +65,9 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """A model in memory, with the one that drafts for it, if any.
+    """A loaded model. draft: its draft model, if any.
 
-    until_s: seconds until it is unloaded if nothing uses it; None: never.
+    until_s: seconds until it is unloaded if it stays idle; None: never.
     """
 
     name: str
@@ -82,7 +82,7 @@ class RunningModel:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Who answers on the socket. protocol: grows when clients must be newer."""
+    """A server's health. protocol: version of the API between client and server."""
 
     status: str
     version: str

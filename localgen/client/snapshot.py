@@ -1,4 +1,4 @@
-"""A server at one moment, whichever it is. None: it does not say."""
+"""The state of a server at one moment. None: not reported by this server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.backends.types import EngineStats, SequenceStats, SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyStats:
-    """Milliseconds: the last one, and of the last minute."""
+    """Latency: the last value, and percentiles of the last minute."""
 
     last_ms: float | None = None
     p50_ms: float | None = None
@@ -24,9 +24,9 @@ class LatencyStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCounters:
-    """Counters that only grow, until the engine behind them starts anew.
+    """Counters since the start of the engine.
 
-    step_sequences: sequences of each step, summed; context_tokens: what they look at.
+    step_sequences: sum of the sequences of all steps; context_tokens: cached tokens attended to.
     """
 
     prompt_tokens: float | None = None
@@ -45,9 +45,8 @@ class ModelCounters:
 class ModelSnapshot:
     """A model in memory. state: loaded, or loading with `progress` (0 to 1).
 
-    kv_usage: of the KV cache that running requests use; the tokens where they are told.
-    sequences: its requests; None: the server does not list them. until_s: seconds until it is
-    unloaded if nothing uses it; None: never, or not told.
+    kv_usage: share of the KV cache that running requests use. kv_tokens, kv_used, kv_cached,
+    kv_free: tokens. until_s: seconds until it is unloaded if it stays idle; None also means never.
     """
 
     name: str
@@ -79,10 +78,9 @@ class ModelSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSnapshot:
-    """server_type: localgen, vLLM, SGLang, llama-server. finished_requests: newest first; None: not
-    told.
+    """A server and its models. server_type: localgen, vLLM, SGLang or llama-server.
 
-    notes: what a user should know of how this was read.
+    finished_requests: newest first.
     """
 
     server_type: str
@@ -93,7 +91,6 @@ class ServerSnapshot:
     machine: MachineStats | None = None
     models: tuple[ModelSnapshot, ...] = ()
     finished_requests: tuple[EndedRequest, ...] | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,16 +133,16 @@ class _StatsResponse:
 
 
 def parse_localgen_stats(payload: dict[str, Any]) -> ServerSnapshot:
-    """What /v1/stats of a localgen server says. ServerUnavailable: it is too different from ours.
+    """Parse /v1/stats of a localgen server; missing fields are None, unknown ones ignored.
 
-    Fields that it does not have are None, those that are new to us are left out.
+    Raises ServerUnavailable if its version reports statistics in another form.
     """
     try:
         stats = msgspec.convert(payload, _StatsResponse)
     except msgspec.ValidationError as error:
         version = _version(payload)
         raise ServerUnavailable(
-            f"localgen {version} there tells its figures otherwise ({error}): use that version here"
+            f"cannot read the statistics of localgen {version} ({error}): use that version here"
         ) from error
     server = stats.server
     machine = stats.machine
@@ -219,5 +216,5 @@ def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
 
 
 def _latency(last_ms: float, p50_ms: float, p99_ms: float) -> LatencyStats:
-    """The engine says 0 where it has seen none."""
+    """The engine reports 0 for no value."""
     return LatencyStats(last_ms=last_ms or None, p50_ms=p50_ms or None, p99_ms=p99_ms or None)

@@ -64,4 +64,4 @@ def server_facts(snapshot: ServerSnapshot) -> tuple[str, ...]:
         facts.append(f"up {format_duration_s(snapshot.uptime_s)}")
     count = len(snapshot.models)
     facts.append("1 model" if count == 1 else f"{count} models")
-    return (*facts, *map(one_line, snapshot.notes))
+    return tuple(facts)
