@@ -76,7 +76,7 @@ def test_the_closed_form_at_a_known_place() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
-@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_tokens_of_a_step_are_what_the_closed_form_says(alpha: float, k: int) -> None:
     # not so unlucky at first that it gives up: this one has nothing that would be tried again
     guesser, seq = Guesser(alpha, seed=1), decoding()
@@ -84,7 +84,7 @@ def test_tokens_of_a_step_are_what_the_closed_form_says(alpha: float, k: int) ->
     steps.run([seq], 100)
     steps.lengths.clear()
     steps.tokens = 0
-    steps.run([seq], 12_000)
+    steps.run([seq], 6_000)
     plain = steps.lengths.count(0)
     assert set(steps.lengths) <= {0, k}, "it costs nothing, so all that may be"
     measured = (steps.tokens - plain) / (len(steps.lengths) - plain)
