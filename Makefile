@@ -1,7 +1,7 @@
 # make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test lint types docs wheel clean force
+.PHONY: help chat test test-fast lint types docs wheel clean force
 
 VENV := .venv
 SETUP := pyproject.toml constraints.txt setup.py setup.sh
@@ -10,6 +10,7 @@ MODEL := localgen/models/tiny.gguf
 help:
 	@echo 'make chat    set up on first use (about five minutes), then chat with the built-in model'
 	@echo 'make test    set up for development, then run the tests; ARGS="-k name" is passed to pytest'
+	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
 	@echo 'make docs    write docs/cli.md anew from the commands'
@@ -23,6 +24,9 @@ chat: $(VENV)/.installed $(MODEL)
 
 test: $(VENV)/.installed-dev $(MODEL)
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-fast: $(VENV)/.installed-dev $(MODEL)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS) @tests/fast.txt
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
