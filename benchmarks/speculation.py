@@ -61,7 +61,7 @@ def cases(model: LoadedModel, runner: RecitingRunner, *, quick: bool) -> list[Ca
     """All cases. runner: learns the texts."""
     size, vocab = (24 if quick else 256), model.info.vocab
     copy = [copies(size, vocab, edited=0.0, seed=1)]
-    edited = [copies(size, vocab, edited=EDITED, seed=1 + number) for number in range(4)]
+    edited = [copies(size, vocab, edited=EDITED, seed=2 + number) for number in range(4)]
     natural = prose(size // 4, size // 2, 2, vocab=vocab)
     for prompt, answer in [*copy, *edited, *natural]:
         runner.learn(prompt, answer)
@@ -158,6 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.speculation")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one short round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison")
+    parser.add_argument("--only", action="append", help="a case by name; may be repeated")
     parser.add_argument("--threads", type=int, help="threads; localgen's default")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
@@ -172,6 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
     report.commands.append(command("benchmarks.speculation", arguments))
     runner = RecitingRunner(model.runner)
     for case in cases(model, runner, quick=options.quick):
+        if options.only and case.name not in options.only:
+            continue
         compare(case, runner, info.vocab, report, rounds)
     print(report.text())
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
