@@ -172,7 +172,10 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(line, rounds, options.quick, info.options.threads or 0, {})
     report.commands.append(command("benchmarks.speculation", arguments))
     runner = RecitingRunner(model.runner)
-    for case in cases(model, runner, quick=options.quick):
+    chosen = cases(model, runner, quick=options.quick)
+    if unknown := set(options.only or ()) - {case.name for case in chosen}:
+        parser.error(f"no case {', '.join(sorted(unknown))}: {', '.join(c.name for c in chosen)}")
+    for case in chosen:
         if options.only and case.name not in options.only:
             continue
         compare(case, runner, info.vocab, report, rounds)
