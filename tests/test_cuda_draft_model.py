@@ -82,7 +82,7 @@ def test_one_that_may_be_missing_leaves_a_note(tmp_path: Path) -> None:
     model = loaded(tmp_path / "none", optional=True)
     assert model.draft is None
     assert model.info.options.draft == "ngram"
-    assert any("the text alone" in note for note in model.info.notes)
+    assert any("using the n-gram drafter" in note for note in model.info.notes)
 
 
 def test_a_damaged_draft_model_is_named(tmp_path: Path) -> None:

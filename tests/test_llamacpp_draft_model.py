@@ -126,7 +126,7 @@ def test_what_cannot_draft_says_why(
     assert model.draft is None
     assert model.info.draft is None
     assert model.info.options.draft == "ngram"
-    (note,) = (note for note in model.info.notes if "text alone" in note)
+    (note,) = (note for note in model.info.notes if "n-gram drafter" in note)
     assert said in note
     model.runner.close()
 

@@ -172,8 +172,8 @@ def command(built: House, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ((), "top needs a terminal"),
         (("--api-key-env", "KEY"), "--api-key-env is for a remote server"),
-        (("--url", "ftp://x"), "no URL of a server"),
-        (("--url", "http://u:p@host/"), "without user, password"),
+        (("--url", "ftp://x"), "is not the URL of a server"),
+        (("--url", "http://u:p@host/"), "must not contain a user, password"),
         (("--url", "nowhere"), "no endpoint nowhere"),
         (("--url", "http://host:1", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY is not set"),
         (("tiny",), "unexpected extra argument"),
