@@ -72,8 +72,9 @@ def test_the_foot_of_the_screen(
 
 def test_settings_open_and_close(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        panel = tui.main.query_one(SettingsPanel)
         await click(tui, pilot, "Settings")
+        await tui.until(lambda: tui.main.query(SettingsPanel))
+        panel = tui.main.query_one(SettingsPanel)
         assert panel.display
         await click(tui, pilot, "^t")
         assert not panel.display

@@ -317,9 +317,9 @@ class ChatApp(BaseApp):
     def action_step(self, by: int) -> None:
         self._run_on_main_screen(lambda: self.session_actions.step(by))
 
-    def action_settings(self) -> None:
+    async def action_settings(self) -> None:
         if self.main_screen.is_shown:
-            self.main_screen.toggle_settings()
+            await self.main_screen.toggle_settings()
 
     def action_retry(self) -> None:
         self._feed.retry()
@@ -399,7 +399,8 @@ class ChatApp(BaseApp):
         opened = self.main_screen.current_session
         if opened is not None:
             opened.draft = self.main_screen.query_one(Prompt).full_text
-            for typed in self.main_screen.query_one(SettingsPanel).pending_edits():
+            panels = self.main_screen.query(SettingsPanel)
+            for typed in [edit for panel in panels for edit in panel.pending_edits()]:
                 if opened.id == typed.session_id:
                     with contextlib.suppress(LocalgenError):
                         await asyncio.to_thread(opened.apply_setting, typed.setting, typed.text)

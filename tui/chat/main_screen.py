@@ -125,7 +125,6 @@ class MainScreen(Screen[None]):
                 yield self._status_line
                 yield Prompt(lambda text: command_completions(text, self._completion_sources))
             yield GaugePanel()
-            yield SettingsPanel()
         yield KeyFooter(compact=True)
 
     def on_mount(self) -> None:
@@ -221,8 +220,12 @@ class MainScreen(Screen[None]):
         system = session.conversation.system or ""
         self.query_one(SettingsPanel).show_settings(self.current_session.id, system, ctx, rows)
 
-    def toggle_settings(self) -> None:
+    async def toggle_settings(self) -> None:
         """Open or close the settings panel."""
+        if not self.query(SettingsPanel):
+            # not before: it has more widgets than the rest of the screen, and each is styled anew
+            # with the screen
+            await self.query_one("#body").mount(SettingsPanel())
         is_open = not self.has_class("-settings")
         self.set_class(is_open, "-settings")
         self._update_layout_classes(self.size.width)
@@ -254,8 +257,8 @@ class MainScreen(Screen[None]):
             prompt.set_text(event.option.id + " ")
             prompt.focus()
 
-    def on_settings_panel_closed(self) -> None:
-        self.toggle_settings()
+    async def on_settings_panel_closed(self) -> None:
+        await self.toggle_settings()
 
     def action_toggle_sessions(self) -> None:
         self._toggle("-sessions")
@@ -297,7 +300,7 @@ class MainScreen(Screen[None]):
         self.set_class(self._visibility_overrides.get("-sessions", width >= least), "-sessions")
         self._session_list.styles.width = 28 if width >= 100 else 24
         # leave room for the transcript; the panel covers the rest
-        self.query_one(SettingsPanel).styles.width = min(44, max(30, width - 34))
+        self.query(SettingsPanel).set_styles(width=min(44, max(30, width - 34)))
 
     def _session_rows(self) -> list[SessionRow]:
         assert self.current_session is not None
