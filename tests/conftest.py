@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # no test has a GPU: kernels run in Triton's interpreter, chosen when they are defined
 os.environ["TRITON_INTERPRET"] = "1"
 # torch and llama.cpp each have threads, which would wait for work by spinning on the same cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# and each worker of pytest has a core
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hf_folders import TINY
@@ -24,6 +27,22 @@ if TYPE_CHECKING:
 
 # a shell's background job ignores Ctrl+C, and so would every program that a test starts
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Triton's interpreter patches the language in each call of a device function, although the
+    kernel that calls it has done so: nearly half of the time of the kernels' tests."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    tl, patch = interpreter.tl, interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        used = [lang for lang in function.__globals__.values() if lang is tl or lang is tl.core]
+        is_patched = not any(tl.core.is_builtin(lang.load) for lang in used)
+        return None if is_patched else patch(function)
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture
