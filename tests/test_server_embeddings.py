@@ -22,6 +22,14 @@ def served() -> Iterator[House]:
         yield built
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[House]:
+    """One server for all tests that leave nothing behind."""
+    with house() as built:
+        built.start()
+        yield built
+
+
 def ask(served: House, model: str, **body: Any) -> httpx.Response:
     return served.http.post("/v1/embeddings", json={"model": model, **body})
 
@@ -37,8 +45,8 @@ def ask(served: House, model: str, **body: Any) -> httpx.Response:
         (["ab", [1]], ["ab", (1,)]),
     ],
 )
-def test_every_kind_of_input(served: House, given: Any, texts: list[Any]) -> None:
-    reply = ask(served, served.model(), input=given)
+def test_every_kind_of_input(shared: House, given: Any, texts: list[Any]) -> None:
+    reply = ask(shared, shared.model(), input=given)
     assert reply.status_code == 200, reply.text
     body = reply.json()
     assert body["object"] == "list"
@@ -53,22 +61,22 @@ def test_every_kind_of_input(served: House, given: Any, texts: list[Any]) -> Non
     assert len(reply.headers["x-request-id"]) == 24
 
 
-def test_base64_is_little_endian_float32(served: House) -> None:
-    body = ask(served, served.model(), input=["hello", "hi"], encoding_format="base64").json()
+def test_base64_is_little_endian_float32(shared: House) -> None:
+    body = ask(shared, shared.model(), input=["hello", "hi"], encoding_format="base64").json()
     for entry, text in zip(body["data"], ["hello", "hi"], strict=True):
         numbers = struct.unpack("<4f", base64.b64decode(entry["embedding"]))
         assert numbers == pytest.approx(vector_of(text))
 
 
-def test_fewer_dimensions_have_length_1_again(served: House) -> None:
-    model = served.model()
-    body = ask(served, model, input=["abc", "abcd"], dimensions=2).json()
+def test_fewer_dimensions_have_length_1_again(shared: House) -> None:
+    model = shared.model()
+    body = ask(shared, model, input=["abc", "abcd"], dimensions=2).json()
     first, second = (entry["embedding"] for entry in body["data"])
     assert first == pytest.approx([0.6, -0.8])
     assert second == pytest.approx([0.0, 1.0])
     # nothing is left of this one but zeros, which have no direction
-    assert ask(served, model, input="ab", dimensions=1).json()["data"][0]["embedding"] == [0.0]
-    assert len(ask(served, model, input="a", dimensions=4).json()["data"][0]["embedding"]) == 4
+    assert ask(shared, model, input="ab", dimensions=1).json()["data"][0]["embedding"] == [0.0]
+    assert len(ask(shared, model, input="a", dimensions=4).json()["data"][0]["embedding"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -100,9 +108,9 @@ def test_fewer_dimensions_have_length_1_again(served: House) -> None:
         ({"input": "x" * 1001}, "input", "more than 1000 tokens"),
     ],
 )
-def test_what_is_refused(served: House, body: dict[str, Any], param: str, says: str) -> None:
-    content = json.dumps({"model": served.model(), **body})
-    reply = served.http.post(
+def test_what_is_refused(shared: House, body: dict[str, Any], param: str, says: str) -> None:
+    content = json.dumps({"model": shared.model(), **body})
+    reply = shared.http.post(
         "/v1/embeddings", content=content, headers={"Content-Type": "application/json"}
     )
     error = reply.json()["error"]
