@@ -1,4 +1,4 @@
-"""What drafts gain on this machine: the same answers with and without drafts, side by side.
+"""Speed-up of speculative decoding: the same answers with and without drafts, side by side.
 
 python -m benchmarks.speculation [--quick] [--rounds N]
 """

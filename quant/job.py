@@ -115,10 +115,10 @@ class QuantizeJob:
         Raises InvalidRequest if it has another manifest. The checksum of the weights is not
         compared, because they are not read.
         """
-        begun = self.work_folder.read_manifest()
-        if begun is None:
+        manifest = self.work_folder.read_manifest()
+        if manifest is None:
             return
-        model = begun.get("model")
+        model = manifest.get("model")
         checksum = model.get("checksum", 0) if isinstance(model, dict) else 0
         self.work_folder.check_same_manifest(self._resume_manifest(checksum))
         on_event(UnfinishedEvent(self.work_folder.num_done_layers, self.num_layers))

@@ -249,7 +249,7 @@ def test_the_tui_computes_nothing() -> None:
         "import sys, localgen.tui.chat.app\n"
         "from localgen.quant.request.form import QuantizeForm\n"
         "QuantizeForm().to_request()\n"
-        "QuantizeForm(method='GGUF', weighed='scales').to_request()\n"
+        "QuantizeForm(method='GGUF', gguf_calibration='scales').to_request()\n"
         "print(*sys.modules)"
     )
     done = subprocess.run(

@@ -102,10 +102,13 @@ FOLDED = Recipe(method="awq", bits=4, group_size=32)
         ),
         (QuantizeForm(method="rtn", bits=8), (Recipe(method="rtn", bits=8), None, "round")),
         (QuantizeForm(method="GGUF"), (None, "Q4_K_M", "observe")),
-        (QuantizeForm(method="GGUF", weighed="scales"), (FOLDED, "Q4_K_M", "fold")),
-        (QuantizeForm(method="GGUF", weighed="importance"), (FOLDED, "Q4_K_M", "observe")),
+        (QuantizeForm(method="GGUF", gguf_calibration="scales"), (FOLDED, "Q4_K_M", "fold")),
+        (QuantizeForm(method="GGUF", gguf_calibration="importance"), (FOLDED, "Q4_K_M", "observe")),
         (QuantizeForm(method="GGUF", gguf="IQ1_S"), (FOLDED, "IQ1_S", "observe")),
-        (QuantizeForm(method="GGUF", gguf="F16", weighed="scales"), (None, "F16", "observe")),
+        (
+            QuantizeForm(method="GGUF", gguf="F16", gguf_calibration="scales"),
+            (None, "F16", "observe"),
+        ),
     ],
 )
 def test_a_choice_and_what_it_asks_for(
@@ -115,7 +118,7 @@ def test_a_choice_and_what_it_asks_for(
 
 
 def test_what_applies() -> None:
-    fields = ("gguf", "weighed", "bits", "group_size", "text")
+    fields = ("gguf", "gguf_calibration", "bits", "group_size", "text")
     closed = {
         method: [
             field for field in fields if unavailable_reason(QuantizeForm(method=method), field)
@@ -123,15 +126,15 @@ def test_what_applies() -> None:
         for method in ("awq", "rtn", "fp8", "smoothquant", "GGUF")
     }
     assert closed == {
-        "awq": ["gguf", "weighed"],
-        "rtn": ["gguf", "weighed", "text"],
-        "fp8": ["gguf", "weighed", "bits", "group_size", "text"],
-        "smoothquant": ["gguf", "weighed", "bits", "group_size"],
+        "awq": ["gguf", "gguf_calibration"],
+        "rtn": ["gguf", "gguf_calibration", "text"],
+        "fp8": ["gguf", "gguf_calibration", "bits", "group_size", "text"],
+        "smoothquant": ["gguf", "gguf_calibration", "bits", "group_size"],
         "GGUF": ["bits", "group_size", "text"],
     }
     needy = QuantizeForm(method="GGUF", gguf="IQ1_M")
-    assert "garbage" in invalid_value_reason(needy, "weighed", "nothing")
-    assert invalid_value_reason(needy, "weighed", "importance") == ""
+    assert "garbage" in invalid_value_reason(needy, "gguf_calibration", "nothing")
+    assert invalid_value_reason(needy, "gguf_calibration", "importance") == ""
     assert unavailable_reason(needy, "text") == ""
 
 
@@ -140,7 +143,7 @@ def test_choices_have_the_names_of_advice() -> None:
         method_option(QuantizeForm(method="gptq", bits=3)),
         method_option(QuantizeForm(method="fp8", bits=3)),
         method_option(QuantizeForm(method="GGUF", gguf="Q8_0")),
-        method_option(QuantizeForm(method="GGUF", weighed="scales")),
+        method_option(QuantizeForm(method="GGUF", gguf_calibration="scales")),
     ]
     assert names == ["--gptq --bits 3", "--fp8", "--gguf Q8_0", "--awq --gguf Q4_K_M"]
 

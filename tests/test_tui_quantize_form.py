@@ -82,13 +82,13 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
         asked = tui.asked_looks[-1]
         assert (asked.gguf, asked.mode) == ("IQ2_M", "observe")
         assert asked.recipe is not None
-        refused = tui.screen.query_one("#control-weighed", RadioChoices)
+        refused = tui.screen.query_one("#control-gguf_calibration", RadioChoices)
         assert "IQ2_M is garbage without" in refused.disabled_reason_text
         assert tui.screen._form_panel.form.effective_calibration == "importance"
         await pilot.press("down", "right")
         assert tui.screen._form_panel.form.to_request().mode == "fold"
         await pilot.press("left", "left", "left")
-        assert tui.screen._form_panel.form.weighed == "importance"
+        assert tui.screen._form_panel.form.gguf_calibration == "importance"
 
     play(Quantizing(tmp_path), scene)
 

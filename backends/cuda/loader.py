@@ -124,8 +124,8 @@ def _memory_use(
     """
     if device.type == "cpu" or options.tp > 1:
         return MemoryUsage(weights=weight_bytes, kv=kv_bytes)
-    beside = MemoryUsage() if draft is None else draft.info.memory
-    others = (beside.weights or 0) + (beside.kv or 0)
+    draft_memory = MemoryUsage() if draft is None else draft.info.memory
+    others = (draft_memory.weights or 0) + (draft_memory.kv or 0)
     work = torch.cuda.memory_reserved(device) - weight_bytes - kv_bytes - others
     return MemoryUsage(weights=weight_bytes, kv=kv_bytes, work=max(0, work))
 

@@ -257,11 +257,13 @@ class CudaRunner:
                 if chunk.seq.matcher.is_done:
                     taken = taken[:count]
                     break
-        said, drawn_from = ticket.logprobs, ticket.probs_by_row.get(row)
-        if said is None:
-            return SampledTokens(taken, (), drawn_from)
-        found = (said.for_row(row + i, token, self._token_text) for i, token in enumerate(taken))
-        return SampledTokens(taken, tuple(each for each in found if each is not None), drawn_from)
+        logprobs, draft_probs = ticket.logprobs, ticket.probs_by_row.get(row)
+        if logprobs is None:
+            return SampledTokens(taken, (), draft_probs)
+        found = (
+            logprobs.for_row(row + i, token, self._token_text) for i, token in enumerate(taken)
+        )
+        return SampledTokens(taken, tuple(each for each in found if each is not None), draft_probs)
 
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]

@@ -43,12 +43,12 @@ class LlamaBatch:
         """
         end = 0
         rows = []
-        for chunk, lane in zip(chunks, seq_ids, strict=True):
+        for chunk, seq_id in zip(chunks, seq_ids, strict=True):
             begin, end = end, end + len(chunk)
             self._token[begin:end] = chunk.tokens
             self._pos[begin:end] = self._positions[: len(chunk)]
             self._pos[begin:end] += chunk.start
-            self._seq[begin:end] = lane
+            self._seq[begin:end] = seq_id
             self._output[begin:end] = 0
             first = end - 1 - chunk.num_drafts
             if chunk.is_sampled:

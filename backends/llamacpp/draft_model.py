@@ -91,13 +91,13 @@ class LlamaDraftModel:
             raise
 
     def _create_context(self, size: KVSize, executor: ThreadPoolExecutor) -> LlamaContext:
-        lanes = self._num_slots
+        num_slots = self._num_slots
         try:
             self._open_context = LlamaContext(
                 self._model,
                 self._options,
                 kv_tokens=size.kv_tokens,
-                n_seq_max=lanes,
+                n_seq_max=num_slots,
                 executor=executor,
             )
         except NoKVCache:

@@ -76,7 +76,8 @@ class LlamaEmbedder:
             (chunks,) = split_into_slices(unscheduled_sequences(inputs), lambda: num_tokens)
             self._compute(chunks)
             yield EmbedSlice(
-                num_tokens, np.stack([self._pooled_embedding(lane) for lane in range(len(inputs))])
+                num_tokens,
+                np.stack([self._pooled_embedding(seq_id) for seq_id in range(len(inputs))]),
             )
         finally:
             self._clear()
@@ -84,17 +85,17 @@ class LlamaEmbedder:
     def _embed_causal(
         self, seqs: list[Sequence], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        lanes = {seq: lane for lane, seq in enumerate(seqs)}
+        seq_ids = {seq: seq_id for seq_id, seq in enumerate(seqs)}
         sums = np.zeros((len(seqs), self._model.embedding_width), np.float64)
         total = sum(len(seq.tokens) for seq in seqs)
         # equal slices: flash attention on a CPU is slow on a short remainder (see slots.py)
         even = -(-total // -(-total // SLICE_TOKENS))
         try:
             for chunks in split_into_slices(seqs, lambda: min(max_tokens(), even)):
-                self._compute(chunks, [lanes[chunk.seq] for chunk in chunks])
+                self._compute(chunks, [seq_ids[chunk.seq] for chunk in chunks])
                 states, row = self._hidden_states(sum(map(len, chunks))), 0
                 for chunk in chunks:
-                    sums[lanes[chunk.seq]] += self._pool_slice(
+                    sums[seq_ids[chunk.seq]] += self._pool_slice(
                         chunk, states[row : row + len(chunk)]
                     )
                     row += len(chunk)

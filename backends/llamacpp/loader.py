@@ -108,13 +108,13 @@ def _create_context(model: LlamaModel, options: LlamaOptions, size: KVSize) -> L
 
     Its outputs allow one sequence to verify a full draft. Raises NoKVCache for an encoder.
     """
-    lanes = options.parallel + max_cached_prefixes(model, options)
+    num_slots = options.parallel + max_cached_prefixes(model, options)
     return LlamaContext(
         model,
         options,
         kv_tokens=size.kv_tokens,
-        n_seq_max=lanes,
-        n_outputs=max(lanes, options.parallel + options.draft_max),
+        n_seq_max=num_slots,
+        n_outputs=max(num_slots, options.parallel + options.draft_max),
     )
 
 
@@ -187,7 +187,7 @@ def _resolve_size(
     Otherwise all sequences share one pool.
     """
     free = _kv_budget_bytes(model, shape, options, request, draft)
-    beside = draft.pool_bytes_per_token if draft else 0.0
+    draft_token_bytes = draft.pool_bytes_per_token if draft else 0.0
     asked = request.options
     sized = None not in (asked.parallel, asked.ctx) and asked.kv_tokens is None
     rigid = model.is_recurrent or model.has_sliding_window
@@ -195,10 +195,10 @@ def _resolve_size(
         in_parts = replace(options, kv_unified=False)
         with suppress(OutOfMemory):
             return in_parts, sizing.choose_llama_kv_size(
-                model, shape, in_parts, free_bytes=free, draft_token_bytes=beside
+                model, shape, in_parts, free_bytes=free, draft_token_bytes=draft_token_bytes
             )
     size = sizing.choose_llama_kv_size(
-        model, shape, options, free_bytes=free, draft_token_bytes=beside
+        model, shape, options, free_bytes=free, draft_token_bytes=draft_token_bytes
     )
     return options, size
 

@@ -72,7 +72,7 @@ class SharedCache:
         """See ModelRunner.usage; a cell shared by running and cached sequences counts as used."""
         total, used = (
             len(self._refs),
-            self._count_cells(lane.cells for lane in self._running.values()),
+            self._count_cells(slot.cells for slot in self._running.values()),
         )
         return PoolUsage(used=used, cached=total - self._num_free - used, free=self._num_free)
 
@@ -89,18 +89,20 @@ class SharedCache:
         candidates = (
             (*self._running.values(), *self._cached_prefixes) if self._share_prefixes else ()
         )
-        donor, known = longest_prefix(seq, candidates)
+        source, known = longest_prefix(seq, candidates)
         length = self._reuse.reuse_tokens(known, len(seq.tokens))
         needed = len(seq.tokens) - length
-        if not self._can_reclaim(needed + spare, protect=donor, length=length):
+        if not self._can_reclaim(needed + spare, protect=source, length=length):
             raise NoRoom
-        if donor in self._cached_prefixes and not self._can_reclaim(needed + spare, protect=donor):
-            self._trim(donor, length)  # free the cells after the shared prefix
-        self._reclaim(needed + spare, protect=donor)
-        lane = self._claim_slot(donor, known, length)
-        lane.owner, lane.cached_tokens = seq, []
-        self._running[seq] = lane
-        self._allocate(lane, needed)
+        if source in self._cached_prefixes and not self._can_reclaim(
+            needed + spare, protect=source
+        ):
+            self._trim(source, length)  # free the cells after the shared prefix
+        self._reclaim(needed + spare, protect=source)
+        slot = self._claim_slot(source, known, length)
+        slot.owner, slot.cached_tokens = seq, []
+        self._running[seq] = slot
+        self._allocate(slot, needed)
         return length
 
     def _claim_slot(self, source: SharedSlot | None, prefix_tokens: int, length: int) -> SharedSlot:
@@ -113,36 +115,36 @@ class SharedCache:
             self._truncate(source, length)
             return source
         # never empty: fewer than max_seqs run and at most max_cached_prefixes are cached
-        lane = self._free_slots.pop()
+        slot = self._free_slots.pop()
         if source:
-            self._context.copy_prefix(source.seq_id, lane.seq_id, length)
-            lane.cells = source.cells[:length].copy()
-            self._refs[lane.cells] += 1
-        return lane
+            self._context.copy_prefix(source.seq_id, slot.seq_id, length)
+            slot.cells = source.cells[:length].copy()
+            self._refs[slot.cells] += 1
+        return slot
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        lane = self._running[seq]
-        needed = seq.num_computed + n - len(lane.cells)
+        slot = self._running[seq]
+        needed = seq.num_computed + n - len(slot.cells)
         if needed <= 0:
             return True
         if not self._reclaim(needed, protect=None):
             return False
-        self._allocate(lane, needed)
+        self._allocate(slot, needed)
         return True
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self._truncate(self._running[seq], length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        lane = self._running.pop(seq)
-        lane.cached_tokens, lane.owner = lane.tokens if keep and self._share_prefixes else [], None
-        self._truncate(lane, len(lane.cached_tokens))
-        if not lane.cached_tokens:
-            self._free_slots.append(lane)
+        slot = self._running.pop(seq)
+        slot.cached_tokens, slot.owner = slot.tokens if keep and self._share_prefixes else [], None
+        self._truncate(slot, len(slot.cached_tokens))
+        if not slot.cached_tokens:
+            self._free_slots.append(slot)
             return
-        self._evict_prefixes_of(lane)
-        lane.last_used = next(self._clock)
-        self._cached_prefixes.append(lane)
+        self._evict_prefixes_of(slot)
+        slot.last_used = next(self._clock)
+        self._cached_prefixes.append(slot)
         while self._exceeds_cache_limits():
             self._evict(self._least_recently_used(None))
 
@@ -152,14 +154,14 @@ class SharedCache:
     def _exceeds_cache_limits(self) -> bool:
         if len(self._cached_prefixes) > self._max_cached_prefixes:
             return True
-        tokens = sum(len(donor.cached_tokens) for donor in self._cached_prefixes)
+        tokens = sum(len(cached.cached_tokens) for cached in self._cached_prefixes)
         return tokens > MAX_CACHED_TOKENS and len(self._cached_prefixes) > MIN_CACHED_PREFIXES
 
     def _evict_prefixes_of(self, slot: SharedSlot) -> None:
         """Evict cached prefixes that are a prefix of this one: they serve no other prompt."""
-        for donor in list(self._cached_prefixes):
-            if donor.cached_tokens == slot.cached_tokens[: len(donor.cached_tokens)]:
-                self._evict(donor)
+        for cached in list(self._cached_prefixes):
+            if cached.cached_tokens == slot.cached_tokens[: len(cached.cached_tokens)]:
+                self._evict(cached)
 
     # -- cached prefixes --------------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class SharedCache:
         """
         if self._num_free >= needed:
             return True
-        held = [lane.cells for lane in self._running.values()]
+        held = [slot.cells for slot in self._running.values()]
         if protect:
             held.append(protect.cells[:length])
         return len(self._refs) - self._count_cells(held) >= needed
@@ -195,12 +197,12 @@ class SharedCache:
     def _reclaim(self, needed: int, *, protect: SharedSlot | None) -> bool:
         """Evict or shorten cached prefixes, LRU first. Returns False if too few cells get free."""
         while self._num_free < needed and any(d is not protect for d in self._cached_prefixes):
-            donor = self._least_recently_used(protect)
-            keep = len(donor.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
+            cached = self._least_recently_used(protect)
+            keep = len(cached.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
             if keep > 0:
-                self._trim(donor, keep)
+                self._trim(cached, keep)
             else:
-                self._evict(donor)
+                self._evict(cached)
         return self._num_free >= needed
 
     # -- cells ------------------------------------------------------------------------------
@@ -227,13 +229,13 @@ class SharedCache:
 
     def check(self) -> None:
         refs: NDArray[Any] = np.zeros_like(self._refs)
-        for lane in (*self._running.values(), *self._cached_prefixes):
-            refs[lane.cells] += 1
-            length = len(lane.tokens)
-            assert length <= len(lane.cells)
-            assert self._context.last_position(lane.seq_id) == length - 1
+        for slot in (*self._running.values(), *self._cached_prefixes):
+            refs[slot.cells] += 1
+            length = len(slot.tokens)
+            assert length <= len(slot.cells)
+            assert self._context.last_position(slot.seq_id) == length - 1
         assert (refs == self._refs).all()
         assert sorted(self._free_cells[: self._num_free]) == np.flatnonzero(refs == 0).tolist()
-        for lane in self._free_slots:
-            assert len(lane.cells) == 0
-            assert self._context.last_position(lane.seq_id) == -1
+        for slot in self._free_slots:
+            assert len(slot.cells) == 0
+            assert self._context.last_position(slot.seq_id) == -1

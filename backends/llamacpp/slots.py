@@ -109,8 +109,8 @@ def longest_prefix(seq: Sequence, slots: Iterable[AnySlot]) -> tuple[AnySlot | N
     usable = seq.tokens[:-1]
     best: AnySlot | None = None
     longest = 0
-    for lane in slots:
-        length = common_prefix_len(lane.tokens, usable)
+    for slot in slots:
+        length = common_prefix_len(slot.tokens, usable)
         if length > longest:
-            best, longest = lane, length
+            best, longest = slot, length
     return best, longest

@@ -37,31 +37,31 @@ class SplitCache:
 
     def usage(self) -> PoolUsage:
         used = sum(seq.num_computed for seq in self._running)
-        cached = sum(len(lane.cached_tokens) for lane in self._slots)
+        cached = sum(len(slot.cached_tokens) for slot in self._slots)
         return PoolUsage(used, cached, self._context.kv_tokens - used - cached)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """See ModelRunner.admit. `spare` is ignored: slots do not share room."""
-        donor, known = longest_prefix(seq, self._slots) if self._share_prefixes else (None, 0)
+        source, known = longest_prefix(seq, self._slots) if self._share_prefixes else (None, 0)
         length = self._reuse.reuse_tokens(known, len(seq.tokens))
-        lane = self._choose_slot(donor, known)
-        if donor and donor is not lane:
-            self._context.restore(lane.seq_id, self._context.save(donor.seq_id))
-        self._truncate(lane, length)
-        lane.owner, lane.cached_tokens = seq, []
-        self._running[seq] = lane
+        slot = self._choose_slot(source, known)
+        if source and source is not slot:
+            self._context.restore(slot.seq_id, self._context.save(source.seq_id))
+        self._truncate(slot, length)
+        slot.owner, slot.cached_tokens = seq, []
+        self._running[seq] = slot
         return length
 
     def _choose_slot(self, source: CacheSlot | None, prefix_tokens: int) -> CacheSlot:
         """Return the source slot if it can be continued in place, else a free or the LRU slot."""
-        idle = [lane for lane in self._slots if not lane.owner]
+        idle = [slot for slot in self._slots if not slot.owner]
         if not idle:
             raise NoRoom
         if source in idle:
             lost = len(source.cached_tokens) - prefix_tokens
             if len(idle) == 1 or lost <= min(MAX_LOST_TOKENS, MAX_LOST_FRACTION * prefix_tokens):
                 return source
-        return min((lane for lane in idle if lane is not source), key=lambda lane: lane.last_used)
+        return min((slot for slot in idle if slot is not source), key=lambda slot: slot.last_used)
 
     def grow(self, seq: Sequence, n: int) -> bool:
         """Return True: the slot of a sequence has room for the full context length."""
@@ -71,15 +71,15 @@ class SplitCache:
         self._truncate(self._running[seq], length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        lane = self._running.pop(seq)
-        lane.cached_tokens, lane.owner = lane.tokens if keep and self._share_prefixes else [], None
-        self._truncate(lane, len(lane.cached_tokens))
-        lane.last_used = next(self._clock) if lane.cached_tokens else 0
+        slot = self._running.pop(seq)
+        slot.cached_tokens, slot.owner = slot.tokens if keep and self._share_prefixes else [], None
+        self._truncate(slot, len(slot.cached_tokens))
+        slot.last_used = next(self._clock) if slot.cached_tokens else 0
         for other in self._slots:
             if (
-                other is not lane
+                other is not slot
                 and other.cached_tokens
-                and other.cached_tokens == lane.cached_tokens[: len(other.cached_tokens)]
+                and other.cached_tokens == slot.cached_tokens[: len(other.cached_tokens)]
             ):
                 # a prefix of this one serves no other prompt
                 other.cached_tokens, other.last_used = [], 0
@@ -92,38 +92,38 @@ class SplitCache:
         more.
         """
         running = list(self._running.values())
-        indices = [lane.seq_id for lane in running]
+        indices = [slot.seq_id for slot in running]
         if max(indices) - min(indices) < len(running):
             return
-        by_index = sorted(self._slots, key=lambda lane: lane.seq_id)
+        by_index = sorted(self._slots, key=lambda slot: slot.seq_id)
         windows = (by_index[i : i + len(running)] for i in range(len(by_index) - len(running) + 1))
         window = min(windows, key=lambda window: _num_moved_tokens(window, running))
-        holes = [lane for lane in window if not lane.owner]
-        for lane, hole in zip((lane for lane in running if lane not in window), holes, strict=True):
-            self._swap(lane, hole)
+        holes = [slot for slot in window if not slot.owner]
+        for slot, hole in zip((slot for slot in running if slot not in window), holes, strict=True):
+            self._swap(slot, hole)
 
     def _swap(self, one: CacheSlot, other: CacheSlot) -> None:
         """Exchange the cached state of two slots."""
-        states = [self._context.save(lane.seq_id) if lane.tokens else None for lane in (one, other)]
+        states = [self._context.save(slot.seq_id) if slot.tokens else None for slot in (one, other)]
         one.seq_id, other.seq_id = other.seq_id, one.seq_id
-        for lane, state in zip((one, other), states, strict=True):
+        for slot, state in zip((one, other), states, strict=True):
             if state is None:
-                self._context.truncate(lane.seq_id, 0)
+                self._context.truncate(slot.seq_id, 0)
             else:
-                self._context.restore(lane.seq_id, state)
+                self._context.restore(slot.seq_id, state)
 
     def _truncate(self, slot: CacheSlot, length: int) -> None:
         cut = self._context.truncate(slot.seq_id, length)
         assert cut, "partial truncation of a model that cannot rewind"
 
     def check(self) -> None:
-        assert sorted(lane.seq_id for lane in self._slots) == list(range(len(self._slots)))
-        assert self._running == {lane.owner: lane for lane in self._slots if lane.owner}
-        for lane in self._slots:
-            assert self._context.last_position(lane.seq_id) == len(lane.tokens) - 1
+        assert sorted(slot.seq_id for slot in self._slots) == list(range(len(self._slots)))
+        assert self._running == {slot.owner: slot for slot in self._slots if slot.owner}
+        for slot in self._slots:
+            assert self._context.last_position(slot.seq_id) == len(slot.tokens) - 1
 
 
 def _num_moved_tokens(window: list[CacheSlot], running: list[CacheSlot]) -> int:
     """Number of tokens to move if the running slots are placed in that window."""
-    coming = sum(len(lane.tokens) for lane in running if lane not in window)
-    return coming + sum(len(lane.cached_tokens) for lane in window if not lane.owner)
+    coming = sum(len(slot.tokens) for slot in running if slot not in window)
+    return coming + sum(len(slot.cached_tokens) for slot in window if not slot.owner)

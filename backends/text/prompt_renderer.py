@@ -160,15 +160,17 @@ class PromptRenderer:
         turns = tool_prompt.inline_tool_messages(messages, self._call_format)
         if not request.tools or request.tool_choice == "none":
             return self._template.render(turns, variables), ()
-        told = tool_prompt.append_to_system_message(
+        messages_with_tools = tool_prompt.append_to_system_message(
             turns, tool_prompt.tool_instructions(request.tools)
         )
         try:
-            return self._template.render(told, variables), (TOOLS_IN_SYSTEM_NOTE,)
+            return self._template.render(messages_with_tools, variables), (TOOLS_IN_SYSTEM_NOTE,)
         except InvalidRequest:
             # some templates do not support a system message either
-            told = tool_prompt.merge_system_into_user(told)
-            return self._template.render(told, variables), (TOOLS_IN_FIRST_MESSAGE_NOTE,)
+            messages_with_tools = tool_prompt.merge_system_into_user(messages_with_tools)
+            return self._template.render(messages_with_tools, variables), (
+                TOOLS_IN_FIRST_MESSAGE_NOTE,
+            )
 
 
 def _thinking_not_configurable(param: str) -> InvalidRequest:

@@ -112,8 +112,8 @@ def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]
     # the defaults of a remote server are unknown
     known = session.model_info
     base = SamplingParams() if session.is_remote else BASE_SAMPLING
-    usual = SamplingParams() if known is None else known.sampling
-    return parameters.effective_parameters(session.options.params, usual, base)
+    defaults = SamplingParams() if known is None else known.sampling
+    return parameters.effective_parameters(session.options.params, defaults, base)
 
 
 def _set_ctx(session: ChatSession, text: str) -> CommandResult:
@@ -146,7 +146,7 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         return CommandOutput(_model_info_text(session))
     if what == "parameters":
         rows = effective_parameter_rows(session)
-        lines = (f"{name:<22} {value:<16} {whose}".rstrip() for name, value, whose in rows)
+        lines = (f"{name:<22} {value:<16} {origin}".rstrip() for name, value, origin in rows)
         return CommandOutput("\n".join(lines))
     if what == "template":
         if session.model.url:

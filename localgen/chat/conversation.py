@@ -41,13 +41,13 @@ class Conversation:
 
         Unanswered prompts are left out.
         """
-        said = [Message("system", self.system)] if self.system else []
+        messages = [Message("system", self.system)] if self.system else []
         for turn in self.turns:
             if turn.is_unanswered:
                 continue
             thought = turn.reasoning if with_reasoning and turn.reasoning else None
-            said += [Message("user", turn.prompt), Message("assistant", turn.answer, thought)]
-        return tuple(said)
+            messages += [Message("user", turn.prompt), Message("assistant", turn.answer, thought)]
+        return tuple(messages)
 
     def messages_with_prompt(
         self, prompt: str, *, with_reasoning: bool = False

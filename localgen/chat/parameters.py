@@ -80,11 +80,11 @@ def effective_parameters(
     table = []
     for name in PARAMETER_NAMES:
         sources = ((params, "yours"), (model_defaults, "model"), (fallback_defaults, ""))
-        owner, whose = next(
-            ((source, whose) for source, whose in sources if _is_set(getattr(source, name))),
+        owner, origin = next(
+            ((source, origin) for source, origin in sources if _is_set(getattr(source, name))),
             (fallback_defaults, ""),
         )
-        table.append((name, _format_value(getattr(owner, name)), whose))
+        table.append((name, _format_value(getattr(owner, name)), origin))
     return table
 
 

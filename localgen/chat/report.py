@@ -148,8 +148,8 @@ def _speculation_summary(timings: Timings) -> str:
         return f" (no drafts: {why})" if explained else ""
     # drop the repository owner: the line is short
     models = [name.rpartition("/")[2] for name in timings.draft_by if name != NGRAM_DRAFTER]
-    whose = f" of {', '.join(models)}" if models else ""
-    speedup = f"{timings.draft_speedup:.1f}× with drafts{whose}"
+    drafters = f" of {', '.join(models)}" if models else ""
+    speedup = f"{timings.draft_speedup:.1f}× with drafts{drafters}"
     each = f"{_tokens_per_step(timings):.1f}/step"
     return f" ({speedup}, {_acceptance_rate(timings)} accepted, {each})"
 

@@ -136,10 +136,12 @@ class ChatSession:
 
         regenerate: leave out the last turn.
         """
-        said = self.conversation.undo() if regenerate else self.conversation
+        conversation = self.conversation.undo() if regenerate else self.conversation
         return self.client.chat(
             self.requested_model,
-            said.messages_with_prompt(prompt, with_reasoning=self._template_uses_reasoning()),
+            conversation.messages_with_prompt(
+                prompt, with_reasoning=self._template_uses_reasoning()
+            ),
             self.options.params,
             ctx=self._requested_ctx,
             priority=self.options.priority,
@@ -152,8 +154,8 @@ class ChatSession:
 
         replace_last: replace the last turn.
         """
-        said = self.conversation.undo() if replace_last else self.conversation
-        self.set_conversation(said.with_turn(turn))
+        conversation = self.conversation.undo() if replace_last else self.conversation
+        self.set_conversation(conversation.with_turn(turn))
         self.last_completion = completion
 
     def set_conversation(self, conversation: Conversation) -> None:

@@ -141,9 +141,9 @@ class SessionStore:
             before = self._require_same_revision(sqlite, record)
             place, turn = len(record.conversation.turns), Turn(prompt, "", stopped=True)
             new = replace(record, revision=record.revision + 1)
-            begun = self._write_session(sqlite, new, before.conversation)
+            updated = self._write_session(sqlite, new, before.conversation)
             _insert_turn(sqlite, record.id, place, turn, self._writer.name)
-            return begun
+            return updated
 
     def update_turn(self, record: SessionRecord, turn: Turn) -> None:
         """Save the partial answer of the unfinished turn."""
@@ -314,9 +314,17 @@ def _read_session(sqlite: sqlite3.Connection, session_id: int) -> SessionRecord:
     ).fetchall()
     whole = tuple(_turn_from_row(row) for row in rows if row[5] is None)
     growing = next((_turn_from_row(row) for row in rows if row[5] is not None), None)
-    said = Conversation(system, whole)
+    conversation = Conversation(system, whole)
     return SessionRecord(
-        session_id, name, model, server, _decode_params(params), ctx, said, revision, growing
+        session_id,
+        name,
+        model,
+        server,
+        _decode_params(params),
+        ctx,
+        conversation,
+        revision,
+        growing,
     )
 
 

@@ -33,6 +33,8 @@ def command(
 def _default_shell() -> str:
     name = Path(os.environ.get("SHELL", "")).name
     if name not in _SHELLS:
-        said = f"no completion script for {name}" if name else "cannot tell the shell from $SHELL"
-        raise InvalidRequest(f"{said}: give one of {', '.join(_SHELLS)}")
+        problem = (
+            f"no completion script for {name}" if name else "cannot tell the shell from $SHELL"
+        )
+        raise InvalidRequest(f"{problem}: give one of {', '.join(_SHELLS)}")
     return name

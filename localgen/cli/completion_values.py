@@ -102,8 +102,8 @@ def _complete_at_file(incomplete: str) -> list[str]:
 
 def _filter_by_prefix(incomplete: str, names: Iterable[str]) -> list[str]:
     """Names that start with `incomplete`, ignoring case; the typed letters keep their case."""
-    begun = incomplete.lower()
-    known = dict.fromkeys(name for name in names if name.lower().startswith(begun))
+    prefix = incomplete.lower()
+    known = dict.fromkeys(name for name in names if name.lower().startswith(prefix))
     spelled = [incomplete + name[len(incomplete) :] for name in known]
     return [name for name in spelled if _SAFE_NAME.fullmatch(name)]
 

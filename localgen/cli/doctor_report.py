@@ -21,8 +21,8 @@ def checkup_text(result: Checkup) -> str:
     rows = [*_machine_rows(result.machine), *_llama_rows(result.llama, result.machine)]
     rows += [("cuda", _cuda_status(result)), *_localgen_rows(result)]
     lines = [f"{name:<{_WIDTH}} {one_line(text)}" for name, text in rows]
-    told = [line for finding in result.findings for line in _finding_lines(finding)]
-    return "\n".join([*lines, "", *(told or ["no problems found"])])
+    findings = [line for finding in result.findings for line in _finding_lines(finding)]
+    return "\n".join([*lines, "", *(findings or ["no problems found"])])
 
 
 def checkup_json(result: Checkup) -> str:

@@ -99,15 +99,15 @@ def _list_alternatives(
 
     Raises HubUnavailable if the catalog has none either.
     """
-    tell = tables.print_notice
+    notice = tables.print_notice
     try:
-        with forward_warnings(tell):
-            return quant_options(list_repo(_gguf_repo(model_ref), tell), model_ref.entry, memory)
+        with forward_warnings(notice):
+            return quant_options(list_repo(_gguf_repo(model_ref), notice), model_ref.entry, memory)
     except HubUnavailable as error:
         entry = model_ref.entry
         if entry is None or not entry.gguf.sizes:
             raise
-        tell(f"{error.message}; using the sizes of the catalog")
+        notice(f"{error.message}; using the sizes of the catalog")
         files = [
             quant_choice.QuantOption(quant, bytes_) for quant, bytes_ in entry.gguf.sizes.items()
         ]

@@ -62,13 +62,13 @@ class _Histogram:
         if self.count <= 0:
             return None
         rank, below, low = quantile * self.count, 0.0, 0.0
-        for bound, upto in sorted(self.buckets.items()):
-            if upto >= rank:
+        for bound, cumulative in sorted(self.buckets.items()):
+            if cumulative >= rank:
                 if math.isinf(bound):
                     break
-                within = (rank - below) / (upto - below) if upto > below else 1.0
+                within = (rank - below) / (cumulative - below) if cumulative > below else 1.0
                 return (low + (bound - low) * within) * 1e3
-            below, low = upto, bound
+            below, low = cumulative, bound
         return low * 1e3
 
 

@@ -95,7 +95,7 @@ def _gpu(nvml: Any, index: int, handle: object) -> Gpu:
 def _gpu_metrics(nvml: Any, index: int, handle: object) -> GpuStats:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
 
-    def told(ask: Callable[[], float], unit: float = 1.0) -> float | None:
+    def query(ask: Callable[[], float], unit: float = 1.0) -> float | None:
         try:
             return ask() / unit
         except nvml.NVMLError:  # not every GPU reports every metric; a MIG slice reports few
@@ -106,14 +106,14 @@ def _gpu_metrics(nvml: Any, index: int, handle: object) -> GpuStats:
         name=str(nvml.nvmlDeviceGetName(handle)),
         total_bytes=int(memory.total),
         used_bytes=int(memory.used),
-        busy=told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 100),
-        power_w=told(lambda: nvml.nvmlDeviceGetPowerUsage(handle), 1e3),
-        power_limit_w=told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle), 1e3),
-        temperature_c=told(
+        busy=query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 100),
+        power_w=query(lambda: nvml.nvmlDeviceGetPowerUsage(handle), 1e3),
+        power_limit_w=query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle), 1e3),
+        temperature_c=query(
             lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
         ),
-        clock_mhz=told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        memory_clock_mhz=told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+        clock_mhz=query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        memory_clock_mhz=query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
     )
 
 

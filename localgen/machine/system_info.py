@@ -107,8 +107,8 @@ def _query_nvidia_smi() -> tuple[tuple[str, ...], str | None]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return (), f"nvidia-smi: {error}"
     if found.returncode:
-        said = (found.stdout + found.stderr).strip().splitlines()
-        return (), f"nvidia-smi: {said[0] if said else f'status {found.returncode}'}"
+        output = (found.stdout + found.stderr).strip().splitlines()
+        return (), f"nvidia-smi: {output[0] if output else f'status {found.returncode}'}"
     return tuple(line.strip() for line in found.stdout.splitlines() if line.strip()), None
 
 

@@ -108,10 +108,12 @@ def estimate_footprint(
     options: LoadOptions = LoadOptions(),
 ) -> Footprint:
     """Estimate the footprint. weights_bytes: as loaded (see loaded_weight_bytes)."""
-    usual = _DEFAULTS[runner]
+    defaults = _DEFAULTS[runner]
     types = tuple(
-        asked if asked in CACHE_ELEMENT_BYTES else usual.cache_type  # the engine rejects others
-        for asked in (options.cache_type_k, options.cache_type_v)
+        requested
+        if requested in CACHE_ELEMENT_BYTES
+        else defaults.cache_type  # the engine rejects others
+        for requested in (options.cache_type_k, options.cache_type_v)
     )
     if shape is None:
         return Footprint(
@@ -122,7 +124,7 @@ def estimate_footprint(
             cache_types=types,
             shape=None,
         )
-    fixed, per_token = _work_bytes(shape, runner, usual, options)
+    fixed, per_token = _work_bytes(shape, runner, defaults, options)
     return Footprint(
         weights_bytes=weights_bytes,
         fixed_bytes=fixed,

@@ -71,11 +71,11 @@ def _find_draft(
 
 def _without_repeats(notify: Notify) -> Notify:
     """Suppress repeated notices: a model and its draft model may cause the same ones."""
-    said: set[str] = set()
+    printed: set[str] = set()
 
     def new(line: str) -> None:
-        if line not in said:
-            said.add(line)
+        if line not in printed:
+            printed.add(line)
             notify(line)
 
     return new

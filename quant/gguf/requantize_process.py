@@ -70,8 +70,8 @@ class _LlamaCppLog:
     def _on_log_line(self, level: int, text: bytes, _user: Any) -> None:
         self._level = self._level if level == _LOG_CONT else level
         line = text.decode("utf-8", "replace").strip()
-        if begun := _TENSOR.match(line):
-            _write(ProgressEvent("rounding", int(begun[1]), int(begun[2]), "tensors"))
+        if match := _TENSOR.match(line):
+            _write(ProgressEvent("rounding", int(match[1]), int(match[2]), "tensors"))
         elif line and self._level == _LOG_ERROR:
             failed = _FAILED.search(line)
             self.reason = failed[1] if failed else line

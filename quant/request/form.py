@@ -35,7 +35,7 @@ class QuantizeForm:
     model: str = BUILT_IN_MODEL
     method: str = "awq"
     gguf: str = "Q4_K_M"
-    weighed: GgufCalibration = "nothing"
+    gguf_calibration: GgufCalibration = "nothing"
     bits: int = 4
     group_size: int = 128
     text: str = ""
@@ -76,7 +76,11 @@ class QuantizeForm:
         """Calibration of the GGUF file; types that need an importance matrix always get one."""
         if not self.is_gguf or self.gguf in DIRECT_TYPES:
             return "nothing"
-        return "importance" if self.weighed == "nothing" and self.needs_imatrix else self.weighed
+        return (
+            "importance"
+            if self.gguf_calibration == "nothing" and self.needs_imatrix
+            else self.gguf_calibration
+        )
 
     @property
     def is_resumable(self) -> bool:
@@ -99,9 +103,9 @@ class QuantizeForm:
 def unavailable_reason(form: QuantizeForm, field: str) -> str:
     """Short reason why a field does not apply; empty if it does."""
     match field:
-        case "gguf" | "weighed" if not form.is_gguf:
+        case "gguf" | "gguf_calibration" if not form.is_gguf:
             return "for GGUF files"
-        case "weighed" if form.gguf in DIRECT_TYPES:
+        case "gguf_calibration" if form.gguf in DIRECT_TYPES:
             return f"{form.gguf} rounds without"
         case "bits" | "group_size" if form.is_gguf:
             return "the file's type has them"
@@ -116,7 +120,7 @@ def unavailable_reason(form: QuantizeForm, field: str) -> str:
 
 def invalid_value_reason(form: QuantizeForm, field: str, value: object) -> str:
     """Short reason why a field that applies cannot have this value; empty if it can."""
-    if field == "weighed" and value == "nothing" and form.needs_imatrix:
+    if field == "gguf_calibration" and value == "nothing" and form.needs_imatrix:
         return f"{form.gguf} is garbage without"
     if field == "bits" and not form.is_gguf:
         method = next(name for name in METHODS if name == form.method)
@@ -157,8 +161,8 @@ def with_absolute_output(form: QuantizeForm) -> QuantizeForm:
 
 def with_relative_output(form: QuantizeForm) -> QuantizeForm:
     """Copy without its output path if that is the default one in this folder."""
-    usual = replace(form, out="")
-    return usual if form.out == str(usual.output_path.absolute()) else form
+    default = replace(form, out="")
+    return default if form.out == str(default.output_path.absolute()) else form
 
 
 def has_unfinished_run(form: QuantizeForm) -> bool:

@@ -178,11 +178,11 @@ class CompareColumn(Vertical):
 
     async def sync(self) -> None:
         await self.transcript.sync()
-        said = self._current_speed_text()
-        if said != self._speed_text:
-            self._speed_text = said
+        text = self._current_speed_text()
+        if text != self._speed_text:
+            self._speed_text = text
             line = self._speed_line
-            line.update(Content(said))
+            line.update(Content(text))
             last = self.active.last_stream
             line.set_class(bool(last and last.error and not last.is_stopping), "-error")
 

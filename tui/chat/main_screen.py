@@ -201,10 +201,10 @@ class MainScreen(Screen[None]):
         if width > 0 and text.get_height({}, width) > most:
             self.app.push_screen(ScrollableTextDialog(title or self.app.title, text))
             message, text = "", Content("")
-        told = self.query_one("#message", Static)
-        told.update(text)
-        told.set_class(bool(message), "-shown")
-        told.set_class(is_error, "-error")
+        line = self.query_one("#message", Static)
+        line.update(text)
+        line.set_class(bool(message), "-shown")
+        line.set_class(is_error, "-error")
 
     def show_quantize_status(self, line: str) -> None:
         """Show the status of the background quantization; empty hides the line."""

@@ -165,8 +165,8 @@ class ModelPicker(Picker[str]):
         except ModelNotFound as error:
             await self._offer_pull(name, error)
         except LocalgenError as error:
-            said = "stopped" if self._cancelled.is_set() else error.message
-            self._show_message(said, is_error=not self._cancelled.is_set())
+            reason = "stopped" if self._cancelled.is_set() else error.message
+            self._show_message(reason, is_error=not self._cancelled.is_set())
         else:
             self._loaded_model = name
         finally:
@@ -225,8 +225,8 @@ class ModelPicker(Picker[str]):
         self.show_rows(
             ((choice.name, self._row_content(choice)) for choice in found), self._current
         )
-        told = str(self.query_one("#message", Static).content)
-        if self._rows and (not told or told.startswith(_NO_MATCH_TEXT)):
+        line = str(self.query_one("#message", Static).content)
+        if self._rows and (not line or line.startswith(_NO_MATCH_TEXT)):
             self._show_message(
                 "" if found else f"{_NO_MATCH_TEXT} Enter tries {one_line(query.strip())}"
             )
@@ -237,9 +237,9 @@ class ModelPicker(Picker[str]):
         return name_row(row.name, row.description, is_current=is_current, style=style)
 
     def _show_message(self, message: str, *, is_error: bool = False) -> None:
-        told = self.query_one("#message", Static)
-        told.update(Content(one_line(message)))
-        told.set_class(is_error, "-error")
+        line = self.query_one("#message", Static)
+        line.update(Content(one_line(message)))
+        line.set_class(is_error, "-error")
 
 
 def _installed_rows(cards: list[ModelCard]) -> Iterator[ModelPickerRow]:

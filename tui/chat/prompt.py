@@ -94,7 +94,7 @@ class Prompt(TextField):
 
     def mark_submitted(self, text: str) -> None:
         """Add the submitted text to the history and clear the prompt."""
-        self._history = [*(said for said in self._history if said != text), text]
+        self._history = [*(entry for entry in self._history if entry != text), text]
         self._history_index = len(self._history)
         self.set_text("")
 

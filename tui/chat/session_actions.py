@@ -220,12 +220,12 @@ class SessionActions:
             self._show_message(error.message, is_error=True)
             return
         after = active.to_record()
-        said = outcome.text if isinstance(outcome, commands.CommandOutput) else ""
+        text = outcome.text if isinstance(outcome, commands.CommandOutput) else ""
         kept = len(before.conversation.turns)
         if after.conversation.turns[:kept] != before.conversation.turns:
             self._undo_stack.append(lambda: self._undo_command(active, before, after))
-            said = f"{said}; F9 undoes it"
-        self._show_message(said, title=one_line(line))
+            text = f"{text}; F9 undoes it"
+        self._show_message(text, title=one_line(line))
         self._main_screen.show_settings()
 
     async def run_screen_command(self, name: str, argument: str) -> None:

@@ -253,10 +253,10 @@ class SessionManager:
 
 
 def _excerpt(turn: Turn, query: str) -> str | None:
-    for said in (turn.prompt, turn.answer):
-        at = said.casefold().find(query)
+    for text in (turn.prompt, turn.answer):
+        at = text.casefold().find(query)
         if at >= 0:
             # casefold() may change the length: the position is approximate
             start = max(0, at - _EXCERPT_CHARS)
-            return one_line(said[start : at + len(query) + 2 * _EXCERPT_CHARS])
+            return one_line(text[start : at + len(query) + 2 * _EXCERPT_CHARS])
     return None

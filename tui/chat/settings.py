@@ -120,9 +120,9 @@ class SettingsPanel(Widget):
         self._session_id = session_id
         self.query_one(f"#set-{CTX_SETTING}").display = ctx is not None
         shown = {CTX_SETTING: (ctx or "", "model default")}
-        for name, value, whose in rows:
-            usual = f"{value}, {whose or 'localgen'}" if value != "-" else ""
-            shown[name] = (value, "") if whose == "yours" else ("", usual)
+        for name, value, origin in rows:
+            default = f"{value}, {origin or 'localgen'}" if value != "-" else ""
+            shown[name] = (value, "") if origin == "yours" else ("", default)
         self._values = {SYSTEM_SETTING: system} | {
             name: value for name, (value, _) in shown.items()
         }
@@ -203,11 +203,11 @@ class SettingsPanel(Widget):
             self.mark_applied(typed)
 
     def _show_errors(self) -> None:
-        whys = [
+        reasons = [
             why
             for (session, _), (_, why) in self._rejected_edits.items()
             if session == self._session_id
         ]
         fault = self.query_one("#error", Static)
-        fault.update(Content("\n".join(whys)))
-        fault.set_class(bool(whys), "-shown")
+        fault.update(Content("\n".join(reasons)))
+        fault.set_class(bool(reasons), "-shown")

@@ -229,5 +229,5 @@ def _note(text: str) -> list[Static]:
 
 def _turns_of(active: ActiveSession) -> tuple[Turn, ...]:
     growing = active.record.unfinished_turn
-    said = active.chat.conversation.turns
-    return said if growing is None or active.answer_stream is not None else (*said, growing)
+    turns = active.chat.conversation.turns
+    return turns if growing is None or active.answer_stream is not None else (*turns, growing)

@@ -34,9 +34,9 @@ class BandwidthGauge(Gauge[BandwidthSample]):
             align_ends(left, right, width),
             Content.styled(bar(sample.utilization, width), "$success"),
         ]
-        told = one_line(": ".join(part for part in (sample.medium, sample.reason) if part))
-        if told:
-            lines.append(Content.styled(told, "$muted"))
+        source = one_line(": ".join(part for part in (sample.medium, sample.reason) if part))
+        if source:
+            lines.append(Content.styled(source, "$muted"))
         rows = height - len(lines)
         return [
             *lines,

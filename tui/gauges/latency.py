@@ -45,7 +45,7 @@ class LatencyGauge(Gauge[LatencySample]):
 def _row(
     name: str, latency: LatencyStats, names: tuple[str, ...], each: int, style: str
 ) -> Content:
-    told = {"last": latency.last_ms, "p50": latency.p50_ms, "p99": latency.p99_ms}
-    cells = [f"{format_duration_ms(told[column]):>{each}}" for column in names]
+    values = {"last": latency.last_ms, "p50": latency.p50_ms, "p99": latency.p99_ms}
+    cells = [f"{format_duration_ms(values[column]):>{each}}" for column in names]
     head = Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), (cells[0], f"bold {style}"))
     return Content.assemble(head, *cells[1:])

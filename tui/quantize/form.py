@@ -33,7 +33,7 @@ _LABELS = {
     "model": "Model",
     "method": "Method",
     "gguf": "File type",
-    "weighed": "Calibrate",
+    "gguf_calibration": "Calibrate",
     "bits": "Bits",
     "group_size": "Group",
     "text": "Text",
@@ -42,7 +42,7 @@ _LABELS = {
 }
 _OPTIONS: dict[str, list[tuple[object, str]]] = {
     "method": [(name, name) for name in METHOD_CHOICES],
-    "weighed": list(zip(GGUF_CALIBRATIONS, _CALIBRATION_LABELS, strict=True)),
+    "gguf_calibration": list(zip(GGUF_CALIBRATIONS, _CALIBRATION_LABELS, strict=True)),
     "bits": [(bits, str(bits)) for bits in BITS],
     "group_size": [(value, label) for value, label in _GROUP_SIZE_OPTIONS],
     "is_measured": [(True, "yes"), (False, "no")],
@@ -119,8 +119,10 @@ class FormField(Horizontal):
         why = unavailable_reason(form, self.field_name)
         self.set_class(bool(why), "-disabled")
         self.query_one(".disabled-reason", Static).update(Content(f"– {why}"))
-        is_weighed = self.field_name == "weighed"
-        value: Any = form.effective_calibration if is_weighed else getattr(form, self.field_name)
+        is_calibration = self.field_name == "gguf_calibration"
+        value: Any = (
+            form.effective_calibration if is_calibration else getattr(form, self.field_name)
+        )
         match self._control:
             case RadioChoices() as choices:
                 values = [each for each, _ in _OPTIONS[self.field_name]]
@@ -129,7 +131,7 @@ class FormField(Horizontal):
                     if why
                     else {v: invalid_value_reason(form, self.field_name, v) for v in values}
                 )
-                choices.show_value(value, {v: said for v, said in refused.items() if said})
+                choices.show_value(value, {v: reason for v, reason in refused.items() if reason})
             case Input() as field:
                 field.placeholder = default_out if self.field_name == "out" else "built-in text"
                 if field.value.strip() != value:
@@ -173,11 +175,11 @@ class QuantizeFormPanel(Vertical):
         """Show a form."""
         self.form = form
         try:
-            usual = str(replace(form, out="").output_path)
+            default_output = str(replace(form, out="").output_path)
         except LocalgenError:
-            usual = ""
+            default_output = ""
         for field in self.query(FormField):
-            field.show_value(form, usual)
+            field.show_value(form, default_output)
 
     def set_values(self, **changes: Any) -> None:
         """Change fields of the form; posts Changed if any differ."""

@@ -80,7 +80,7 @@ _CLI_TO_TUI = (
     ),
 )
 _REPLACEMENTS = dict(_CLI_TO_TUI)
-_CLI_PATTERN = re.compile("|".join(re.escape(said) for said, _ in _CLI_TO_TUI))
+_CLI_PATTERN = re.compile("|".join(re.escape(text) for text, _ in _CLI_TO_TUI))
 
 
 def replace_cli_options(message: str) -> str:

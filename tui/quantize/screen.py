@@ -132,9 +132,9 @@ class QuantizeScreen(Screen[str | None]):
 
     def show_message(self, message: str) -> None:
         """Show an error below the panels; an empty message hides it."""
-        told = self.query_one("#message", Static)
-        told.update(Content(one_line(message)))
-        told.set_class(bool(message), "-shown")
+        line = self.query_one("#message", Static)
+        line.update(Content(one_line(message)))
+        line.set_class(bool(message), "-shown")
 
     @work(exclusive=True, group="estimate")
     async def update_estimate(self) -> None:
@@ -262,11 +262,11 @@ class QuantizeScreen(Screen[str | None]):
     ) -> QuantizeEstimate:
         """Return the estimate after the dry run; cancelling kills its process."""
         looking = await asyncio.to_thread(self._runner.dry_run, request)
-        told = []
+        received = []
 
         def listen() -> None:
             for event in looking.events():
-                told.append(event)  # noqa: PERF402  # events before an error count too
+                received.append(event)  # noqa: PERF402  # events before an error count too
 
         try:
             await asyncio.to_thread(listen)
@@ -277,7 +277,7 @@ class QuantizeScreen(Screen[str | None]):
             estimate = replace(estimate, error=defect)
         finally:
             looking.kill()
-        for event in told:
+        for event in received:
             estimate = apply_event(estimate, event)
         return replace(estimate, is_complete=True)
 

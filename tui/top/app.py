@@ -110,8 +110,8 @@ class TopApp(BaseApp):
         """Cancel the request under the cursor or in the open timeline, after confirmation."""
         row = self._target_request()
         if row is None or not row.is_live:
-            said = "It has ended already." if row else "There is no request under the cursor."
-            self.notify(said, severity="warning", timeout=4)
+            message = "It has ended already." if row else "There is no request under the cursor."
+            self.notify(message, severity="warning", timeout=4)
             return
 
         def answered(sure: bool | None) -> None:
@@ -132,7 +132,9 @@ class TopApp(BaseApp):
         try:
             assert self._monitor is not None
             done = self._monitor.cancel(row.id)
-            said, severity = ("Cancelled.", "information") if done else ("It has ended.", "warning")
+            message, severity = (
+                ("Cancelled.", "information") if done else ("It has ended.", "warning")
+            )
         except LocalgenError as error:
-            said, severity = one_line(error.message), "error"
-        self.call_from_thread(self.notify, said, severity=severity, timeout=4, markup=False)
+            message, severity = one_line(error.message), "error"
+        self.call_from_thread(self.notify, message, severity=severity, timeout=4, markup=False)

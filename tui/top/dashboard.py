@@ -112,12 +112,12 @@ class Dashboard(Screen[None]):
         counts = f"{live} live"
         if self._includes_ended:
             counts += f", {len(rows or ()) - live} ended"
-        told = (_REQUESTS_NOT_LISTED if rows is None else _NO_REQUESTS, counts if rows else "")
-        if table.display != bool(rows) or told != self._list_texts:  # avoid a needless layout
-            self._list_texts = told
+        texts = (_REQUESTS_NOT_LISTED if rows is None else _NO_REQUESTS, counts if rows else "")
+        if table.display != bool(rows) or texts != self._list_texts:  # avoid a needless layout
+            self._list_texts = texts
             table.display, empty.display = bool(rows), not rows
-            empty.update(told[0])
-            self.query_one("#list").border_subtitle = told[1]
+            empty.update(texts[0])
+            self.query_one("#list").border_subtitle = texts[1]
 
     def on_request_table_request_selected(self, event: RequestTable.RequestSelected) -> None:
         self.action_timeline()

@@ -55,8 +55,8 @@ class RequestRow:
         """The state as displayed."""
         match self.state:
             case "prefill":
-                owed = max(1, self.prompt_tokens - self.cached_tokens)
-                return f"prefill {format_percent(min(1.0, self.prefilled_tokens / owed))}"
+                uncached = max(1, self.prompt_tokens - self.cached_tokens)
+                return f"prefill {format_percent(min(1.0, self.prefilled_tokens / uncached))}"
             case "decode":
                 return "decoding"
         return self.state if self.is_live else f"({self.state})"

@@ -53,26 +53,30 @@ def timeline_lines(row: RequestRow, width: int) -> list[Content]:
     """One line per phase, with bars that start where the previous one ends; then a summary."""
     phases = phase_rows(row)
     whole_ms = sum(ms for _, ms, _ in phases)
-    beside = width >= _WIDE_COLUMNS
+    has_detail_column = width >= _WIDE_COLUMNS
     room = max(
         _MIN_BAR_COLUMNS,
-        width - _NAME_COLUMNS - _DURATION_COLUMNS - 1 - (_DETAIL_COLUMNS if beside else 0),
+        width
+        - _NAME_COLUMNS
+        - _DURATION_COLUMNS
+        - 1
+        - (_DETAIL_COLUMNS if has_detail_column else 0),
     )
     lines, before_ms = [], 0.0
-    for name, ms, told in phases:
+    for name, ms, detail in phases:
         bar = _bar(before_ms, ms, whole_ms, room)
         before_ms += ms
         lines.append(
             Content.assemble(
                 (f"{name:<{_NAME_COLUMNS}}", "$muted"),
                 (f"{format_duration_ms(ms):>{_DURATION_COLUMNS}} ", "bold"),
-                (f"{told:<{_DETAIL_COLUMNS}}" if beside else "", "$muted"),
+                (f"{detail:<{_DETAIL_COLUMNS}}" if has_detail_column else "", "$muted"),
                 (bar, "$success" if name == "decode" else "$primary"),
             )
         )
-        if told and not beside:
+        if detail and not has_detail_column:
             lines.append(
-                Content.styled(" " * (_NAME_COLUMNS + _DURATION_COLUMNS + 1) + told, "$muted")
+                Content.styled(" " * (_NAME_COLUMNS + _DURATION_COLUMNS + 1) + detail, "$muted")
             )
     return [*lines, Content(""), *_summary(row, whole_ms)]
 

@@ -230,10 +230,10 @@ class Speculation:
 
     def _no_match_reason(self) -> str:
         models = [drafter for drafter in self._drafters if drafter.needs_probing]
-        whys = [
+        reasons = [
             f", and {m.name} {m.failure or 'has not prefilled it or is wrong here'}" for m in models
         ]
-        return "no match: the text does not repeat itself" + "".join(whys)
+        return "no match: the text does not repeat itself" + "".join(reasons)
 
     def request_stats(self, seq: Sequence) -> RequestDraftStats:
         """Speculation statistics of a sequence so far."""

@@ -139,14 +139,14 @@ def _layer_cache(
 def _sliding_window(keys: _ArchitectureMetadata, layer: int) -> int | None:
     if keys.architecture not in _SLIDING_WINDOWS:
         return None
-    usual, every = _SLIDING_WINDOWS[keys.architecture]
+    default_window, every = _SLIDING_WINDOWS[keys.architecture]
     pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         slides = layer < len(pattern) and bool(pattern[layer])
     else:
         every = keys.integer("attention.sliding_window_pattern", every)
         slides = every == 0 or (layer + 1) % every != 0
-    return keys.integer("attention.sliding_window", usual) or None if slides else None
+    return keys.integer("attention.sliding_window", default_window) or None if slides else None
 
 
 def _state_bytes(keys: _ArchitectureMetadata, hidden: int) -> int:

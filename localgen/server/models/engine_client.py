@@ -228,9 +228,9 @@ class EngineClient(asyncio.Protocol):
     async def _handle_crash(self) -> None:
         status = await self._process.wait(_EXIT_STATUS_TIMEOUT_S)
         last = self._output.last_line
-        said = f", its last output: {last[:300]}" if last else ""
+        output = f", its last output: {last[:300]}" if last else ""
         crashed = status is not None and -status in _CRASH_SIGNALS
-        message = f"the engine process of {self._name} {describe_exit_status(status)}{said}"
+        message = f"the engine process of {self._name} {describe_exit_status(status)}{output}"
         self._mark_dead(message, LoadCrashed if crashed else LoadFailed)
         await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
 

@@ -242,10 +242,10 @@ class ModelManager:
         self, file: ModelFile, requested: str | None, allow_paths: bool
     ) -> DraftChoice:
         """Resolve the draft option of a model. requested: None uses the server default."""
-        usual = None if requested is not None else self._settings.draft
+        default = None if requested is not None else self._settings.draft
         # the server default may be a path, even for remote clients
         find = partial(self._resolve, allow_paths=allow_paths or requested is None)
-        return await asyncio.to_thread(resolve_draft_model, requested, usual, file, find)
+        return await asyncio.to_thread(resolve_draft_model, requested, default, file, find)
 
     async def _start_load_once(
         self, file: ModelFile, options: LoadOptions, allow_paths: bool

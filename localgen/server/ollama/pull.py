@@ -62,7 +62,7 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
     yield {"status": "pulling manifest"}
     if plan.quant_reason:
         yield {"status": plan.quant_reason}
-    told = -1
+    reported_bytes = -1
     if not plan.is_cached:
         working = _run_in_thread(
             lambda: pull.run_pull(plan, transfer.report_bytes, transfer.notify)
@@ -70,14 +70,17 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
         try:
             while not (await asyncio.wait({working}, timeout=_PERIOD_S))[0]:
                 here = transfer.downloaded_bytes
-                for line in (*transfer.drain_messages(), *_progress_events(plan, told, here)):
+                for line in (
+                    *transfer.drain_messages(),
+                    *_progress_events(plan, reported_bytes, here),
+                ):
                     yield line
-                told = here
+                reported_bytes = here
             working.result()
         finally:
             transfer.cancelled = True
             working.cancel()
-    for line in _progress_events(plan, told, plan.size_bytes):
+    for line in _progress_events(plan, reported_bytes, plan.size_bytes):
         yield line
     yield {"status": "success"}
 

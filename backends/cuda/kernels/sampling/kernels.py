@@ -315,8 +315,8 @@ def _search_threshold(values, weights, target, low, high, stop_count: tl.constex
         step = (high - low) // (_NUM_PIVOTS + 1) + 1
         keys = low + step * (tl.arange(0, _NUM_PIVOTS) + 1)
         above = values[None, :] >= _key_to_float(keys)[:, None]
-        weighed = tl.sum(tl.where(above, weights[None, :], 0.0), 1)
-        enough = (weighed >= target) & (keys <= high)
+        weight_above = tl.sum(tl.where(above, weights[None, :], 0.0), 1)
+        enough = (weight_above >= target) & (keys <= high)
         low, high = _narrow_bounds(enough, low, high, step)
         if stop_count > 0:
             count = tl.sum(above.to(tl.int32), 1)
@@ -335,14 +335,14 @@ def _search_threshold_in_memory(
     while low < high:
         step = (high - low) // (_NUM_PIVOTS + 1) + 1
         keys = low + step * (tl.arange(0, _NUM_PIVOTS) + 1)
-        weighed = tl.zeros([_NUM_PIVOTS], tl.float32)
+        weight_above = tl.zeros([_NUM_PIVOTS], tl.float32)
         for start in range(0, count, _MAX_REGISTER_GROUPS):
             tokens, inside = _candidate_tokens(candidate_groups, start, count, vocab)
             values = _load_logits(row_logits, tokens, inside)
             weights = tl.exp(values - peak) if by_mass else tl.full(values.shape, 1.0, tl.float32)
             above = values[None, :] >= _key_to_float(keys)[:, None]
-            weighed += tl.sum(tl.where(above, weights[None, :], 0.0), 1)
-        low, high = _narrow_bounds((weighed >= target) & (keys <= high), low, high, step)
+            weight_above += tl.sum(tl.where(above, weights[None, :], 0.0), 1)
+        low, high = _narrow_bounds((weight_above >= target) & (keys <= high), low, high, step)
     return low
 
 
