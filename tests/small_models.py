@@ -104,9 +104,11 @@ class SmallLlama:
 
     def __init__(self, folder: Path, noise: float = 0.0, *, kv_tokens: int, ctx: int = CTX) -> None:
         path = _random_gguf(folder / f"small-{noise}.gguf", noise)
+        # in a cache that all share, attention goes over everybody's tokens
+        has_room_for_all = kv_tokens >= _SEQS * ctx
         options = LoadOptions(
-            kv_tokens=kv_tokens, ctx=ctx, parallel=_SEQS, threads=2, cache_type_k="f32",
-            cache_type_v="f32", kv_unified=True, flash_attn="off",
+            kv_tokens=kv_tokens, ctx=ctx, parallel=_SEQS, threads=1, cache_type_k="f32",
+            cache_type_v="f32", kv_unified=not has_room_for_all, flash_attn="off",
         )  # fmt: skip
         runner = load_llamacpp_model(
             ModelLoadRequest("small", str(path), options), lambda _share: None
