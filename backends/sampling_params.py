@@ -232,6 +232,13 @@ def reject_mirostat_conflicts(requested: SamplingParams) -> None:
             raise InvalidRequest(f"mirostat replaces {name}: leave one of them out", param=name)
 
 
+def uses_penalties(params: SamplingParams) -> bool:
+    """True if penalties are active, so that sampling depends on the previous tokens."""
+    return bool(params.repeat_last_n) and (
+        params.repeat_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
+    )
+
+
 def uses_adaptive_p(params: SamplingParams) -> bool:
     """True if adaptive-p sampling is enabled."""
     return params.adaptive_target is not None and params.adaptive_target >= 0

@@ -21,8 +21,8 @@ from benchmarks.streams import StreamFailed
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-from localgen.config import ServerSettings
-from localgen.hub.resolve import BUILT_IN_MODEL, BUILT_IN_PATH
+from localgen.config import BUILT_IN_MODEL, ServerSettings
+from localgen.hub.resolve import BUILT_IN_PATH
 
 RESULTS = Path(__file__).parent / "results"
 CTX, KV_TOKENS = 8192, 16_384

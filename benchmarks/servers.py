@@ -15,8 +15,7 @@ import httpx
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.client import Client
-from localgen.config import ServerSettings
-from localgen.hub.resolve import BUILT_IN_MODEL
+from localgen.config import BUILT_IN_MODEL, ServerSettings
 
 _START_S = 120.0
 # lets a server exit that a killed benchmark left running

@@ -15,6 +15,8 @@ import platformdirs
 
 from localgen.backends.errors import LocalgenError
 
+# name of the model that is part of the package
+BUILT_IN_MODEL = "tiny"
 DEFAULT_KEEP_ALIVE_S = 300.0
 # size of sun_path: 104 bytes on macOS and 108 on Linux, including the terminating zero
 SOCKET_PATH_BYTES = (104 if sys.platform == "darwin" else 108) - 1

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import IO
 
 from localgen.backends.errors import LocalgenError
+from localgen.quant.process import EXIT_INTERRUPTED
 from localgen.quant.request.events import FailedEvent, OnEvent, QuantizeEvent, encode_event
 from localgen.quant.request.request import QuantizeRequest, decode_request
 
-EXIT_INTERRUPTED = 130
 _SIGINT_S = 20.0
 
 
@@ -40,11 +40,11 @@ def main(command: str) -> int:
         writer.write(FailedEvent(error.message, error.code))
         return 1
     except MemoryError:
-        message = "the memory is full: end other programs, or choose a method that needs less"
+        message = "out of memory: close other programs, or choose a method that needs less"
         writer.write(FailedEvent(message, "out_of_memory"))
         return 1
     except Exception as error:
-        message = f"a defect of localgen ({type(error).__name__}: {error})"
+        message = f"internal error ({type(error).__name__}: {error})"
         writer.write(FailedEvent(message, "internal_error"))
         return 1
     return 0

@@ -52,7 +52,7 @@ _PRESETS = (
         "--gptq --bits 3",
         _BITS_PER_WEIGHT_G128[3],
         True,
-        "clear loss; widened to 16 bits when it runs",
+        "clear loss; dequantized to 16 bits on load",
     ),
     MethodPreset("--awq --gguf Q3_K_M", 3.9, False, "clear loss; takes calibration"),
 )

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile, model_folder
+from localgen.config import BUILT_IN_MODEL
 from localgen.hub.aliases import load_aliases
 from localgen.hub.cache_scan import cached_folders
-from localgen.hub.resolve import BUILT_IN_MODEL, BUILT_IN_PATH, expand_alias, is_path, resolve_model
+from localgen.hub.resolve import BUILT_IN_PATH, expand_alias, is_path, resolve_model
 
 _PACKAGES = ("torch", "tokenizers")
 _SAFETENSORS_TAG = ":safetensors"
@@ -109,7 +110,7 @@ def scan_originals() -> list[OriginalModel]:
 
 def _folders() -> Iterator[tuple[str, Path, str]]:
     yield BUILT_IN_MODEL, BUILT_IN_PATH.with_suffix(""), "built-in"
-    yield from ((name, Path(meant).expanduser(), meant) for name, meant in _alias_folders())
+    yield from ((name, Path(target).expanduser(), target) for name, target in _alias_folders())
     yield from ((name, folder, "cache") for name, folder in cached_folders())
     for config in sorted(Path().glob("*/config.json")):
         yield f"./{config.parent}", config.parent, "here"
@@ -117,7 +118,7 @@ def _folders() -> Iterator[tuple[str, Path, str]]:
 
 def _alias_folders() -> list[tuple[str, str]]:
     try:
-        return [(name, meant) for name, meant in load_aliases().items() if is_path(meant)]
+        return [(name, target) for name, target in load_aliases().items() if is_path(target)]
     except LocalgenError:
         return []  # commands that need the file report the error
 

@@ -14,7 +14,7 @@ from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.request.events import FailedEvent, QuantizeEvent, decode_event
 from localgen.quant.request.request import QuantizeRequest, encode_request
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # of the child process, as in shells
 
 
 class QuantizeWorker(Protocol):

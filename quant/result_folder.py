@@ -28,10 +28,10 @@ _LAYOUTS = {
 }
 _METHODS = {
     "rtn": "round to nearest",
-    "awq": "AWQ: scales searched by output error, folded into what comes before (Lin et al. 2023)",
-    "gptq": "GPTQ: each rounding makes up for those before it (Frantar et al. 2022)",
+    "awq": "AWQ: scales searched by output error, folded into the layer before (Lin et al. 2023)",
+    "gptq": "GPTQ: rounding errors are compensated in later columns (Frantar et al. 2022)",
     "smoothquant": "SmoothQuant: range moved from activations into weights (Xiao et al. 2022)",
-    "fp8": "FP8 (e4m3), a scale for each output",
+    "fp8": "FP8 (e4m3), one scale per output channel",
 }
 
 

@@ -53,7 +53,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> No
     monkeypatch.setattr(StepCosts, "largest", property(lambda _: 1 << 20))
     monkeypatch.setattr(
         Speculation,
-        "_is_time_to_look",
+        "_should_propose",
         lambda *_: plain_every == 0 or next(asked) % (plain_every + 2) < plain_every,
     )
 

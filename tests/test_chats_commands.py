@@ -218,7 +218,7 @@ def test_regen_asks_the_last_prompt_again(session: ChatSession) -> None:
 
 def test_regen_needs_a_prompt(session: ChatSession) -> None:
     obey(session, "/clear")
-    with pytest.raises(InvalidRequest, match="nothing has been asked"):
+    with pytest.raises(InvalidRequest, match="there is no answer to regenerate"):
         obey(session, "/regen")
 
 

@@ -272,7 +272,7 @@ def test_a_defect_is_written_to_a_log(
 ) -> None:
     scripted((ZeroDivisionError("odd"),))
     run_command_line(["run", "tiny", "x"])
-    log = tmp_path / "state" / "defects.log"
+    log = tmp_path / "state" / "crash.log"
     assert str(log) in capsys.readouterr().err
     assert "ZeroDivisionError: odd" in log.read_text()
 

@@ -39,5 +39,5 @@ def test_what_a_command_takes_is_told(script: ModuleType) -> None:
     page = script.page()
     assert "- `-c, --ctx <int>` " in page
     assert "`LOCALGEN_CTX`" in page
-    assert "- `--port <int range>` " in page
+    assert "- `--port <int>` " in page
     assert "17 download failed" in page

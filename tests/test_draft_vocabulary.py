@@ -53,8 +53,8 @@ def test_what_differs_is_named() -> None:
     assert "token 1 is 'x' there and 'b' in big" in refusal(OURS, Words(("a", "x", "end")))
     assert "it has 4 tokens, big has 3" in refusal(OURS, Words(("a", "b", "end", "c")))
     assert "it has 3 tokens, big has 4" in refusal(Words(("a", "b", "end", "c")), OURS)
-    assert "b ends its texts, end big's" in refusal(OURS, Words(OURS.words, eos="b"))
-    assert "a begins its texts, nothing big's" in refusal(OURS, Words(OURS.words, first=(0,)))
+    assert "its EOS token is b, that of big end" in refusal(OURS, Words(OURS.words, eos="b"))
+    assert "its BOS token is a, that of big none" in refusal(OURS, Words(OURS.words, first=(0,)))
 
 
 def test_padding_within_is_a_difference() -> None:

@@ -340,7 +340,7 @@ def test_vectors_that_are_not_numbers_are_an_error() -> None:
     run(engine, log, 1)
     (end,) = log.ends["v"]
     assert isinstance(end, Failed)
-    assert "not numbers" in end.message
+    assert "NaN or infinity" in end.message
 
 
 class NoEmbedder(FakeRunner):
@@ -378,6 +378,6 @@ def test_an_embedding_model_refuses_to_chat() -> None:
     (end,) = log.ends["chat"]
     assert isinstance(end, Failed)
     assert (end.code, end.param) == ("invalid_request", "model")
-    assert "only makes embeddings" in end.message
+    assert "is an embedding model" in end.message
     assert expected_text("hello", 6) not in log.text.values()
     assert "v" in log.vectors

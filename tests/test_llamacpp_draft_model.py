@@ -110,7 +110,7 @@ def test_the_pools_are_sized_together() -> None:
     ("make", "said"),
     [
         (other_token, "small cannot draft for tiny: token 1 is '<|sesame|>' there and"),
-        (other_end, "<|endoftext|> ends its texts, <|im_end|> tiny's"),
+        (other_end, "its EOS token is <|endoftext|>, that of tiny <|im_end|>"),
         (bert, "small cannot draft: it is an embedding model"),
         (short_convolutions, "keeps recurrent state that cannot be rewound"),
         (lambda path: path, "no.gguf"),
@@ -140,8 +140,8 @@ def test_targets_that_nothing_drafts_for(tmp_path: Path) -> None:
 
 
 def test_odd_draft_models_come_with_a_note(tmp_path: Path) -> None:
-    assert "small is no smaller than the model" in " ".join(loaded(TINY_GGUF).info.notes)
+    assert "small is no smaller than the target model" in " ".join(loaded(TINY_GGUF).info.notes)
     short = loaded(short_context(tmp_path / "short.gguf", 256))
-    assert "small was trained for 256 tokens and drafts no further" in short.info.notes
+    assert "small was trained for 256 tokens and does not draft beyond them" in short.info.notes
     assert short.draft is not None
     assert short.draft.runner.limits.max_len == 256

@@ -23,6 +23,7 @@ from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import embeddings
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
+from localgen.backends.memory.system import RESERVED_BYTES
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import Embedder, EmbeddingArray
 from localgen.backends.sampling_params import SamplingParams
@@ -162,7 +163,7 @@ def test_without_memory_it_is_refused_with_both_numbers(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Little:
-        available = embeddings.RESERVED_BYTES + 1000
+        available = RESERVED_BYTES + 1000
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     with pytest.raises(OutOfMemory, match=r"embedding 1,\d+ tokens at once: needs .* GB, 0\.0 GB"):

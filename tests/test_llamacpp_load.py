@@ -254,7 +254,7 @@ def test_an_embedding_model_loads_and_refuses_to_chat(tmp_path: Path) -> None:
     (end,) = outcome.ends
     assert isinstance(end, Failed)
     assert end.code == "invalid_request"
-    assert "only makes embeddings" in end.message
+    assert "is an embedding model" in end.message
 
 
 def test_an_embedding_model_of_nan(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_an_embedding_model(client: openai.OpenAI, tmp_path: Path) -> None:
     reply = client.embeddings.create(model=str(path), input=list(TEXTS))
     rows = np.array([entry.embedding for entry in reply.data])
     np.testing.assert_allclose(rows, theirs(path, TEXTS, CLS), atol=TOLERANCE)
-    with pytest.raises(openai.BadRequestError, match="only makes embeddings"):
+    with pytest.raises(openai.BadRequestError, match="is an embedding model"):
         client.chat.completions.create(
             model=str(path), messages=[{"role": "user", "content": "hello"}]
         )

@@ -133,7 +133,7 @@ def test_what_applies() -> None:
         "GGUF": ["bits", "group_size", "text"],
     }
     needy = QuantizeForm(method="GGUF", gguf="IQ1_M")
-    assert "garbage" in invalid_value_reason(needy, "gguf_calibration", "nothing")
+    assert "importance matrix" in invalid_value_reason(needy, "gguf_calibration", "nothing")
     assert invalid_value_reason(needy, "gguf_calibration", "importance") == ""
     assert unavailable_reason(needy, "text") == ""
 

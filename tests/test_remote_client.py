@@ -503,7 +503,7 @@ def test_a_stream_that_is_cut(server: PlainServer, cut: bool) -> None:
     server.events = answer("a", "b")[:2]
     failed = Asking(server).failure()
     assert type(failed) is EndpointUnavailable
-    assert ("broke off" if cut else "in the middle of the answer") in failed.message
+    assert ("was lost" if cut else "in the middle of the answer") in failed.message
 
 
 @pytest.mark.parametrize(

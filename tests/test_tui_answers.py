@@ -67,7 +67,7 @@ def test_a_server_that_goes_away_leaves_the_half(make_tui: MakeTui) -> None:
     opened = tui.manager.open_empty()
     opened.ask("q")
     turn = settle(tui, opened)
-    assert turn == Turn("q", "half", True, "", "broken off: the server went away")
+    assert turn == Turn("q", "half", True, "", "interrupted: the server went away")
     opened.regenerate()
     assert settle(tui, opened).answer == "whole"
     assert len(opened.chat.conversation.turns) == 1
@@ -87,7 +87,7 @@ def test_what_fails_again_is_told(make_tui: MakeTui) -> None:
     opened.ask("q")
     turn = settle(tui, opened)
     assert turn.is_unanswered
-    assert turn.summary == "broken off: left again"
+    assert turn.summary == "interrupted: left again"
     opened.ask("next")
     settle(tui, opened)
     # a prompt that was never answered is not sent again
@@ -103,14 +103,14 @@ def test_a_model_that_does_not_load(make_tui: MakeTui, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(opened.chat.client, "load", fail)
     opened.ask("q")
-    assert settle(tui, opened).summary == "broken off: x.gguf is no model"
+    assert settle(tui, opened).summary == "interrupted: x.gguf is no model"
 
 
 def test_a_defect_is_a_sentence(make_tui: MakeTui) -> None:
     tui = make_tui((ZeroDivisionError("oh"),))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    assert "a defect of localgen (ZeroDivisionError: oh)" in settle(tui, opened).summary
+    assert "internal error (ZeroDivisionError: oh)" in settle(tui, opened).summary
 
 
 def test_asking_again_in_vain_keeps_the_answer_there_was(make_tui: MakeTui) -> None:
@@ -173,7 +173,7 @@ def test_what_is_set_while_a_model_loads_stays_set(make_tui: MakeTui) -> None:
 
 
 def test_asking_again_needs_a_question(make_tui: MakeTui) -> None:
-    with pytest.raises(InvalidRequest, match="nothing has been asked"):
+    with pytest.raises(InvalidRequest, match="there is no answer to regenerate"):
         make_tui().manager.open_empty().regenerate()
 
 

@@ -95,7 +95,7 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     terminals.press("chats", "Tell me a story", "Enter")
     terminals.until("chats", lambda screen: "tok/s" in screen.split("\n")[3])
     terminals.press("chats", "C-n")
-    terminals.until("chats", lambda screen: "Nothing has been said" in screen)
+    terminals.until("chats", lambda screen: "No messages yet" in screen)
     terminals.press("chats", "Tell me another", "Enter")
     both = terminals.until("chats", lambda screen: len(re.findall("▸ .*tok/s", screen)) == 2)
     assert "Tell me a story" in both
@@ -123,7 +123,7 @@ def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
     assert health is not None
     os.kill(health.pid, signal.SIGKILL)
     lost = terminals.until("chats", lambda screen: "Ctrl+R asks again" in screen)
-    assert "broken off" in lost
+    assert "interrupted" in lost
     assert "Traceback" not in lost
     terminals.until("chats", lambda screen: "LOST" in screen.split("\n")[0])
     terminals.press("chats", "and you?")
@@ -133,4 +133,4 @@ def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
     assert "and you?" in again
     terminals.until("chats", lambda screen: "LIVE" in screen.split("\n")[0])
     # what there was goes once the new answer is whole
-    terminals.until("chats", lambda screen: "broken off" not in screen)
+    terminals.until("chats", lambda screen: "interrupted" not in screen)

@@ -78,7 +78,7 @@ def test_ctrl_r_asks_again(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
         assert "Ctrl+R asks again" in tui.screen_text()
-        assert "broken off: the server went away" in tui.screen_text()
+        assert "interrupted: the server went away" in tui.screen_text()
         await press(tui, pilot, "ctrl+r")
         assert [turn.answer for turn in turns(tui)] == ["whole"]
         assert "half" not in tui.screen_text()
@@ -229,7 +229,7 @@ def test_thoughts_by_key(tmp_path: Path) -> None:
         await tui.ask(pilot, "q")
         thinking = tui.main.query_one(Collapsible)
         assert thinking.collapsed
-        assert "thought, 2 words" in tui.screen_text()
+        assert "reasoning, 2 words" in tui.screen_text()
         assert "deep thought" not in tui.screen_text()
         await press(tui, pilot, "f5")
         assert "deep thought" in tui.screen_text()

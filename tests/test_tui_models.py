@@ -161,7 +161,7 @@ def test_a_prompt_to_a_model_that_does_not_load_stays_with_the_reason(
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
-        assert "broken off: other.gguf is damaged" in tui.screen_text()
+        assert "interrupted: other.gguf is damaged" in tui.screen_text()
         assert "\x1b" not in tui.screen_text()
         assert "q" in [turn.prompt for turn in turns(tui)]
         monkeypatch.setattr(PacedClient, "load", load)

@@ -114,7 +114,7 @@ def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> 
         ("Copy the last answer", lambda tui: tui.app.clipboard == "re: one"),
         ("Export the transcript", lambda tui: isinstance(tui.app.screen, TextInputDialog)),
         ("Show or hide gauges", lambda tui: not tui.main.query_one(GaugePanel).display),
-        ("Ask again", lambda tui: tui.asked == ["one", "one"]),
+        ("Regenerate", lambda tui: tui.asked == ["one", "one"]),
     ],
 )
 def test_the_palette_has_a_place_to_click_for_what_has_a_key(
@@ -143,7 +143,7 @@ def test_a_suggestion_is_taken(tmp_path: Path) -> None:
 def test_a_thought_is_unfolded(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
-        await click(tui, pilot, "thought, 2 words")
+        await click(tui, pilot, "reasoning, 2 words")
         assert not tui.main.query_one(Collapsible).collapsed
         assert "deep thought" in tui.screen_text()
 

@@ -83,7 +83,7 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
         assert (asked.gguf, asked.mode) == ("IQ2_M", "observe")
         assert asked.recipe is not None
         refused = tui.screen.query_one("#control-gguf_calibration", RadioChoices)
-        assert "IQ2_M is garbage without" in refused.disabled_reason_text
+        assert "IQ2_M requires an importance matrix" in refused.disabled_reason_text
         assert tui.screen._form_panel.form.effective_calibration == "importance"
         await pilot.press("down", "right")
         assert tui.screen._form_panel.form.to_request().mode == "fold"

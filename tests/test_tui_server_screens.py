@@ -77,7 +77,7 @@ def test_nothing_of_need_is_cut_off(tmp_path: Path, size: tuple[int, int]) -> No
             "now. The next prompt starts a server.",
             "› Tell me a story",
             "Once upon a time there was",
-            f"broken off: {GONE}",
+            f"interrupted: {GONE}",
             "Ctrl+R asks again · the server went away",
             "Ask something, / for commands, ? for keys",
             "^c Stop",

@@ -118,7 +118,7 @@ class SampleFeed:
             except LocalgenError as error:
                 why, fault = error.message, error
             except Exception as error:  # a bug in sampling must not end the app
-                why, fault = f"a defect of localgen ({type(error).__name__}: {error})", error
+                why, fault = f"internal error ({type(error).__name__}: {error})", error
             tries += 1
             limit_s = max(MAX_RETRY_S, self._first_retry_s)
             retry_s = min(limit_s, self._first_retry_s * 2 ** min(tries - 1, 10))

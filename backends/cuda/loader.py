@@ -21,17 +21,15 @@ from localgen.backends.cuda.precompile import KernelPrecompiler
 from localgen.backends.cuda.runner import StepExecutor
 from localgen.backends.engine.draft_loading import OptionalDraftLoader, validate_draft_options
 from localgen.backends.engine.loaded_model import LoadedDraftModel, LoadedModel
-from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.model_info import MemoryUsage, ModelInfo, ModelLoadRequest
-from localgen.backends.text.template import ChatTemplate
-from localgen.backends.text.tokenizer import Tokenizer
+from localgen.backends.text.template import ChatTemplate, load_template
 
 
 def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], None]) -> LoadedModel:
-    """Load a model; a Loader for engine.process.
+    """Load a model; a ModelLoader for engine.process.
 
     Raises LocalgenError naming the file or option at fault.
     """
@@ -45,7 +43,13 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     if device.type == "cuda":
         compiling = KernelPrecompiler(ModelShard(spec, 0, options.tp), options, dtype, device)
     tokenizer = load_tokenizer(source, options)
-    template, template_source = _load_template(source, tokenizer, options)
+    template, template_source = load_template(
+        options.chat_template,
+        source.chat_template,
+        bos=tokenizer.bos,
+        eos=tokenizer.eos,
+        path=source.path,
+    )
     attempt = OptionalDraftLoader(request.draft)
     companion = attempt.run(
         lambda: CudaDraftModel(attempt.request, options, device, source, tokenizer)
@@ -172,17 +176,3 @@ def _kv_bytes_per_token(spec: ModelSpec, options: CudaOptions) -> int:
     """KV cache bytes per token, over all ranks."""
     local = ModelShard(spec, 0, options.tp).local_spec
     return options.tp * sizing.kv_bytes_per_token(local, options.cache_dtype)
-
-
-def _load_template(
-    source: ModelSource, tokenizer: Tokenizer, options: CudaOptions
-) -> tuple[ChatTemplate | None, str | None]:
-    text = options.chat_template or source.chat_template
-    if text is None:
-        return None, None
-    try:
-        return ChatTemplate(text, bos=tokenizer.bos, eos=tokenizer.eos), text
-    except InvalidRequest as error:
-        if options.chat_template:
-            raise
-        raise LoadFailed(f"cannot load {source.path}: {error}") from error

@@ -105,8 +105,8 @@ def compile_marker(
     shard: ModelShard, options: CudaOptions, dtype: torch.dtype, arch: int, num_sms: int
 ) -> Path:
     """Path of a marker file that exists once all kernels of this configuration are compiled."""
-    asked = (options.parallel, options.max_batch_tokens, options.ctx, options.cache_dtype)
-    key = hashlib.sha256(repr((shard, asked, dtype, arch, num_sms, triton.__version__)).encode())
+    sizes = (options.parallel, options.max_batch_tokens, options.ctx, options.cache_dtype)
+    key = hashlib.sha256(repr((shard, sizes, dtype, arch, num_sms, triton.__version__)).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         key.update(path.read_bytes())
     return Path(triton.knobs.cache.dir) / f"localgen-{key.hexdigest()[:32]}"

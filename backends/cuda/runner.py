@@ -21,7 +21,6 @@ from localgen.backends.cuda.steps.sampler import (
     UNSUPPORTED_PARAMS,
     SamplingRow,
     sample_with_probs,
-    uses_penalties,
 )
 from localgen.backends.runner.interface import (
     MAX_DRAFT_TOKENS,
@@ -35,6 +34,7 @@ from localgen.backends.runner.interface import (
     StepResult,
 )
 from localgen.backends.runner.sequence import Sequence
+from localgen.backends.sampling_params import uses_penalties
 
 
 class StepExecutor(Protocol):

@@ -96,10 +96,12 @@ class OptionalDraftLoader:
         info = draft.info
         notes = []
         if info.ctx < ctx:
-            notes.append(f"{info.name} was trained for {info.ctx:,} tokens and drafts no further")
+            notes.append(
+                f"{info.name} was trained for {info.ctx:,} tokens and does not draft beyond them"
+            )
         if info.size_bytes >= size_bytes:
             notes.append(
-                f"{info.name} is no smaller than the model that it drafts for: it will hardly pay"
+                f"{info.name} is no smaller than the target model: drafts will hardly be faster"
             )
         return tuple(notes)
 
@@ -130,7 +132,7 @@ def require_same_vocabulary(
     target: TokenizerVocabulary, draft: TokenizerVocabulary, *, target_name: str, draft_name: str
 ) -> None:
     """Raises InvalidRequest, naming the first difference, if two vocabularies differ in a token,
-    in their size without padding at the end, or in the tokens that begin and end a text."""
+    in their size without padding at the end, or in their BOS and EOS tokens."""
     difference = _difference(target, draft, target_name, draft_name)
     if difference is not None:
         raise InvalidRequest(
@@ -150,12 +152,12 @@ def _difference(
             return f"token {token:,} is {_printable(theirs)} there and {in_target}"
     if len(target_tokens) != len(draft_tokens):
         return f"it has {len(draft_tokens):,} tokens, {target_name} has {len(target_tokens):,}"
-    for verb, own, its in (
-        ("begins", _bos(target), _bos(draft)),
-        ("ends", target.eos, draft.eos),
+    for name, own, its in (
+        ("BOS", _bos(target), _bos(draft)),
+        ("EOS", target.eos, draft.eos),
     ):
         if own != its:
-            return f"{its or 'nothing'} {verb} its texts, {own or 'nothing'} {target_name}'s"
+            return f"its {name} token is {its or 'none'}, that of {target_name} {own or 'none'}"
     return None
 
 

@@ -83,7 +83,7 @@ class EmbeddingScheduler:
         requests are waiting.
         """
         if not isinstance(self._runner, Embedder):
-            raise InvalidRequest("this model's backend makes no embeddings", param="model")
+            raise InvalidRequest("this model's backend does not support embeddings", param="model")
         if len(self._tasks) >= self._max_queue:
             raise QueueFull(
                 f"{len(self._tasks)} requests for embeddings are waiting, the limit is "
@@ -190,7 +190,7 @@ class EmbeddingScheduler:
                 continue
             texts.vectors.append(vector)
             if not np.isfinite(vector).all():
-                self._fail(texts, "internal_error", "the model's vectors are not numbers")
+                self._fail(texts, "internal_error", "the embeddings contain NaN or infinity")
             elif len(texts.vectors) == len(texts.inputs):
                 self._end(texts, embedded_event(texts, time.monotonic()))
 

@@ -49,8 +49,8 @@ class InputProcessor:
         started_s = time.monotonic()
         if not self.limits.can_generate:
             raise InvalidRequest(
-                "this model only makes embeddings and cannot write an answer: "
-                "ask another model, or POST /v1/embeddings",
+                "this is an embedding model, which does not generate text: "
+                "use another model, or POST /v1/embeddings",
                 param="model",
             )
         params = self._resolve_params(request.params)
@@ -163,7 +163,7 @@ class InputProcessor:
         if requested > most:
             raise InvalidRequest(
                 f"ctx {requested:,} is more than the {most:,} tokens this model is loaded with: "
-                f"ask for at most {most:,}, or stop the model and load it with a larger --ctx",
+                f"request at most {most:,}, or stop the model and load it with a larger --ctx",
                 param="ctx",
             )
         return requested

@@ -266,7 +266,7 @@ def finished_event(
     """Return the Finished event of a sequence, with notes for the user."""
     notes = [*seq.notes]
     if seq.num_preemptions:
-        notes.append(f"preempted {seq.num_preemptions}× for lack of room, recomputed")
+        notes.append(f"preempted {seq.num_preemptions}× (KV cache full), recomputed")
     if reason == "length" and len(seq.tokens) >= seq.ctx:
         notes.append(f"context full: {seq.ctx} tokens")
     return Finished(

@@ -9,7 +9,6 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from localgen.backends.engine.embeddings import (
@@ -24,6 +23,7 @@ from localgen.backends.llamacpp.batch import LlamaBatch
 from localgen.backends.llamacpp.library import FLASH_ATTN, llama_library
 from localgen.backends.llamacpp.native import LlamaModel
 from localgen.backends.llamacpp.options import LlamaOptions
+from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
 from localgen.backends.runner.interface import Chunk, EmbeddingArray, EmbedSlice, StepFailed
 from localgen.backends.runner.sequence import Sequence
 
@@ -32,8 +32,6 @@ SLICE_TOKENS = 256
 MIN_CONTEXT_TOKENS = 512
 # a context larger than this is freed after the request
 MAX_KEPT_CONTEXT_TOKENS = 8192
-# memory that is always left free
-RESERVED_BYTES = 512 * 1024 * 1024
 
 
 class LlamaEmbedder:
@@ -128,7 +126,7 @@ class LlamaEmbedder:
         size = max(MIN_CONTEXT_TOKENS, 1 << (num_tokens - 1).bit_length())
         shape = sizing.llama_model_shape(self._model)
         need = int(size * sizing.kv_bytes_per_token(shape, self._options))
-        free = psutil.virtual_memory().available - RESERVED_BYTES
+        free = available_memory_bytes() - RESERVED_BYTES
         if need > free:
             raise self._too_large(
                 num_tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"

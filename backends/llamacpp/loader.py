@@ -30,7 +30,7 @@ from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
-from localgen.backends.text.template import ChatTemplate
+from localgen.backends.text.template import load_template
 
 
 def load_llamacpp_model(
@@ -48,7 +48,9 @@ def load_llamacpp_model(
     _validate_split_cache(model, options)
     unlocked = options.mlock and llama_library().has_warning_about("mlock")
     vocab = LlamaCppTokenizer(model)
-    template, source = _load_template(model, vocab, options)
+    template, source = load_template(
+        options.chat_template, model.template, bos=vocab.bos, eos=vocab.eos, path=model.path
+    )
     shape = sizing.llama_model_shape(model)
     attempt = OptionalDraftLoader(request.draft)
     companion = attempt.run(lambda: LlamaDraftModel(attempt.request, options, model, vocab))
@@ -188,10 +190,10 @@ def _resolve_size(
     """
     free = _kv_budget_bytes(model, shape, options, request, draft)
     draft_token_bytes = draft.pool_bytes_per_token if draft else 0.0
-    asked = request.options
-    sized = None not in (asked.parallel, asked.ctx) and asked.kv_tokens is None
-    rigid = model.is_recurrent or model.has_sliding_window
-    if sized and not rigid and asked.kv_unified is None:
+    requested = request.options
+    has_fixed_size = None not in (requested.parallel, requested.ctx) and requested.kv_tokens is None
+    cannot_split = model.is_recurrent or model.has_sliding_window
+    if has_fixed_size and not cannot_split and requested.kv_unified is None:
         in_parts = replace(options, kv_unified=False)
         with suppress(OutOfMemory):
             return in_parts, sizing.choose_llama_kv_size(
@@ -222,27 +224,13 @@ def _kv_budget_bytes(
         fixed, weights = fixed + draft.fixed_bytes, weights + draft.weight_bytes
     gpu_free = gpu_free_bytes() if options.gpu_layers else None
     share = 0.0 if gpu_free is None else _gpu_layer_fraction(model, options)
-    most = available_memory_bytes() - RESERVED_BYTES - fixed
+    ram_bytes = available_memory_bytes() - RESERVED_BYTES - fixed
     if request.memory_bytes is not None:
-        most = min(most, request.memory_bytes - fixed)
-    room = [(most - weights * (1 - share)) / (1 - share)] if share < 1 else []
+        ram_bytes = min(ram_bytes, request.memory_bytes - fixed)
+    kv_limits = [(ram_bytes - weights * (1 - share)) / (1 - share)] if share < 1 else []
     if gpu_free is not None:
-        room.append((gpu_free - RESERVED_BYTES - fixed) / share)
-    return max(0, int(min(room)))
-
-
-def _load_template(
-    model: LlamaModel, tokenizer: LlamaCppTokenizer, options: LlamaOptions
-) -> tuple[ChatTemplate | None, str | None]:
-    source = options.chat_template or model.template
-    if source is None:
-        return None, None
-    try:
-        return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos), source
-    except InvalidRequest as error:
-        if options.chat_template:
-            raise
-        raise LoadFailed(f"cannot load {model.path}: {error}") from error
+        kv_limits.append((gpu_free - RESERVED_BYTES - fixed) / share)
+    return max(0, int(min(kv_limits)))
 
 
 def _default_sampling(model: LlamaModel) -> tuple[SamplingParams, tuple[str, ...]]:

@@ -133,8 +133,8 @@ class LlamaModel:
     @property
     def pooling_type(self) -> int:
         """LLAMA_POOLING_TYPE_* from the metadata; mean pooling if it is absent or unknown."""
-        asked = int(self.metadata_number(f"{self.architecture}.pooling_type") or 0)
-        return asked if asked in _POOLINGS else C.LLAMA_POOLING_TYPE_MEAN
+        pooling = int(self.metadata_number(f"{self.architecture}.pooling_type") or 0)
+        return pooling if pooling in _POOLINGS else C.LLAMA_POOLING_TYPE_MEAN
 
     @property
     def is_causal(self) -> bool:

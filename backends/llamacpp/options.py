@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 
 import llama_cpp.llama_cpp as C
-import psutil
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp.library import CACHE_TYPES, FLASH_ATTN, MAX_SEQUENCES, supports_gpu
 from localgen.backends.memory.load_defaults import DEFAULT_SPLIT_PARTS, LLAMACPP_DEFAULTS
+from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
@@ -73,13 +72,6 @@ def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
     settings = LlamaOptions(**(chosen | given))
     _validate(settings, gpu)
     return settings
-
-
-def num_physical_cores() -> int:
-    """Physical cores available to this process; hyper-threads do not speed up decode."""
-    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))
 
 
 def _validate(options: LlamaOptions, has_gpu: bool) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.sampling_params import SamplingParams, uses_adaptive_p
+from localgen.backends.sampling_params import SamplingParams, uses_adaptive_p, uses_penalties
 from localgen.backends.types import PositionLogprobs, TokenLogprob
 
 Logits = NDArray[np.float32]
@@ -29,12 +29,6 @@ _MIN_TEMPERATURE = 1e-6
 _EXCLUDED_PROB = 1e-30
 
 
-def _has_penalties(params: SamplingParams) -> bool:
-    return bool(params.repeat_last_n) and (
-        params.repeat_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
-    )
-
-
 class SamplerChain:
     """Samples the tokens of one request; owns a llama.cpp chain and its random state.
 
@@ -45,11 +39,11 @@ class SamplerChain:
     def __init__(self, seq: Sequence, vocab: Any, vocab_size: int, ctx: int) -> None:
         params = seq.params
         self._is_greedy = params.temperature == 0 and not (
-            params.logit_bias or _has_penalties(params) or params.dry_multiplier
+            params.logit_bias or uses_penalties(params) or params.dry_multiplier
         )
         self._chain = None if self._is_greedy else _build_chain(params, vocab, vocab_size, ctx)
         self.num_logprobs = params.logprobs
-        if self._chain and (_has_penalties(params) or params.dry_multiplier):
+        if self._chain and (uses_penalties(params) or params.dry_multiplier):
             for token in seq.tokens[: seq.num_prompt]:
                 C.llama_sampler_accept(self._chain, token)
 
@@ -126,7 +120,7 @@ def _history_samplers(p: Any, vocab: Any, vocab_size: int, ctx: int) -> list[Any
             *(C.llama_logit_bias(token, bias) for token, bias in p.logit_bias.items())
         )
         parts.append(C.llama_sampler_init_logit_bias(vocab_size, len(biases), biases))
-    if _has_penalties(p):
+    if uses_penalties(p):
         last_n = _penalty_window(p.repeat_last_n, ctx)
         parts.append(
             C.llama_sampler_init_penalties(

@@ -90,26 +90,28 @@ def resolve_kv_size(
             f"use 1 to {trained:,}",
             param="ctx",
         )
-    most = max_fitting_tokens(token_bytes, max(0, free_bytes), trained * parts) // parts
+    max_tokens = max_fitting_tokens(token_bytes, max(0, free_bytes), trained * parts) // parts
     fitting = (
         max_fitting_tokens(token_bytes, max(0, free_bytes) * rules.memory_fraction, _UNBOUNDED)
         // parts
     )
     fitting = fitting // step * step
-    asked = None if request.kv_tokens is None else request.kv_tokens // parts
-    ctx = request.ctx or max(step, min(trained, fitting if asked is None else asked))
+    requested = None if request.kv_tokens is None else request.kv_tokens // parts
+    ctx = request.ctx or max(step, min(trained, fitting if requested is None else requested))
     ctx = min(ctx, trained)
-    part = _default_part_tokens(ctx, fitting, rules) if asked is None else asked
+    part = _default_part_tokens(ctx, fitting, rules) if requested is None else requested
     if part < ctx:
-        held = f"{request.kv_tokens:,} tokens" + f" in {parts} parts" * (parts > 1)
+        pool_text = f"{request.kv_tokens:,} tokens" + f" in {parts} parts" * (parts > 1)
         raise InvalidRequest(
-            f"a KV cache of {held} is too small for the context of {ctx:,}: "
+            f"a KV cache of {pool_text} is too small for the context of {ctx:,}: "
             f"use --kv-tokens {parts * ctx:,} or more, or a smaller --ctx",
             param="kv_tokens",
         )
     kv_tokens = parts * -(-part // step) * step
     if kv_tokens * token_bytes > max(0, free_bytes):
-        raise OutOfMemory(_out_of_memory_message(kv_tokens, token_bytes, free_bytes, most, rules))
+        raise OutOfMemory(
+            _out_of_memory_message(kv_tokens, token_bytes, free_bytes, max_tokens, rules)
+        )
     return KVSize(ctx, kv_tokens, _notes(request, ctx, free_bytes, rules))
 
 

@@ -1,7 +1,8 @@
-"""Main memory: available memory within the cgroup limits, and the peak usage of this process."""
+"""Main memory within the cgroup limits, the peak usage of this process, and its CPU cores."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,13 @@ def available_memory_bytes() -> int:
 def total_memory_bytes() -> int:
     """Total memory in bytes, capped by the cgroup limits."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_limits())])
+
+
+def num_physical_cores() -> int:
+    """Physical cores available to this process; hyper-threads do not speed up decode."""
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return max(1, min(physical, allowed))
 
 
 def cgroup_limits(

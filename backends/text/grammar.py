@@ -93,17 +93,17 @@ class GrammarCompiler:
         response_grammar: reasoning and tool calls that may surround the constrained content. Raises
         InvalidRequest if several grammars are given or one is invalid, with the reason.
         """
-        asked = [name for name in GRAMMAR_FIELDS if getattr(params, name) is not None]
+        given = [name for name in GRAMMAR_FIELDS if getattr(params, name) is not None]
         has_tools = response_grammar is not None and response_grammar.call_format is not None
         if has_tools:
-            asked.append("tools")
-        if not asked:
+            given.append("tools")
+        if not given:
             return None
-        if len(asked) > 1 and asked != ["json_schema", "tools"]:
-            raise InvalidRequest(f"give only one of {', '.join(asked)}", param=asked[1])
+        if len(given) > 1 and given != ["json_schema", "tools"]:
+            raise InvalidRequest(f"give only one of {', '.join(given)}", param=given[1])
         if params.ignore_eos:
-            raise InvalidRequest(f"ignore_eos cannot be used with {asked[0]}", param="ignore_eos")
-        kind = asked[0]
+            raise InvalidRequest(f"ignore_eos cannot be used with {given[0]}", param="ignore_eos")
+        kind = given[0]
         grammar = None if kind == "tools" else _to_llguidance(kind, getattr(params, kind))
         lark = (
             response_grammar.to_lark(constrain_content=grammar is not None)

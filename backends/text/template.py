@@ -7,6 +7,7 @@ import ctypes
 import datetime
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.types import Message, ToolCall
 
 _SHORT_ID = 9
@@ -241,3 +242,22 @@ def _tojson(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+def load_template(
+    requested: str | None, own: str | None, *, bos: str, eos: str, path: str | os.PathLike[str]
+) -> tuple[ChatTemplate | None, str | None]:
+    """Return the chat template and its source: the requested one, else the model's own, if any.
+
+    Raises InvalidRequest if the requested template is invalid, LoadFailed if that of the model at
+    `path` is.
+    """
+    source = requested or own
+    if source is None:
+        return None, None
+    try:
+        return ChatTemplate(source, bos=bos, eos=eos), source
+    except InvalidRequest as error:
+        if requested:
+            raise
+        raise LoadFailed(f"cannot load {path}: {error}") from error

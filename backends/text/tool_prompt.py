@@ -11,7 +11,7 @@ from localgen.backends.text.tool_format import ToolCallFormat, parse_parameters
 from localgen.backends.types import Message, Tool
 
 _TOOL_INSTRUCTIONS = """\
-You can call functions. These are the ones there are, one JSON object a line:
+You can call functions. Their signatures, one JSON object per line:
 <tools>
 {tools}
 </tools>
@@ -19,7 +19,7 @@ To call one, write a JSON object with its name and its arguments within tags, an
 <tool_call>
 {{"name": "FUNCTION", "arguments": {{"NAME": "VALUE"}}}}
 </tool_call>
-What it gives then comes back to you within <tool_response></tool_response>."""
+The result is returned within <tool_response></tool_response>."""
 
 
 def tool_definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -254,7 +254,7 @@ def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> Comm
 
 def _regen(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     if not session.conversation.turns:
-        raise InvalidRequest("/regen: nothing has been asked yet")
+        raise InvalidRequest("/regen: there is no answer to regenerate yet")
     prompt = session.conversation.turns[-1].prompt
     session.set_conversation(session.conversation.undo())
     return SendPrompt(prompt)

@@ -59,8 +59,8 @@ def resolve_parameter_name(name: str) -> str:
 
     Raises InvalidRequest with the closest match if there is none.
     """
-    asked = name.lower().lstrip("-").replace("-", "_")
-    found = PARAMETER_ALIASES.get(asked, asked)
+    normalized = name.lower().lstrip("-").replace("-", "_")
+    found = PARAMETER_ALIASES.get(normalized, normalized)
     if found in PARAMETER_NAMES:
         return found
     close = difflib.get_close_matches(found, PARAMETER_NAMES, n=1)

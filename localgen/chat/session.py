@@ -13,13 +13,12 @@ from localgen.backends.model_info import DRAFT_KEYWORDS, ModelInfo
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
+from localgen.config import BUILT_IN_MODEL
 
 if TYPE_CHECKING:
     from localgen.client import Completion, ModelClient, TextDelta
 
 DEFAULT_BRANCH = "main"
-# name of the built-in model on the local server
-BUILT_IN_MODEL = "tiny"
 
 OnProgress = Callable[[float], None]
 

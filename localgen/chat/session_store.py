@@ -15,7 +15,7 @@ from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.database import SESSIONS_SCHEMA, Database, StoreFailed, WriterLock
 
-INTERRUPTED_SUMMARY = "broken off: the program ended"
+INTERRUPTED_SUMMARY = "interrupted: the program ended"
 _DELETED_RETENTION_S = 30 * 86_400.0
 _EMPTY_CONVERSATION = Conversation()
 

@@ -34,9 +34,9 @@ def command(
     If standard input or output is not a terminal, read one prompt from standard input and print a
     plain-text answer.
     """
-    there = endpoint_from_options(context, url, api_key_env)
-    options = options_for_endpoint(options, there)
-    model, sentence = split_model_and_prompt(model, None, there.model if there else None)
+    endpoint = endpoint_from_options(context, url, api_key_env)
+    options = options_for_endpoint(options, endpoint)
+    model, sentence = split_model_and_prompt(model, None, endpoint.model if endpoint else None)
     if sentence is not None:
         raise InvalidRequest("chat takes a model, not a prompt: use localgen run for one prompt")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -49,10 +49,10 @@ def command(
 
     console = Console(highlight=False, stderr=not at_terminal)
     loading = LoadProgressLine(console, model or "the built-in model")
-    with closing(create_client(there, loading.notify)) as client:
+    with closing(create_client(endpoint, loading.notify)) as client:
         if prompt is not None:
             answer_prompt(client, loading, model, prompt, options)
-        elif there is not None:
+        elif endpoint is not None:
             start_chat(client, loading, model, options)
         else:
             run_or_offer_pull(

@@ -34,7 +34,7 @@ def _default_shell() -> str:
     name = Path(os.environ.get("SHELL", "")).name
     if name not in _SHELLS:
         problem = (
-            f"no completion script for {name}" if name else "cannot tell the shell from $SHELL"
+            f"no completion script for {name}" if name else "cannot detect the shell from $SHELL"
         )
         raise InvalidRequest(f"{problem}: give one of {', '.join(_SHELLS)}")
     return name

@@ -109,7 +109,7 @@ def _filter_by_prefix(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 def _local_names() -> Iterator[str]:
-    from localgen.hub.resolve import BUILT_IN_MODEL
+    from localgen.config import BUILT_IN_MODEL
 
     yield BUILT_IN_MODEL
     yield from _alias_names()

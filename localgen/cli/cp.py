@@ -20,16 +20,17 @@ def command(
     name: Annotated[str, typer.Argument(help="The alias.")],
 ) -> None:
     """Create an alias for a model. No files are copied or moved."""
+    from localgen.config import BUILT_IN_MODEL
     from localgen.hub import aliases
     from localgen.hub.reference import resolve_reference
-    from localgen.hub.resolve import BUILT_IN_MODEL, is_installed, name_for_server
+    from localgen.hub.resolve import is_installed, name_for_server
 
     if name == BUILT_IN_MODEL:
         raise InvalidRequest(f"{BUILT_IN_MODEL} is the built-in model: choose another name")
-    meant = aliases.load_aliases().get(model, model)
-    if resolve_reference(meant) is None and not is_installed(meant):
+    target = aliases.load_aliases().get(model, model)
+    if resolve_reference(target) is None and not is_installed(target):
         from localgen.hub.resolve import resolve_model
 
-        resolve_model(meant)  # raises the error that says why
-    aliases.add_alias(name, name_for_server(meant) or meant)
-    typer.echo(f"{name} is {meant}")
+        resolve_model(target)  # raises the error that says why
+    aliases.add_alias(name, name_for_server(target) or target)
+    typer.echo(f"{name} is {target}")

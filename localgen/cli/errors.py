@@ -49,7 +49,7 @@ _DESCRIPTIONS = {
 
 def log_crash(error: Exception) -> Path:
     """Append the traceback of an error to the crash log and return the log's path."""
-    path = _log_dir() / "defects.log"
+    path = _log_dir() / "crash.log"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     trace = "".join(traceback.format_exception(error))
     with path.open("a", encoding="utf-8", errors="replace") as log:

@@ -82,8 +82,14 @@ REQUEST_OPTIONS = (
     CliOption("verbose", bool, "--verbose", "Show load time, TTFT, prefill and decode speed."),
 )
 SAMPLING_OPTIONS = (
-    CliOption("max_tokens", int, "-n --max-tokens", "Longest answer in tokens; -1: no limit.", -1),
-    CliOption("min_tokens", int, "--min-tokens", "Shortest answer in tokens: no end before.", 0),
+    CliOption(
+        "max_tokens",
+        int,
+        "-n --max-tokens",
+        "Maximum number of generated tokens; -1: no limit.",
+        -1,
+    ),
+    CliOption("min_tokens", int, "--min-tokens", "Minimum number of generated tokens.", 0),
     CliOption("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
     *(
         CliOption(
@@ -97,14 +103,21 @@ SAMPLING_OPTIONS = (
     CliOption(
         "logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."
     ),
-    CliOption("json_schema", str, "-j --json-schema", "The answer is JSON of this schema; @FILE."),
-    CliOption("regex", str, "--regex", "The answer matches this regular expression; @FILE."),
-    CliOption("grammar", str, "--grammar", "The answer is of this grammar, GBNF or Lark; @FILE."),
-    CliOption("stop", list[str], "--stop", "Text that ends the answer (may be repeated)."),
     CliOption(
-        "stop_token_ids", list[int], "--stop-token", "Token id that ends it (may be repeated)."
+        "json_schema", str, "-j --json-schema", "JSON schema for the answer; @FILE reads a file."
     ),
-    CliOption("ignore_eos", bool, "--ignore-eos", "Go on past the model's end of text."),
+    CliOption("regex", str, "--regex", "Regular expression for the answer; @FILE reads a file."),
+    CliOption(
+        "grammar", str, "--grammar", "GBNF or Lark grammar for the answer; @FILE reads a file."
+    ),
+    CliOption("stop", list[str], "--stop", "Stop string that ends the answer (may be repeated)."),
+    CliOption(
+        "stop_token_ids",
+        list[int],
+        "--stop-token",
+        "Stop token id that ends the answer (may be repeated).",
+    ),
+    CliOption("ignore_eos", bool, "--ignore-eos", "Ignore the end-of-sequence token."),
 )
 LOAD_OPTIONS = (
     CliOption(
@@ -192,7 +205,10 @@ LOAD_OPTIONS = (
         "drafter alone) or none (default: ngram).",
     ),
     CliOption(
-        "draft_max", int, "--draft-max", "Maximum number of draft tokens per step (default: 63)."
+        "draft_max",
+        int,
+        "--draft-max",
+        "Maximum number of draft tokens per sequence and step (default: 63).",
     ),
     CliOption(
         "prefix_cache",

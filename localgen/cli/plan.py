@@ -85,7 +85,7 @@ def command(
     from localgen.client import Client
     from localgen.planning.planner import plan_model
 
-    asked = LoadOptions(
+    options = LoadOptions(
         ctx=ctx or None,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
@@ -95,7 +95,7 @@ def command(
     )
     with closing(Client()) as client:
         stats = client.stats() if client.health() else {"models": []}
-    found = plan_model(model, tuple(quant or ()), asked, stats, tables.print_notice, measure)
+    found = plan_model(model, tuple(quant or ()), options, stats, tables.print_notice, measure)
     typer.echo(plan_report.plans_json(found) if json else plan_report.plans_text(found))
     refused = [one.refusal for one in found.plans if one.refusal is not None]
     if len(refused) == len(found.plans):

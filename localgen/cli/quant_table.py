@@ -24,10 +24,10 @@ def print_quant_table(model: str, *, as_json: bool) -> None:
 
     Raises ModelNotFound if the model is unknown, is a path, or has no .gguf files.
     """
-    meant = load_aliases().get(model, model)
-    wanted = None if is_path(meant) else resolve_reference(meant)
+    target = load_aliases().get(model, model)
+    wanted = None if is_path(target) else resolve_reference(target)
     if wanted is None:
-        raise model_not_found(meant)
+        raise model_not_found(target)
     room = quant_choice.available_memory()
     ways = _list_alternatives(wanted, room)
     if not ways:

@@ -14,7 +14,7 @@ from localgen.cli.completion_values import complete_model
 ModelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="Name or folder of a 16-bit model; with --compare, models of any format.",
         autocompletion=complete_model,
     ),
@@ -100,6 +100,7 @@ SamplesOption = Annotated[
     typer.Option(
         "--samples",
         help="Maximum number of calibration sequences.",
+        metavar="<int>",
         min=1,
         rich_help_panel=_TEXT_PANEL,
     ),
@@ -109,6 +110,7 @@ SeqLenOption = Annotated[
     typer.Option(
         "--seq-len",
         help="Tokens per calibration and evaluation sequence.",
+        metavar="<int>",
         min=2,
         rich_help_panel=_TEXT_PANEL,
     ),
@@ -131,7 +133,10 @@ EvalTextOption = Annotated[
 EvalSamplesOption = Annotated[
     int,
     typer.Option(
-        help="Maximum number of evaluation sequences.", min=1, rich_help_panel=_TEXT_PANEL
+        help="Maximum number of evaluation sequences.",
+        metavar="<int>",
+        min=1,
+        rich_help_panel=_TEXT_PANEL,
     ),
 ]
 NoEvalFlag = Annotated[

@@ -16,6 +16,8 @@ from localgen.cli.options import LOAD_OPTIONS, REQUEST_OPTIONS
 if TYPE_CHECKING:
     from localgen.client import ModelClient
     from localgen.client.endpoints import Endpoint
+    from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
+    from localgen.config import ServerSettings
 
 _REMOTE_PANEL = "Remote server"
 UrlOption = Annotated[
@@ -84,6 +86,15 @@ def create_client(endpoint: Endpoint | None, notify: Callable[[str], None]) -> M
     from localgen.client import Client, RemoteClient
 
     return Client(notify=notify) if endpoint is None else RemoteClient(endpoint, notify)
+
+
+def create_monitor(
+    endpoint: Endpoint | None, settings: ServerSettings
+) -> LocalServerMonitor | RemoteServerMonitor:
+    """Create a monitor of the endpoint, or of the local server if it is None."""
+    from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
+
+    return LocalServerMonitor(settings) if endpoint is None else RemoteServerMonitor(endpoint)
 
 
 def _is_from_command_line(context: typer.Context, field: str) -> bool:

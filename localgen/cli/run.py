@@ -41,20 +41,20 @@ def command(
     single word is a model, and the prompt is read from standard input. If there is both a prompt
     and piped input, the input is appended to the prompt after a blank line.
     """
-    there = endpoint_from_options(context, url, api_key_env)
-    options = options_for_endpoint(options, there)
-    model, prompt = split_model_and_prompt(model, prompt, there.model if there else None)
+    endpoint = endpoint_from_options(context, url, api_key_env)
+    options = options_for_endpoint(options, endpoint)
+    model, prompt = split_model_and_prompt(model, prompt, endpoint.model if endpoint else None)
     prompt = read_prompt(prompt)
     from localgen.cli.one_shot import answer_prompt, stderr_console
     from localgen.repl.load_progress import LoadProgressLine
 
     loading = LoadProgressLine(stderr_console(), model or "the built-in model")
-    with closing(create_client(there, loading.notify)) as client:
+    with closing(create_client(endpoint, loading.notify)) as client:
 
         def answer() -> None:
             answer_prompt(client, loading, model, prompt, options, json_output=json)
 
-        if there is not None:
+        if endpoint is not None:
             answer()
         else:
             run_or_offer_pull(model, answer, draft=options.load.draft)

@@ -60,6 +60,7 @@ def command(
         typer.Option(
             help=f"Port to listen on; 0: any (default: {DEFAULT_PORT} if --host is given).",
             envvar="LOCALGEN_PORT",
+            metavar="<int>",
             min=0,
             max=65535,
             rich_help_panel=_TCP_PANEL,
@@ -71,6 +72,7 @@ def command(
             help="API key that clients must send (may be repeated). It is visible in the process "
             "list: prefer LOCALGEN_API_KEY or --api-key-file.",
             envvar="LOCALGEN_API_KEY",
+            metavar="<str>",
             rich_help_panel=_TCP_PANEL,
         ),
     ] = None,
@@ -82,6 +84,7 @@ def command(
         list[str] | None,
         typer.Option(
             help="Allowed CORS origin, e.g. https://chat.example; *: all (may be repeated).",
+            metavar="<str>",
             rich_help_panel=_TCP_PANEL,
         ),
     ] = None,
@@ -89,6 +92,7 @@ def command(
         list[str] | None,
         typer.Option(
             help="Additional host name to accept in the Host header (may be repeated).",
+            metavar="<str>",
             rich_help_panel=_TCP_PANEL,
         ),
     ] = None,
@@ -120,6 +124,7 @@ def command(
         int | None,
         typer.Option(
             help="Maximum number of requests computed at once per model (default: 32; cuda: 256).",
+            metavar="<int>",
             min=1,
             rich_help_panel=_LIMITS_PANEL,
         ),
@@ -128,6 +133,7 @@ def command(
         int | None,
         typer.Option(
             help="Maximum number of waiting requests per model; more are rejected (default: 512).",
+            metavar="<int>",
             min=1,
             rich_help_panel=_LIMITS_PANEL,
         ),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+
+import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.cli.remote_options import KeyEnvOption, UrlOption
+from localgen.cli.remote_options import (
+    KeyEnvOption,
+    UrlOption,
+    create_monitor,
+    endpoint_from_options,
+)
 
-if TYPE_CHECKING:
-    from localgen.client.endpoints import Endpoint
 
-
-def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
+def command(
+    context: typer.Context, url: UrlOption = None, api_key_env: KeyEnvOption = None
+) -> None:
     """Monitor the server: speed, latency, memory, requests. Does not start the server."""
-    there = _endpoint_from_options(url, api_key_env)
+    endpoint = endpoint_from_options(context, url, api_key_env)
+    if endpoint is not None:
+        endpoint.api_key()  # report a missing key before the screen opens
     # Textual draws on stderr
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise InvalidRequest("top needs a terminal: localgen ps lists models without one")
@@ -24,32 +31,11 @@ def command(url: UrlOption = None, api_key_env: KeyEnvOption = None) -> None:
     from localgen.config import ServerSettings
     from localgen.tui.base_app import BaseApp
     from localgen.tui.themes import ThemeChoice
-    from localgen.tui.top.app import TopApp, TopServerMonitor
+    from localgen.tui.top.app import TopApp
 
     settings = ServerSettings.from_environment()
-
-    def watch() -> TopServerMonitor:
-        from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
-
-        return LocalServerMonitor(settings) if there is None else RemoteServerMonitor(there)
-
-    way_out = "localgen chat or localgen serve starts one." if there is None else ""
-    where = "this machine" if there is None else there.display_name
-    TopApp(watch, where, way_out, ThemeChoice(BaseApp.theme_file(settings.state_dir))).run()
-
-
-def _endpoint_from_options(url: str | None, api_key_env: str | None) -> Endpoint | None:
-    """Return the endpoint of --url, or None for the local server.
-
-    Raises InvalidRequest if the URL or name is invalid, BadSetting if the API key is not set.
-    """
-    if url is None:
-        if api_key_env is not None:
-            raise InvalidRequest("--api-key-env is for a remote server: give --url as well")
-        return None
-    from localgen.client.endpoints import resolve_endpoint, validate_env_var_name
-
-    found = resolve_endpoint(url)
-    found = replace(found, key_env=validate_env_var_name(api_key_env)) if api_key_env else found
-    found.api_key()  # report a missing key before the screen opens
-    return found
+    make_monitor = partial(create_monitor, endpoint, settings)
+    start_hint = "localgen chat or localgen serve starts one." if endpoint is None else ""
+    where = "this machine" if endpoint is None else endpoint.display_name
+    theme = ThemeChoice(BaseApp.theme_file(settings.state_dir))
+    TopApp(make_monitor, where, start_hint, theme).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import closing
+from functools import partial
 
 import typer
 
@@ -16,6 +17,7 @@ from localgen.cli.remote_options import (
     KeyEnvOption,
     UrlOption,
     create_client,
+    create_monitor,
     endpoint_from_options,
     options_for_endpoint,
 )
@@ -30,9 +32,9 @@ def command(
     api_key_env: KeyEnvOption = None,
 ) -> None:
     """Chat full-screen in several sessions. The options apply to new sessions."""
-    there = endpoint_from_options(context, url, api_key_env)
-    options = options_for_endpoint(options, there)
-    model, sentence = split_model_and_prompt(model, None, there.model if there else None)
+    endpoint = endpoint_from_options(context, url, api_key_env)
+    options = options_for_endpoint(options, endpoint)
+    model, sentence = split_model_and_prompt(model, None, endpoint.model if endpoint else None)
     if sentence is not None:
         raise InvalidRequest("tui takes a model, not a prompt: use localgen run for one prompt")
     # the screen is drawn on stderr
@@ -40,8 +42,8 @@ def command(
         stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
     ):
         raise InvalidRequest("tui needs a terminal: use localgen run without one")
-    if there is not None:
-        there.api_key()  # report a missing key before the screen opens
+    if endpoint is not None:
+        endpoint.api_key()  # report a missing key before the screen opens
     gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
     from localgen.chat.database import WriterLock
     from localgen.chat.session_store import SessionStore
@@ -50,29 +52,23 @@ def command(
     from localgen.tui.chat.active_session import AppContext
     from localgen.tui.chat.app import ChatApp
     from localgen.tui.chat.session_manager import SessionManager
-    from localgen.tui.feed import ServerMonitor
     from localgen.tui.themes import ThemeChoice
 
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
-
-    def watch() -> ServerMonitor:
-        from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
-
-        return LocalServerMonitor(settings) if there is None else RemoteServerMonitor(there)
-
     with (
         closing(WriterLock(settings.state_dir / "writers")) as writer,
         closing(SessionStore(settings.state_dir / "sessions.db", writer)) as store,
     ):
-        house = AppContext(
+        app_context = AppContext(
             store=store,
-            make_client=lambda say: create_client(there, say),
+            make_client=lambda notify: create_client(endpoint, notify),
             options=options,
             state_dir=settings.state_dir,
-            server_url="" if there is None else there.url,
+            server_url="" if endpoint is None else endpoint.url,
             model=model,
         )
-        where = "this machine" if there is None else there.display_name
+        where = "this machine" if endpoint is None else endpoint.display_name
         choice = ThemeChoice(BaseApp.theme_file(settings.state_dir))
-        ChatApp(SessionManager(house), watch, where, choice).run()
+        make_monitor = partial(create_monitor, endpoint, settings)
+        ChatApp(SessionManager(app_context), make_monitor, where, choice).run()

@@ -149,7 +149,7 @@ class Client(ModelClient):
             return False
         self._post("shutdown", {})
         if not wait_for_shutdown(self._settings, self._is_aborted):
-            raise ServerUnavailable(f"the server does not end: see {self._settings.log_path}")
+            raise ServerUnavailable(f"the server did not exit: see {self._settings.log_path}")
         return True
 
     def _is_aborted(self) -> bool:

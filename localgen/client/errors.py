@@ -141,7 +141,7 @@ class EndpointErrors(ServerErrors):
                 problem = f"cannot reach {where}{proxy}: {self._connect_failure_reason(error)}"
             case _:
                 detail = f" ({error})" if str(error) else ""
-                problem = f"the connection to {where} broke off{detail}"
+                problem = f"the connection to {where} was lost{detail}"
         return EndpointUnavailable(problem)
 
     def refusal(

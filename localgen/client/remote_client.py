@@ -50,11 +50,11 @@ class RemoteClient(ModelClient):
 
     def connect(self) -> None:
         """Warn once if the API key is sent unencrypted. Requests open their own connections."""
-        there = self._endpoint
-        is_safe = there.key_env is None or there.is_loopback or there.is_encrypted
+        endpoint = self._endpoint
+        is_safe = endpoint.key_env is None or endpoint.is_loopback or endpoint.is_encrypted
         if not is_safe and not self._warned_unencrypted:
             self._warned_unencrypted = True
-            self._notify(f"the API key is sent to {there.host} unencrypted: use https://")
+            self._notify(f"the API key is sent to {endpoint.host} unencrypted: use https://")
 
     def load(
         self,

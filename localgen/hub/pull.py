@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog, quant_choice
 from localgen.hub.catalog import CatalogEntry
 from localgen.hub.download import download_file, downloaded_bytes
@@ -28,7 +29,7 @@ from localgen.hub.repository import (
     list_repo,
     translate_hub_errors,
 )
-from localgen.hub.resolve import BUILT_IN_MODEL, expand_alias, is_path, model_not_found
+from localgen.hub.resolve import expand_alias, is_path, model_not_found
 
 Notify = Callable[[str], None]
 
@@ -189,9 +190,9 @@ def _quant_not_found(
     tag = reference.tag or reference.default_quant
     names = [model.quant for model in models]
     close = difflib.get_close_matches(tag.upper(), names, n=3, cutoff=0.5)
-    meant = f" Did you mean {', '.join(close)}?" if close else ""
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
     sizes = ", ".join(f"{model.quant} ({model.size_bytes / 1e9:.1f} GB)" for model in models)
     return ModelNotFound(
-        f"{listing.repo} has no {tag}.{meant} Available: {sizes}; or auto, the best that fits",
+        f"{listing.repo} has no {tag}.{hint} Available: {sizes}; or auto, the best that fits",
         param="model",
     )

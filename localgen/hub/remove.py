@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import shards_of, stem_of
+from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog
 from localgen.hub.cache import scan_hf_cache
 from localgen.hub.hf_client import repo_folder
 from localgen.hub.reference import resolve_reference
-from localgen.hub.resolve import BUILT_IN_MODEL, cached_model, expand_alias, is_path
+from localgen.hub.resolve import cached_model, expand_alias, is_path
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRepoInfo

@@ -169,8 +169,8 @@ def _retry_rate_limited(request: Callable[[], _Result], notify: Callable[[str], 
         except HfHubHTTPError as error:
             if error.response.status_code != 429 or attempt == _MAX_ATTEMPTS - 1:
                 raise
-            asked = error.response.headers.get("Retry-After", "")
-            wait_s = float(asked) if asked.isdecimal() else 2.0**attempt
+            retry_after = error.response.headers.get("Retry-After", "")
+            wait_s = float(retry_after) if retry_after.isdecimal() else 2.0**attempt
             notify(f"{hub_host()} asks to wait {wait_s:.0f} s")
             time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")

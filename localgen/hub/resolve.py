@@ -15,13 +15,13 @@ from localgen.backends.formats.model_files import (
     model_folder,
 )
 from localgen.backends.model_info import DRAFT_KEYWORDS
+from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog
 from localgen.hub.aliases import load_aliases
 from localgen.hub.cache import CachedModel, cached_models
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HUB_PREFIXES, HubReference, resolve_reference, strip_hub_prefix
 
-BUILT_IN_MODEL = "tiny"
 LATEST_TAG = ":latest"
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 
@@ -246,9 +246,9 @@ def model_not_found(
     spellings |= {alias.lower(): alias for alias in load_aliases()}
     close = difflib.get_close_matches(strip_hub_prefix(name).lower(), spellings, n=3, cutoff=0.6)
     hint = ", ".join(dict.fromkeys(spellings[spelling] for spelling in close))
-    meant = f" Did you mean {hint}?" if hint else ""
+    did_you_mean = f" Did you mean {hint}?" if hint else ""
     return ModelNotFound(
-        f"model {name!r} not found.{meant} Installed: {', '.join(names)}{suggestion}, "
+        f"model {name!r} not found.{did_you_mean} Installed: {', '.join(names)}{suggestion}, "
         "or give a path: ./folder or file.gguf",
         param="model",
     )

@@ -17,7 +17,7 @@ from typing import Any
 import platformdirs
 import psutil
 
-from localgen.backends.memory.system import available_memory_bytes
+from localgen.backends.memory.system import available_memory_bytes, num_physical_cores
 from localgen.machine.gpu_bandwidth import measure_gpu_bandwidth
 from localgen.machine.gpus import Gpu
 
@@ -93,7 +93,7 @@ def _cached_or_measured(key: str, measure: Callable[[], float], *, remeasure: bo
     found_before = _cached(key)
     if not remeasure and found_before is not None:
         return found_before
-    if psutil.getloadavg()[0] > _cores() / 2:
+    if psutil.getloadavg()[0] > num_physical_cores() / 2:
         # other programs take their share: usable now, but not cached
         return Bandwidth(measure(), "measured now, while the machine is busy")
     found = measure()
@@ -109,7 +109,7 @@ def measure_ram_bandwidth(block_bytes: int = _BLOCK_BYTES, rounds: int = _ROUNDS
     """
     import numpy as np
 
-    cores = min(_MAX_THREADS, _cores())
+    cores = min(_MAX_THREADS, num_physical_cores())
     block = max(1 << 20, min(block_bytes, available_memory_bytes() // 4 // cores))
     blocks = [np.zeros(block // 8, np.uint64) for _ in range(cores)]
     for each in blocks:
@@ -135,18 +135,14 @@ def _time(work: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def _cores() -> int:
-    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))
-
-
 def _machine_key() -> str:
     """Identifies the machine: several may share a home folder."""
     from localgen.machine.system_info import cpu_name
 
     total_gb = round(psutil.virtual_memory().total / 1e9)
-    return f"{_REVISION}: {platform.node()}, {cpu_name()}, {_cores()} cores, {total_gb} GB"
+    return (
+        f"{_REVISION}: {platform.node()}, {cpu_name()}, {num_physical_cores()} cores, {total_gb} GB"
+    )
 
 
 def _read_cache(path: Path) -> dict[str, Any]:

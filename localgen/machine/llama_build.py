@@ -78,7 +78,7 @@ def _inspect_build() -> dict[str, Any]:
     import llama_cpp
 
     from localgen.backends.llamacpp.devices import list_devices
-    from localgen.backends.llamacpp.options import num_physical_cores
+    from localgen.backends.memory.system import num_physical_cores
 
     return {
         "version": llama_cpp.__version__,

@@ -14,6 +14,7 @@ from localgen.backends.formats.hf.config import shape_from_hf_config
 from localgen.backends.formats.model_facts import ModelFacts, local_model_facts
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_AUTO, DRAFT_NGRAM, DRAFT_NONE
+from localgen.config import BUILT_IN_MODEL
 from localgen.hub import quant_choice
 from localgen.hub.aliases import load_aliases
 from localgen.hub.catalog import CatalogEntry, same_ignoring_case
@@ -21,7 +22,7 @@ from localgen.hub.hf_client import HubUnavailable, forward_warnings
 from localgen.hub.quants import quant_of, select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import RemoteFile, RepoListing, list_repo, read_file_head
-from localgen.hub.resolve import BUILT_IN_MODEL, is_path, model_not_found, resolve_model
+from localgen.hub.resolve import is_path, model_not_found, resolve_model
 
 Notify = Callable[[str], None]
 ALL_QUANTS = "all"
@@ -35,10 +36,10 @@ def find_model_facts(
     quants: requested quantizations, `all` for all, empty for the one selected by the name. Raises
     ModelNotFound, InvalidRequest, LoadFailed, or HubUnavailable if only the hub has the model.
     """
-    meant, wanted = _resolve_name(name)
+    target, wanted = _resolve_name(name)
     if wanted is None:
-        return _local_facts(meant, quants)
-    file = None if quants else _installed_file(meant)
+        return _local_facts(target, quants)
+    file = None if quants else _installed_file(target)
     if file is not None:
         return [local_model_facts(file, _quant_of_file(file))], _catalog_facts(wanted)
     if wanted.safetensors is not None and not quants:
@@ -84,8 +85,10 @@ def _catalog_draft(target: str | None, facts: ModelFacts) -> str | None:
 
 def _resolve_name(name: str | None) -> tuple[str, HubReference | None]:
     """Expand aliases. The reference is None for the built-in model, paths and unknown names."""
-    meant = load_aliases().get(name or BUILT_IN_MODEL, name or BUILT_IN_MODEL)
-    return meant, None if meant == BUILT_IN_MODEL or is_path(meant) else resolve_reference(meant)
+    target = load_aliases().get(name or BUILT_IN_MODEL, name or BUILT_IN_MODEL)
+    return target, None if target == BUILT_IN_MODEL or is_path(target) else resolve_reference(
+        target
+    )
 
 
 def _local_facts(name: str, quants: Sequence[str]) -> tuple[list[ModelFacts], list[ModelFacts]]:

@@ -120,15 +120,15 @@ def place_model(request: PlanRequest) -> PlacedModel:
 
 def _choose_placement(request: PlanRequest) -> Placement:
     """Place the model as the server does, by the GPU memory of target and draft model together."""
-    facts, asked = request.facts, request.options
+    facts, options = request.facts, request.options
     path = Path(facts.path or (f"{facts.name}.gguf" if facts.is_gguf else facts.name))
     file = ModelFile(facts.name, path, facts.weights_bytes, (), facts.source)
     need = sum(
-        _footprint(one, "cuda", asked).need_bytes(asked.ctx)
+        _footprint(one, "cuda", options).need_bytes(options.ctx)
         for one in (facts, request.draft)
         if one is not None
     )
-    return choose_placement(file, asked, request.resources.hardware, need)
+    return choose_placement(file, options, request.resources.hardware, need)
 
 
 def _runner(placement: Placement) -> RunnerKind:

@@ -90,16 +90,16 @@ def plan_memory(
 
     other_quants: other quantizations of the model, to suggest one that fits.
     """
-    wish = PlanRequest(facts, options, resources, draft)
-    setting = place_model(wish)
-    _check_cache_types(options, setting.placement.backend)
-    size, fits = setting.choose_kv_size(options, facts.name)
-    used, shape = setting.footprint, setting.footprint.shape
+    request = PlanRequest(facts, options, resources, draft)
+    placed = place_model(request)
+    _check_cache_types(options, placed.placement.backend)
+    size, fits = placed.choose_kv_size(options, facts.name)
+    used, shape = placed.footprint, placed.footprint.shape
     known = bool(facts.weights_bytes and (draft is None or draft.weights_bytes))
-    total = setting.total_bytes(size.kv_tokens)
-    refused = known and not (fits and total <= setting.free_bytes)
+    total = placed.total_bytes(size.kv_tokens)
+    refused = known and not (fits and total <= placed.free_bytes)
     on_gpus = (
-        assign_gpu_layers(resources.hardware, setting.placement, used, size.kv_tokens)
+        assign_gpu_layers(resources.hardware, placed.placement, used, size.kv_tokens)
         if shape
         else ()
     )
@@ -108,29 +108,29 @@ def plan_memory(
         quant=facts.quant,
         source=facts.source,
         path=facts.path,
-        backend=setting.placement.backend,
+        backend=placed.placement.backend,
         place="GPU" if any(one.layers for one in on_gpus) else "CPU",
-        reason=setting.placement.reason,
+        reason=placed.placement.reason,
         weights_bytes=used.weights_bytes,
         cache_type_k=used.cache_types[0],
         cache_type_v=used.cache_types[1],
         kv_bytes_per_1k=1000 * used.kv_token_bytes if shape else None,
         kv_bytes=int(size.kv_tokens * used.kv_token_bytes) if shape else None,
         work_bytes=used.fixed_bytes + int(size.kv_tokens * used.work_token_bytes),
-        draft=_draft_plan(wish, setting, size),
+        draft=_draft_plan(request, placed, size),
         total_bytes=total if known else None,
-        free_bytes=setting.free_bytes,
+        free_bytes=placed.free_bytes,
         ctx=size.ctx if shape else None,
         kv_tokens=size.kv_tokens if shape else None,
         ctx_train=shape.ctx_train or None if shape else None,
-        largest_ctx=setting.largest_ctx() if known else None,
+        largest_ctx=placed.largest_ctx() if known else None,
         layers=shape.num_layers if shape else None,
         gpu_layers=on_gpus,
-        speed=_speed_of(wish, setting, size, on_gpus),
+        speed=_speed_of(request, placed, size, on_gpus),
         missing=facts.missing + tuple(f"{one} ({draft.name})" for one in draft.missing)
         if draft
         else facts.missing,
-        refusal=_refusal(wish, other_quants, setting, total) if refused else None,
+        refusal=_refusal(request, other_quants, placed, total) if refused else None,
     )
 
 
@@ -177,17 +177,17 @@ def _suggestions(
     request: PlanRequest, other_quants: Sequence[ModelFacts], placed: PlacedModel
 ) -> list[str]:
     """Changes that make it fit: no draft model, less context, smaller cache, smaller weights."""
-    ways, asked, facts = [], request.options, request.facts
+    ways, options, facts = [], request.options, request.facts
     if request.draft is not None and _fits(replace(request, draft=None)):
         ways.append("no --draft")
     longest = placed.largest_ctx() or 0
     if longest:
         ways.append(f"--ctx {longest:,}")
-    if placed.placement.backend == "llamacpp" and asked.flash_attn != "off":
-        smaller = replace(asked, cache_type_k="q8_0", cache_type_v="q8_0")
+    if placed.placement.backend == "llamacpp" and options.flash_attn != "off":
+        smaller = replace(options, cache_type_k="q8_0", cache_type_v="q8_0")
         held = place_model(replace(request, options=smaller)).largest_ctx() or 0
         if held > longest:
-            ways.append(f"-ctk q8_0 -ctv q8_0 with --ctx {min(held, asked.ctx or held):,}")
+            ways.append(f"-ctk q8_0 -ctv q8_0 with --ctx {min(held, options.ctx or held):,}")
     lesser = [one for one in other_quants if 0 < one.weights_bytes < facts.weights_bytes]
     for one in sorted(lesser, key=lambda one: -one.weights_bytes):
         if _fits(replace(request, facts=one)):

@@ -42,4 +42,4 @@ def write_plain_answer(
                         write(text)
                 case Completion():
                     return CollectedAnswer("".join(pieces), "".join(thoughts), event)
-    raise EngineDied("the answer broke off: send the prompt again")
+    raise EngineDied("the answer was interrupted: send the prompt again")

@@ -146,7 +146,7 @@ class Repl:
                             )
         except KeyboardInterrupt:
             return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.stats_line())
-        raise ServerUnavailable("the answer broke off")
+        raise ServerUnavailable("the answer was interrupted")
 
     def _ensure_loaded(self) -> None:
         with LoadProgressLine(self.console, self.session.model.name) as loading:

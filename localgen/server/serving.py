@@ -99,8 +99,8 @@ class _UvicornServer(uvicorn.Server):
         manager: ModelManager,
         model: str | None,
     ) -> None:
-        asked = LoadOptions(draft=settings.draft)
-        self.preload = Preload(manager, model, self._request_shutdown, asked)
+        options = LoadOptions(draft=settings.draft)
+        self.preload = Preload(manager, model, self._request_shutdown, options)
         app = create_app(
             manager,
             ServerState(settings, manager, is_preloading=lambda: self.preload.is_pending),

@@ -61,7 +61,7 @@ class LayerwiseCheckpoint:
         self.spec: ModelSpec = read_hf_config(folder)
         self._locations: dict[str, TensorLocation] = {}
         for path in weight_files(folder):
-            self._locations.update(read_safetensors_header(path))
+            self._locations.update(tensor_locations(path))
 
     def names(self) -> list[str]:
         """Names of all tensors in the order of files and offsets, the fastest to read."""
@@ -199,7 +199,7 @@ def read_tensor_at(stored: TensorLocation) -> Tensor:
     return whole.view(stored.shape)
 
 
-def read_safetensors_header(path: Path) -> dict[str, TensorLocation]:
+def tensor_locations(path: Path) -> dict[str, TensorLocation]:
     """Location of each tensor of a safetensors file. Raises LoadFailed if it is damaged."""
     tensors = read_checked_header(path, _ITEM_BYTES)
     return {

@@ -13,12 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from localgen.backends.formats.hf.quantization_config import AWQ_ORDER
 from localgen.quant.request.recipe import Recipe
 
 PackingLayout = Literal["awq", "gptq", "compressed-tensors"]
 
-# position of outputs 0 to 7 within an int32 of AutoAWQ's GEMM layout, in codes
-_AWQ_REVERSE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _WORD_BITS = 32
 
 
@@ -83,7 +82,7 @@ def pack_linear(weight: QuantizedWeight, layout: PackingLayout) -> dict[str, Ten
         }
     scales = _to_cpu_contiguous(weight.scales.T.half())
     if layout == "awq":
-        places = torch.tensor(_AWQ_REVERSE_ORDER).argsort()
+        places = torch.tensor(AWQ_ORDER).argsort()
         return {
             "qweight": _pack_words(_permute_columns(weight.codes.T, places), weight.bits, 1),
             "qzeros": _pack_words(_permute_columns(weight.zeros.T, places), weight.bits, 1),
@@ -109,7 +108,7 @@ def unpack_linear(
         return RowWeight(parts["weight"], parts["weight_scale"].float().reshape(-1, 1))
     scales = parts["scales"].float().T
     if layout == "awq":
-        places = torch.tensor(_AWQ_REVERSE_ORDER)
+        places = torch.tensor(AWQ_ORDER)
         codes = _permute_columns(_unpack_words(parts["qweight"], bits, 1), places)
         zeros = _permute_columns(_unpack_words(parts["qzeros"], bits, 1), places)
         return GroupedWeight(codes.T, scales, zeros.T, bits)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.quant.files.layerwise_checkpoint import read_safetensors_header
+from localgen.backends.formats.hf.safetensors import INDEX_FILE
+from localgen.quant.files.layerwise_checkpoint import tensor_locations
 from localgen.quant.files.safetensors_writer import atomic_write
 
 _MANIFEST = "plan.json"
-_INDEX = "model.safetensors.index.json"
 
 
 class WorkFolder:
@@ -72,11 +72,11 @@ class WorkFolder:
         weight_map, size = {}, 0
         for number in range(1, self._num_files + 1):
             path = self._file(number)
-            for name, stored in read_safetensors_header(path).items():
+            for name, stored in tensor_locations(path).items():
                 weight_map[name] = path.name
                 size += stored.num_bytes
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        with atomic_write(self.path / _INDEX) as path:
+        with atomic_write(self.path / INDEX_FILE) as path:
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for left in (*self.path.glob("states-*.bin"), *self.path.glob(".*.unfinished")):
             left.unlink()

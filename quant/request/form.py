@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from localgen.hub.resolve import BUILT_IN_MODEL
+from localgen.config import BUILT_IN_MODEL
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES
 from localgen.quant.request.recipe import METHODS, CalibrationConfig, supported_bits
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
@@ -106,22 +106,22 @@ def unavailable_reason(form: QuantizeForm, field: str) -> str:
         case "gguf" | "gguf_calibration" if not form.is_gguf:
             return "for GGUF files"
         case "gguf_calibration" if form.gguf in DIRECT_TYPES:
-            return f"{form.gguf} rounds without"
+            return f"{form.gguf} needs no calibration"
         case "bits" | "group_size" if form.is_gguf:
-            return "the file's type has them"
+            return "set by the file type"
         case "bits" if form.method in ("fp8", "smoothquant"):
-            return f"{form.method} has 8"
+            return f"{form.method}: always 8"
         case "group_size" if form.method in ("fp8", "smoothquant"):
-            return f"{form.method}: a scale a row"
+            return f"{form.method}: one scale per row"
         case "text" if not form.needs_calibration:
-            return "nothing is calibrated"
+            return "no calibration"
     return ""
 
 
 def invalid_value_reason(form: QuantizeForm, field: str, value: object) -> str:
     """Short reason why a field that applies cannot have this value; empty if it can."""
     if field == "gguf_calibration" and value == "nothing" and form.needs_imatrix:
-        return f"{form.gguf} is garbage without"
+        return f"{form.gguf} requires an importance matrix"
     if field == "bits" and not form.is_gguf:
         method = next(name for name in METHODS if name == form.method)
         return "" if value in supported_bits(method) else f"{method} cannot"

@@ -103,7 +103,7 @@ class ActiveSession:
             self._require_idle()
             turns = self.chat.conversation.turns
             if not turns:
-                raise InvalidRequest("nothing has been asked yet")
+                raise InvalidRequest("there is no answer to regenerate yet")
             self._start_answer(turns[-1].prompt, regenerate=True)
 
     def stop(self) -> bool:

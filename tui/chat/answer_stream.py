@@ -140,7 +140,7 @@ class AnswerStream:
             return "\n".join((f"{self.completion.model} · {lines[0]}", *lines[1:]))
         if self._stop_requested.is_set():
             return "stopped"
-        return f"broken off: {self.error}" if self.error else ""
+        return f"interrupted: {self.error}" if self.error else ""
 
     def _run(self) -> None:
         try:
@@ -148,7 +148,7 @@ class AnswerStream:
         except LocalgenError as error:
             self.error = error.message
         except Exception as error:  # report it; other sessions must keep running
-            self.error = f"a defect of localgen ({type(error).__name__}: {error})"
+            self.error = f"internal error ({type(error).__name__}: {error})"
         finally:
             self.load_progress = None
             self.ended.set()
@@ -174,7 +174,7 @@ class AnswerStream:
                 if self._stop_requested.is_set():
                     return
         if self.completion is None:
-            raise ServerUnavailable("the answer broke off")
+            raise ServerUnavailable("the answer was interrupted")
 
     def _on_load_progress(self, fraction: float) -> None:
         self.load_progress = fraction

@@ -68,7 +68,7 @@ class ChatApp(BaseApp):
         Binding("ctrl+f", "search", "Search"),
         Binding("ctrl+b", "compare", "Compare"),
         Binding("ctrl+c", "stop", "Stop", priority=True),
-        Binding("ctrl+r", "regenerate", "Ask again", show=False),
+        Binding("ctrl+r", "regenerate", "Regenerate", show=False),
         Binding("ctrl+s", "export", "Export the transcript", show=False),
         Binding("ctrl+g", "editor", "Prompt in $EDITOR", show=False),
         Binding("ctrl+up", "step(-1)", "Previous session", show=False),

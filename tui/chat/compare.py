@@ -21,8 +21,8 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.chat import parameters
-from localgen.chat.session import BUILT_IN_MODEL
 from localgen.chat.session_store import SessionRecord
+from localgen.config import BUILT_IN_MODEL
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript

@@ -43,7 +43,7 @@ def transcript_markdown(active: ActiveSession) -> str:
     for turn in conversation.turns:
         parts.append(f"## You\n\n{turn.prompt}\n")
         thought = (
-            f"<details><summary>Thought</summary>\n\n{turn.reasoning}\n\n</details>\n\n"
+            f"<details><summary>Reasoning</summary>\n\n{turn.reasoning}\n\n</details>\n\n"
             if turn.reasoning
             else ""
         )

@@ -15,7 +15,7 @@ from textual.widgets import Static, TextArea
 
 from localgen.backends.terminal_text import one_line
 from localgen.chat import commands, report
-from localgen.chat.session import BUILT_IN_MODEL
+from localgen.config import BUILT_IN_MODEL
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import CommandSuggestions, Prompt
 from localgen.tui.chat.server_status import ServerStatus

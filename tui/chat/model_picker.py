@@ -18,9 +18,9 @@ from textual.widgets import Input, OptionList, ProgressBar, Static
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.terminal_text import one_line
-from localgen.chat.session import BUILT_IN_MODEL
 from localgen.client import ModelCard, pullable_models
 from localgen.client.pullable_models import PullableModel
+from localgen.config import BUILT_IN_MODEL
 from localgen.tui.chat.active_session import ActiveSession, CommandStopped
 from localgen.tui.widgets.picker import Picker, matches_query, name_row
 

@@ -218,9 +218,7 @@ class Transcript(VerticalScroll):
             await self.query(".note").remove()
 
 
-_EMPTY_TEXT = (
-    "Nothing has been said yet. Type below, Enter sends. /help lists the commands, F1 the keys."
-)
+_EMPTY_TEXT = "No messages yet. Type below, Enter sends. /help lists the commands, F1 the keys."
 
 
 def _note(text: str) -> list[Static]:

@@ -77,7 +77,7 @@ class TurnView(Vertical):
 
     def _show_reasoning(self) -> None:
         self._reasoning_box.display = bool(self._reasoning)
-        self._reasoning_box.title = f"thought, {len(self._reasoning.split()):,} words"
+        self._reasoning_box.title = f"reasoning, {len(self._reasoning.split()):,} words"
         self._reasoning_text.update(Content(escape_control_chars(self._reasoning)))
 
     def _show_summary(self) -> None:

@@ -68,7 +68,6 @@ class ModelMemory:
     kv_tokens: int | None
     rss_bytes: int | None
     gpu_bytes: int | None
-    unload_in_s: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,5 +125,4 @@ def model_memory(model: ModelSnapshot) -> ModelMemory:
         kv_tokens=model.kv_tokens,
         rss_bytes=model.rss_bytes,
         gpu_bytes=model.gpu_bytes,
-        unload_in_s=None if model.until_s is None else round(model.until_s),
     )

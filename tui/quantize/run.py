@@ -189,7 +189,7 @@ class QuantizeRun:
         except LocalgenError as error:
             self.error = replace_cli_options(error.message)
         except Exception as error:  # report it; the chats must keep running
-            self.error = f"a defect of localgen ({type(error).__name__}: {error})"
+            self.error = f"internal error ({type(error).__name__}: {error})"
         finally:
             self._worker.kill()
             self._ended_s = self._clock()

@@ -273,7 +273,7 @@ class QuantizeScreen(Screen[str | None]):
         except LocalgenError as error:
             estimate = replace(estimate, error=replace_cli_options(error.message))
         except Exception as error:  # report it; the chats must keep running
-            defect = f"a defect of localgen ({type(error).__name__}: {error})"
+            defect = f"internal error ({type(error).__name__}: {error})"
             estimate = replace(estimate, error=defect)
         finally:
             looking.kill()

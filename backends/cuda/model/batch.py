@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.runner.interface import Chunk
-from localgen.backends.runner.sequence import Sequence as Seq
+from localgen.backends.runner.sequence import Sequence
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -66,7 +67,7 @@ class StepBatch:
 
 
 def build_step_inputs(
-    chunks: Sequence[Chunk], page_table: Callable[[Seq], Int32Array]
+    chunks: Seq[Chunk], page_table: Callable[[Sequence], Int32Array]
 ) -> StepInputs:
     """Build the inputs of a step. page_table: returns the pages of a sequence, in order."""
     lengths = np.array([chunk.start + len(chunk) for chunk in chunks], np.int32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
-from localgen.backends.cuda.kernels.moe.fused_experts import fused_experts as mixed
+from localgen.backends.cuda.kernels.moe.fused_experts import fused_experts
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 from localgen.backends.cuda.kernels.norm import rms_norm
 from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
@@ -34,7 +34,9 @@ def moe_forward(
     x: Tensor, experts: ExpertWeights, moe: MoeConfig, activation: Activation
 ) -> Tensor:
     """Weighted sum of the outputs of each row's experts. x: [rows, hidden]."""
-    return mixed(x, experts.gate_up, experts.down, select_experts(x, experts, moe), activation)
+    return fused_experts(
+        x, experts.gate_up, experts.down, select_experts(x, experts, moe), activation
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

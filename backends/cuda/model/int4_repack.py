@@ -7,9 +7,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.gemm.int4 import pack_int4
 from localgen.backends.cuda.model.linear import Int4Linear
-
-# position (in nibbles) of outputs 0 to 7 in an int32 of AutoAWQ's GEMM layout
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+from localgen.backends.formats.hf.quantization_config import AWQ_ORDER
 
 
 def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | None) -> Int4Linear:
@@ -19,7 +17,7 @@ def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | N
     qzeros: int32 [groups, out / 8].
     scales: [groups, out].
     """
-    places = torch.tensor(_AWQ_ORDER, device=qweight.device)
+    places = torch.tensor(AWQ_ORDER, device=qweight.device)
     digits = _unpack_nibbles(qweight)[..., places].flatten(1).T
     zeros = _unpack_nibbles(qzeros)[..., places].flatten(1).T.contiguous()
     return Int4Linear(pack_int4(digits), scales.T.contiguous(), zeros, bias)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated_activation
+from localgen.backends.cuda.kernels.gemm import int4
 from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul
 from localgen.backends.cuda.kernels.gemm.fp8 import dequantize_fp8, fp8_matmul
-from localgen.backends.cuda.kernels.gemm.int4 import dequantize_int4 as widened_int4
 from localgen.backends.cuda.kernels.gemm.int4 import int4_matmul
 from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
 
@@ -84,7 +84,7 @@ class Int4Linear:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dense weight, [out, in], with columns in packed order."""
-        return widened_int4(self.packed, self.scales, self.zeros, dtype)
+        return int4.dequantize_int4(self.packed, self.scales, self.zeros, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,14 +159,14 @@ def merge_linears(parts: Sequence[Linear]) -> Linear:
         weight = torch.cat([part.weight.view(torch.uint8) for part in fp8])
         scale = torch.cat([part.scale for part in fp8])
         return Fp8Linear(weight.view(torch.float8_e4m3fn), scale, _biases(fp8))
-    int4 = [part for part in parts if isinstance(part, Int4Linear)]
-    if len(int4) == len(parts) and _same_groups(int4):
+    int4_parts = [part for part in parts if isinstance(part, Int4Linear)]
+    if len(int4_parts) == len(parts) and _same_groups(int4_parts):
         return Int4Linear(
-            packed=torch.cat([part.packed for part in int4]),
-            scales=torch.cat([part.scales for part in int4]),
-            zeros=torch.cat([part.zeros for part in int4]),
-            bias=_biases(int4),
-            input_order=int4[0].input_order,
+            packed=torch.cat([part.packed for part in int4_parts]),
+            scales=torch.cat([part.scales for part in int4_parts]),
+            zeros=torch.cat([part.zeros for part in int4_parts]),
+            bias=_biases(int4_parts),
+            input_order=int4_parts[0].input_order,
         )
     return MergedLinear(tuple(parts))
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.batch import Int32Array, StepInputs
-from localgen.backends.cuda.steps.sampler import uses_penalties
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
+from localgen.backends.sampling_params import uses_penalties
 
 
 @dataclass(slots=True, eq=False)

@@ -32,7 +32,7 @@ from localgen.backends.cuda.kernels.sampling.sample import (
     SamplingTensors,
     sample_tokens,
 )
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.sampling_params import SamplingParams, uses_penalties
 
 # parameters not supported by this sampler; requests that set them are rejected
 UNSUPPORTED_PARAMS = frozenset(
@@ -180,13 +180,6 @@ def _token_edits(row: SamplingRow) -> list[tuple[int, int, float]]:
     if not biases:
         return [(token, count, 0.0) for token, count in seen.items()]
     return [(token, seen[token], biases.get(token, 0.0)) for token in seen.keys() | biases.keys()]
-
-
-def uses_penalties(params: SamplingParams) -> bool:
-    """True if penalties are active, so that sampling depends on the previous tokens."""
-    return bool(params.repeat_last_n) and (
-        params.repeat_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
-    )
 
 
 def _to_device(blocks: Sequence[HostArray], device: torch.device) -> list[Tensor]:

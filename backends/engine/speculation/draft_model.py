@@ -17,9 +17,9 @@ from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, Sampl
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
-# more uncomputed tokens than this are prefilled before a sequence is drafted for
+# a sequence with more uncomputed tokens than this is prefilled before it gets drafts
 _MAX_UNCOMPUTED = 64
-# acceptance assumed at first, as of so many drafts; other sequences count as that many of its own
+# initial acceptance, its weight in drafts, and the weight of other sequences' acceptance
 _PRIOR, _PRIOR_WEIGHT, _SHARED_WEIGHT = 0.6, 4.0, 12.0
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class _DraftSequence:
     """The draft model's copy of a sequence.
 
-    is_sampled: drafts are sampled, not greedy. tokens, probs: drafted since the target's last step.
+    is_sampled: drafts are sampled, not greedy. tokens, probs: drafts since the target's last step.
     """
 
     seq: Sequence
@@ -142,7 +142,7 @@ class ModelDrafter(Drafter):
         self._runner.close()
 
     def _synced_copy(self, seq: Sequence) -> _DraftSequence | None:
-        """The copy with the sequence's tokens; None: the draft model cannot hold it."""
+        """Return the copy, with the sequence's current tokens; None if there is no room for it."""
         copy, limits = self._copies.get(seq), self._runner.limits
         if self.failure or len(seq.tokens) >= limits.max_len:
             return None
@@ -181,7 +181,7 @@ class ModelDrafter(Drafter):
         return copy
 
     def _sync(self, own: Sequence, tokens: list[int]) -> None:
-        """Take over the target's tokens; what the cache holds of rejected drafts is cut off."""
+        """Copy the target's tokens and remove rejected drafts from the KV cache."""
         if own.tokens != tokens:
             # one token is left to compute: its logits start the drafts
             kept = min(common_prefix_len(own.tokens, tokens), own.num_computed, len(tokens) - 1)
@@ -194,7 +194,7 @@ class ModelDrafter(Drafter):
         return self._vocab_size is not None and max(tokens, default=0) >= self._vocab_size
 
     def _batch(self, copies: Iterable[_DraftSequence]) -> dict[_DraftSequence, int]:
-        """Uncomputed tokens of as many copies as fit one step."""
+        """Number of uncomputed tokens, of as many copies as fit one step."""
         batch: dict[_DraftSequence, int] = {}
         limits, total = self._runner.limits, 0
         for copy in copies:
@@ -206,7 +206,7 @@ class ModelDrafter(Drafter):
     def _compute(
         self, batch: dict[_DraftSequence, int], *, sample: bool
     ) -> list[tuple[_DraftSequence, SampledTokens]]:
-        """A step of the draft model, and what it sampled. batch: number of tokens to compute."""
+        """Run a step of the draft model; return the sampled tokens. batch: tokens to compute."""
         for copy in [c for c, count in batch.items() if not self._runner.grow(c.seq, count)]:
             self._evict(copy, keep=False)
             del batch[copy]
@@ -246,6 +246,6 @@ class ModelDrafter(Drafter):
 
 
 def _draft_sampling_params(params: SamplingParams) -> SamplingParams:
-    """Drafts are sampled as the request is, with independent noise: whether one is accepted must
-    not depend on how it was drawn."""
+    """The request's settings with an independent seed: acceptance must not depend on the noise that
+    sampled the draft."""
     return replace(params, seed=~(params.seed or 0), min_tokens=0, logprobs=None)

@@ -12,16 +12,16 @@ from localgen.backends.runner.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProposal:
-    """Draft tokens of one sequence. draft_probs: what each was sampled from, as in Chunk."""
+    """Draft tokens of one sequence. draft_probs: the distribution of each, as in Chunk."""
 
     tokens: list[int]
     draft_probs: Seq[Any] = ()
 
 
 class Drafter(ABC):
-    """Called between steps by the engine's thread. failure: why it no longer drafts.
+    """Called between steps by the engine thread. failure: why it is disabled.
 
-    needs_probing: acceptance is known only from drafts that were verified.
+    needs_probing: its acceptance can only be measured by verifying drafts.
     """
 
     name = failure = ""
@@ -29,26 +29,27 @@ class Drafter(ABC):
 
     @abstractmethod
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> Seq[float]:
-        """Of each of the next drafts, if those before it are accepted. Empty: no drafts."""
+        """Return the acceptance probability of each next draft, given that those before it are
+        accepted; empty: no drafts."""
 
     @abstractmethod
     def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
-        """At most that many drafts for each sequence."""
+        """Propose up to the requested number of drafts for each sequence."""
 
     @abstractmethod
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         """Learn from new_tokens, which are now at the end of seq, drafted or not."""
 
     def draft_ms(self) -> float:
-        """Of one more draft for all sequences at once; 0: unknown or negligible."""
+        """Milliseconds of one drafting round, one draft for each sequence; 0: unknown or none."""
         return 0.0
 
     def prefill_acceptance(self) -> float:
-        """Expected acceptance where the prompt must be prefilled first; 0: nowhere."""
+        """Expected acceptance after a pending prefill; 0: no prefill is pending."""
         return 0.0
 
     def prefill(self, max_tokens: int) -> None:
-        """Prefill up to max_tokens of one such prompt."""
+        """Prefill up to max_tokens of one pending prompt."""
         return
 
     def release(self, seq: Sequence) -> None:

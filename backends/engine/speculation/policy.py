@@ -1,8 +1,8 @@
-"""The policy: how many drafts each sequence gets, so that most tokens come per millisecond.
+"""The policy: the number of drafts of each sequence that maximizes tokens per millisecond.
 
-The price of a step is the median of the last few of its size, interpolated between sizes. Drafts
-are handed out one by one, each to the sequence whose expected tokens it raises most; of the totals
-on that path the fastest is taken that slows no sequence down.
+The cost of a step is the median of the last few steps of its size, interpolated between sizes.
+Drafts are assigned one by one, each to the sequence whose expected tokens it raises most. Of these
+allocations, the fastest is chosen that slows no sequence down.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from localgen.backends.engine.speculation.drafter import Drafter
 
-# drafts must gain this factor, and no sequence may get its tokens later by more than that one
+# minimum expected gain of drafts, and maximum slowdown of any one sequence, as factors
 MIN_GAIN, MAX_SLOWDOWN = 1.02, 1.05
-# a price is of the last few steps of its size, and forgotten when they are older than this
+# the cost of a size is measured over its last few steps, and forgotten when they are older
 _SAMPLES, _FORGET_STEPS = 5, 500
 
 
 class StepCosts:
-    """Milliseconds of a step by its number of tokens, each of them sampled."""
+    """Milliseconds of a decode step by its number of sampled tokens."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
@@ -38,7 +38,7 @@ class StepCosts:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest step that was measured; 0: none was."""
+        """Tokens of the largest measured step; 0 without measurements."""
         return self._sizes[-1] if self._sizes else 0
 
     def observe(self, tokens: int, ms: float) -> None:
@@ -49,7 +49,7 @@ class StepCosts:
             insort(self._sizes, tokens)
         samples = self._samples[tokens]
         samples.append(ms)
-        # of two samples the faster: a first step may allocate what later ones reuse
+        # the lower median: the first step of a size may allocate buffers that later ones reuse
         self._ms[tokens] = sorted(samples)[(len(samples) - 1) // 2]
         self._last_step[tokens] = self._steps
         if self._steps % _FORGET_STEPS == 0:
@@ -60,7 +60,7 @@ class StepCosts:
                 del self._samples[size], self._last_step[size], self._ms[size]
 
     def ms(self, tokens: int) -> float:
-        """The price of a step; beyond all sizes that of the largest: trying tells. 0: unknown."""
+        """Expected cost of a step; beyond the largest size, that of the largest. 0: unknown."""
         sizes, ms = self._sizes, self._ms
         if tokens in ms or not sizes:
             return ms.get(tokens, 0.0)
@@ -72,15 +72,15 @@ class StepCosts:
 
 
 class DraftOption(NamedTuple):
-    """Drafts that one sequence could be given, with the probability that each is accepted."""
+    """Possible drafts of one sequence. probs: acceptance probability of each."""
 
     drafter: Drafter
     probs: Seq[float]
 
 
 class Allocation(NamedTuple):
-    """drafts: of each sequence. tokens, ms: expected of the step. gain: tokens per millisecond,
-    against plain decoding. loss_ms: what it takes longer than plain steps for as many tokens."""
+    """drafts: number for each sequence. tokens, ms: expected of the step. gain: speed-up over plain
+    decoding. loss_ms: extra time compared with plain steps for the same number of tokens."""
 
     drafts: list[int]
     tokens: float
@@ -96,9 +96,10 @@ def allocate(
     max_drafts: int,
     max_slowdown: float = MAX_SLOWDOWN,
 ) -> Allocation | None:
-    """The fastest allocation that has any draft, whether it gains or not; None: there is none.
+    """Return the fastest allocation with at least one draft, or None if there is none.
 
-    options: one for each sequence. step_ms: price by number of tokens. max_drafts: of the step.
+    options: one per sequence. step_ms: cost by number of tokens. max_drafts: limit of the step. The
+    allocation may be slower than plain decoding.
     """
     count = len(options)
     plain_ms = step_ms(count)
@@ -107,7 +108,7 @@ def allocate(
     heapify(heap)
     best: Allocation | None = None
     total, tokens = 0, float(count)
-    # all sequences of a drafter take part in each of its rounds
+    # drafting rounds; each round serves all sequences of its drafter
     rounds: dict[Drafter, int] = {}
     while heap and total < max_drafts:
         i = heappop(heap)[1]
@@ -131,5 +132,5 @@ def allocate(
 
 
 def _fills_tiles(tokens: int) -> bool:
-    """Kernels compute tiles of tokens: sizes between them are not worth measuring."""
+    """True for token counts worth measuring: kernels compute whole tiles of tokens."""
     return tokens <= 8 or tokens % (4 if tokens <= 32 else 16) == 0

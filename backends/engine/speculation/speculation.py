@@ -21,12 +21,12 @@ from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import SpeculationStats
 
-# one step in this many is plain while drafts pay: gains are measured against plain steps
+# one step in this many is plain while drafts are used: gains are measured against plain steps
 PLAIN_EVERY = 32
-# share of the time for probes and prefills that may not pay, and as much for looks that find
-# nothing to draft; gains are added to the budget, at most the time of this many plain steps
+# share of the time for probes and prefills that may not pay off, and for lookups that find nothing;
+# gains are added to the budget, up to the time of this many plain steps
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
-# drafts of a probe, and of estimates that compare drafters
+# number of drafts in a probe, and in estimates that compare drafters
 _FEW_DRAFTS = 4
 _TOO_SLOW = "too slow: drafts would cost more than they save"
 
@@ -34,9 +34,9 @@ _TOO_SLOW = "too slow: drafts would cost more than they save"
 class Speculation:
     """Decides before each step how much each drafter drafts, and measures each step.
 
-    max_drafts: of one sequence. disabled_reason: shown where there are no drafters. synchronize: as
-    in AsyncRunner; None: steps are never launched ahead. waited_ms: part of the next step, launched
-    ahead, that propose has waited for.
+    max_drafts: limit per sequence. disabled_reason: shown if there are no drafters. synchronize: as
+    in AsyncRunner; None: steps are never launched ahead. waited_ms: time that propose has waited
+    for a step that was launched ahead.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Speculation:
         self._by_sequence: WeakKeyDictionary[Sequence, SequenceDraftStats] = WeakKeyDictionary()
         self._seqs: list[Sequence] = []
         self._reason = "" if drafters else disabled_reason
-        self._budget_ms = self._look_ms = 0.0
-        self._steps_since_plain = self._steps_since_look = 0
+        self._budget_ms = self._lookup_ms = 0.0
+        self._steps_since_plain = self._steps_since_lookup = 0
         # of the step to come
-        self._has_looked = self._is_synchronized = False
+        self._has_proposed = self._is_synchronized = False
         self._propose_ms = self._prefill_ms = self.waited_ms = 0.0
 
     def propose(
@@ -68,47 +68,47 @@ class Speculation:
         max_prefill_tokens: int,
         with_prompts: bool = False,
     ) -> dict[Sequence, DraftProposal]:
-        """Drafts for the next step.
+        """Return the drafts of the next step.
 
         seqs: all decoding sequences, a new list. max_outputs: positions that the step may sample.
         max_prefill_tokens: prompt tokens that a draft model may prefill now. with_prompts: the step
-        prefills prompts too, so it gets no drafts.
+        also prefills prompts, so it gets no drafts.
         """
-        self._has_looked = self._is_synchronized = False
+        self._has_proposed = self._is_synchronized = False
         self._propose_ms = self._prefill_ms = self.waited_ms = 0.0
         if not self._drafters:
             return {}
         if seqs != self._seqs:
             self._release_others(seqs)
         if with_prompts:
-            self._reason = "prompts first: one is being prefilled"
-        if with_prompts or not seqs or not self._is_time_to_look(len(seqs)):
+            self._reason = "a prompt is being prefilled"
+        if with_prompts or not seqs or not self._should_propose(len(seqs)):
             return {}
         started_s = self._clock()
-        self._has_looked, self._steps_since_look = True, 0
-        # step sizes that were never tried are approached by doubling
+        self._has_proposed, self._steps_since_lookup = True, 0
+        # unmeasured step sizes are approached by doubling
         limit = min(max_outputs, 2 * max(self._costs.largest, len(seqs))) - len(seqs)
         options = [self._option(seq, min(limit, self._max_drafts)) for seq in seqs]
         counts = self._allocate(options, limit)
-        self._look_ms = 0.0 if counts else self._ms_since(started_s)
+        self._lookup_ms = 0.0 if counts else self._ms_since(started_s)
         drafts = self._draft(seqs, options, counts) if counts else {}
         self._prefill(len(seqs), max_prefill_tokens)
-        if drafts:  # the step launched ahead was in vain
+        if drafts:  # the step launched ahead is discarded
             self.waited_ms = 0.0
         self._propose_ms = self._ms_since(started_s) - self.waited_ms
         return drafts
 
-    def _is_time_to_look(self, count: int) -> bool:
-        """True unless a plain step is due, plain steps of this size have no price yet, or the last
-        look found nothing and its time has not been made up for."""
+    def _should_propose(self, count: int) -> bool:
+        """False if a plain step is due or has no measured cost yet, or if the last lookup found
+        nothing and its time is not yet within the budget."""
         if count not in self._costs or self._steps_since_plain >= PLAIN_EVERY:
             return False
-        self._steps_since_look += 1
-        paid_ms = self._steps_since_look * BUDGET_SHARE * self._costs.ms(count)
-        return self._look_ms <= paid_ms or self._steps_since_look >= PLAIN_EVERY
+        self._steps_since_lookup += 1
+        paid_ms = self._steps_since_lookup * BUDGET_SHARE * self._costs.ms(count)
+        return self._lookup_ms <= paid_ms or self._steps_since_lookup >= PLAIN_EVERY
 
     def _option(self, seq: Sequence, limit: int) -> DraftOption | None:
-        """The drafter whose first few drafts give most tokens for their time."""
+        """Choose the drafter whose first few drafts give most tokens per millisecond."""
         limit = min(limit, seq.max_len - len(seq.tokens) - 1)
         found = [DraftOption(d, d.acceptance_probs(seq, limit)) for d in self._drafters]
         plain_ms = self._costs.ms(1)
@@ -120,10 +120,10 @@ class Speculation:
         return max((option for option in found if option.probs), key=rate, default=None)
 
     def _allocate(self, options: Seq[DraftOption | None], limit: int) -> list[int] | None:
-        """Number of drafts of each sequence, or None for none; _reason says why."""
+        """Return the number of drafts of each sequence, or None and set _reason."""
         if limit < 1:
             outputs = limit + len(options)
-            self._reason = f"no room: a step can sample only {outputs} tokens, one of each sequence"
+            self._reason = f"no room: a step can sample only {outputs} tokens, one per sequence"
             return None
         found = allocate(options, self._costs.ms, max_drafts=limit)
         if found and found.gain >= MIN_GAIN:
@@ -133,7 +133,7 @@ class Speculation:
         return self._probe(options, limit)
 
     def _probe(self, options: Seq[DraftOption | None], limit: int) -> list[int] | None:
-        """A few drafts of one sequence, if the budget covers what they would lose."""
+        """A few drafts for one sequence, if the budget covers their expected loss."""
         one: list[DraftOption | None] = [None] * len(options)
         for i, option in enumerate(options):
             if option and option.drafter.needs_probing:
@@ -160,8 +160,8 @@ class Speculation:
         return drafts
 
     def _prefill(self, count: int, max_tokens: int) -> None:
-        """Let draft models prefill what the target has computed, if drafts would pay or the budget
-        lets it try."""
+        """Let draft models prefill prompts that the target has computed, if drafts are expected to
+        pay off or the budget covers it."""
         for drafter in self._drafters:
             acceptance = drafter.prefill_acceptance()
             if not acceptance:
@@ -175,7 +175,7 @@ class Speculation:
                 self._prefill_ms += self._ms_since(started_s)
 
     def _wait(self) -> None:
-        """Wait for a step launched ahead, so that drafting is timed without it."""
+        """Wait for a step launched ahead, so that its time is not counted as drafting."""
         if self._synchronize is not None and not self._is_synchronized:
             started_s = self._clock()
             self._synchronize()
@@ -199,7 +199,7 @@ class Speculation:
         if is_decode_step or drafts:
             plain_step_ms = self._costs.ms(count) if is_decode_step and drafts else step_ms
             self._record(decoding, drafts, step_ms + self._propose_ms, plain_step_ms)
-        for chunk in decoding if self._has_looked else ():
+        for chunk in decoding if self._has_proposed else ():
             new_tokens = chunk.seq.tokens[-_num_new_tokens(chunk) :]
             for drafter in self._drafters:
                 drafter.observe(chunk.seq, new_tokens)
@@ -226,13 +226,12 @@ class Speculation:
         for seq in set(self._seqs).difference(seqs):
             for drafter in self._drafters:
                 drafter.release(seq)
-        self._seqs, self._look_ms = seqs, 0.0
+        self._seqs, self._lookup_ms = seqs, 0.0
 
     def _no_match_reason(self) -> str:
         models = [drafter for drafter in self._drafters if drafter.needs_probing]
-        reasons = [
-            f", and {m.name} {m.failure or 'has not prefilled it or is wrong here'}" for m in models
-        ]
+        not_used = "has not prefilled the prompt, or its drafts are rejected"
+        reasons = [f", and {model.name} {model.failure or not_used}" for model in models]
         return "no match: the text does not repeat itself" + "".join(reasons)
 
     def request_stats(self, seq: Sequence) -> RequestDraftStats:

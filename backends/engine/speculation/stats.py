@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from localgen.backends.types import SpeculationStats
 
-# old observations decay, fastest within a sequence, whose text changes
+# decay of old observations per new one; faster for one sequence, because its text changes
 _SEQUENCE_DECAY, _SHARED_DECAY, _RECENT_DECAY = 0.98, 0.995, 0.98
 
 
 class AcceptanceRate:
-    """Accepted of the proposed drafts. prior: assumed at first, as if of `weight` drafts."""
+    """Ratio of accepted to proposed drafts. prior: initial value, weighted like `weight` drafts."""
 
     def __init__(self, prior: float = 0.0, weight: float = 2.0) -> None:
         self.accepted, self.proposed = weight * prior, weight
@@ -25,20 +25,23 @@ class AcceptanceRate:
 
 
 class AcceptanceEstimator:
-    """Acceptance by bucket of one sequence. shared: of all, as if of `weight` drafts of its own."""
+    """Acceptance rate of one sequence by bucket.
+
+    shared: rates of all sequences, used as a prior that weighs as much as `weight` drafts.
+    """
 
     def __init__(self, shared: Seq[AcceptanceRate], *, weight: float = 6.0) -> None:
         self._shared, self._weight = shared, weight
         self._own: dict[int, AcceptanceRate] = {}
 
     def add(self, bucket: int, is_accepted: bool) -> None:
-        """Record one draft, or a token that would have been drafted."""
+        """Record one draft, verified or hypothetical."""
         own = self._own.setdefault(bucket, AcceptanceRate(weight=0.0))
         own.add(is_accepted, _SEQUENCE_DECAY)
         self._shared[bucket].add(is_accepted, _SHARED_DECAY)
 
     def probability(self, bucket: int) -> float:
-        """Of acceptance of the next draft of this bucket."""
+        """Return the acceptance probability of the next draft in this bucket."""
         shared, own = self._shared[bucket], self._own.get(bucket)
         prior = shared.accepted / shared.proposed
         if own is None:
@@ -48,7 +51,7 @@ class AcceptanceEstimator:
 
 @dataclass(slots=True)
 class SequenceDraftStats:
-    """Gains of one sequence. ms: of its steps. plain_ms: of plain steps for as many tokens."""
+    """Gains of one sequence. ms: time of its steps. plain_ms: of plain steps for as many tokens."""
 
     steps: int = 0
     drafting_steps: int = 0
@@ -82,7 +85,7 @@ class SpeculationRecorder:
         self._drafting_steps = self._drafts = self._accepted = 0
 
     def record(self, sequences: int, tokens: int, drafts: int, ms: float, plain_ms: float) -> None:
-        """Record a finished step. plain_ms: of plain steps for as many tokens."""
+        """Record a finished step. plain_ms: time of plain steps for as many tokens."""
         accepted = tokens - sequences
         new = (1.0, drafts > 0, drafts, accepted, sequences, tokens, ms, plain_ms)
         pairs = zip(self._recent, new, strict=True)

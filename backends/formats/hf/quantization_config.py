@@ -30,6 +30,10 @@ def read_quantization_config(config: ConfigFields) -> QuantizationConfig | None:
     )
 
 
+# position (in nibbles) of outputs 0 to 7 in an int32 of AutoAWQ's GEMM layout
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
 def _read_awq(section: ConfigFields) -> QuantizationConfig:
     # older files name the layout and the fields differently
     layout = section.string("version", section.string("format", "gemm"))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from localgen.backends.errors import LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.fields import ConfigFields
 
-_INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 # 64 MiB as float32
@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ModelNotFound if one is missing, LoadFailed if the index is damaged.
     """
-    index = folder / _INDEX
+    index = folder / INDEX_FILE
     names = [_SINGLE]
     if index.exists():
         weight_map = ConfigFields.from_file(index).section("weight_map")

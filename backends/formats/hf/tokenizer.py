@@ -64,7 +64,7 @@ class HfTokenizer:
         settings = read_optional_json(folder / "tokenizer_config.json")
         bos, eos = _special_token(settings, "bos_token"), _special_token(settings, "eos_token")
         starts = tokenizer.encode("", add_special_tokens=True).ids[:1]
-        asked = settings.get("add_bos_token")
+        add_bos_setting = settings.get("add_bos_token")
         return cls(
             tokenizer,
             source=path,
@@ -72,7 +72,7 @@ class HfTokenizer:
             bos=bos,
             eos=eos,
             end_ids=_end_ids(folder, tokenizer, eos),
-            add_bos=bool(asked) or (bool(bos) and starts == [tokenizer.token_to_id(bos)]),
+            add_bos=bool(add_bos_setting) or (bool(bos) and starts == [tokenizer.token_to_id(bos)]),
             byte_level='"ByteLevel"' in json.dumps(json.loads(path.read_text())["decoder"]),
         )
 

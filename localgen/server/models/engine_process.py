@@ -91,8 +91,8 @@ def _engine_environment() -> dict[str, str]:
     # weights in huge pages where the system allows madvise: fewer page table walks
     known = environment.get("GLIBC_TUNABLES")
     if not known or "glibc.malloc.hugetlb" not in known:
-        asked = "glibc.malloc.hugetlb=1"
-        environment["GLIBC_TUNABLES"] = f"{known}:{asked}" if known else asked
+        tunable = "glibc.malloc.hugetlb=1"
+        environment["GLIBC_TUNABLES"] = f"{known}:{tunable}" if known else tunable
     return environment
 
 

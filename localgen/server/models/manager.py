@@ -20,8 +20,8 @@ from localgen.backends.errors import (
 )
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
-from localgen.config import ServerSettings
-from localgen.hub.resolve import BUILT_IN_MODEL, reject_path, resolve_model
+from localgen.config import BUILT_IN_MODEL, ServerSettings
+from localgen.hub.resolve import reject_path, resolve_model
 from localgen.placement.backend_choice import Hardware, Placement, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
 from localgen.server.models.engine_client import EngineClient, LoadCrashed
@@ -133,8 +133,8 @@ class ModelManager:
             try:
                 info = await self._wait_until_loaded(resident, on_progress)
                 if options.draft not in (None, *DRAFT_KEYWORDS):
-                    asked = await self._resolve_draft(resident.file, options.draft, allow_paths)
-                    options = replace(options, draft=asked.option)
+                    requested = await self._resolve_draft(resident.file, options.draft, allow_paths)
+                    options = replace(options, draft=requested.option)
                 resident.require_options(options)
                 return resident, info
             except OutOfMemory:
@@ -200,7 +200,10 @@ class ModelManager:
         """Stop all engine processes."""
         self.refuse_new_requests()
         await self._stop_spare()
-        ending = [self._unload_resident(resident, "the server ends") for resident in self.residents]
+        ending = [
+            self._unload_resident(resident, "the server is shutting down")
+            for resident in self.residents
+        ]
         await asyncio.gather(*ending)
 
     async def _find_or_load(
@@ -277,7 +280,7 @@ class ModelManager:
         required_bytes: int,
         draft_choice: DraftChoice,
     ) -> ResidentModel:
-        asked = replace(options, draft=draft_choice.option)
+        requested = replace(options, draft=draft_choice.option)
         options = replace(options, draft=draft_choice.effective_option)
         if len(placement.gpus) == 1:  # with several GPUs, each rank selects its own
             options = replace(options, device=f"cuda:{placement.gpus[0].index}")
@@ -295,7 +298,7 @@ class ModelManager:
             file=file,
             placement=placement,
             engine=self._start_engine(file, placement),
-            requested_options=asked,
+            requested_options=requested,
             estimated_bytes=required_bytes,
             keep_alive_s=self._settings.keep_alive_s,
             load_future=asyncio.get_running_loop().create_future(),

@@ -17,12 +17,12 @@ from localgen.server.requests.body import (
     reject_unsupported_fields,
     with_sampler_fields,
 )
+from localgen.server.requests.choices import NUM_SEEDS
 
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
 _DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"(-?)((?:{_DURATION_PART.pattern})+|{_NUMBER})")
-_NUM_SEEDS = 2**32
 # num_gpu at or above this means all layers
 _ALL_LAYERS = 999
 # unsupported options, with their values that have no effect
@@ -112,7 +112,7 @@ class OllamaOptions(_SamplerFields):
         )
 
     def _resolved_seed(self) -> int | None:
-        if self.seed is not None and self.seed >= _NUM_SEEDS:
+        if self.seed is not None and self.seed >= NUM_SEEDS:
             raise InvalidRequest(f"seed is {self.seed}, it must be below 2**32", param="seed")
         # negative: random
         return None if self.seed is None or self.seed < 0 else self.seed

@@ -18,11 +18,11 @@ from starlette.responses import PlainTextResponse, Response
 import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.backends.types import Request
+from localgen.config import BUILT_IN_MODEL
 from localgen.hub import aliases
 from localgen.hub.reference import resolve_reference
 from localgen.hub.remove import plan_removal
 from localgen.hub.resolve import (
-    BUILT_IN_MODEL,
     LATEST_TAG,
     expand_alias,
     find_alias,

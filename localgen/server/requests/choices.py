@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from localgen.backends.types import Delta, Finished, Request, Timings
 
-_NUM_SEEDS = 2**32
+NUM_SEEDS = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def fan_out_requests(requests: Sequence[Request], n: int) -> tuple[Request, ...]
 
 
 def _offset_seed(seed: int | None, offset: int) -> int | None:
-    return None if seed is None else (seed + offset) % _NUM_SEEDS
+    return None if seed is None else (seed + offset) % NUM_SEEDS
 
 
 def merge_finished(finished: Sequence[Finished], n: int) -> Finished:

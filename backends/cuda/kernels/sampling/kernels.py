@@ -38,8 +38,8 @@ _UNALIGNED_EDITS = [
     *("rows", "tokens", "counts", "biases"),
     *("repeat_penalties", "presence_penalties", "frequency_penalties"),
 ]
-_NO_TOKEN = tl.constexpr(2**31 - 1)
-_FLOAT32_MIN = tl.constexpr(-3.4028234663852886e38)
+NO_TOKEN = tl.constexpr(2**31 - 1)
+FLOAT32_MIN = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit(do_not_specialize=["num_edits"], do_not_specialize_on_alignment=_UNALIGNED_EDITS)
@@ -113,7 +113,7 @@ def scan_logits_kernel(
         tl.store(split_best_tokens + row * num_splits + split, token)
     elif cuts % 4 == 2:
         peak = tl.max(best)
-        total = tl.sum(tl.exp(values - tl.where(peak < _FLOAT32_MIN, 0.0, peak)))
+        total = tl.sum(tl.exp(values - tl.where(peak < FLOAT32_MIN, 0.0, peak)))
         tl.store(partial + num_splits, peak)
         tl.store(partial + 2 * num_splits, total)
 
@@ -155,7 +155,7 @@ def sample_token_kernel(
     if (temperature == 0) | (cuts == 0):
         scores = _load_or_neg_inf(split_stats + row * 3 * num_splits, split, num_splits)
         tokens = tl.load(
-            split_best_tokens + row * num_splits + split, mask=split < num_splits, other=_NO_TOKEN
+            split_best_tokens + row * num_splits + split, mask=split < num_splits, other=NO_TOKEN
         )
         score, token = _argmax(scores, tokens)
         cut = tl.full((), -float("inf"), tl.float32)
@@ -214,7 +214,7 @@ def sample_token_kernel(
                 )
         cut = tl.maximum(_key_to_float(low), floor)
         score = tl.full((), -float("inf"), tl.float32)
-        token = tl.full((), _NO_TOKEN, tl.int32)
+        token = tl.full((), NO_TOKEN, tl.int32)
         for start in range(0, count, _MAX_REGISTER_GROUPS):
             tokens, inside = _candidate_tokens(own, start, count, vocab)
             values = _load_logits(line, tokens, inside)
@@ -223,7 +223,7 @@ def sample_token_kernel(
             token = tl.where(here > score, first, token)
             score = tl.maximum(here, score)
         # all tokens are at -inf: a tie, so token 0
-        token = tl.where(score < _FLOAT32_MIN, 0, token)
+        token = tl.where(score < FLOAT32_MIN, 0, token)
     tl.store(sampled_tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
     tl.store(min_logits + row, cut)
 
@@ -257,7 +257,7 @@ def _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions):
 def _argmax(scores, tokens):
     """Return the best score and its token; the lowest token on ties."""
     score = tl.max(scores)
-    return score, tl.min(tl.where(scores == score, tokens, _NO_TOKEN))
+    return score, tl.min(tl.where(scores == score, tokens, NO_TOKEN))
 
 
 @triton.jit
@@ -277,7 +277,7 @@ def _key_to_float(key):
 @triton.jit
 def _threshold_bounds(best, peak, cuts, k, p, total, floor, vocab):
     """Return keys (low, high) that enclose the threshold; low leaves few groups if possible."""
-    lowest, high = _float_to_key(tl.full((), _FLOAT32_MIN, tl.float32)), _float_to_key(peak)
+    lowest, high = _float_to_key(tl.full((), FLOAT32_MIN, tl.float32)), _float_to_key(peak)
     low = lowest
     if cuts % 2 == 1:
         # k group maxima reach this bound, so at least k tokens do

@@ -26,12 +26,11 @@ from localgen.backends.cuda.kernels.sampling.gumbel import (
     tl_uniform_noise,
     uniform_noise,
 )
+from localgen.backends.cuda.kernels.sampling.kernels import FLOAT32_MIN, NO_TOKEN
 from localgen.backends.cuda.kernels.sampling.sample import SamplerOutput, SamplingTensors
 
 _BLOCK = 4096
 _WARPS = 8
-_FLOAT32_MIN = tl.constexpr(-3.4028234663852886e38)
-_NO_TOKEN = tl.constexpr(2**31 - 1)
 # views of packed buffers: their alignment varies and must not trigger a recompilation
 _UNALIGNED_ARGS = ["rows", "draft_tokens", "temperatures", "seed_hashes", "positions"]
 
@@ -199,7 +198,7 @@ def _rejection_sample_kernel(
     temperature = tl.load(temperatures + row)
     mix, position = tl.load(seed_hashes + row), tl.load(positions + row)
     peak, total = _max_and_exp_sum(line, vocab, cut, temperature, block)
-    if peak >= _FLOAT32_MIN:
+    if peak >= FLOAT32_MIN:
         own = tl.max(_probs(line, draft + tl.arange(0, 1), vocab, cut, temperature, peak, total))
         theirs = tl.load(of_draft + draft, mask=draft < draft_vocab, other=0.0)
         token = draft
@@ -212,7 +211,7 @@ def _rejection_sample_kernel(
                 noise = tl_gumbel_noise(mix, position, tokens)
                 scores = tl.where(left > 0, tl.log(left) + noise, -float("inf"))
                 here = tl.max(scores)
-                first = tl.min(tl.where(scores == here, tokens, _NO_TOKEN))
+                first = tl.min(tl.where(scores == here, tokens, NO_TOKEN))
                 # an empty residual is due to rounding: keep the draft
                 token = tl.where(here > score, first, token)
                 score = tl.maximum(here, score)
@@ -234,7 +233,7 @@ def _max_and_exp_sum(row_logits, vocab, min_logit, temperature, block: tl.conste
     for start in range(0, vocab, block):
         values = _load_kept_logits(row_logits, start + tl.arange(0, block), vocab, min_logit)
         higher = tl.maximum(peak, tl.max(values))
-        base = tl.where(higher < _FLOAT32_MIN, 0.0, higher)
+        base = tl.where(higher < FLOAT32_MIN, 0.0, higher)
         total *= tl.exp((peak - base) / temperature)
         total += tl.sum(tl.exp((values - base) / temperature))
         peak = higher
@@ -245,7 +244,7 @@ def _max_and_exp_sum(row_logits, vocab, min_logit, temperature, block: tl.conste
 def _probs(row_logits, tokens, vocab, min_logit, temperature, max_logit, exp_sum):
     """Return the probabilities of these tokens."""
     values = _load_kept_logits(row_logits, tokens, vocab, min_logit)
-    base = tl.where(max_logit < _FLOAT32_MIN, 0.0, max_logit)
+    base = tl.where(max_logit < FLOAT32_MIN, 0.0, max_logit)
     return tl.exp((values - base) / temperature) / tl.where(exp_sum > 0, exp_sum, 1.0)
 
 
