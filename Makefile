@@ -23,10 +23,10 @@ chat: $(VENV)/.installed $(MODEL)
 	@exec $(VENV)/bin/localgen chat
 
 test: $(VENV)/.installed-dev $(MODEL)
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 test-fast: $(VENV)/.installed-dev $(MODEL)
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS) @tests/fast.txt
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 3 --dist loadfile $(ARGS) @tests/fast.txt
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

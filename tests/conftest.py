@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING, Any
 os.environ["TRITON_INTERPRET"] = "1"
 # torch and llama.cpp each have threads, which would wait for work by spinning on the same cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# and each worker of pytest has a core
+# and other workers of pytest use them too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hf_folders import TINY
 
+from localgen.backends.memory import system
+
 if TYPE_CHECKING:
     from llama_files import LlamaFile
     from textual.pilot import Pilot
     from tui_chats import MakeTui, Play, Tui
+
+# llama.cpp has as many threads by default, in models that tests load themselves
+system.num_physical_cores = lambda: 1
 
 # a shell's background job ignores Ctrl+C, and so would every program that a test starts
 signal.signal(signal.SIGINT, signal.default_int_handler)

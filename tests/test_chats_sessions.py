@@ -150,13 +150,13 @@ def test_an_answer_that_grows_elsewhere_is_seen_and_left_alone(
 def test_a_killed_program_leaves_what_there_was(one: Program, other: Program) -> None:
     mine = one.sessions.begin_turn(one.sessions.create(NEW), "q")
     one.sessions.update_turn(mine, Turn("q", "half", stopped=True, reasoning="hm"))
-    one.sessions.save_draft(mine.id, "typed")
+    one.sessions.save_unsent_prompt(mine.id, "typed")
     before = other.sessions.read(mine.id)
     one.die()
     seen = other.sessions.read(mine.id)
     assert seen.unfinished_turn is None
     assert seen.conversation.turns == (Turn("q", "half", True, "hm", INTERRUPTED_SUMMARY),)
-    assert other.sessions.load_draft(mine.id) == "typed"
+    assert other.sessions.load_unsent_prompt(mine.id) == "typed"
     with pytest.raises(SessionChanged):  # it would take the turn away
         other.sessions.update(before)
     assert other.sessions.update(replace(seen, name="goes on")).revision == seen.revision + 1
@@ -192,12 +192,12 @@ def test_a_real_process_that_is_killed(tmp_path: Path) -> None:
 
 def test_drafts_of_two_programs_stand_side_by_side(one: Program, other: Program) -> None:
     kept = one.sessions.create(NEW)
-    one.sessions.save_draft(kept.id, "mine")
-    other.sessions.save_draft(kept.id, "theirs")
-    assert one.sessions.load_draft(kept.id) == "mine"
-    assert other.sessions.load_draft(kept.id) == "theirs"
-    one.sessions.save_draft(kept.id, "")
-    assert one.sessions.load_draft(kept.id) == ""
+    one.sessions.save_unsent_prompt(kept.id, "mine")
+    other.sessions.save_unsent_prompt(kept.id, "theirs")
+    assert one.sessions.load_unsent_prompt(kept.id) == "mine"
+    assert other.sessions.load_unsent_prompt(kept.id) == "theirs"
+    one.sessions.save_unsent_prompt(kept.id, "")
+    assert one.sessions.load_unsent_prompt(kept.id) == ""
 
 
 def test_deleted_and_restored(one: Program, other: Program) -> None:

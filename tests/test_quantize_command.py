@@ -26,6 +26,7 @@ from localgen.quant.advice import best_method, estimate_methods
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
 NOT_FOUND = errors.EXIT_STATUS_BY_CODE["model_not_found"]
+GPTQ = ("quantize", "tiny", "--gptq", "--samples", "24", "--seq-len", "128", "--no-eval")
 QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 
@@ -164,45 +165,37 @@ def test_without_torch() -> None:
     )
 
 
-def begun(folder: Path) -> subprocess.Popen[str]:
-    """A run in a process of its own that has finished a layer and has some to go."""
-    command = python_command(
-        "localgen.cli.main", "quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"
-    )
+def begun(folder: Path, *options: str, layers: int) -> subprocess.Popen[str]:
+    """A run in a process of its own that has finished so many of 6 layers."""
+    command = python_command("localgen.cli.main", *GPTQ, *options)
     child = subprocess.Popen(
         command, cwd=folder, env=python_environment(), stderr=subprocess.PIPE, text=True
     )
     work = folder / "tiny-gptq-4bit.partial"
     until = time.monotonic() + 60
-    while not (work / "model-00002-of-00007.safetensors").exists():
+    while not (work / f"model-{1 + layers:05}-of-00007.safetensors").exists():
         assert time.monotonic() < until
         assert child.poll() is None
         time.sleep(0.005)
     return child
 
 
-def test_ctrl_c_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    child = begun(tmp_path)
+def test_ctrl_c_then_killed_then_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = begun(tmp_path, layers=1)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert child.returncode == errors.INTERRUPTED
     assert "Traceback" not in err
     assert "of 6 layers: run the same command with --resume to continue" in err
-    again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
-    assert run_command_line(again) == INVALID
+    assert run_command_line([*GPTQ]) == INVALID
     assert "--resume continues it" in capsys.readouterr().err
-    assert run_command_line([*again, "--resume"]) == 0
-    assert run_command_line([*again, "--out", "whole"]) == 0
-    assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")
-
-
-def test_kill_and_on(tmp_path: Path) -> None:
-    child = begun(tmp_path)
+    child = begun(tmp_path, "--resume", layers=4)
     os.kill(child.pid, signal.SIGKILL)
     child.communicate(timeout=60)
-    again = ["quantize", "tiny", "--gptq", "--samples", "24", "--no-eval"]
-    assert run_command_line([*again, "--resume"]) == 0
-    assert run_command_line([*again, "--out", "whole"]) == 0
+    assert run_command_line([*GPTQ, "--resume"]) == 0
+    assert run_command_line([*GPTQ, "--out", "whole"]) == 0
     assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")
 
 

@@ -45,7 +45,7 @@ RTN = QuantizeRequest(
     recipe=Recipe(method="rtn"),
     gguf=None,
     mode="round",
-    calibration=CalibrationConfig(samples=24),
+    calibration=CalibrationConfig(samples=24, seq_len=128),
     output=None,
     device="cpu",
     resume=False,

@@ -107,7 +107,7 @@ def test_a_large_paste_is_folded_and_sent_whole(tmp_path: Path, text: str) -> No
         await pilot.pause()
         assert tui.prompt.text == "see ⟦paste 1: 100,000 characters⟧"
         await pilot.press("!")
-        assert tui.opened.draft == f"see {text}!"
+        assert tui.opened.unsent_prompt == f"see {text}!"
         await press(tui, pilot, "enter")
         assert tui.asked == [f"see {text}!"]
         assert "characters more" in tui.screen_text()

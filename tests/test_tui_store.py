@@ -204,12 +204,12 @@ def test_a_name_given_by_another_program_stays(make_tui: MakeTui) -> None:
 def test_a_draft_outlives_the_program(make_tui: MakeTui, tmp_path: Path) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
-    opened.draft = "half a thought"
+    opened.unsent_prompt = "half a thought"
     tui.manager.sync_store()
     tui.store.close()
     tui.writer._lock_file.close()  # killed
     again = make_tui()
-    assert again.manager.get(opened.id).draft == "half a thought"
+    assert again.manager.get(opened.id).unsent_prompt == "half a thought"
     tui.store = again.store  # close() of the fixture closes one of them
 
 

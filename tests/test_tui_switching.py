@@ -35,7 +35,7 @@ def test_what_is_typed_meanwhile_is_for_the_next_session(
         await pilot.press("ctrl+n")
         await pilot.pause()
         await pilot.press(*"second", "enter")
-        assert before.draft == "half"
+        assert before.unsent_prompt == "half"
         assert tui.asked == ["first"]
         gate.set()
         await tui.until(lambda: len(tui.asked) == 2)
@@ -70,7 +70,7 @@ def test_what_is_typed_stays_where_no_session_comes(
         await tui.until(lambda: "it is locked" in told(tui))
         await tui.settled(pilot)
         assert tui.prompt.text == "half more"
-        assert tui.opened.draft == "half more"
+        assert tui.opened.unsent_prompt == "half more"
 
     play(Tui(tmp_path), scene)
 

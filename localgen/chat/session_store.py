@@ -175,7 +175,7 @@ class SessionStore:
             sqlite.execute("UPDATE sessions SET deleted_s = NULL WHERE id = ?", (session_id,))
             _require_exists(sqlite, session_id)
 
-    def load_draft(self, session_id: int) -> str:
+    def load_unsent_prompt(self, session_id: int) -> str:
         """Return the unsent prompt of this process, or take over that of an ended process."""
         with self._database.write_transaction() as sqlite:
             rows = sqlite.execute(
@@ -189,14 +189,14 @@ class SessionStore:
                 (session_id, writer) for writer, _ in rows if not self._is_other_program(writer)
             ]
             sqlite.executemany("DELETE FROM drafts WHERE session = ? AND writer = ?", gone)
-            self._write_draft(sqlite, session_id, free[0])
+            self._write_unsent_prompt(sqlite, session_id, free[0])
             return str(free[0])
 
-    def save_draft(self, session_id: int, text: str) -> None:
+    def save_unsent_prompt(self, session_id: int, text: str) -> None:
         """Save the unsent prompt of this process; empty text deletes it."""
         with self._database.write_transaction() as sqlite:
             _require_exists(sqlite, session_id)
-            self._write_draft(sqlite, session_id, text)
+            self._write_unsent_prompt(sqlite, session_id, text)
 
     def recent_prompts(self, limit: int) -> list[str]:
         """Return the last prompts of all sessions without duplicates, oldest first."""
@@ -223,7 +223,7 @@ class SessionStore:
     def _is_other_program(self, writer: str) -> bool:
         return writer != self._writer.name and self._writer.is_alive(writer)
 
-    def _write_draft(self, sqlite: sqlite3.Connection, session_id: int, text: str) -> None:
+    def _write_unsent_prompt(self, sqlite: sqlite3.Connection, session_id: int, text: str) -> None:
         mine = (session_id, self._writer.name)
         sqlite.execute("DELETE FROM drafts WHERE session = ? AND writer = ?", mine)
         if text:

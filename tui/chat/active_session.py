@@ -53,7 +53,7 @@ class CommandStopped(Exception):
 class ActiveSession:
     """An open session. Methods may be called from any thread; requests and store access block.
 
-    save_error: why the last save failed; the session stays in memory. draft: typed but unsent text.
+    save_error: why the last save failed; the session stays in memory. unsent_prompt: typed text.
     running_command: the command in progress; load_progress: fraction of its model loaded.
     client_message: the client's last notice since the current request began. messages: notices
     waiting to be shown to the user.
@@ -68,8 +68,8 @@ class ActiveSession:
         self.load_progress: float | None = None
         self.client_message = ""
         self.messages: deque[str] = deque()
-        self.draft = context.store.load_draft(record.id)
-        self._saved_draft = self.draft
+        self.unsent_prompt = context.store.load_unsent_prompt(record.id)
+        self._saved_unsent_prompt = self.unsent_prompt
         self._context = context
         self._lock = threading.RLock()
         self._is_turn_begun = self._is_stopping = False
@@ -285,9 +285,9 @@ class ActiveSession:
 
     def _save(self) -> None:
         store = self._context.store
-        if self.draft != self._saved_draft:
-            store.save_draft(self.id, self.draft)
-            self._saved_draft = self.draft
+        if self.unsent_prompt != self._saved_unsent_prompt:
+            store.save_unsent_prompt(self.id, self.unsent_prompt)
+            self._saved_unsent_prompt = self.unsent_prompt
         if self.answer_stream is not None:
             if self._is_turn_begun:
                 store.update_turn(self.record, self.answer_stream.to_turn())
@@ -310,9 +310,9 @@ class ActiveSession:
             f"another localgen tui has changed {one_line(name)}: "
             f"your version continues as {one_line(self.name)}"
         )
-        self._saved_draft = ""
-        with contextlib.suppress(LocalgenError):  # on failure both sessions have the draft
-            self._context.store.save_draft(theirs, "")
+        self._saved_unsent_prompt = ""
+        with contextlib.suppress(LocalgenError):  # on failure both sessions have the text
+            self._context.store.save_unsent_prompt(theirs, "")
 
     def _apply_record(self, record: SessionRecord) -> None:
         """Set the chat to a record's state."""

@@ -210,7 +210,7 @@ class ChatApp(BaseApp):
         opened = self.session_actions.current_session
         if await self.session_actions.run_in_thread(lambda: opened.ask(text)):
             self.main_screen.query_one(Prompt).mark_submitted(text)
-            opened.draft = ""
+            opened.unsent_prompt = ""
             await self.session_actions.run_in_thread(self.session_manager.reload_summaries)
             await self.tick()
 
@@ -398,7 +398,7 @@ class ChatApp(BaseApp):
         self._is_quitting = True
         opened = self.main_screen.current_session
         if opened is not None:
-            opened.draft = self.main_screen.query_one(Prompt).full_text
+            opened.unsent_prompt = self.main_screen.query_one(Prompt).full_text
             panels = self.main_screen.query(SettingsPanel)
             for typed in [edit for panel in panels for edit in panel.pending_edits()]:
                 if opened.id == typed.session_id:

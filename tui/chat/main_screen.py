@@ -149,7 +149,7 @@ class MainScreen(Screen[None]):
         """Start a switch: text typed from now on belongs to the session shown next."""
         if self.current_session is not None and not self._is_switching:
             prompt = self.query_one(Prompt)
-            self.current_session.draft = prompt.full_text
+            self.current_session.unsent_prompt = prompt.full_text
             self._is_switching = True
             prompt.set_text("")
 
@@ -159,15 +159,15 @@ class MainScreen(Screen[None]):
             await self.show_session(self.current_session)
 
     async def show_session(self, active: ActiveSession) -> None:
-        """Switch to a session; drafts stay with their sessions."""
+        """Switch to a session; unsent prompts stay with their sessions."""
         if self.has_class("-settings"):
             self.query_one(SettingsPanel).submit_edits()
         self.begin_switch()
         prompt = self.query_one(Prompt)
         typed = prompt.full_text
         self.current_session, self._is_switching = active, False
-        if active.draft:  # else the prompt already has the text
-            prompt.set_text(active.draft + typed)
+        if active.unsent_prompt:  # else the prompt already has the text
+            prompt.set_text(active.unsent_prompt + typed)
         self.refresh_bindings()  # some keys need a session
         await self._transcript.show_session(active)
         self.show_settings()
@@ -246,7 +246,7 @@ class MainScreen(Screen[None]):
         if not isinstance(prompt, Prompt):
             return
         if self.current_session is not None and not self._is_switching:
-            self.current_session.draft = prompt.full_text
+            self.current_session.unsent_prompt = prompt.full_text
         self.query_one(CommandSuggestions).show_suggestions(
             command_suggestions(prompt.text, self._completion_sources)[:50]
         )
