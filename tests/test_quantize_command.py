@@ -82,7 +82,7 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--awq", "--gptq"], INVALID, "--awq and --gptq exclude each other"),
         (["tiny", "--gptq", "--gguf", "Q4_K_M"], INVALID, "--awq goes with it"),
         (["tiny", "--rtn", "--bits", "5"], INVALID, "not 5"),
-        (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 makes 8 bits, not 4"),
+        (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 supports 8 bits, not 4"),
         (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["tiny", "--rtn", "--no-act-order"], INVALID, "go with --gptq"),
         (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "use no calibration text"),

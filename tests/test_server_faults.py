@@ -195,7 +195,7 @@ def test_a_second_server_gives_way(served: House) -> None:
     assert second.wait(timeout=5) == 1
     assert second.stderr is not None
     said = second.stderr.read().decode().strip()
-    assert said == f"error: a server is already running (process {first.pid})"
+    assert said.startswith(f"error: a server is already running (process {first.pid}): stop it")
     assert served.pid() == first.pid
 
 

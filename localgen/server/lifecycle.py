@@ -121,7 +121,10 @@ def _acquire_lock(lock: IO[str], settings: ServerSettings) -> None:
             lock.seek(0)
             owner = lock.read().strip()
         if is_server_listening(settings):
-            raise ServerUnavailable(f"a server is already running (process {owner})")
+            raise ServerUnavailable(
+                f"a server is already running (process {owner}): stop it with localgen stop, "
+                "then start again"
+            )
         if time.monotonic() > deadline:
             raise ServerUnavailable(f"the previous server (process {owner}) does not exit: kill it")
         time.sleep(0.02)

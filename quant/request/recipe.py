@@ -56,8 +56,10 @@ class Recipe:
         """Raises InvalidRequest for values that no format can hold."""
         widths = _SUPPORTED_BITS[self.method]
         if self.bits not in widths:
-            known = " or ".join(map(str, widths))
-            raise InvalidRequest(f"{self.method} makes {known} bits, not {self.bits}", param="bits")
+            known = " or ".join(map(str, sorted(widths)))
+            raise InvalidRequest(
+                f"{self.method} supports {known} bits, not {self.bits}", param="bits"
+            )
         if self.has_groups and self.group_size is not None and self.group_size % 8:
             raise InvalidRequest(
                 f"a group size is a multiple of 8, {self.group_size} is not", param="group_size"
