@@ -66,7 +66,7 @@ def test_a_folder_drafts_with_a_pool_as_large(folder: Path) -> None:
     own, other = model.runner.limits, model.draft.runner.limits
     assert (own.max_seqs, own.kv_tokens, own.max_len) == (4, other.kv_tokens, other.max_len)
     assert model.draft.info.kv_bytes == model.info.kv_bytes, "in the same type"
-    assert "small is no smaller than the model" in " ".join(model.info.notes)
+    assert "small is no smaller than the target model" in " ".join(model.info.notes)
 
 
 def test_what_cannot_draft_says_why(folder: Path, tmp_path: Path) -> None:
