@@ -234,6 +234,10 @@ def test_completion_of_file_names(tmp_path: Path) -> None:
     [
         ("hello\r", "hello"),
         ("gone\x03kept\r", "kept"),
+        # Ctrl+C and Ctrl+G leave a history search
+        ("ab\x12\x03cd\r", "abcd"),
+        ("ab\x12\x07cd\r", "abcd"),
+        ("\x12stor\x03kept\r", "kept"),
         ('"""a\rb"""\r', '"""a\nb"""'),
         ("\x1b[200~a\nb\x1b[201~\r", "a\nb"),
     ],

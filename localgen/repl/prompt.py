@@ -9,7 +9,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import Condition
+from prompt_toolkit.filters import Condition, is_searching
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -109,11 +109,12 @@ def _continuation(_width: int, _line: int, wraps: int) -> str:
 def _key_bindings() -> KeyBindings:
     keys = KeyBindings()
 
-    @keys.add("c-g")
+    # in a history search both keys leave the search: its text is a buffer of its own
+    @keys.add("c-g", filter=~is_searching)
     def _edit(event: KeyPressEvent) -> None:
         event.current_buffer.open_in_editor()
 
-    @keys.add("c-c")
+    @keys.add("c-c", filter=~is_searching)
     def _clear(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()
